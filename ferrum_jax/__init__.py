@@ -1,0 +1,47 @@
+"""A functional JAX/XLA engine for decoder-only language models, compiled ahead of time.
+
+The contract's types and errors are here at once; what needs JAX is imported when it is first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ferrum_jax import contract as contract
+from ferrum_jax.contract import *  # noqa: F403
+from ferrum_jax.contract import errors as errors
+
+if TYPE_CHECKING:
+    from ferrum_jax import models as models
+    from ferrum_jax.config import EngineConfig as EngineConfig
+    from ferrum_jax.config import ModelConfig as ModelConfig
+    from ferrum_jax.executor.runner import ModelRunner as ModelRunner
+    from ferrum_jax.generate.llm import LLM as LLM
+    from ferrum_jax.generate.params import SamplingParams as SamplingParams
+    from ferrum_jax.load import load as load
+    from ferrum_jax.load import load_params as load_params
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "EngineConfig": "ferrum_jax.config",
+    "ModelConfig": "ferrum_jax.config",
+    "ModelRunner": "ferrum_jax.executor.runner",
+    "LLM": "ferrum_jax.generate.llm",
+    "SamplingParams": "ferrum_jax.generate.params",
+    "load": "ferrum_jax.load",
+    "load_params": "ferrum_jax.load",
+    "models": "ferrum_jax.models",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'ferrum_jax' has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    value = module if name == "models" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

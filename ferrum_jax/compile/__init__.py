@@ -1,0 +1,1 @@
+"""Static shapes (`buckets`), the batch as one buffer (`packing`) and the compiled steps (`steps`)."""

@@ -1,0 +1,140 @@
+"""Ladders of static shapes, and how rows of any size are served with them."""
+
+import bisect
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ferrum_jax.contract.errors import ConfigError
+
+
+class Outputs(enum.Enum):
+    """What a step hands back."""
+
+    LAST = "last"  # float32 logits of every row's last token, [D + P, V]
+    ALL = "all"  # float32 logits of every token, [D + P * C, V]
+
+
+@dataclass(frozen=True, order=True)
+class StepKey:
+    """The static shape of one compiled step."""
+
+    decode_rows: int  # D rows of one token
+    chunk_rows: int  # P rows of up to C tokens
+    chunk_tokens: int  # C
+    table_columns: int  # M blocks per row
+    outputs: str = Outputs.LAST.value
+
+    @property
+    def num_tokens(self) -> int:
+        """X, the tokens its matrix products run over."""
+        return self.decode_rows + self.chunk_rows * self.chunk_tokens
+
+    def __str__(self) -> str:
+        return f"D{self.decode_rows} P{self.chunk_rows}x{self.chunk_tokens} M{self.table_columns} {self.outputs}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladders:
+    """The sizes that steps are compiled for. Each ladder ascends and ends in its maximum."""
+
+    decode_rows: tuple[int, ...]
+    chunk_rows: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]
+    verify_tokens: tuple[int, ...]
+    max_step_tokens: int  # of chunks in one step: P * C stays within it
+    table_columns: int
+
+    def __post_init__(self):
+        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens"):
+            ladder = getattr(self, name)
+            if not ladder or list(ladder) != sorted(set(ladder)) or ladder[0] < 1:
+                raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
+        if self.chunk_tokens[0] > self.max_step_tokens:
+            raise ConfigError(
+                f"the smallest chunk is {self.chunk_tokens[0]} tokens, max_step_tokens is {self.max_step_tokens}"
+            )
+
+    def widths(self, chunk_rows: int) -> tuple[int, ...]:
+        """The chunk sizes C compiled for P rows."""
+        return tuple(c for c in self.chunk_tokens if c * chunk_rows <= self.max_step_tokens)
+
+    def row_counts(self) -> tuple[int, ...]:
+        """The row counts P for which at least one chunk size fits."""
+        return tuple(p for p in self.chunk_rows if self.widths(p))
+
+    def declared(self) -> list[StepKey]:
+        """Every step that legal traffic can need, the largest first."""
+        columns, last = self.table_columns, Outputs.LAST.value
+        keys = {StepKey(d, 0, 0, columns, last) for d in self.decode_rows}
+        for d in (0, self.decode_rows[-1]):
+            keys |= {StepKey(d, p, c, columns, last) for p in self.row_counts() for c in self.widths(p)}
+        keys |= {StepKey(0, 1, c, columns, Outputs.ALL.value) for c in self.verify_tokens}
+        return sorted(keys, key=lambda key: (-key.num_tokens, key))
+
+
+def ladder(maximum: int, start: int = 1, factor: int = 2) -> tuple[int, ...]:
+    """Gives start, start·factor, … below `maximum`, and `maximum` itself."""
+    sizes = []
+    while start < maximum:
+        sizes.append(start)
+        start *= factor
+    return (*sizes, maximum)
+
+
+def choose_bucket(sizes: Sequence[int], needed: int) -> int:
+    """Gives the smallest size that holds `needed`, or the largest there is."""
+    return sizes[min(bisect.bisect_left(sizes, needed), len(sizes) - 1)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of one row's tokens, taken in one step."""
+
+    row: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: its shape, and what sits in its rows."""
+
+    key: StepKey
+    decodes: list[Piece] = field(default_factory=list)
+    chunks: list[Piece] = field(default_factory=list)
+
+
+def plan(counts: Sequence[int], ladders: Ladders) -> list[StepPlan]:
+    """Serves rows of `counts` tokens (each at least 1) in as few steps as the ladders allow; one, if they fit."""
+    done = [0] * len(counts)
+    steps = []
+    while pending := [row for row, count in enumerate(counts) if done[row] < count]:
+        left = {row: counts[row] - done[row] for row in pending}
+        singles = [row for row in pending if left[row] == 1][: ladders.decode_rows[-1]]
+        longer = [row for row in pending if left[row] > 1][: ladders.row_counts()[-1]]
+        decodes = [Piece(row, done[row], 1) for row in singles]
+        if not longer:
+            rows = choose_bucket(ladders.decode_rows, len(singles))
+            steps.append(StepPlan(StepKey(rows, 0, 0, ladders.table_columns), decodes))
+        else:
+            rows = choose_bucket(ladders.row_counts(), len(longer))
+            width = choose_bucket(ladders.widths(rows), max(left[row] for row in longer))
+            chunks = [Piece(row, done[row], min(left[row], width)) for row in longer]
+            beside = ladders.decode_rows[-1] if singles else 0
+            steps.append(StepPlan(StepKey(beside, rows, width, ladders.table_columns), decodes, chunks))
+        for piece in (*steps[-1].decodes, *steps[-1].chunks):
+            done[piece.row] += piece.count
+    return steps
+
+
+def plan_verify(count: int, ladders: Ladders) -> list[StepPlan]:
+    """Serves one row whose every token wants logits."""
+    steps, done = [], 0
+    while done < count:
+        width = choose_bucket(ladders.verify_tokens, count - done)
+        piece = Piece(0, done, min(width, count - done))
+        key = StepKey(0, 1, width, ladders.table_columns, Outputs.ALL.value)
+        steps.append(StepPlan(key, chunks=[piece]))
+        done += piece.count
+    return steps

@@ -1,0 +1,271 @@
+"""Settings: what a model is (`ModelConfig`) and how the engine should run it (`EngineConfig`)."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_CHANGES_ARITHMETIC = (  # settings of other families that would make these forwards wrong if they were ignored
+    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
+    "residual_multiplier", "attention_multiplier", "num_experts", "num_local_experts", "n_routed_experts",
+    "no_rope_layers", "quantization_config", "clip_qkv", "query_pre_attn_scalar",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """A scaling of rotary frequencies; fields are Hugging Face's, those a type does not use are None."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int | None = None  # positions
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The architecture of one model, in Hugging Face's names."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False  # of the query, key and value projections
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm of every query and key head
+    layer_windows: tuple[int | None, ...]  # per layer: positions seen, or None for all
+    dtype: str = "float32"  # of the checkpoint
+
+    def __post_init__(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key/value heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
+        if len(self.layer_windows) != self.num_hidden_layers:
+            raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest sequence the position embeddings are meant for, in positions, scalings included."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type == "llama3":
+            return self.max_position_embeddings
+        original = scaling.original_max_position_embeddings or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * scaling.factor))
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """Reads a Hugging Face `config.json`; raises on any setting that is not implemented.
+
+        Raises:
+            UnsupportedError: the family, a RoPE type, an activation or another setting is not implemented.
+            ConfigError: a field is missing, has the wrong type, or contradicts another.
+        """
+        try:
+            return cls(**_hf_fields(config))
+        except KeyError as missing:
+            raise ConfigError(f"config.json has no field {missing.args[0]!r}") from None
+        except (TypeError, ValueError) as wrong:
+            if isinstance(wrong, (ConfigError, UnsupportedError)):
+                raise
+            raise ConfigError(f"config.json has a field of the wrong type: {wrong}") from None
+
+
+def _hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        names = config.get("architectures") or []
+        raise UnsupportedError(f"model_type {family!r} {names}: supported are {', '.join(FAMILIES)}")
+    for name in _CHANGES_ARITHMETIC:
+        if config.get(name) not in (None, False, 0):
+            raise UnsupportedError(f"{name} = {config[name]!r} is not implemented for {family}")
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedError(f"hidden_act {activation!r} is not implemented, only silu is")
+    theta, scaling, partial = _rope(config)
+    if partial != 1.0:
+        raise UnsupportedError(f"partial_rotary_factor {partial} is not implemented, only 1.0 is")
+    heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
+    bias = bool(config.get("attention_bias", False))
+    return {
+        "model_type": family,
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "intermediate_size": config["intermediate_size"],
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+        "max_position_embeddings": config["max_position_embeddings"],
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "attention_bias": True if family == "qwen2" else bias,
+        "attention_out_bias": False if family == "qwen2" else bias,
+        "mlp_bias": bool(config.get("mlp_bias", False)) and family == "llama",
+        "qk_norm": family == "qwen3",
+        "layer_windows": _windows(config, family, layers),
+        "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+    }
+
+
+def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if family == "llama" or window is None:
+        return (None,) * layers
+    if family == "mistral":
+        return (int(window),) * layers
+    if not config.get("use_sliding_window", False):
+        return (None,) * layers
+    first = config.get("max_window_layers", 28)
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
+    unknown = set(kinds) - {"sliding_attention", "full_attention"}
+    if unknown:
+        raise UnsupportedError(f"layer_types {sorted(unknown)} are not implemented")
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
+    """Reads theta, scaling and the rotated share, from both the older and the newer way of writing them."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
+    partial = float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise UnsupportedError(f"rope_type {kind!r} is not implemented, supported are {', '.join(ROPE_TYPES)}")
+    if kind == "default":
+        return theta, None, partial
+    limit = config["max_position_embeddings"]
+    original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    if kind in ("llama3", "yarn") and original is None:
+        original = limit
+    factor = given["factor"] if given.get("factor") is not None else limit / original if original else given["factor"]
+    names = {field.name for field in fields(RopeScaling)} - {"rope_type", "factor", "original_max_position_embeddings"}
+    options = {name: given[name] for name in names if given.get(name) is not None}
+    if kind == "llama3":
+        options |= {name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    return (
+        theta,
+        RopeScaling(rope_type=kind, factor=float(factor), original_max_position_embeddings=original, **options),
+        partial,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine should run a model; None means: chosen for the model and the device.
+
+    Ladders are ascending bucket sizes; what exceeds the largest runs in several steps.
+    """
+
+    dtype: str | None = None  # of weights and activations
+    kv_dtype: str | None = None
+    max_seqs: int | None = None  # live sequences
+    kv_capacity: int | None = None  # positions one sequence can reach
+    block_size: int | None = None  # positions
+    kv_blocks: int | None = None  # blocks in the pool
+    memory_fraction: float | None = None  # of free device memory, for the default pool
+    max_step_tokens: int | None = None  # tokens of prompts in one step
+    prefix_cache: bool | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
+    spec_tokens: int | None = None  # drafted tokens per round
+    decode_rows: tuple[int, ...] | None = None  # ladder of D
+    chunk_rows: tuple[int, ...] | None = None  # ladder of P
+    chunk_tokens: tuple[int, ...] | None = None  # ladder of C, tokens
+    verify_tokens: tuple[int, ...] | None = None  # ladder of C where every token wants logits
+
+    def __post_init__(self):
+        for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
+            _refuse_below(name, getattr(self, name), 1)
+        for name in ("max_loras", "max_lora_rank", "spec_tokens"):
+            _refuse_below(name, getattr(self, name), 0)
+        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens"):
+            ladder = getattr(self, name)
+            if ladder is not None and (not ladder or list(ladder) != sorted(set(ladder)) or ladder[0] < 1):
+                raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction is {self.memory_fraction}, expected more than 0 and at most 1")
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in (None, "float32", "float16", "bfloat16"):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected float32, float16 or bfloat16")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
+        """Reads the `FERRUM_…` variables; an unparsable value is a Config error that names its variable."""
+        environment = os.environ if environment is None else environment
+        values = {}
+        for variable, (name, parse) in _VARIABLES.items():
+            text = environment.get(variable)
+            if text is None:
+                continue
+            try:
+                values[name] = parse(text.strip())
+                cls(**{name: values[name]})
+            except ValueError as problem:
+                raise ConfigError(f"{variable}={text!r} cannot be used: {problem}") from None
+        return cls(**values)
+
+    def over(self, other: Self) -> Self:
+        """Fills what is None here from `other`."""
+        mine = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return replace(other, **mine)
+
+
+def _refuse_below(name: str, value: Any, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {least}")
+
+
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
+def dtype_name(text: str) -> str:
+    """Gives the full name of a floating dtype: `bf16` is `bfloat16`."""
+    short = {"fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16"}
+    return (short | {"bf16": "bfloat16"}).get(text.lower(), text.lower())
+
+
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "FERRUM_KV_CAPACITY": ("kv_capacity", int),
+    "FERRUM_KV_MAX_BLOCKS": ("kv_blocks", int),
+    "FERRUM_PAGED_MAX_SEQS": ("max_seqs", int),
+    "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
+    "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
+    "FERRUM_DTYPE": ("dtype", dtype_name),
+    "FERRUM_SPEC_N": ("spec_tokens", int),
+}

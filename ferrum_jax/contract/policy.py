@@ -1,0 +1,50 @@
+"""What a forward hands back for a row: all its logits, or the id of the best allowed token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ferrum_jax.contract.errors import RequestValidationError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSelectionMask:
+    """Which token ids may be chosen.
+
+    `valid_token_mask` is int8 `[<= vocab]`: nonzero is allowed, ids past its end are not. `fingerprint` names
+    the mask's content, so that the same mask need not be uploaded twice.
+    """
+
+    fingerprint: int | str
+    valid_token_mask: Any  # array-like int8 [<= V]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GreedyRepetitionPenalty:
+    """Divides positive and multiplies negative logits of `token_ids` by `penalty` before the arg-max.
+
+    Keskar et al. 2019, "CTRL", section 4.1.
+    """
+
+    penalty: float
+    token_ids: Sequence[int]
+
+    def __post_init__(self):
+        if not 0.0 < self.penalty < float("inf"):
+            raise RequestValidationError(f"repetition penalty is {self.penalty}, it must be positive and finite")
+
+
+@dataclass(frozen=True)
+class FullLogits:
+    """All `vocab` logits cross to the host."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GreedyArgmax:
+    """The arg-max is taken on the device and one token id crosses to the host."""
+
+    token_mask: TokenSelectionMask | None = None
+    repetition_penalty: GreedyRepetitionPenalty | None = None
+
+
+LogitsReturnPolicy: TypeAlias = FullLogits | GreedyArgmax

@@ -1,0 +1,47 @@
+"""Counts of what was really done, in the contract's names."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+_BUCKETS = ((1, "m1"), (2, "m2"), (4, "m3_4"), (8, "m5_8"), (16, "m9_16"), (32, "m17_32"))
+
+
+@dataclass
+class DecodeBatchCounters:
+    """Counts `decode_batch` calls by size."""
+
+    calls: int = 0
+    total_items: int = 0
+    max_items: int = 0
+    last_items: int = 0
+    force_full_logits_calls: int = 0
+    singleton_fast_path_calls: int = 0
+    unsupported_fallback_calls: int = 0
+    lora_fallback_calls: int = 0
+    bucket_calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys([n for _, n in _BUCKETS] + ["m_gt_32"], 0))
+
+    def count(self, items: int, *, forced: bool = False) -> None:
+        """Counts one batch of at least one row."""
+        self.calls += 1
+        self.total_items += items
+        self.max_items = max(self.max_items, items)
+        self.last_items = items
+        self.force_full_logits_calls += forced
+        self.singleton_fast_path_calls += items == 1
+        self.bucket_calls[next((name for most, name in _BUCKETS if items <= most), "m_gt_32")] += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copies the counts out."""
+        return {
+            "schema_version": 1,
+            "calls": self.calls,
+            "total_items": self.total_items,
+            "avg_items_per_call": self.total_items / self.calls if self.calls else 0.0,
+            "max_items": self.max_items,
+            "last_items": self.last_items,
+            "force_full_logits_calls": self.force_full_logits_calls,
+            "singleton_fast_path_calls": self.singleton_fast_path_calls,
+            "unsupported_fallback_calls": self.unsupported_fallback_calls,
+            "lora_fallback_calls": self.lora_fallback_calls,
+            "bucket_calls": dict(self.bucket_calls),
+        }

@@ -1,0 +1,116 @@
+"""How large everything is: an `EngineConfig` made concrete for one model on one device."""
+
+from dataclasses import dataclass
+
+from ferrum_jax.compile.buckets import Ladders, ladder
+from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.contract.errors import ConfigError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.kvcache.state import CacheSpec
+
+DEFAULT_SEQUENCES = 8
+DEFAULT_CAPACITY = 4096  # positions
+DEFAULT_BLOCK = 128  # positions
+SMALLEST_CHUNK = 16  # tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginePlan:
+    """Sizes of one engine, all decided."""
+
+    max_seqs: int
+    kv_capacity: int  # positions
+    cache: CacheSpec
+    ladders: Ladders
+
+
+def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
+    """Decides every size that was left open.
+
+    Args:
+        engine: what was asked for.
+        cfg: the model.
+        platform: `cpu`, `gpu` or `tpu`.
+        free_bytes: what the device has left for the KV, the parameters being there already.
+
+    Raises:
+        ConfigError: sizes contradict each other or the model.
+        UnsupportedError: a setting asks for what this build does not have.
+        ResourceExhaustedError: the KV that was asked for does not fit.
+    """
+    _refuse_unbuilt(engine)
+    max_seqs = engine.max_seqs or DEFAULT_SEQUENCES
+    capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
+    block_size = engine.block_size or min(DEFAULT_BLOCK, ladder(capacity)[-1])
+    columns = -(-capacity // block_size)
+
+    def spec(num_blocks: int) -> CacheSpec:
+        return CacheSpec(
+            num_layers=cfg.num_hidden_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=cfg.num_key_value_heads,
+            head_dim=cfg.head_dim,
+            dtype=engine.kv_dtype or engine.dtype or ("float32" if platform == "cpu" else "bfloat16"),
+        )
+
+    fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
+    block_bytes = spec(1).num_bytes
+    affordable = int(free_bytes * fraction) // block_bytes
+    if engine.kv_blocks is not None:
+        num_blocks, asked = engine.kv_blocks, True
+    else:
+        num_blocks, asked = max_seqs * columns, engine.max_seqs is not None and engine.kv_capacity is not None
+    if asked and engine.max_seqs and engine.kv_capacity and num_blocks < max_seqs * columns:
+        raise ConfigError(
+            f"kv_blocks is {num_blocks}, but {max_seqs} sequences of {capacity} positions need {max_seqs * columns} "
+            f"blocks of {block_size}"
+        )
+    if num_blocks > affordable:
+        if asked or affordable < 1:
+            raise ResourceExhaustedError(
+                f"a KV of {num_blocks} blocks takes {num_blocks * block_bytes:,} bytes; {fraction:.0%} of the "
+                f"{free_bytes:,} free bytes hold {affordable}",
+                needed=num_blocks,
+                free=affordable,
+            )
+        num_blocks = affordable
+        if engine.kv_capacity is None:
+            capacity = min(capacity, num_blocks * block_size)
+    return EnginePlan(
+        max_seqs=max_seqs,
+        kv_capacity=capacity,
+        cache=spec(num_blocks),
+        ladders=_ladders(engine, max_seqs, capacity, -(-capacity // block_size), platform),
+    )
+
+
+def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Ladders:
+    step_tokens = engine.max_step_tokens or (512 if platform == "cpu" else 2048)
+    longest = min(step_tokens, capacity)
+    smallest = min(SMALLEST_CHUNK, longest)
+    decode_rows = engine.decode_rows or ladder(max_seqs)
+    chunk_rows = engine.chunk_rows or ladder(max_seqs, factor=4)
+    for name, given in (("decode_rows", decode_rows), ("chunk_rows", chunk_rows)):
+        if given[-1] > max_seqs:
+            raise ConfigError(f"{name} ends in {given[-1]}, max_seqs is {max_seqs}")
+    return Ladders(
+        decode_rows=decode_rows,
+        chunk_rows=chunk_rows,
+        chunk_tokens=engine.chunk_tokens or ladder(longest, start=smallest),
+        verify_tokens=engine.verify_tokens or ladder(min(64, longest), start=smallest, factor=4),
+        max_step_tokens=step_tokens,
+        table_columns=columns,
+    )
+
+
+def _refuse_unbuilt(engine: EngineConfig) -> None:
+    if engine.prefix_cache:
+        raise UnsupportedError("prefix_cache is on, but prefix reuse is not built yet; leave it off")
+    if engine.max_loras or engine.max_lora_rank:
+        raise UnsupportedError(
+            f"max_loras={engine.max_loras}, max_lora_rank={engine.max_lora_rank}: LoRA is not built yet; leave both 0"
+        )
+    if engine.spec_tokens:
+        raise UnsupportedError(
+            f"speculative decoding ({engine.spec_tokens} tokens) is not built yet; unset FERRUM_SPEC_N"
+        )

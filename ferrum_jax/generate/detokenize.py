@@ -1,0 +1,74 @@
+"""Text from ids that arrive one at a time.
+
+`tokenizers.decoders.DecodeStream` does nearly this, but raises "Invalid prefix" when byte tokens turn out not to be
+UTF-8 and cannot be flushed.
+"""
+
+import re
+
+from ferrum_jax.generate.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_WINDOW_LIMIT = 64  # tokens
+_RESYNC_TOKENS = 8  # UTF-8 decoding forgets where it began after three bytes, so after three tokens
+
+
+class Detokenizer:
+    """Turns one sequence's ids into text, piece by piece.
+
+    The pieces, the flushed one included, concatenate to `tokenizer.decode` of all ids. A piece never ends inside a
+    character. Each id costs the decoding of a bounded number of tokens, however long the sequence is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._special_ids = frozenset(
+            token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special
+        )
+        self._window: list[int] = []  # ids whose text is not yet final, after the ids they join on to
+        self._num_emitted = 0  # characters of the window's text that are out
+        self._num_settled = 0  # ids at the front of the window whose text is all out
+
+    def push(self, token_id: int) -> str:
+        """Takes the next id and returns the text that it makes final, often none.
+
+        Byte tokens (`<0x0A>`) are held back until another token follows: a later byte may turn the whole run into
+        U+FFFD.
+        """
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or (self._skip_special_tokens and token_id in self._special_ids):
+            return ""
+        self._window.append(token_id)
+        if _BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._decode(self._window)
+        if text.endswith(_REPLACEMENT):
+            # Only the last character can still change: it may stand for the beginning of a longer one.
+            piece = text[self._num_emitted : -1]
+            self._num_emitted = max(self._num_emitted, len(text) - 1)
+            if len(self._window) > _WINDOW_LIMIT:
+                self._cut(_RESYNC_TOKENS)
+            return piece
+        piece = text[self._num_emitted :]
+        if piece:
+            self._cut(len(self._window) - self._num_settled)
+            self._num_settled = len(self._window)
+        return piece
+
+    def flush(self) -> str:
+        """Returns the text still held back; the detokenizer is then as new."""
+        piece = self._decode(self._window)[self._num_emitted :]
+        self._window, self._num_emitted, self._num_settled = [], 0, 0
+        return piece
+
+    def _cut(self, num_kept: int) -> None:
+        """Keeps the last ids of the window, enough for what follows to decode as it would after all of them."""
+        self._window = self._window[-num_kept:]
+        text = self._decode(self._window)
+        self._num_emitted = len(text) - text.endswith(_REPLACEMENT)
+        self._num_settled = 0
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)

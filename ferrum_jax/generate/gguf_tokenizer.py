@@ -1,0 +1,277 @@
+"""Tokenizers from the metadata of a GGUF file.
+
+Only the head of the file is read, without the `gguf` package: its reader makes one NumPy view per string, which takes
+seconds for a vocabulary. The format is described in ggml's `docs/gguf.md`. What a pre-tokenizer's name means is in
+llama.cpp's `llama-vocab.cpp`; where that approximates a model's own `tokenizer.json`, the table here follows the model.
+"""
+
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct codes
+_STRING, _ARRAY = 8, 9
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+
+_GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK3_SPLITS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteLevelRecipe:
+    """How a byte-level vocabulary cuts text before its merges apply.
+
+    Attributes:
+        splits: regular expressions applied in turn; every match and every gap is a piece.
+        isolates_digits: every numeric character is a piece, before `splits`.
+        composes: text is brought to Unicode's form NFC first.
+        ignores_merges: a piece that is itself a token is taken whole.
+        adds_bos: what holds where the file has no `add_bos_token`.
+    """
+
+    splits: tuple[str, ...]
+    isolates_digits: bool = False
+    composes: bool = False
+    ignores_merges: bool = False
+    adds_bos: bool = False
+
+
+_GPT2 = ByteLevelRecipe(splits=(_GPT2_SPLIT,))
+_STARCODER = ByteLevelRecipe(splits=(_GPT2_SPLIT,), isolates_digits=True)
+_LLAMA3 = ByteLevelRecipe(splits=(_LLAMA3_SPLIT,), ignores_merges=True, adds_bos=True)
+
+PRE_TOKENIZERS: Mapping[str, ByteLevelRecipe] = {
+    "deepseek-v3": ByteLevelRecipe(splits=_DEEPSEEK3_SPLITS),
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "gpt2": _GPT2,
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "phi-2": _GPT2,
+    "qwen2": ByteLevelRecipe(splits=(_QWEN2_SPLIT,), composes=True),
+    "smollm": _STARCODER,
+    "starcoder": _STARCODER,
+    "tekken": ByteLevelRecipe(splits=(_TEKKEN_SPLIT,), ignores_merges=True, adds_bos=True),
+}
+
+
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """Reads the key-value pairs of a GGUF file, arrays as lists; tensors are not touched.
+
+    Raises:
+        NotFoundError: there is no such file.
+        InvalidFormatError: the file is no GGUF file, or is cut short.
+        UnsupportedError: the file is big-endian or of a version other than 2 and 3.
+    """
+    if not path.is_file():
+        raise NotFoundError(f"{path}: no such file")
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _read_pairs(data, path)
+    except (struct.error, ValueError) as error:
+        raise InvalidFormatError(f"{path}: not a readable GGUF file: {error}") from error
+
+
+def _read_pairs(data: mmap.mmap, path: Path) -> dict[str, Any]:
+    if data[:4] != b"GGUF":
+        raise ValueError(f"it begins with {data[:4]!r}, not with b'GGUF'")
+    version, _, num_pairs = struct.unpack_from("<IQQ", data, 4)
+    if version not in (2, 3):
+        raise UnsupportedError(f"{path}: GGUF version {version:#x}; little-endian files of version 2 and 3 are read")
+    metadata: dict[str, Any] = {}
+    position = 24
+    for _ in range(num_pairs):
+        key, position = _read_string(data, position)
+        (kind,) = struct.unpack_from("<I", data, position)
+        metadata[key], position = _read_value(data, position + 4, kind)
+    return metadata
+
+
+def _read_value(data: mmap.mmap, position: int, kind: int) -> tuple[Any, int]:
+    if kind == _STRING:
+        return _read_string(data, position)
+    if kind in _SCALARS:
+        (value,), position = _read_scalars(data, position, kind, 1)
+        return value, position
+    if kind != _ARRAY:
+        raise ValueError(f"unknown value type {kind}")
+    inner, count = struct.unpack_from("<IQ", data, position)
+    position += 12
+    if inner in _SCALARS:
+        return _read_scalars(data, position, inner, count)
+    items = []
+    for _ in range(count):
+        item, position = _read_value(data, position, inner)
+        items.append(item)
+    return items, position
+
+
+def _read_scalars(data: mmap.mmap, position: int, kind: int, count: int) -> tuple[list[Any], int]:
+    layout = f"<{count}{_SCALARS[kind]}"
+    return list(struct.unpack_from(layout, data, position)), position + struct.calcsize(layout)
+
+
+def _read_string(data: mmap.mmap, position: int) -> tuple[str, int]:
+    (size,) = struct.unpack_from("<Q", data, position)
+    start, end = position + 8, position + 8 + size
+    if end > len(data):
+        raise ValueError(f"a string of {size} bytes at byte {position} runs past the end")
+    return data[start:end].decode("utf-8"), end
+
+
+def named_token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """Returns the id under `tokenizer.ggml.<name>_token_id`, or None where the file names none."""
+    token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    size = len(_require(metadata, "tokens"))
+    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < size):
+        raise InvalidFormatError(f"tokenizer.ggml.{name}_token_id is {token_id!r}; the file has {size} tokens")
+    return token_id
+
+
+def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Builds the tokenizer that a GGUF file's metadata describes.
+
+    Raises:
+        UnsupportedError: the kind of vocabulary or its pre-tokenizer is not implemented.
+        InvalidFormatError: the vocabulary contradicts itself.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedError(f"tokenizer.ggml.model is {model!r}; supported are 'gpt2' and 'llama'")
+    tokens: list[str] = _require(metadata, "tokens")
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        raise InvalidFormatError(f"tokenizer.ggml.tokens names {len(tokens)} tokens, only {len(vocabulary)} differ")
+    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise InvalidFormatError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    if model == "gpt2":
+        recipe = _choose_recipe(metadata)
+        tokenizer, adds_bos = _build_byte_level(metadata, vocabulary, recipe), recipe.adds_bos
+    else:
+        tokenizer, adds_bos = _build_sentencepiece(metadata, vocabulary, types), True
+    pairs = list(zip(tokens, types, strict=True))
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER_DEFINED])
+    named = {name: named_token_id(metadata, name) for name in ("bos", "eos")}
+    frame_with_specials(
+        tokenizer,
+        bos=_framing_token(metadata, "bos", named["bos"], default=adds_bos),
+        eos=_framing_token(metadata, "eos", named["eos"], default=False),
+    )
+    return tokenizer
+
+
+def frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
+    """Makes `tokenizer` put these tokens around what it encodes, in place of what it put there before."""
+    pieces = [token for token in (bos, "$A", eos) if token is not None]
+    specials = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
+    tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=specials)
+
+
+def _framing_token(metadata: Mapping[str, Any], name: str, token_id: int | None, *, default: bool) -> str | None:
+    if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+        return None
+    if token_id is None:
+        raise InvalidFormatError(f"the file wants {name} around every text but has no tokenizer.ggml.{name}_token_id")
+    return metadata["tokenizer.ggml.tokens"][token_id]
+
+
+def _choose_recipe(metadata: Mapping[str, Any]) -> ByteLevelRecipe:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+        raise UnsupportedError(f"tokenizer.ggml.pre is {pre!r}; supported are {', '.join(sorted(PRE_TOKENIZERS))}")
+    return PRE_TOKENIZERS[pre]
+
+
+def _build_byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], recipe: ByteLevelRecipe) -> Tokenizer:
+    # A piece may not be empty but may begin with the separator, hence the search from the second character.
+    merges = [(pair[: (cut := pair.find(" ", 1))], pair[cut + 1 :]) for pair in _require(metadata, "merges")]
+    tokenizer = Tokenizer(_build_bpe(vocabulary, merges, ignore_merges=recipe.ignores_merges))
+    if recipe.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *([pre_tokenizers.Digits(individual_digits=True)] if recipe.isolates_digits else []),
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in recipe.splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: list[int]) -> Tokenizer:
+    architecture = str(metadata.get("general.architecture"))
+    if architecture.startswith(("gemma", "phi3")):
+        raise UnsupportedError(f"SentencePiece vocabularies of {architecture} have rules of their own; supply a folder")
+    scores: list[float] = _require(metadata, "scores")
+    if len(scores) != len(vocabulary):
+        raise InvalidFormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary)} tokens")
+    normal = {token: i for token, i in vocabulary.items() if types[i] == _NORMAL}
+    unknown_id = named_token_id(metadata, "unknown")
+    unknown = None if unknown_id is None else metadata["tokenizer.ggml.tokens"][unknown_id]
+    bpe = _build_bpe(
+        vocabulary, _merges_from_scores(normal, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(bpe)
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement="▁", prepend_scheme="first" if prefixed else "never", split=False
+    )
+    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*undo, decoders.Strip(content=" ", left=1)] if prefixed else undo)
+    return tokenizer
+
+
+def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    # Every way to cut a token into two tokens is a merge, the best score first; ties go to the longer left part, then
+    # the longer right part, then vocabulary order (`generate_merges` in transformers).
+    merges: list[tuple[float, str, str]] = []
+    for token, token_id in vocabulary.items():
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        known = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(scores[token_id], left, right) for left, right in known]
+    merges.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in merges]
+
+
+def _build_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # the library raises no narrower one
+        raise InvalidFormatError(f"the vocabulary is inconsistent: {error}") from error
+
+
+def _require(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list):
+        raise InvalidFormatError(f"the file has no tokenizer.ggml.{name}")
+    return values

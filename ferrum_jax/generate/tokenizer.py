@@ -1,0 +1,252 @@
+"""Text to token ids and back, from a Hugging Face folder or a GGUF file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
+from ferrum_jax.generate.gguf_tokenizer import (
+    build_gguf_tokenizer,
+    frame_with_specials,
+    named_token_id,
+    read_gguf_metadata,
+)
+
+_OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Tokenizer:
+    """A vocabulary with what a model's files say about its special tokens and chat templates.
+
+    Attributes:
+        backend: does the work; shared, so not to be changed.
+        eos_token_ids: ids that end a generation, the model's own first; empty where the files name none.
+        bos_token: text of the token that begins a sequence.
+        eos_token: text of the token that ends one.
+        pad_token: text of the padding token.
+        unk_token: text of the token that stands for what the vocabulary cannot spell.
+        chat_templates: Jinja sources by name.
+    """
+
+    backend: tokenizers.Tokenizer
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+    unk_token: str | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Self:
+        """Reads a Hugging Face folder; only `tokenizer.json` is required.
+
+        Raises:
+            NotFoundError: there is no such folder, or no tokenizer in it.
+            UnsupportedError: there is a vocabulary, but in another form than `tokenizer.json`.
+            InvalidFormatError: a file does not have its form; the message names it.
+        """
+        folder = Path(path)
+        backend = _read_backend(folder)
+        config = _read_json(folder / "tokenizer_config.json")
+        named = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
+        texts = {name: _token_text(named.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        _add_tokens(backend, config, texts, source=folder / "tokenizer_config.json")
+        if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
+            frame_with_specials(
+                backend,
+                bos=texts["bos_token"] if config.get("add_bos_token") else None,
+                eos=texts["eos_token"] if config.get("add_eos_token") else None,
+            )
+        eos_token_ids = _model_eos_ids(folder)
+        if texts["eos_token"] and (eos_token_id := backend.token_to_id(texts["eos_token"])) is not None:
+            eos_token_ids += (eos_token_id,)
+        return cls(
+            backend=backend,
+            eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+            chat_templates=_read_templates(folder, config),
+            **texts,
+        )
+
+    @classmethod
+    def from_gguf(cls, path: str | Path) -> Self:
+        """Reads a GGUF file's vocabulary; its tensors are not touched.
+
+        Raises:
+            NotFoundError: there is no such file.
+            UnsupportedError: its kind of vocabulary or pre-tokenizer is not implemented.
+            InvalidFormatError: it is no GGUF file, or its vocabulary contradicts itself.
+        """
+        metadata = read_gguf_metadata(Path(path))
+        try:
+            backend = build_gguf_tokenizer(metadata)
+            ids = {n: named_token_id(metadata, n) for n in ("bos", "eos", "eot", "eom", "padding", "unknown")}
+        except (InvalidFormatError, UnsupportedError) as error:
+            raise type(error)(f"{path}: {error}") from error
+        texts = {name: None if i is None else metadata["tokenizer.ggml.tokens"][i] for name, i in ids.items()}
+        prefix = "tokenizer.chat_template"
+        templates = {k.removeprefix(prefix + "."): v for k, v in metadata.items() if k.startswith(prefix + ".")}
+        if prefix in metadata:
+            templates["default"] = metadata[prefix]
+        return cls(
+            backend=backend,
+            eos_token_ids=tuple(dict.fromkeys(i for n in ("eos", "eot", "eom") if (i := ids[n]) is not None)),
+            bos_token=texts["bos"],
+            eos_token=texts["eos"],
+            pad_token=texts["padding"],
+            unk_token=texts["unknown"],
+            chat_templates=templates,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are, added ones included; a model's logits may have more columns."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template used where none is named."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns the ids of `text`; special tokens spelled out in it become their ids.
+
+        Args:
+            text: what to encode.
+            add_special_tokens: also put the tokens around it that the model was trained with.
+        """
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:
+            raise TokenizerError(f"text must be a str of valid Unicode, found {text!r:.80}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        try:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            raise TokenizerError(f"ids must be integers from 0 to 2^32 - 1, found {ids!r:.80}") from error
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Returns the token as the vocabulary spells it, or None for an id that it does not have."""
+        try:
+            return self.backend.id_to_token(token_id)
+        except (OverflowError, TypeError) as error:
+            raise TokenizerError(f"a token id must be an integer from 0 to 2^32 - 1, found {token_id!r:.80}") from error
+
+    def token_to_id(self, token: str) -> int | None:
+        """Returns the id of a token as the vocabulary spells it, or None for one that it does not have."""
+        return self.backend.token_to_id(token)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Reads the tokenizer of a Hugging Face folder or of a `.gguf` file.
+
+    Raises:
+        NotFoundError: there is nothing at `path`.
+        UnsupportedError: it is neither, or a tokenizer of a kind that is not implemented.
+        InvalidFormatError: a file does not have its form.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return Tokenizer.from_folder(path)
+    if not path.exists():
+        raise NotFoundError(f"{path}: no such file or folder")
+    if path.suffix.lower() != ".gguf":
+        raise UnsupportedError(f"{path}: a tokenizer is read from a folder with tokenizer.json or from a .gguf file")
+    return Tokenizer.from_gguf(path)
+
+
+def _read_backend(folder: Path) -> tokenizers.Tokenizer:
+    if not folder.is_dir():
+        raise NotFoundError(f"{folder}: no such folder")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        others = [name for name in _OTHER_VOCABULARIES if (folder / name).is_file()]
+        if not others:
+            raise NotFoundError(f"{folder}: there is no tokenizer.json")
+        raise UnsupportedError(
+            f"{folder}: found {', '.join(others)} but no tokenizer.json; convert it once with "
+            "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        raise InvalidFormatError(f"{file}: not a tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InvalidFormatError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidFormatError(f"{file}: must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer, config: Mapping[str, Any], texts: Mapping[str, str | None], *, source: Path
+) -> None:
+    """Adds the tokens that the configuration has beyond `tokenizer.json`, in the order of their ids."""
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    try:
+        declared = sorted((int(key), value) for key, value in config.get("added_tokens_decoder", {}).items())
+        added = [tokenizers.AddedToken(v["content"], **{f: bool(v[f]) for f in flags if f in v}) for _, v in declared]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidFormatError(f"{source}: added_tokens_decoder: {error!r}") from error
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    backend.add_tokens([token for token in added if token.content not in known])
+    backend.add_special_tokens([text for text in texts.values() if text is not None and text not in known])
+
+
+def _model_eos_ids(folder: Path) -> tuple[int, ...]:
+    """Reads the ids that end a generation: from the first of the model's files that names any."""
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(folder / name).get("eos_token_id")
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+            raise InvalidFormatError(f"{folder / name}: eos_token_id must be an id or a list of ids, found {found!r}")
+        return tuple(ids)
+    return ()
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Collects templates by name; files go before `tokenizer_config.json`."""
+    source = folder / "tokenizer_config.json"
+    stated = config.get("chat_template")
+    if stated is None:
+        templates = {}
+    elif isinstance(stated, str):
+        templates = {"default": stated}
+    else:
+        try:
+            templates = {str(entry["name"]): str(entry["template"]) for entry in stated}
+        except (KeyError, TypeError) as error:
+            raise InvalidFormatError(f"{source}: chat_template must be a string or a list of named ones") from error
+    files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    for name, file in files.items():
+        try:
+            templates[name] = file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise InvalidFormatError(f"{file}: not UTF-8: {error}") from error
+    return templates

@@ -1,0 +1,91 @@
+"""The preallocated keys and values, and the only code that knows their physical axis order.
+
+Keys lie as `[L, P, K, H, C]` and values as `[L, P, K, C, H]`: both products of attention then read a block as a plain
+matrix, with no transposition of what is cached.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+Leaf = TypeVar("Leaf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSpec:
+    """Sizes of the KV of one model."""
+
+    num_layers: int
+    num_blocks: int
+    block_size: int  # positions
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def bytes_per_position(self) -> int:
+        """Bytes that keys and values of one position take over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole KV."""
+        return self.bytes_per_position * self.block_size * self.num_blocks
+
+
+@flax.struct.dataclass
+class KvState(Generic[Leaf]):
+    """All cached keys and values. Donated to every step; the old value is then dead."""
+
+    k: Leaf  # [L, P, K, H, C]
+    v: Leaf  # [L, P, K, C, H]
+
+
+def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
+    """Gives the shapes and dtypes of the KV, for lowering."""
+    head = (spec.num_layers, spec.num_blocks, spec.num_kv_heads)
+    return KvState(
+        k=jax.ShapeDtypeStruct((*head, spec.head_dim, spec.block_size), np.dtype(spec.dtype)),
+        v=jax.ShapeDtypeStruct((*head, spec.block_size, spec.head_dim), np.dtype(spec.dtype)),
+    )
+
+
+def empty(spec: CacheSpec) -> KvState[jax.Array]:
+    """Allocates the KV, filled with zeros."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(spec))
+
+
+def write(
+    kv: KvState[jax.Array],
+    layer: int,
+    block_ids: Int[Array, " X"],
+    offsets: Int[Array, " X"],
+    k: Float[Array, "X K H"],
+    v: Float[Array, "X K H"],
+) -> KvState[jax.Array]:
+    """Writes one layer's keys and values of each token at (block, offset within it).
+
+    A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.)
+    """
+    return kv.replace(
+        k=kv.k.at[layer, block_ids, :, :, offsets].set(k.astype(kv.k.dtype), mode="drop"),
+        v=kv.v.at[layer, block_ids, :, offsets, :].set(v.astype(kv.v.dtype), mode="drop"),
+    )
+
+
+def read(
+    kv: KvState[jax.Array], layer: int, block_ids: Int[Array, " B"]
+) -> tuple[Float[Array, "B K H C"], Float[Array, "B K C H"]]:
+    """Reads one block of one layer for each row.
+
+    An id outside the pool reads some other block, whose positions the caller must mask.
+    """
+    return (
+        kv.k.at[layer, block_ids].get(mode="clip"),
+        kv.v.at[layer, block_ids].get(mode="clip"),
+    )

@@ -1,0 +1,179 @@
+"""From a path to a running model."""
+
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import jax
+import psutil
+
+from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
+from ferrum_jax.contract.errors import ConfigError, DeviceError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.values import Device
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.executor.sizing import plan_engine
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.weights import orbax
+from ferrum_jax.weights.assemble import assemble
+from ferrum_jax.weights.folder import SafetensorsSource, read_json
+from ferrum_jax.weights.gguf import GgufSource
+
+Path_ = str | os.PathLike[str]
+
+
+def load(
+    path: Path_,
+    dtype: str | None = None,
+    kv_dtype: str | None = None,
+    max_seqs: int | None = None,
+    kv_capacity: int | None = None,
+    block_size: int | None = None,
+    prefix_cache: bool | None = None,
+    kv_blocks: int | None = None,
+    memory_fraction: float | None = None,
+    max_step_tokens: int | None = None,
+    engine: EngineConfig | None = None,
+    max_loras: int = 0,
+    max_lora_rank: int = 0,
+    device: str | Device | jax.Device | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    artifacts: Path_ | None = None,
+    strict: bool = False,
+    progress: bool = True,
+) -> ModelRunner:
+    """Loads a model and gets it ready to serve; nothing is compiled until `warmup` or the first call.
+
+    What is None comes from `engine`, then from the `FERRUM_…` variables, then from the model and the device.
+
+    Args:
+        path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint.
+        dtype: of weights and activations; float32 on CPU and bfloat16 elsewhere if None.
+        kv_dtype: of cached keys and values; `dtype` if None.
+        max_seqs: live sequences.
+        kv_capacity: positions one sequence can reach; the model's maximum up to 4096 if None.
+        block_size: positions per KV block.
+        prefix_cache: reuse of common prefixes.
+        kv_blocks: blocks in the pool.
+        memory_fraction: share of free device memory that the pool may take.
+        max_step_tokens: tokens of prompts in one step; longer prompts run in several.
+        engine: an `EngineConfig` with the ladders.
+        max_loras: adapters loaded at a time.
+        max_lora_rank: largest rank of an adapter.
+        device: `cpu`, `cuda:0`, …; JAX's default device if None.
+        mesh: several devices: not built yet.
+        artifacts: folder of compiled steps: not built yet.
+        strict: after `warmup`, a step that would have to be compiled is an error.
+        progress: show bars on standard error while working.
+
+    Raises:
+        FerrumError: a subclass that says what is wrong with the path, the model or a setting.
+    """
+    if mesh is not None:
+        raise UnsupportedError("mesh: several devices are not built yet, pass a device")
+    if artifacts is not None:
+        raise UnsupportedError(f"artifacts={os.fspath(artifacts)!r}: compiled steps on disk are not built yet")
+    asked = EngineConfig(
+        dtype=None if dtype is None else dtype_name(dtype),
+        kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
+        max_seqs=max_seqs,
+        kv_capacity=kv_capacity,
+        block_size=block_size,
+        prefix_cache=prefix_cache,
+        kv_blocks=kv_blocks,
+        memory_fraction=memory_fraction,
+        max_step_tokens=max_step_tokens,
+        max_loras=max_loras or None,
+        max_lora_rank=max_lora_rank or None,
+    )
+    settings = _merge(asked, engine).over(EngineConfig.from_environment())
+    target = find_device(device)
+    platform = "cpu" if target.platform == "cpu" else target.platform
+    settings = settings.over(EngineConfig(dtype=default_dtype(target)))
+    assert settings.dtype is not None
+    params, cfg = load_params(path, dtype=settings.dtype, device=target, progress=progress)
+    plan = plan_engine(settings, cfg, platform=platform, free_bytes=free_bytes(target))
+    return ModelRunner(params, cfg, plan, device=target, strict=strict)
+
+
+def load_params(
+    path: Path_,
+    dtype: str | None = None,
+    *,
+    device: str | Device | jax.Device | None = None,
+    progress: bool = False,
+) -> tuple[ParamTree, ModelConfig]:
+    """Reads a checkpoint into a plain tree of arrays, named as in the checkpoint, and its configuration."""
+    target = find_device(device)
+    dtype = default_dtype(target) if dtype is None else dtype_name(dtype)
+    EngineConfig(dtype=dtype)
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise NotFoundError(f"{place} does not exist")
+    if place.is_dir() and orbax.is_checkpoint(place):
+        return orbax.restore(place, dtype=dtype, device=target)
+    cfg = read_config(place)
+    source = SafetensorsSource(place) if place.is_dir() else GgufSource(place)
+    params = assemble(
+        source,
+        family(cfg).param_specs(cfg),
+        dtype=dtype,
+        device=target,
+        ignorable=lambda name: _ignorable(name, cfg),
+        progress=progress,
+    )
+    return params, cfg
+
+
+def read_config(path: Path_) -> ModelConfig:
+    """Reads the configuration of a model without its weights."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return GgufSource(place).config
+    return orbax.read_config(place) if orbax.is_checkpoint(place) else ModelConfig.from_hf(read_json(place / "config.json"))
+
+
+def _ignorable(name: str, cfg: ModelConfig) -> bool:
+    """Tensors that checkpoints carry but the forward derives: rotary tables, and a head that is the embeddings."""
+    return name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
+
+
+def _merge(asked: EngineConfig, engine: EngineConfig | None) -> EngineConfig:
+    if engine is None:
+        return asked
+    for field in fields(EngineConfig):
+        mine, theirs = getattr(asked, field.name), getattr(engine, field.name)
+        if mine is not None and theirs is not None and mine != theirs:
+            raise ConfigError(f"{field.name} is {mine!r} as an argument and {theirs!r} in `engine`: give it once")
+    return asked.over(engine)
+
+
+def find_device(device: str | Device | jax.Device | None) -> jax.Device:
+    """Gives the JAX device of a name; JAX's default device for None."""
+    if isinstance(device, jax.Device):
+        return device
+    try:
+        if device is None:
+            return jax.local_devices()[0]
+        wanted = device if isinstance(device, Device) else Device.parse(device)
+        found = jax.local_devices(backend=wanted.kind)
+    except RuntimeError as problem:
+        raise DeviceError(f"device {device}: {problem}") from None
+    if wanted.index >= len(found):
+        raise DeviceError(f"device {wanted}: there are {len(found)} of its kind")
+    return found[wanted.index]
+
+
+def default_dtype(device: jax.Device) -> str:
+    """Float32 on CPU, where XLA's narrower products are slow; bfloat16 elsewhere."""
+    return "float32" if device.platform == "cpu" else "bfloat16"
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Memory that is free on a device now."""
+    if device.platform == "cpu":
+        return psutil.virtual_memory().available
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise DeviceError(f"{device} does not tell its free memory: give kv_blocks")
+    return stats["bytes_limit"] - stats["bytes_in_use"]

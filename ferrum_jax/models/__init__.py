@@ -1,0 +1,57 @@
+"""Models as pure functions over parameter and KV pytrees."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache import state
+from ferrum_jax.models import specs as specs
+from ferrum_jax.models.batch import Batch as Batch
+from ferrum_jax.models.batch import Rows as Rows
+from ferrum_jax.models.registry import family as family
+from ferrum_jax.models.specs import ParamTree
+
+config_from_hf = ModelConfig.from_hf
+
+
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> ParamTree:
+    """Draws random weights in the tree that `load_params` gives."""
+    return specs.initialise(family(cfg).param_specs(cfg), key, dtype)
+
+
+def forward(
+    params: ParamTree,
+    tokens: Int[Array, "B T"],
+    cfg: ModelConfig,
+    *,
+    inputs_embeds: Float[Array, "B T D"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Runs whole sequences from position 0 and gives the float32 logits of every token.
+
+    It is the family's serving forward over a KV of its own, so it may be differentiated, vmapped, scanned and jitted
+    (with `cfg` closed over or static). `inputs_embeds`, where given, take the place of the tokens' embeddings. Every
+    token counts: to batch sequences of different lengths, pad on the right and ignore the logits there.
+    """
+    batch, length = tokens.shape
+    dtype = jax.tree.leaves(params)[0].dtype
+    block_size = min(length, 128)
+    columns = -(-length // block_size)
+    spec = state.CacheSpec(
+        num_layers=cfg.num_hidden_layers,
+        num_blocks=batch * columns,
+        block_size=block_size,
+        num_kv_heads=cfg.num_key_value_heads,
+        head_dim=cfg.head_dim,
+        dtype=dtype.name,
+    )
+    rows = Rows(
+        tokens=tokens.astype(jnp.int32),
+        lengths=jnp.zeros(batch, jnp.int32),
+        counts=jnp.full(batch, length, jnp.int32),
+        tables=jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns),
+    )
+    step = Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32))
+    flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
+    logits, _ = family(cfg).forward(params, state.empty(spec), step, cfg, flat)
+    return logits.reshape(batch, length, -1)

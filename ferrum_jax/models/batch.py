@@ -1,0 +1,52 @@
+"""The input of a step: rows of new tokens, and where their sequences lie in the KV."""
+
+from typing import Generic, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+Leaf = TypeVar("Leaf")
+
+
+@flax.struct.dataclass
+class Rows(Generic[Leaf]):
+    """One static group: B rows of up to T new tokens each.
+
+    A row's first `counts[b]` tokens are real; a row with a count of 0 is padding. Block table entries past the row's
+    last block are never used.
+    """
+
+    tokens: Leaf  # int32 [B, T]
+    lengths: Leaf  # int32 [B]: positions already in the KV
+    counts: Leaf  # int32 [B]
+    tables: Leaf  # int32 [B, M]
+
+
+@flax.struct.dataclass
+class Batch(Generic[Leaf]):
+    """Groups of rows whose tokens, concatenated, share every matrix product of a step."""
+
+    groups: tuple[Rows[Leaf], ...]
+    logit_rows: Leaf  # int32 [R]: which of the X concatenated tokens want logits
+
+
+def positions(rows: Rows[jax.Array]) -> Int[Array, "B T"]:
+    """Position of every token in its sequence; padding tokens go on counting."""
+    return rows.lengths[:, None] + jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
+
+
+def is_real(rows: Rows[jax.Array]) -> Bool[Array, "B T"]:
+    """True of real tokens, false of padding."""
+    return jnp.arange(rows.tokens.shape[1], dtype=jnp.int32) < rows.counts[:, None]
+
+
+def addresses(
+    rows: Rows[jax.Array], block_size: int, num_blocks: int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Block id and offset that every token is written to; padding gets block `num_blocks`, which drops the write."""
+    at = positions(rows)
+    columns = jnp.minimum(at // block_size, rows.tables.shape[1] - 1)
+    block_ids = jnp.take_along_axis(rows.tables, columns, axis=1)
+    return jnp.where(is_real(rows), block_ids, num_blocks), at % block_size

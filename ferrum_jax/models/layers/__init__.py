@@ -1,0 +1,1 @@
+"""Arithmetic that families share: arrays and numbers in, arrays out."""

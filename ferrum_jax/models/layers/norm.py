@@ -1,0 +1,15 @@
+"""Root mean square normalisation."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*axes D"]:
+    """Divides by the root mean square of the last axis and scales; computed in float32, cast back before the scale.
+
+    Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    """
+    wide = x.astype(jnp.float32)
+    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return normed.astype(x.dtype) * weight

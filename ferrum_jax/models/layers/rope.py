@@ -1,0 +1,69 @@
+"""Rotary position embeddings and their scalings.
+
+Su et al. 2021, "RoFormer"; linear scaling: Chen et al. 2023, "Position Interpolation"; YaRN: Peng et al. 2023,
+section 3; llama3: the reference implementation of Llama 3.1.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from numpy.typing import NDArray
+
+
+def default_frequencies(dim: int, theta: float) -> NDArray[np.float32]:
+    """Radians per position of each of the `dim // 2` pairs."""
+    return np.float32(1.0) / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
+
+
+def llama3_frequencies(
+    frequencies: NDArray[np.float32], factor: float, low_freq_factor: float, high_freq_factor: float, original: int
+) -> NDArray[np.float32]:
+    """Slows long wavelengths by `factor`, keeps short ones, and blends between; `original` is in positions."""
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    slow = np.where(wavelengths > original / low_freq_factor, frequencies / factor, frequencies)
+    between = (wavelengths <= original / low_freq_factor) & (wavelengths >= original / high_freq_factor)
+    return np.where(between, blended, slow).astype(np.float32)
+
+
+def yarn_frequencies(
+    frequencies: NDArray[np.float32],
+    theta: float,
+    factor: float,
+    original: int,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+) -> NDArray[np.float32]:
+    """Interpolates the pairs that turn fewer than `beta_slow` times over `original` positions, ramps up to `beta_fast`."""
+    dim = 2 * len(frequencies)
+
+    def pair_turning(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (np.arange(dim // 2, dtype=np.float32) - low) / (high - low if high != low else 0.001)
+    interpolated = np.clip(ramp, 0, 1)
+    return (frequencies / factor * interpolated + frequencies * (1 - interpolated)).astype(np.float32)
+
+
+def rotations(
+    positions: Int[Array, " X"], frequencies: NDArray[np.float32], magnitude: float
+) -> tuple[Float[Array, "X 1 H2"], Float[Array, "X 1 H2"]]:
+    """Cosines and sines of each token's angles, float32, times `magnitude`."""
+    angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def rotate(x: Float[Array, "X heads H"], cos: jax.Array, sin: jax.Array) -> Float[Array, "X heads H"]:
+    """Rotates the pairs (i, i + H/2) of every head, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

@@ -1,0 +1,17 @@
+"""Families by the name their checkpoints give them."""
+
+from types import ModuleType
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.models import llama
+
+_FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}
+
+
+def family(cfg: ModelConfig) -> ModuleType:
+    """Gives the module with `param_specs`, `embed` and `forward` for this configuration."""
+    found = _FAMILIES.get(cfg.model_type)
+    if found is None:
+        raise UnsupportedError(f"model_type {cfg.model_type!r}: supported are {', '.join(_FAMILIES)}")
+    return found

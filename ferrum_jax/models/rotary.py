@@ -1,0 +1,46 @@
+"""Which rotation a configuration asks for."""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.models.layers import rope
+
+
+def frequencies(cfg: ModelConfig) -> tuple[NDArray[np.float32], float]:
+    """Gives radians per position of each pair, and the factor on cosines and sines."""
+    plain = rope.default_frequencies(cfg.head_dim, cfg.rope_theta)
+    scaling = cfg.rope_scaling
+    if scaling is None:
+        return plain, 1.0
+    original = scaling.original_max_position_embeddings or cfg.max_position_embeddings
+    if scaling.rope_type == "linear":
+        return plain / np.float32(scaling.factor), 1.0
+    if scaling.rope_type == "llama3" and scaling.low_freq_factor and scaling.high_freq_factor:
+        return (
+            rope.llama3_frequencies(plain, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor, original),
+            1.0,
+        )
+    if scaling.rope_type == "yarn":
+        scaled = rope.yarn_frequencies(
+            plain, cfg.rope_theta, scaling.factor, original, scaling.beta_fast, scaling.beta_slow, scaling.truncate
+        )
+        return scaled, _yarn_magnitude(cfg)
+    raise UnsupportedError(f"rope scaling {scaling} is not implemented")
+
+
+def _yarn_magnitude(cfg: ModelConfig) -> float:
+    scaling = cfg.rope_scaling
+    assert scaling is not None
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+
+    if scaling.mscale and scaling.mscale_all_dim:
+        return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,73 @@
+"""Parameters before they have values: trees of shapes, logical axes and initialisers.
+
+The path of a leaf, joined by dots, is its name in a Hugging Face checkpoint.
+"""
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: its shape and the logical axis of each dimension."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    init: str = "normal"  # or "ones", "zeros"
+
+
+def named_leaves(tree: ParamTree) -> dict[str, Any]:
+    """Maps checkpoint names to leaves."""
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))[0]
+    return {name_of(path): leaf for path, leaf in paths}
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """Joins a pytree path into a checkpoint name."""
+    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+
+
+def from_names(specs: ParamTree, leaves: dict[str, Any]) -> ParamTree:
+    """Builds a tree like `specs` out of leaves by checkpoint name; every name must be there."""
+    return map_specs(lambda name, _: leaves[name], specs)
+
+
+def map_specs(function: Any, specs: ParamTree) -> ParamTree:
+    """Applies `function(name, spec)` to every parameter."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, spec: function(name_of(path), spec), specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+    )
+
+
+def shapes(specs: ParamTree, dtype: str) -> ParamTree:
+    """Gives the tree of `jax.ShapeDtypeStruct`s, for lowering."""
+    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs)
+
+
+def num_parameters(specs: ParamTree) -> int:
+    """Counts the numbers of all parameters."""
+    leaves = jax.tree.leaves(shapes(specs, "float32"))
+    return sum(int(leaf.size) for leaf in leaves)
+
+
+def initialise(specs: ParamTree, key: jax.Array, dtype: str, scale: float = 0.02) -> ParamTree:
+    """Draws random weights: normal with standard deviation `scale`, ones for norms, zeros for biases.
+
+    A parameter's values depend on the key and its name alone, so that two families share those they share.
+    """
+
+    def draw(name: str, spec: ParamSpec) -> jax.Array:
+        if spec.init == "ones":
+            return jnp.ones(spec.shape, dtype)
+        if spec.init == "zeros":
+            return jnp.zeros(spec.shape, dtype)
+        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+        return (jax.random.normal(own, spec.shape) * scale).astype(dtype)
+
+    return map_specs(draw, specs)

@@ -1,0 +1,1 @@
+"""Checkpoints to parameter trees: Hugging Face folders, GGUF files, Orbax checkpoints."""

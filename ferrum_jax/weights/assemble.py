@@ -1,0 +1,72 @@
+"""Parameter trees out of named tensors, every leaf set exactly once."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferrum_jax.contract.errors import InvalidFormatError
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
+from ferrum_jax.progress import Track
+
+LISTED = 8  # problems named in one error; the rest are counted
+
+
+class TensorSource(Protocol):
+    """A checkpoint: tensors by their Hugging Face names."""
+
+    path: Path
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, without reading any."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one tensor."""
+        ...
+
+
+def assemble(
+    source: TensorSource,
+    specs: ParamTree,
+    *,
+    dtype: str,
+    device: jax.Device,
+    ignorable: Callable[[str], bool],
+    progress: bool = False,
+) -> ParamTree:
+    """Reads every parameter, one tensor at a time, cast to `dtype` and put on `device`.
+
+    `ignorable` says which tensors that no parameter wants may be left unread.
+
+    Raises:
+        InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
+    """
+    wanted: dict[str, ParamSpec] = named_leaves(specs)
+    refuse_mismatched(source, wanted, ignorable)
+    names = Track("reading weights")(wanted) if progress else wanted
+    return from_names(specs, {name: _place(source.read(name), dtype, device) for name in names})
+
+
+def refuse_mismatched(
+    source: TensorSource, wanted: Mapping[str, ParamSpec], ignorable: Callable[[str], bool]
+) -> None:
+    """Raises one error that names every missing, unknown and wrongly shaped tensor."""
+    found = source.shapes()
+    problems = [f"{name} is missing" for name in wanted if name not in found]
+    problems += [
+        f"{name} has shape {list(found[name])}, expected {list(spec.shape)}"
+        for name, spec in wanted.items()
+        if name in found and tuple(found[name]) != spec.shape
+    ]
+    problems += [f"{name} is unknown" for name in found if name not in wanted and not ignorable(name)]
+    if problems:
+        rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+        raise InvalidFormatError(f"{source.path}: {'; '.join(problems[:LISTED])}{rest}")
+
+
+def _place(tensor: np.ndarray, dtype: str, device: jax.Device) -> jax.Array:
+    return jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False), device)

