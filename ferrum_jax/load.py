@@ -16,14 +16,15 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble
-from ferrum_jax.weights.folder import SafetensorsSource, read_json
+from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
 
 Path_ = str | os.PathLike[str]
+Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
 
 
 def load(
-    path: Path_,
+    path: Path_ | Checkpoint,
     dtype: str | None = None,
     kv_dtype: str | None = None,
     max_seqs: int | None = None,
@@ -47,7 +48,7 @@ def load(
     What is None comes from `engine`, then from the `FERRUM_…` variables, then from the model and the device.
 
     Args:
-        path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint.
+        path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint; or one that `open_checkpoint` opened.
         dtype: of weights and activations; float32 on CPU and bfloat16 elsewhere if None.
         kv_dtype: of cached keys and values; `dtype` if None.
         max_seqs: live sequences.
@@ -88,11 +89,11 @@ def load(
     )
     settings = _merge(asked, engine).over(EngineConfig.from_environment())
     target = find_device(device)
-    platform = "cpu" if target.platform == "cpu" else target.platform
     settings = settings.over(EngineConfig(dtype=default_dtype(target)))
     assert settings.dtype is not None
-    params, cfg = load_params(path, dtype=settings.dtype, device=target, progress=progress)
-    plan = plan_engine(settings, cfg, platform=platform, free_bytes=free_bytes(target))
+    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    params, cfg = _read(source, settings.dtype, target, progress)
+    plan = plan_engine(settings, cfg, platform=target.platform, free_bytes=free_bytes(target))
     return ModelRunner(params, cfg, plan, device=target, strict=strict)
 
 
@@ -107,30 +108,31 @@ def load_params(
     target = find_device(device)
     dtype = default_dtype(target) if dtype is None else dtype_name(dtype)
     EngineConfig(dtype=dtype)
+    return _read(open_checkpoint(path), dtype, target, progress)
+
+
+def open_checkpoint(path: Path_) -> Checkpoint:
+    """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration, no weights."""
     place = Path(path).expanduser()
     if not place.exists():
         raise NotFoundError(f"{place} does not exist")
-    if place.is_dir() and orbax.is_checkpoint(place):
-        return orbax.restore(place, dtype=dtype, device=target)
-    cfg = read_config(place)
-    source = SafetensorsSource(place) if place.is_dir() else GgufSource(place)
+    if place.is_file():
+        return GgufSource(place)
+    return orbax.OrbaxSource(place) if orbax.is_checkpoint(place) else SafetensorsSource(place)
+
+
+def _read(source: Checkpoint, dtype: str, device: jax.Device, progress: bool) -> tuple[ParamTree, ModelConfig]:
+    if isinstance(source, orbax.OrbaxSource):
+        return source.restore(dtype, device), source.config
     params = assemble(
         source,
-        family(cfg).param_specs(cfg),
+        family(source.config).param_specs(source.config),
         dtype=dtype,
-        device=target,
-        ignorable=lambda name: _ignorable(name, cfg),
+        device=device,
+        ignorable=lambda name: _ignorable(name, source.config),
         progress=progress,
     )
-    return params, cfg
-
-
-def read_config(path: Path_) -> ModelConfig:
-    """Reads the configuration of a model without its weights."""
-    place = Path(path).expanduser()
-    if place.is_file():
-        return GgufSource(place).config
-    return orbax.read_config(place) if orbax.is_checkpoint(place) else ModelConfig.from_hf(read_json(place / "config.json"))
+    return params, source.config
 
 
 def _ignorable(name: str, cfg: ModelConfig) -> bool:

@@ -18,7 +18,9 @@ class DecodeBatchCounters:
     singleton_fast_path_calls: int = 0
     unsupported_fallback_calls: int = 0
     lora_fallback_calls: int = 0
-    bucket_calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys([n for _, n in _BUCKETS] + ["m_gt_32"], 0))
+    bucket_calls: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys([n for _, n in _BUCKETS] + ["m_gt_32"], 0)
+    )
 
     def count(self, items: int, *, forced: bool = False) -> None:
         """Counts one batch of at least one row."""

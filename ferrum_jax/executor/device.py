@@ -61,7 +61,9 @@ class DeviceKv:
         """Frees the KV and forgets the parameters."""
         self._kv, self._params = None, {}
 
-    def run(self, plan: StepPlan, executable: jax.stages.Compiled, rows: Sequence[Row]) -> dict[int, NDArray[np.float32]]:
+    def run(
+        self, plan: StepPlan, executable: jax.stages.Compiled, rows: Sequence[Row]
+    ) -> dict[int, NDArray[np.float32]]:
         """Runs one step; gives, by row, the float32 logits of rows whose last token it held, if wanted.
 
         For steps with the outputs `ALL`, every piece's logits come back, `[n, V]`.
@@ -85,14 +87,14 @@ class DeviceKv:
             self._kv = None
             raise DeviceError(f"step {plan.key} failed on the device: {problem}") from problem
 
-    def _fetch(
-        self, plan: StepPlan, outputs: steps.StepOutputs, rows: Sequence[Row]
-    ) -> dict[int, NDArray[np.float32]]:
+    def _fetch(self, plan: StepPlan, outputs: steps.StepOutputs, rows: Sequence[Row]) -> dict[int, NDArray[np.float32]]:
         wanted = []
         for offset, members in ((0, plan.decodes), (plan.key.decode_rows, plan.chunks)):
             for at, piece in enumerate(members):
                 row = rows[piece.row]
-                if row.wanted and (plan.key.outputs == Outputs.ALL.value or piece.start + piece.count == len(row.tokens)):
+                if row.wanted and (
+                    plan.key.outputs == Outputs.ALL.value or piece.start + piece.count == len(row.tokens)
+                ):
                     wanted.append((offset + at, piece))
         if not wanted:
             jax.block_until_ready(outputs)

@@ -15,7 +15,7 @@ from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorState
-from ferrum_jax.contract.llm import DecodeRow, DecoderOnlyLLM, Logits, UnifiedRow, refuse_unequal
+from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow, refuse_unequal
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.values import LlmRuntimeConfig
@@ -53,7 +53,13 @@ class ModelRunner(DecoderOnlyLLM):
     """
 
     def __init__(
-        self, params: ParamTree, model_config: ModelConfig, plan: EnginePlan, *, device: jax.Device, strict: bool = False
+        self,
+        params: ParamTree,
+        model_config: ModelConfig,
+        plan: EnginePlan,
+        *,
+        device: jax.Device,
+        strict: bool = False,
     ):
         self.params = params
         self.model_config = model_config
@@ -278,7 +284,9 @@ class ModelRunner(DecoderOnlyLLM):
 
     def _refuse_past_capacity(self, cache_id: str, length: int) -> None:
         if length > self.kv_capacity():
-            raise RequestValidationError(f"{cache_id!r} needs {length} positions, its KV capacity is {self.kv_capacity()}")
+            raise RequestValidationError(
+                f"{cache_id!r} needs {length} positions, its KV capacity is {self.kv_capacity()}"
+            )
 
     def _tokens(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.int32]:
         return checked_tokens(checked_id(cache_id), tokens, self.model_config.vocab_size)

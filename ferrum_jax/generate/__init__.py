@@ -1,1 +1,1 @@
-"""Text in, text out: tokenizers, chat templates, streaming and the engine that batches requests."""
+"""Text in, text out: tokenizer, chat template, continuous batching and stop conditions."""

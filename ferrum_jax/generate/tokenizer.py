@@ -33,13 +33,13 @@ class Tokenizer:
         chat_templates: Jinja sources by name.
     """
 
-    backend: tokenizers.Tokenizer
+    backend: tokenizers.Tokenizer = field(repr=False)
     eos_token_ids: tuple[int, ...] = ()
     bos_token: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None
     unk_token: str | None = None
-    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    chat_templates: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:

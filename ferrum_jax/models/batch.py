@@ -42,9 +42,7 @@ def is_real(rows: Rows[jax.Array]) -> Bool[Array, "B T"]:
     return jnp.arange(rows.tokens.shape[1], dtype=jnp.int32) < rows.counts[:, None]
 
 
-def addresses(
-    rows: Rows[jax.Array], block_size: int, num_blocks: int
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+def addresses(rows: Rows[jax.Array], block_size: int, num_blocks: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Block id and offset that every token is written to; padding gets block `num_blocks`, which drops the write."""
     at = positions(rows)
     columns = jnp.minimum(at // block_size, rows.tables.shape[1] - 1)

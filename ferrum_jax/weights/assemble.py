@@ -51,9 +51,7 @@ def assemble(
     return from_names(specs, {name: _place(source.read(name), dtype, device) for name in names})
 
 
-def refuse_mismatched(
-    source: TensorSource, wanted: Mapping[str, ParamSpec], ignorable: Callable[[str], bool]
-) -> None:
+def refuse_mismatched(source: TensorSource, wanted: Mapping[str, ParamSpec], ignorable: Callable[[str], bool]) -> None:
     """Raises one error that names every missing, unknown and wrongly shaped tensor."""
     found = source.shapes()
     problems = [f"{name} is missing" for name in wanted if name not in found]

@@ -9,6 +9,7 @@ import ml_dtypes  # noqa: F401  # makes NumPy know bfloat16
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
@@ -33,6 +34,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path):
         self.path = folder
+        self.config = ModelConfig.from_hf(read_json(folder / "config.json"))
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for shard in _shards(folder):

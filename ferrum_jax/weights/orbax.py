@@ -48,24 +48,28 @@ def read_config(folder: Path) -> ModelConfig:
         raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None
 
 
-def restore(path: str | os.PathLike[str], *, dtype: str, device: jax.Device) -> tuple[ParamTree, ModelConfig]:
-    """Reads a checkpoint, cast to `dtype`, onto `device`.
+class OrbaxSource:
+    """A checkpoint that `save` wrote."""
 
-    Raises:
-        InvalidFormatError: the folder is no whole checkpoint of the model its configuration describes.
-    """
-    folder = Path(path).absolute()
-    cfg = read_config(folder)
-    placed = jax.sharding.SingleDeviceSharding(device)
-    specs = family(cfg).param_specs(cfg)
-    wanted = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes(specs, dtype)
-    )
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            params = checkpointer.restore(folder / PARAMS, wanted)
-    except (ValueError, KeyError, OSError) as problem:
-        raise InvalidFormatError(
-            f"{folder / PARAMS} is no whole checkpoint of this {num_parameters(specs):,}-parameter model: {problem}"
-        ) from None
-    return params, cfg
+    def __init__(self, folder: Path):
+        self.path = folder.absolute()
+        self.config = read_config(self.path)
+
+    def restore(self, dtype: str, device: jax.Device) -> ParamTree:
+        """Reads all parameters, cast to `dtype`, onto `device`.
+
+        Raises:
+            InvalidFormatError: this is no whole checkpoint of the model its configuration describes.
+        """
+        placed = jax.sharding.SingleDeviceSharding(device)
+        specs = family(self.config).param_specs(self.config)
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes(specs, dtype)
+        )
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                return checkpointer.restore(self.path / PARAMS, wanted)
+        except (ValueError, KeyError, OSError) as problem:
+            raise InvalidFormatError(
+                f"{self.path / PARAMS} is no whole checkpoint of this {num_parameters(specs):,}-parameter model: {problem}"
+            ) from None

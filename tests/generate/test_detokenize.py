@@ -4,7 +4,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
@@ -13,10 +13,11 @@ SPM_PIECES = ["▁", "▁▁", "▁a", "a", "b", "▁b", "ab", "\ufffd", "é", "
 
 
 def make_byte_level() -> Tokenizer:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("â", "Ĥ"), ("Ĥ", "¬"), ("a", "â"), ("Ġ", "a")]
     vocabulary = [*alphabet, *(left + right for left, right in merges)]
     backend = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     backend.add_tokens(["<tool>", "\u00a0x"])

@@ -1,0 +1,146 @@
+"""`ferrum-jax`: generate text, inspect a model, list devices."""
+
+import sys
+import time
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ferrum_jax.contract.errors import FerrumError
+
+app = typer.Typer(
+    name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
+)
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder, .gguf file or Hugging Face id [default: SmolLM2-135M-Instruct]"),
+]
+
+
+def main() -> None:
+    """Runs the command line; an error of this package is one line on standard error and exit code 1."""
+    try:
+        app()
+    except FerrumError as problem:
+        Console(stderr=True).print(f"[red]{problem.kind} error:[/red]", end=" ")
+        print(problem, file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input")],
+    model: ModelOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among the k best; 0 is off")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the nucleus of this probability; 1 is off")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Draw among tokens this likely relative to the best; 0 is off")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes draws repeatable")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends the answer; may be given several times")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System message")] = None,
+    chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the model's chat template, if it has one")] = True,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
+    kv_capacity: Annotated[int | None, typer.Option(help="Positions the sequence can reach")] = None,
+) -> None:
+    """Answer one prompt, streaming the text as it comes."""
+    from ferrum_jax.contract.errors import UnsupportedError
+    from ferrum_jax.generate.llm import LLM
+    from ferrum_jax.generate.params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    text = sys.stdin.read() if prompt == "-" else prompt
+    console = Console(stderr=True)
+    with LLM(model, dtype=dtype, device=device, kv_capacity=kv_capacity, max_seqs=1) as llm:
+        templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
+        if system is not None and not templated:
+            raise UnsupportedError("--system needs a chat template, and none is in use")
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        ids = llm.chat_prompt([*messages, {"role": "user", "content": text}]) if templated else text
+        with console.status("compiling the steps this prompt needs"):
+            llm.prepare(ids)
+        started = time.perf_counter()
+        stream = llm.stream(ids, params)
+        for piece in stream:
+            print(piece, end="", flush=True)
+        print(flush=True)
+        seconds, output = time.perf_counter() - started, stream.output()
+    count, first = len(output.token_ids), output.time_to_first_token
+    rate = f"{(count - 1) / (seconds - first):.1f} tokens/s" if count > 1 else "one token"
+    console.print(
+        f"[dim]{count} tokens · {rate} · time to first token {first * 1e3:.0f} ms "
+        f"({len(output.prompt_token_ids)} prompt tokens) · {output.finish_reason}[/dim]",
+        highlight=False,
+    )
+
+
+@app.command()
+def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")] = None) -> None:
+    """Show a model's architecture and sizes, and what would be compiled for it."""
+    from ferrum_jax.config import EngineConfig
+    from ferrum_jax.executor.sizing import plan_engine
+    from ferrum_jax.hub import resolve
+    from ferrum_jax.load import default_dtype, find_device, free_bytes, open_checkpoint
+    from ferrum_jax.models.registry import family
+    from ferrum_jax.models.specs import num_parameters
+
+    source = open_checkpoint(resolve(model))
+    cfg, device = source.config, find_device(None)
+    settings = EngineConfig.from_environment().over(EngineConfig(dtype=default_dtype(device)))
+    plan = plan_engine(settings, cfg, platform=device.platform, free_bytes=free_bytes(device))
+    parameters = num_parameters(family(cfg).param_specs(cfg))
+    width = {"float32": 4, "float16": 2, "bfloat16": 2}[settings.dtype or "float32"]
+    windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
+    rows = {
+        "model": str(source.path),
+        "family": cfg.model_type,
+        "parameters": f"{parameters:,} ({parameters * width / 1e6:,.0f} MB in {settings.dtype})",
+        "layers": f"{cfg.num_hidden_layers} of width {cfg.hidden_size}, feed-forward {cfg.intermediate_size}",
+        "attention": f"{cfg.num_attention_heads} heads of {cfg.head_dim}, {cfg.num_key_value_heads} key/value heads"
+        + (f", window {', '.join(windows)}" if windows else ""),
+        "vocabulary": f"{cfg.vocab_size:,}" + (", head tied to the embeddings" if cfg.tie_word_embeddings else ""),
+        "RoPE": f"theta {cfg.rope_theta:g}, " + (cfg.rope_scaling.rope_type if cfg.rope_scaling else "no scaling"),
+        "longest sequence": f"{cfg.max_seq_len:,} positions",
+        "KV per position": f"{plan.cache.bytes_per_position:,} bytes in {plan.cache.dtype}",
+        "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, {plan.cache.num_bytes / 1e6:,.0f} MB",
+        "serves": f"{plan.max_seqs} sequences of up to {plan.kv_capacity:,} positions",
+        "device": f"{device.platform}:{device.id} {device.device_kind}",
+    }
+    table = Table(show_header=False, box=None)
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", value)
+    keys = plan.ladders.declared()
+    table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, P chunks of C tokens, M blocks a row")
+    for key in keys:
+        table.add_row("", str(key))
+    Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
+
+
+@app.command()
+def devices() -> None:
+    """List the devices JAX sees, and the memory they have left."""
+    import jax
+
+    from ferrum_jax.load import default_dtype, free_bytes
+
+    print(f"jax {jax.__version__}")
+    for device in jax.local_devices():
+        kind, free = f"{device.platform}:{device.id}", free_bytes(device)
+        print(f"{kind:8} {device.device_kind}  {free / 1e9:.1f} GB free  default dtype {default_dtype(device)}")

@@ -1,0 +1,141 @@
+"""Continuous batching: requests join and leave a running batch, prompts are read in chunks beside decodes."""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, UnifiedRow
+from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.sampler import Sampler
+
+
+class Engine:
+    """Runs requests on any `DecoderOnlyLLM`.
+
+    It has no thread of its own: whoever waits for a request calls `step`, which advances all of them. When slots or
+    blocks run short, the request that joined last gives its place up and is read anew later: its answer stays the same.
+    """
+
+    def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int):
+        self.model = model
+        self.sampler = Sampler(model.config.vocab_size, max_rows)
+        self._max_rows = max_rows
+        self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
+        self._chunk_tokens = chunk_tokens
+        self._lock = threading.Lock()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._is_unified = True
+        self._numbers = itertools.count()
+
+    def new_cache_id(self) -> str:
+        """Gives an id that no other request of this process's engines on this model has."""
+        return f"generate-{id(self):x}-{next(self._numbers)}"
+
+    def submit(self, request: Request) -> None:
+        """Queues a request."""
+        with self._lock:
+            self._waiting.append(request)
+
+    def abort(self, request: Request) -> None:
+        """Forgets a request and frees what it holds; one that is done already is no error."""
+        with self._lock:
+            if request in self._running:
+                self._leave(request)
+            elif request in self._waiting:
+                self._waiting.remove(request)
+
+    def step(self) -> None:
+        """Runs one forward for as many requests as fit and hands each its next token.
+
+        An error of the model is stored in the requests it concerns, whose owners raise it.
+        """
+        with self._lock:
+            self._admit()
+            if not self._running:
+                return
+            try:
+                rows, logits = self._forward()
+            except ResourceExhaustedError as problem:
+                self._make_room(problem)
+                return
+            except FerrumError as problem:
+                self._fail(self._running, problem)
+                return
+            ready = [(request, row) for request, row in zip(rows, logits, strict=True) if row is not None]
+            if ready:
+                choices = self.sampler.choose([request for request, _ in ready], [row for _, row in ready])
+                for (request, _), (token, logprob) in zip(ready, choices, strict=True):
+                    request.append(token, logprob)
+            for request in [request for request in self._running if request.is_done]:
+                self._leave(request)
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._room:
+            self._running.append(self._waiting.popleft())
+
+    def _forward(self) -> tuple[list[Request], list[Logits | None]]:
+        """Gives every request in the batch its share of the step; prompts share `chunk_tokens`, oldest first."""
+        budget = self._chunk_tokens
+        rows: list[Request] = []
+        items: list[UnifiedRow] = []
+        for request in self._running:
+            unread = request.tokens[request.num_read :]
+            count = len(unread) if len(unread) == 1 else min(len(unread), budget)
+            if count == 0:
+                continue
+            if len(unread) > 1:
+                budget -= count
+            rows.append(request)
+            items.append((request.cache_id, unread[:count], request.num_read, count == len(unread)))
+        logits = self._run(items)
+        for request, (_, tokens, _, _) in zip(rows, items, strict=True):
+            request.num_read += len(tokens)
+        return rows, logits
+
+    def _run(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
+        if self._is_unified:
+            try:
+                return self.model.unified_forward(items)
+            except UnsupportedError:
+                self._is_unified = False
+        return self._run_apart(items)
+
+    def _run_apart(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
+        """Serves a model without a unified forward: one prefill per chunk, one decode batch for the rest."""
+        singles = [(cache_id, tokens[0], at) for cache_id, tokens, at, _ in items if len(tokens) == 1 and at > 0]
+        decoded = dict(zip([row[0] for row in singles], self.model.decode_batch(singles), strict=True))
+        logits: list[Logits | None] = []
+        for cache_id, tokens, _, is_final in items:
+            row = decoded[cache_id] if cache_id in decoded else self.model.prefill(cache_id, tokens)
+            logits.append(row if is_final else None)
+        return logits
+
+    def _make_room(self, problem: ResourceExhaustedError) -> None:
+        """Sends the request that joined last back to the queue, or fails it if it is alone."""
+        last = self._running[-1]
+        if len(self._running) == 1:
+            self._fail([last], problem)
+            return
+        self._running.remove(last)
+        self._waiting.appendleft(last)
+        self._room = len(self._running)
+        # Rows that ran one by one may have advanced before the error: those are read anew, too.
+        for request in [last] if self._is_unified else [last, *self._running]:
+            self.model.release(request.cache_id)
+            request.num_read = 0
+
+    def _leave(self, request: Request) -> None:
+        self._running.remove(request)
+        self._room = self._max_rows
+        self.model.release(request.cache_id)
+
+    def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
+        for request in list(requests):
+            request.error = problem
+            try:
+                self._leave(request)
+            except FerrumError:
+                continue  # a model that failed refuses this too; its reset frees everything

@@ -1,0 +1,237 @@
+"""`LLM`: prompts in, text out."""
+
+import os
+import secrets
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.chat import render_chat
+from ferrum_jax.generate.detokenize import Detokenizer
+from ferrum_jax.generate.engine import Engine
+from ferrum_jax.generate.params import RequestOutput, SamplingParams
+from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.stops import StopWatcher
+from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from ferrum_jax.hub import resolve
+from ferrum_jax.load import load, open_checkpoint
+from ferrum_jax.progress import Track
+
+Prompt = str | Sequence[int]
+
+
+class Stream:
+    """An answer that is being generated: an iterator of text, and its output once it is finished."""
+
+    def __init__(self, engine: Engine, request: Request):
+        self._request = request
+        self._pieces = self._run(engine, request)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Gives the answer up and frees what it holds."""
+        self._pieces.close()
+
+    def output(self) -> RequestOutput:
+        """Gives the finished output; an answer that is not finished is a RequestValidationError."""
+        if not self._request.is_done:
+            raise RequestValidationError("this stream is not finished: take its pieces first")
+        return self._request.output()
+
+    @staticmethod
+    def _run(engine: Engine, request: Request) -> Generator[str, None, None]:
+        engine.submit(request)
+        try:
+            while not request.is_done:
+                engine.step()
+                if piece := request.take_text():
+                    yield piece
+            if piece := request.take_text():
+                yield piece
+            request.output()
+        finally:
+            engine.abort(request)
+
+
+class LLM:
+    """A model with its tokenizer.
+
+    Calls from several threads share the batch. Prompts are texts or lists of token ids.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, **settings: Any):
+        """Loads a model: a folder, a `.gguf` file, a Hugging Face id, or the default model for None.
+
+        Args:
+            path: the model.
+            **settings: as for `ferrum_jax.load`.
+        """
+        source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
+        tokenizer = load_tokenizer(source.path)
+        runner = load(source, **settings)
+        self._setup(runner, tokenizer, max_rows=runner.plan.max_seqs, chunk=runner.plan.ladders.max_step_tokens)
+
+    @classmethod
+    def from_model(
+        cls, model: DecoderOnlyLLM, tokenizer: Tokenizer | None = None, *, max_rows: int = 8, chunk_tokens: int = 512
+    ) -> Self:
+        """Generates with any `DecoderOnlyLLM`; without a tokenizer, prompts are token ids and texts stay empty."""
+        made = cls.__new__(cls)
+        made._setup(model, tokenizer, max_rows=max_rows, chunk=chunk_tokens)
+        return made
+
+    def _setup(self, model: DecoderOnlyLLM, tokenizer: Tokenizer | None, *, max_rows: int, chunk: int) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner below; a model that is none has no such thing."""
+        if not isinstance(self.model, ModelRunner):
+            raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
+        return self.model
+
+    def warmup(self, *, progress: bool = False) -> None:
+        """Compiles everything that serving may need, the sampler included."""
+        self.runner.warmup(progress=progress)
+        self._engine.sampler.warmup()
+
+    def close(self) -> None:
+        """Frees the model."""
+        if isinstance(self.model, ModelRunner):
+            self.model.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers prompts together; outputs come in their order.
+
+        Args:
+            prompts: one text or one list of ids, or several of either.
+            params: for all prompts, or one for each; greedy if None.
+            progress: show a bar of finished prompts.
+
+        Raises:
+            RequestValidationError: a prompt is empty or longer than the KV capacity; nothing was started.
+        """
+        listed = _as_prompts(prompts)
+        each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(listed):
+            raise RequestValidationError(f"{len(listed)} prompts need as many SamplingParams, {len(each)} were given")
+        requests = [self._request(prompt, param) for prompt, param in zip(listed, each, strict=True)]
+        try:
+            for request in requests:
+                self._engine.submit(request)
+            for request in Track("generating")(requests) if progress else requests:
+                while not request.is_done:
+                    self._engine.step()
+        finally:
+            for request in requests:
+                self._engine.abort(request)
+        return [request.output() for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
+        """Yields the answer piece by piece, as soon as a piece can no longer change.
+
+        The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
+        """
+        return Stream(self._engine, self._request(prompt, params or SamplingParams()))
+
+    def prepare(self, prompt: Prompt) -> None:
+        """Compiles the steps that answering this prompt alone will need; leaves no trace."""
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+        cache_id = self._engine.new_cache_id()
+        try:
+            self.model.prepare(cache_id, len(ids))
+        finally:
+            self.model.release(cache_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> RequestOutput:
+        """Answers a conversation, laid out by the model's chat template."""
+        return self.generate([self.chat_prompt(messages, tools=tools)], params)[0]
+
+    def chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[int]:
+        """Gives the token ids of a conversation up to where the assistant answers."""
+        tokenizer = self._need_tokenizer()
+        if tokenizer.chat_template is None:
+            raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
+        text = render_chat(
+            tokenizer.chat_template,
+            messages,
+            tools=tools,
+            bos_token=tokenizer.bos_token or "",
+            eos_token=tokenizer.eos_token or "",
+        )
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise UnsupportedError("this LLM has no tokenizer: pass token ids")
+        return self.tokenizer
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        capacity, vocab = self.model.kv_capacity(), self.model.config.vocab_size
+        if not ids:
+            raise RequestValidationError("a prompt needs at least one token, this one has none")
+        if len(ids) > capacity:
+            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
+        wrong = next((token for token in ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise RequestValidationError(f"token id {wrong} is in the prompt, ids go from 0 to {vocab - 1}")
+        if params.stop_texts and self.tokenizer is None:
+            raise UnsupportedError("stop texts need a tokenizer, and this LLM has none")
+        own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
+        room = capacity - len(ids) + 1  # the last token is never read
+        return Request(
+            cache_id=self._engine.new_cache_id(),
+            prompt=ids,
+            params=params,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            stop_ids=frozenset(own) | frozenset(params.stop_token_ids),
+            limit=room if params.max_tokens is None else min(params.max_tokens, room),
+            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer),
+            watcher=StopWatcher(params.stop_texts),
+        )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    ids = [prompt for prompt in prompts if isinstance(prompt, (int, np.integer))]
+    if ids and len(ids) == len(prompts):
+        return [[int(token) for token in ids]]
+    several = [prompt for prompt in prompts if not isinstance(prompt, (int, np.integer))]
+    if len(several) != len(prompts):
+        raise RequestValidationError(
+            "prompts mix token ids with texts or lists: give one list of ids, or a list of prompts"
+        )
+    return several

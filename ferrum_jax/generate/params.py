@@ -1,0 +1,79 @@
+"""What a caller asks of a generation, and what they get."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ferrum_jax.contract.errors import InvalidParameterError
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. The defaults are greedy.
+
+    Args:
+        temperature: 0 takes the best token; above, logits are divided by it before drawing.
+        top_k: draw among the k best; 0 is off.
+        top_p: draw among the fewest tokens whose probabilities reach this; 1 is off.
+        min_p: draw among tokens at least this likely relative to the best; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and answer.
+        seed: makes draws repeatable, alone or in any batch; drawn anew for each request if None.
+        max_tokens: tokens to generate at most; None goes on to the end of the KV capacity.
+        stop: texts that end the answer, which then ends before them.
+        stop_token_ids: ids that end the answer, besides the model's own.
+        ignore_eos: go on past the model's own end of sequence.
+        logprobs: also give each token's log-probability under the model's own distribution.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = 256
+    stop: str | tuple[str, ...] | list[str] = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self):
+        _refuse_unless("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0")
+        _refuse_unless("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "an integer, at least 0")
+        _refuse_unless("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1")
+        _refuse_unless("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
+        positive = 0 < self.repetition_penalty < float("inf")
+        _refuse_unless("repetition_penalty", self.repetition_penalty, positive, "positive")
+        in_range = self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**32)
+        _refuse_unless("seed", self.seed, in_range, "an integer from 0 to 2^32 - 1")
+        counted = self.max_tokens is None or (isinstance(self.max_tokens, int) and self.max_tokens >= 1)
+        _refuse_unless("max_tokens", self.max_tokens, counted, "an integer of at least 1, or None")
+        texts = all(isinstance(text, str) and text for text in self.stop_texts)
+        _refuse_unless("stop", self.stop, texts, "texts that are not empty")
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The stop texts, as a tuple whatever was given."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def _refuse_unless(name: str, value: object, holds: bool, expected: str) -> None:
+    if not holds:
+        raise InvalidParameterError(f"{name} is {value!r}, expected {expected}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """One finished generation.
+
+    `token_ids` holds everything generated, the token that stopped it included; `text` leaves special tokens and the
+    stop text out. `logprobs` has one figure per id, or is None where it was not asked for.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    logprobs: list[float] | None = None
+    time_to_first_token: float = 0.0  # seconds since the request was submitted

@@ -1,0 +1,98 @@
+"""One request on its way through the engine."""
+
+import time
+from dataclasses import dataclass, field
+
+from ferrum_jax.contract.errors import FerrumError
+from ferrum_jax.generate.detokenize import Detokenizer
+from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
+from ferrum_jax.generate.stops import StopWatcher
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, what was generated from it so far, and how far the model has read."""
+
+    cache_id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    limit: int  # tokens to generate at most
+    detokenizer: Detokenizer | None
+    watcher: StopWatcher
+    tokens: list[int] = field(default_factory=list)  # prompt and answer
+    num_read: int = 0  # tokens whose keys and values are in the KV
+    logprobs: list[float] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)  # text that nobody has taken yet
+    text: list[str] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: FerrumError | None = None
+    submitted: float = field(default_factory=time.perf_counter)
+    first_token_after: float = 0.0  # seconds
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def is_done(self) -> bool:
+        """True once it finished or failed."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """True if the next token is the arg-max of the logits and nothing else is wanted."""
+        params = self.params
+        return params.temperature == 0 and params.repetition_penalty == 1.0 and not params.logprobs
+
+    @property
+    def answer(self) -> list[int]:
+        """The ids generated so far."""
+        return self.tokens[len(self.prompt) :]
+
+    def append(self, token: int, logprob: float | None) -> None:
+        """Takes the next generated token and decides whether it was the last."""
+        if len(self.tokens) == len(self.prompt):
+            self.first_token_after = time.perf_counter() - self.submitted
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        if token in self.stop_ids:
+            self._finish("stop")
+            return
+        if self.detokenizer is not None:
+            self._emit(self.watcher.push(self.detokenizer.push(token)))
+        if self.watcher.found:
+            self.finish_reason = "stop"
+        elif len(self.answer) >= self.limit:
+            self._finish("length")
+
+    def take_text(self) -> str:
+        """Gives the text that became final since the last time."""
+        taken, self.pieces = "".join(self.pieces), []
+        return taken
+
+    def output(self) -> RequestOutput:
+        """Gives the finished request's output, or raises what made it fail."""
+        if self.error is not None:
+            raise self.error
+        assert self.finish_reason is not None
+        return RequestOutput(
+            prompt_token_ids=self.prompt,
+            token_ids=self.answer,
+            text="".join(self.text),
+            finish_reason=self.finish_reason,
+            logprobs=self.logprobs if self.params.logprobs else None,
+            time_to_first_token=self.first_token_after,
+        )
+
+    def _finish(self, reason: FinishReason) -> None:
+        if self.detokenizer is not None:
+            self._emit(self.watcher.push(self.detokenizer.flush()))
+            self._emit(self.watcher.flush())
+        self.finish_reason = "stop" if self.watcher.found else reason
+
+    def _emit(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)
+            self.text.append(piece)

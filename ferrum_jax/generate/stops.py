@@ -1,0 +1,38 @@
+"""Stop texts in a stream: nothing that may be the beginning of one is let out."""
+
+from collections.abc import Sequence
+
+
+class StopWatcher:
+    """Lets text through until a stop text is complete, whatever the pieces it comes in."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """Takes the next piece and gives the text that is certainly not part of a stop text."""
+        if self.found:
+            return ""
+        self._held += piece
+        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if hits:
+            self.found = True
+            out, self._held = self._held[: min(hits)], ""
+            return out
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out
+
+    def flush(self) -> str:
+        """Gives what was held back, the text being at its end."""
+        out, self._held = self._held, ""
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
