@@ -97,9 +97,10 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.executor.sizing import plan_engine
     from ferrum_jax.hub import resolve
-    from ferrum_jax.load import default_dtype, find_device, free_bytes, open_checkpoint
+    from ferrum_jax.load import open_checkpoint
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import num_parameters
+    from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 
     source = open_checkpoint(resolve(model))
     cfg, device = source.config, find_device(None)
@@ -119,7 +120,8 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
         "RoPE": f"theta {cfg.rope_theta:g}, " + (cfg.rope_scaling.rope_type if cfg.rope_scaling else "no scaling"),
         "longest sequence": f"{cfg.max_seq_len:,} positions",
         "KV per position": f"{plan.cache.bytes_per_position:,} bytes in {plan.cache.dtype}",
-        "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, {plan.cache.num_bytes / 1e6:,.0f} MB",
+        "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, "
+        f"{plan.cache.num_bytes / 1e6:,.0f} MB",
         "serves": f"{plan.max_seqs} sequences of up to {plan.kv_capacity:,} positions",
         "device": f"{device.platform}:{device.id} {device.device_kind}",
     }
@@ -138,7 +140,7 @@ def devices() -> None:
     """List the devices JAX sees, and the memory they have left."""
     import jax
 
-    from ferrum_jax.load import default_dtype, free_bytes
+    from ferrum_jax.sharding.devices import default_dtype, free_bytes
 
     print(f"jax {jax.__version__}")
     for device in jax.local_devices():

@@ -5,15 +5,15 @@ from dataclasses import fields
 from pathlib import Path
 
 import jax
-import psutil
 
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
-from ferrum_jax.contract.errors import ConfigError, DeviceError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, NotFoundError, UnsupportedError
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble
 from ferrum_jax.weights.folder import SafetensorsSource
@@ -37,7 +37,7 @@ def load(
     engine: EngineConfig | None = None,
     max_loras: int = 0,
     max_lora_rank: int = 0,
-    device: str | Device | jax.Device | None = None,
+    device: str | Device | JaxDevice | None = None,
     mesh: jax.sharding.Mesh | None = None,
     artifacts: Path_ | None = None,
     strict: bool = False,
@@ -101,7 +101,7 @@ def load_params(
     path: Path_,
     dtype: str | None = None,
     *,
-    device: str | Device | jax.Device | None = None,
+    device: str | Device | JaxDevice | None = None,
     progress: bool = False,
 ) -> tuple[ParamTree, ModelConfig]:
     """Reads a checkpoint into a plain tree of arrays, named as in the checkpoint, and its configuration."""
@@ -121,7 +121,7 @@ def open_checkpoint(path: Path_) -> Checkpoint:
     return orbax.OrbaxSource(place) if orbax.is_checkpoint(place) else SafetensorsSource(place)
 
 
-def _read(source: Checkpoint, dtype: str, device: jax.Device, progress: bool) -> tuple[ParamTree, ModelConfig]:
+def _read(source: Checkpoint, dtype: str, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
     if isinstance(source, orbax.OrbaxSource):
         return source.restore(dtype, device), source.config
     params = assemble(
@@ -148,34 +148,3 @@ def _merge(asked: EngineConfig, engine: EngineConfig | None) -> EngineConfig:
         if mine is not None and theirs is not None and mine != theirs:
             raise ConfigError(f"{field.name} is {mine!r} as an argument and {theirs!r} in `engine`: give it once")
     return asked.over(engine)
-
-
-def find_device(device: str | Device | jax.Device | None) -> jax.Device:
-    """Gives the JAX device of a name; JAX's default device for None."""
-    if isinstance(device, jax.Device):
-        return device
-    try:
-        if device is None:
-            return jax.local_devices()[0]
-        wanted = device if isinstance(device, Device) else Device.parse(device)
-        found = jax.local_devices(backend=wanted.kind)
-    except RuntimeError as problem:
-        raise DeviceError(f"device {device}: {problem}") from None
-    if wanted.index >= len(found):
-        raise DeviceError(f"device {wanted}: there are {len(found)} of its kind")
-    return found[wanted.index]
-
-
-def default_dtype(device: jax.Device) -> str:
-    """Float32 on CPU, where XLA's narrower products are slow; bfloat16 elsewhere."""
-    return "float32" if device.platform == "cpu" else "bfloat16"
-
-
-def free_bytes(device: jax.Device) -> int:
-    """Memory that is free on a device now."""
-    if device.platform == "cpu":
-        return psutil.virtual_memory().available
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        raise DeviceError(f"{device} does not tell its free memory: give kv_blocks")
-    return stats["bytes_limit"] - stats["bytes_in_use"]

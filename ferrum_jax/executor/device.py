@@ -15,6 +15,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.devices import JaxDevice
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Row:
 class DeviceKv:
     """Owns the KV: every step's input dies at dispatch and its output takes the place."""
 
-    def __init__(self, params: ParamTree, cfg: ModelConfig, spec: CacheSpec, device: jax.Device):
+    def __init__(self, params: ParamTree, cfg: ModelConfig, spec: CacheSpec, device: JaxDevice):
         placed = jax.sharding.SingleDeviceSharding(device)
         self._shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state.shapes(spec)

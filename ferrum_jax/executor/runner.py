@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,6 +25,7 @@ from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.kvcache.slots import SlotTable
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.progress import Track
+from ferrum_jax.sharding.devices import JaxDevice
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +58,7 @@ class ModelRunner(DecoderOnlyLLM):
         model_config: ModelConfig,
         plan: EnginePlan,
         *,
-        device: jax.Device,
+        device: JaxDevice,
         strict: bool = False,
     ):
         self.params = params

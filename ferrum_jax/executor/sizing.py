@@ -57,14 +57,12 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     block_bytes = spec(1).num_bytes
     affordable = int(free_bytes * fraction) // block_bytes
     if engine.kv_blocks is not None:
-        num_blocks, asked = engine.kv_blocks, True
+        num_blocks, asked = (
+            engine.kv_blocks,
+            True,
+        )  # paging: sequences may share fewer blocks than all of them could fill
     else:
         num_blocks, asked = max_seqs * columns, engine.max_seqs is not None and engine.kv_capacity is not None
-    if asked and engine.max_seqs and engine.kv_capacity and num_blocks < max_seqs * columns:
-        raise ConfigError(
-            f"kv_blocks is {num_blocks}, but {max_seqs} sequences of {capacity} positions need {max_seqs * columns} "
-            f"blocks of {block_size}"
-        )
     if num_blocks > affordable:
         if asked or affordable < 1:
             raise ResourceExhaustedError(

@@ -256,9 +256,9 @@ def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> l
     merges: list[tuple[float, str, str]] = []
     for token, token_id in vocabulary.items():
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        known = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += [(scores[token_id], left, right) for left, right in known]
+        merges += [
+            (scores[token_id], left, right) for left, right in cuts if left in vocabulary and right in vocabulary
+        ]
     merges.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
     return [(left, right) for _, left, right in merges]
 

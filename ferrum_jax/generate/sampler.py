@@ -68,7 +68,7 @@ class Sampler:
         return self._compiled[rows]
 
 
-def _blank_inputs(rows: int, vocab_size: int) -> SampleInputs:
+def _blank_inputs(rows: int, vocab_size: int) -> SampleInputs[np.ndarray]:
     return SampleInputs(
         temperature=np.zeros(rows, np.float32),
         top_k=np.zeros(rows, np.int32),

@@ -22,7 +22,8 @@ class BlockPool:
         """Raises ResourceExhausted if `needed` blocks are not to be had; changes nothing."""
         if needed > len(self._free):
             raise ResourceExhaustedError(
-                f"need {needed} KV blocks for {num_sequences} sequences, {len(self._free)} of {self.num_blocks} are free",
+                f"need {needed} KV blocks for {num_sequences} sequences, "
+                f"{len(self._free)} of {self.num_blocks} are free",
                 needed=needed,
                 free=len(self._free),
             )

@@ -72,7 +72,7 @@ def write(
 
     A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.)
     """
-    return kv.replace(
+    return KvState(
         k=kv.k.at[layer, block_ids, :, :, offsets].set(k.astype(kv.k.dtype), mode="drop"),
         v=kv.v.at[layer, block_ids, :, offsets, :].set(v.astype(kv.v.dtype), mode="drop"),
     )

@@ -44,7 +44,7 @@ def _layer_specs(cfg: ModelConfig) -> ParamTree:
         "o_proj": _linear_specs(model, queries, cfg.attention_out_bias),
     }
     if cfg.qk_norm:
-        attention |= {"q_norm": _norm_spec(cfg.head_dim), "k_norm": _norm_spec(cfg.head_dim)}
+        attention |= {"q_norm": _norm_spec(cfg.head_dim, "head"), "k_norm": _norm_spec(cfg.head_dim, "head")}
     return {
         "input_layernorm": _norm_spec(cfg.hidden_size),
         "self_attn": attention,
@@ -64,8 +64,8 @@ def _linear_specs(out: tuple[int, str], into: tuple[int, str], bias: bool) -> Pa
     return specs
 
 
-def _norm_spec(size: int) -> ParamTree:
-    return {"weight": ParamSpec((size,), ("embed",), "ones")}
+def _norm_spec(size: int, axis: str = "embed") -> ParamTree:
+    return {"weight": ParamSpec((size,), (axis,), "ones")}
 
 
 def embed(params: ParamTree, tokens: jax.Array) -> jax.Array:

@@ -4,11 +4,15 @@ The path of a leaf, joined by dots, is its name in a Hugging Face checkpoint.
 """
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from ferrum_jax.sharding.axes import TENSOR_PARALLEL, partition
 
 ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes
 
@@ -48,6 +52,11 @@ def map_specs(function: Any, specs: ParamTree) -> ParamTree:
 def shapes(specs: ParamTree, dtype: str) -> ParamTree:
     """Gives the tree of `jax.ShapeDtypeStruct`s, for lowering."""
     return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs)
+
+
+def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> ParamTree:
+    """Gives the sharding of every parameter on a mesh, for `jax.device_put(params, shardings(...))`."""
+    return map_specs(lambda name, spec: partition(name, spec.shape, spec.axes, mesh, rules), specs)
 
 
 def num_parameters(specs: ParamTree) -> int:

@@ -1,38 +1,42 @@
 """One token per row: greedy or drawn, with its log-probability."""
 
+from typing import Generic, TypeVar
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from ferrum_jax.sampling.filters import filter_logits
 from ferrum_jax.sampling.penalty import penalise_repetition
 
+Leaf = TypeVar("Leaf")
+
 
 @flax.struct.dataclass
-class SampleInputs:
+class SampleInputs(Generic[Leaf]):
     """How each row is to be sampled."""
 
-    temperature: Float[Array, " B"]  # 0: greedy
-    top_k: Int[Array, " B"]  # 0: off
-    top_p: Float[Array, " B"]  # 1: off
-    min_p: Float[Array, " B"]  # 0: off
-    repetition_penalty: Float[Array, " B"]  # 1: off
-    seed: UInt32[Array, " B"]
-    position: Int[Array, " B"]  # of the token to be drawn, in its sequence
-    seen: Bool[Array, "B V"]  # tokens of the sequence so far
+    temperature: Leaf  # float32 [B]; 0: greedy
+    top_k: Leaf  # int32 [B]; 0: off
+    top_p: Leaf  # float32 [B]; 1: off
+    min_p: Leaf  # float32 [B]; 0: off
+    repetition_penalty: Leaf  # float32 [B]; 1: off
+    seed: Leaf  # uint32 [B]
+    position: Leaf  # int32 [B]: of the token to be drawn, in its sequence
+    seen: Leaf  # bool [B, V]: tokens of the sequence so far
 
 
 @flax.struct.dataclass
-class Choice:
+class Choice(Generic[Leaf]):
     """The token chosen for each row, and its log-probability under the model's own distribution."""
 
-    token_ids: Int[Array, " B"]
-    logprobs: Float[Array, " B"]
+    token_ids: Leaf  # int32 [B]
+    logprobs: Leaf  # float32 [B]
 
 
-def sample(logits: Float[Array, "B V"], inputs: SampleInputs) -> Choice:
+def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choice[jax.Array]:
     """Chooses a token for each row.
 
     The order is: repetition penalty, temperature, top-k, top-p, min-p, draw. The draw of a row depends on its seed and
@@ -50,7 +54,7 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs) -> Choice:
     return Choice(token_ids=token_ids, logprobs=chosen - jax.nn.logsumexp(logits, axis=-1))
 
 
-def _draw(scores: Float[Array, "B V"], inputs: SampleInputs) -> Int[Array, " B"]:
+def _draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
     warm = inputs.temperature > 0
     scaled = scores / jnp.where(warm, inputs.temperature, 1.0)[:, None]
     filtered = warm & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))

@@ -11,6 +11,7 @@ import numpy as np
 from ferrum_jax.contract.errors import InvalidFormatError
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
 from ferrum_jax.progress import Track
+from ferrum_jax.sharding.devices import JaxDevice
 
 LISTED = 8  # problems named in one error; the rest are counted
 
@@ -34,7 +35,7 @@ def assemble(
     specs: ParamTree,
     *,
     dtype: str,
-    device: jax.Device,
+    device: JaxDevice,
     ignorable: Callable[[str], bool],
     progress: bool = False,
 ) -> ParamTree:
@@ -66,5 +67,5 @@ def refuse_mismatched(source: TensorSource, wanted: Mapping[str, ParamSpec], ign
         raise InvalidFormatError(f"{source.path}: {'; '.join(problems[:LISTED])}{rest}")
 
 
-def _place(tensor: np.ndarray, dtype: str, device: jax.Device) -> jax.Array:
+def _place(tensor: np.ndarray, dtype: str, device: JaxDevice) -> jax.Array:
     return jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False), device)

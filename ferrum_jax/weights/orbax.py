@@ -13,6 +13,7 @@ from ferrum_jax.config import ModelConfig, RopeScaling
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters, shapes
+from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.weights.folder import read_json
 
 CONFIG = "ferrum_config.json"
@@ -55,7 +56,7 @@ class OrbaxSource:
         self.path = folder.absolute()
         self.config = read_config(self.path)
 
-    def restore(self, dtype: str, device: jax.Device) -> ParamTree:
+    def restore(self, dtype: str, device: JaxDevice) -> ParamTree:
         """Reads all parameters, cast to `dtype`, onto `device`.
 
         Raises:
@@ -71,5 +72,5 @@ class OrbaxSource:
                 return checkpointer.restore(self.path / PARAMS, wanted)
         except (ValueError, KeyError, OSError) as problem:
             raise InvalidFormatError(
-                f"{self.path / PARAMS} is no whole checkpoint of this {num_parameters(specs):,}-parameter model: {problem}"
+                f"{self.path / PARAMS} is no whole checkpoint of {num_parameters(specs):,} parameters: {problem}"
             ) from None

@@ -72,9 +72,9 @@ def test_the_time_is_told():
 def test_namespaces_and_dictionaries_work():
     template = (
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
-        "{{ dict(a=1)['a'] }}{{ dict.fromkeys(['b'], 2) }}"
+        "{{ dict(a=1)['a'] }}{{ dict.fromkeys(['b'], 2) }}{{ dict.update is defined }}"
     )
-    assert render_chat(template, HELLO * 3) == "31{'b': 2}"
+    assert render_chat(template, HELLO * 3) == "31{'b': 2}False"
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])

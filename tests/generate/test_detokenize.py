@@ -9,7 +9,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 
-SPM_PIECES = ["▁", "▁▁", "▁a", "a", "b", "▁b", "ab", "\ufffd", "é", "中"]
+SPM_PIECES = ["▁", "▁▁", "▁a", "a", "b", "▁b", "ab", "\ufffd", "é", "中", ""]
 
 
 def make_byte_level() -> Tokenizer:
@@ -43,6 +43,13 @@ TOKENIZERS = {
 }
 
 
+def byte_token(byte: int) -> str:
+    """A byte from 0x80 on as byte-level vocabularies spell it."""
+    printable = [*range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    shifted = [b for b in range(256) if b not in printable and not 0x21 <= b <= 0x7E]
+    return chr(byte) if byte in printable else chr(256 + shifted.index(byte))
+
+
 def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> list[str]:
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
@@ -66,6 +73,23 @@ def test_the_pieces_concatenate_to_the_decoding_of_all(name: str, data: st.DataO
     ids = data.draw(ids_of(tokenizer))
     skip = data.draw(st.booleans())
     assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(min_size=60, max_size=140), characters=st.sampled_from(["€", "🙂é", "🙂\u07ff€"]))
+def test_long_runs_of_broken_characters_stream_as_they_decode(data: bytes, characters: str):
+    tokenizer = make_byte_level()
+    spelled = sorted({*characters.encode(), 0xFF})
+    ids = [i for b in data if (i := tokenizer.token_to_id(byte_token(spelled[b % len(spelled)]))) is not None]
+    ids = [*tokenizer.encode("ab"), *ids, *tokenizer.encode("b€")]
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("count", range(55, 70))
+def test_a_character_after_many_broken_ones_comes_out_whole(count: int):
+    tokenizer = make_byte_level()
+    ids = [tokenizer.token_to_id(byte_token(byte)) for byte in [0xFF] * count + [*"🙂".encode()]]
+    assert "".join(stream(tokenizer, [i for i in ids if i is not None])) == "\ufffd" * count + "🙂"
 
 
 @pytest.mark.parametrize("name", ["byte level", "sentencepiece"])

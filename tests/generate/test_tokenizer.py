@@ -40,11 +40,33 @@ CHECK_HASH = "855059429035d75a914d1eda9f10a876752e281a054a7a3d421ef0533e5b6249"
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPACE, NEWLINE = "Ġ", "Ċ"
-MERGES = [(SPACE, SPACE), ("a", "b"), (SPACE, "ab"), (SPACE, "1"), ("1", "2"), ("'", "s"), ("'", "S"), ("a", NEWLINE)]
+MERGES = [
+    (SPACE, SPACE),
+    ("a", "b"),
+    (SPACE, "ab"),
+    (SPACE, "1"),
+    ("1", "2"),
+    ("'", "s"),
+    ("'", "S"),
+    ("a", NEWLINE),
+    ("a", "ä"),
+]
 BYTE_LEVEL_TOKENS = ["<bos>", "<eos>", "<tool>", *ALPHABET, *dict.fromkeys(a + b for a, b in MERGES), "abab"]
 
 CONTROL, USER_DEFINED, NORMAL, UNKNOWN, BYTE = 3, 4, 1, 2, 6
-SPM_PIECES = {"▁": -9.0, "a": -8.0, "b": -7.0, "c": -6.5, "ab": -1.0, "bc": -2.0, "▁a": -3.0, "abc": -4.0, "▁▁": -5.0}
+SPM_PIECES = {
+    "▁": -9.0,
+    "d": -6.0,
+    "cd": -4.0,
+    "a": -8.0,
+    "b": -7.0,
+    "c": -6.5,
+    "ab": -1.0,
+    "bc": -2.0,
+    "▁a": -3.0,
+    "abc": -4.0,
+    "▁▁": -5.0,
+}
 SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SPM_PIECES]
 
 
@@ -169,6 +191,8 @@ def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path):
         ("gpt-2", "a\n", ["a", "Ċ"]),
         ("tekken", "12abab", ["1", "2", "abab"]),
         ("deepseek-v3", "12", ["12"]),
+        ("deepseek-v3", "a\u4e00", ["a", "ä", "\u00b8", "Ģ"]),
+        ("gpt-2", "a\u4e00", ["aä", "\u00b8", "Ģ"]),
     ],
 )
 def test_a_pre_tokenizer_cuts_as_its_name_says(tmp_path: Path, pre: str, text: str, expected: list[str]):
@@ -246,6 +270,11 @@ def test_sentencepiece_merges_the_best_score_first(tmp_path: Path):
     assert pieces(tokenizer, " ac") == ["<s>", "▁a", "c"]
 
 
+def test_sentencepiece_breaks_ties_for_the_longer_left_part(tmp_path: Path):
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", ggml_add_space_prefix=False))
+    assert pieces(tokenizer, "abcd", add_special_tokens=False) == ["abc", "d"]
+
+
 def test_sentencepiece_spells_unknown_characters_in_bytes(tmp_path: Path):
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf"))
     assert pieces(tokenizer, "a€", add_special_tokens=False) == ["▁a", "<0xE2>", "<0x82>", "<0xAC>"]
@@ -266,15 +295,20 @@ def test_a_space_at_the_start_is_the_prefix_as_in_transformers(tmp_path: Path):
     assert tokenizer.encode("a") == tokenizer.encode(" a") != tokenizer.encode("  a")
 
 
+def test_without_a_prefix_a_space_at_the_start_stays(tmp_path: Path):
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", ggml_add_space_prefix=False))
+    assert tokenizer.decode(tokenizer.encode(" a")) == " a"
+
+
 @pytest.mark.parametrize("architecture", ["gemma2", "phi3"])
 def test_sentencepiece_with_rules_of_its_own_is_refused(tmp_path: Path, architecture: str):
     with pytest.raises(UnsupportedError, match=architecture):
         load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", architecture=architecture))
 
 
-@pytest.mark.parametrize("size", [0, 3, 20, 30, 400, 2000])
+@pytest.mark.parametrize("size", [0, 3, 20, 30, 400, 2000, -1])
 def test_a_gguf_cut_short_is_refused(tmp_path: Path, size: int):
-    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    whole = write_gguf(tmp_path / "whole.gguf", chat_template="last").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[:size])
     with pytest.raises(InvalidFormatError, match=r"cut\.gguf"):
         load_tokenizer(tmp_path / "cut.gguf")

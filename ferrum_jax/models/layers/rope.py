@@ -39,7 +39,7 @@ def yarn_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> NDArray[np.float32]:
-    """Interpolates the pairs that turn fewer than `beta_slow` times over `original` positions, ramps up to `beta_fast`."""
+    """Interpolates pairs that turn fewer than `beta_slow` times in `original` positions, ramping up to `beta_fast`."""
     dim = 2 * len(frequencies)
 
     def pair_turning(rotations: float) -> float:

@@ -1,0 +1,1 @@
+"""Devices by name, and logical parameter axes on a mesh."""

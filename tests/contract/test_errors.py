@@ -1,0 +1,37 @@
+import builtins
+
+import pytest
+
+from ferrum_jax.contract import errors
+from ferrum_jax.contract.errors import FerrumError
+
+KINDS = {
+    "Config", "Model", "Tokenizer", "Backend", "Device", "Scheduler", "RequestValidation", "ResourceExhausted", "Timeout",
+    "Auth", "RateLimit", "IO", "Serialization", "Network", "Internal", "Cancelled", "NotFound", "AlreadyExists",
+    "PermissionDenied", "Unsupported", "InvalidFormat", "InvalidParameter",
+}  # fmt: skip
+RETRYABLE = {"ResourceExhausted", "Timeout", "Network"}
+CLIENT = {"RequestValidation", "Auth", "RateLimit", "NotFound", "AlreadyExists", "PermissionDenied", "Unsupported"}
+SERVER = {"Model", "Backend", "Device", "Scheduler", "ResourceExhausted", "Timeout", "Internal"}
+
+
+def test_every_kind_of_the_contract_is_a_class():
+    assert {kind.__name__.removesuffix("Error") for kind in FerrumError.__subclasses__()} == KINDS
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_kind_says_who_is_to_blame_and_is_a_builtin_too(kind: str):
+    cls = getattr(errors, f"{kind}Error")
+    error = cls("what happened")
+    assert error.kind == kind
+    assert error.is_retryable == (kind in RETRYABLE)
+    assert error.is_client_error == (kind in CLIENT)
+    assert error.is_server_error == (kind in SERVER)
+    natural = [base for base in cls.__mro__ if base.__module__ == "builtins" and base not in (Exception, object)]
+    assert natural
+    assert all(getattr(builtins, base.__name__) is base for base in natural)
+
+
+def test_exhaustion_carries_its_numbers():
+    error = errors.ResourceExhaustedError("short", needed=3, free=1)
+    assert (error.needed, error.free) == (3, 1)

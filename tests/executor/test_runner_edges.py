@@ -1,0 +1,255 @@
+"""Each row of the contract's table of edge cases; a refused call changes nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_jax.contract import ActiveLoraAdapter, FullLogits, GreedyArgmax, KvSlotRequest
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    FerrumError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CAPACITY, Oracle, make_runner
+
+HELD = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # "a" holds these before every case
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A call that must be refused, and what the error must be and say."""
+
+    call: Callable[[ModelRunner], Any]
+    kind: type[FerrumError]
+    says: str
+
+
+REFUSALS = {
+    "empty tokens": Refusal(lambda r: r.prefill("a", []), RequestValidationError, "at least one token"),
+    "empty tokens of an unknown id": Refusal(lambda r: r.prefill("n", []), RequestValidationError, "at least one token"),
+    "empty verify": Refusal(lambda r: r.forward_verify("a", []), RequestValidationError, "at least one token"),
+    "empty chunk": Refusal(lambda r: r.unified_forward([("a", [], 10, True)]), RequestValidationError, "at least one"),
+    "negative token": Refusal(lambda r: r.prefill("a", [1, -2]), RequestValidationError, "position 1 is -2"),
+    "token past the vocabulary": Refusal(lambda r: r.prefill("a", [37]), RequestValidationError, "position 0 is 37"),
+    "huge token": Refusal(lambda r: r.decode("a", 2**70, 10), RequestValidationError, str(2**70)),
+    "token that is no integer": Refusal(lambda r: r.prefill("a", [1, 2.0]), RequestValidationError, "position 1 is 2.0"),  # type: ignore[list-item]
+    "token that is a bool": Refusal(lambda r: r.prefill("a", [True]), RequestValidationError, "position 0 is True"),
+    "tokens that are text": Refusal(lambda r: r.prefill("a", "hello"), RequestValidationError, "text"),
+    "tokens of rank 2": Refusal(lambda r: r.prefill("a", np.ones((2, 2), int)), RequestValidationError, "one dimension"),
+    "decode token wrong": Refusal(lambda r: r.decode("a", 99, 10), RequestValidationError, "99"),
+    "verify token wrong": Refusal(lambda r: r.forward_verify("a", [0, 99]), RequestValidationError, "position 1 is 99"),
+    "pos behind": Refusal(lambda r: r.decode("a", 1, 9), RequestValidationError, "pos is 9, the cache holds 10"),
+    "pos ahead": Refusal(lambda r: r.decode("a", 1, 11), RequestValidationError, "pos is 11, the cache holds 10"),
+    "pos that is no integer": Refusal(lambda r: r.decode("a", 1, "10"), RequestValidationError, "expected an integer"),  # type: ignore[arg-type]
+    "pos_offset ahead": Refusal(
+        lambda r: r.unified_forward([("a", [1], 12, True)]), RequestValidationError, "pos_offset is 12, the cache holds 10"
+    ),
+    "decode of an unknown id past 0": Refusal(lambda r: r.decode("n", 1, 3), RequestValidationError, "holds 0"),
+    "an id twice in a decode batch": Refusal(
+        lambda r: r.decode_batch([("a", 1, 10), ("b", 1, 2), ("a", 1, 10)]), RequestValidationError, "'a' occurs twice"
+    ),
+    "an id twice in a unified batch": Refusal(
+        lambda r: r.unified_forward([("n", [1], 0, True), ("n", [1], 0, True)]), RequestValidationError, "'n' occurs twice"
+    ),
+    "a bad row beside good ones": Refusal(
+        lambda r: r.decode_batch([("b", 1, 2), ("a", 1, 3)]), RequestValidationError, "holds 10"
+    ),
+    "past the capacity": Refusal(
+        lambda r: r.prefill("a", [1] * 35), RequestValidationError, f"needs 45 positions, its KV capacity is {CAPACITY}"
+    ),
+    "verify past the capacity": Refusal(lambda r: r.forward_verify("n", [1] * 45), RequestValidationError, "45"),
+    "no free slot": Refusal(
+        lambda r: r.unified_forward([("n", [1], 0, True), ("m", [1], 0, True), ("o", [1], 0, True)]),
+        ResourceExhaustedError, "need 3 slots for new sequences, 2 of 4 are free",
+    ),
+    "no free block": Refusal(
+        lambda r: r.unified_forward([(key, [1] * 44, 0, True) for key in "no"] + [("a", [1] * 34, 10, True)]),
+        ResourceExhaustedError, "need 16 KV blocks for 3 sequences, 15 of 18 are free",
+    ),
+    "negative new_len": Refusal(lambda r: r.truncate_kv("a", -1), RequestValidationError, "new_len is -1"),
+    "negative new_len of an unknown id": Refusal(lambda r: r.truncate_kv("n", -1), RequestValidationError, "new_len"),
+    "new_len that is no integer": Refusal(lambda r: r.truncate_kv("a", 1.5), RequestValidationError, "1.5"),  # type: ignore[arg-type]
+    "an id that is no string": Refusal(lambda r: r.prefill(7, [1]), RequestValidationError, "cache id 7 is a int"),  # type: ignore[arg-type]
+    "prepare past the capacity": Refusal(lambda r: r.prepare("n", 45), RequestValidationError, "45 positions"),
+    "prepare for nothing": Refusal(lambda r: r.prepare("n", 0), RequestValidationError, "max_tokens is 0"),
+    "a hint past the capacity": Refusal(lambda r: r.prepare_kv_capacity("n", 45), RequestValidationError, "45 positions"),
+    "policies of another number": Refusal(
+        lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], []), RequestValidationError, "1 rows need"
+    ),
+    "a policy that is not built": Refusal(
+        lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], [GreedyArgmax()]), UnsupportedError, "not built yet"
+    ),
+    "a unified policy that is not built": Refusal(
+        lambda r: r.unified_forward_with_logits_policy([("a", [1], 10, True)], [GreedyArgmax()]), UnsupportedError, "built"
+    ),
+    "an adapter": Refusal(
+        lambda r: r.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="y")), UnsupportedError, "'x'"
+    ),
+    "loading an adapter": Refusal(lambda r: r.load_lora("x", "y"), UnsupportedError, "'x'"),
+    "dropping an adapter": Refusal(lambda r: r.unload_lora("x"), UnsupportedError, "'x'"),
+    "a reservation": Refusal(
+        lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=12)]), UnsupportedError, "not built yet"
+    ),
+}  # fmt: skip
+
+
+def _state(runner: ModelRunner) -> tuple[object, ...]:
+    lengths = tuple(runner.kv_len(key) for key in "abnmo")
+    return lengths, runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_refused_call_says_why_and_changes_nothing(name: str, runner: ModelRunner, oracle: Oracle):
+    runner.prefill("a", HELD)
+    runner.prefill("b", [7, 7])
+    before = _state(runner)
+    with pytest.raises(REFUSALS[name].kind) as caught:
+        REFUSALS[name].call(runner)
+    assert REFUSALS[name].says in str(caught.value)
+    assert _state(runner) == before
+    after = runner.decode_batch([("b", 8, 2), ("a", 8, 10)])
+    np.testing.assert_allclose(after[1], oracle([*HELD, 8])[-1], atol=1e-4)
+    np.testing.assert_allclose(after[0], oracle([7, 7, 8])[-1], atol=1e-4)
+
+
+def test_exhaustion_names_what_was_needed_and_what_is_free(runner: ModelRunner):
+    with pytest.raises(ResourceExhaustedError) as slots:
+        runner.decode_batch([(key, 1, 0) for key in "abcde"])
+    assert (slots.value.needed, slots.value.free) == (5, 4)
+    runner.unified_forward([(key, [1] * 40, 0, False) for key in "abc"])
+    with pytest.raises(ResourceExhaustedError) as blocks:
+        runner.prefill("d", [1] * 40)
+    assert (blocks.value.needed, blocks.value.free) == (5, 3)
+
+
+def test_prefill_of_an_existing_id_appends(runner: ModelRunner, oracle: Oracle):
+    runner.prefill("a", [1, 2, 3])
+    np.testing.assert_allclose(runner.prefill("a", [4, 5]), oracle([1, 2, 3, 4, 5])[-1], atol=1e-4)
+    assert runner.kv_len("a") == 5
+
+
+def test_an_empty_batch_gives_nothing_and_counts_nothing(runner: ModelRunner):
+    before = runner.cache_metrics_snapshot()
+    assert runner.decode_batch([]) == []
+    assert runner.decode_batch_with_full_logits([], True) == []
+    assert runner.decode_batch_with_logits_policy([], []) == []
+    assert runner.unified_forward([]) == []
+    assert runner.cache_metrics_snapshot() == before
+
+
+def test_decode_verify_and_unified_create_an_unknown_id_at_position_0(runner: ModelRunner, oracle: Oracle):
+    expected = oracle([5])[-1]
+    np.testing.assert_allclose(runner.decode("a", 5, 0), expected, atol=1e-4)
+    np.testing.assert_allclose(runner.forward_verify("b", [5])[0], expected, atol=1e-4)
+    row = runner.unified_forward([("c", [5], 0, True)])[0]
+    assert row is not None
+    np.testing.assert_allclose(row, expected, atol=1e-4)
+
+
+def test_release_and_truncate_of_what_is_not_there_do_nothing(runner: ModelRunner):
+    runner.release("never")
+    runner.prefill("a", [1, 2])
+    runner.truncate_kv("never", 0)
+    runner.truncate_kv("a", 9)
+    assert runner.kv_len("a") == 2
+    runner.release("a")
+    runner.release("a")
+    assert runner.kv_len("a") is None
+
+
+def test_truncation_frees_the_blocks_wholly_past_the_new_end(runner: ModelRunner):
+    runner.prefill("a", [1] * 40)
+    for new_len, free in ((33, 13), (32, 14), (9, 16), (8, 17), (0, 18)):
+        runner.truncate_kv("a", new_len)
+        assert runner.kv_slot_capacity_snapshot().free_blocks == free
+    assert runner.kv_len("a") == 0
+
+
+def test_prepare_takes_the_slot_and_leaves_no_other_trace(runner: ModelRunner, oracle: Oracle):
+    counters = runner.cache_metrics_snapshot()
+    for key in "abcd":
+        runner.prepare(key, 30)
+        assert runner.kv_len(key) == 0
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+    assert runner.cache_metrics_snapshot() == counters
+    with pytest.raises(ResourceExhaustedError, match="need 1 slots"):
+        runner.prefill("e", [1])
+    np.testing.assert_allclose(runner.prefill("a", [1, 2]), oracle([1, 2])[-1], atol=1e-4)
+    runner.prepare_kv_capacity("a", CAPACITY)
+
+
+def test_policies_of_full_logits_are_served(runner: ModelRunner, oracle: Oracle):
+    row = runner.decode_batch_with_logits_policy([("a", 5, 0)], [FullLogits()])[0]
+    assert isinstance(row, np.ndarray)
+    np.testing.assert_allclose(row, oracle([5])[-1], atol=1e-4)
+    rows = runner.unified_forward_with_logits_policy([("a", [1], 1, False)], [FullLogits()])
+    assert rows == [None]
+    assert runner.unified_forward_can_return_full_logits()
+
+
+def test_clearing_a_binding_is_no_error(runner: ModelRunner):
+    runner.set_lora_adapter_for_cache("a", None)
+    assert runner.lora_metrics_snapshot()["enabled"] is False
+
+
+def test_logits_belong_to_the_caller(runner: ModelRunner):
+    first = runner.prefill("a", [1, 2])
+    assert first.dtype == np.float32
+    kept = first.copy()
+    first[:] = 0.0
+    runner.reset()
+    np.testing.assert_array_equal(runner.prefill("a", [1, 2]), kept)
+
+
+def test_reset_drops_every_sequence_and_keeps_the_steps(runner: ModelRunner):
+    runner.prefill("a", [1, 2])
+    compiled = runner.compile_stats()["compiled"]
+    runner.reset()
+    assert runner.kv_len("a") is None
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+    assert runner.compile_stats()["compiled"] == compiled
+
+
+def test_batches_are_counted_by_size(params: ParamTree):
+    with make_runner(params) as runner:
+        runner.decode("a", 1, 0)
+        runner.decode_batch([("a", 1, 1), ("b", 1, 0), ("c", 1, 0)])
+        runner.decode_batch_with_full_logits([("a", 1, 2), ("b", 1, 1)], True)
+        counts = runner.cache_metrics_snapshot()["decode_batch"]
+    assert (counts["calls"], counts["total_items"], counts["max_items"], counts["last_items"]) == (3, 6, 3, 2)
+    assert counts["avg_items_per_call"] == 2.0
+    assert counts["force_full_logits_calls"] == 1
+    assert counts["singleton_fast_path_calls"] == 1
+    assert {name: n for name, n in counts["bucket_calls"].items() if n} == {"m1": 1, "m2": 1, "m3_4": 1}
+
+
+def test_every_call_after_close_says_so(params: ParamTree):
+    runner = make_runner(params)
+    runner.close()
+    runner.close()
+    calls: list[Callable[[], object]] = [
+        lambda: runner.prefill("a", [1]),
+        lambda: runner.decode("a", 1, 0),
+        lambda: runner.decode_batch([]),
+        lambda: runner.forward_verify("a", [1]),
+        lambda: runner.unified_forward([]),
+        lambda: runner.release("a"),
+        lambda: runner.truncate_kv("a", 0),
+        lambda: runner.kv_len("a"),
+        lambda: runner.prepare("a", 1),
+        runner.kv_capacity,
+        runner.reset,
+        runner.warmup,
+        runner.kv_slot_capacity_snapshot,
+        runner.cache_metrics_snapshot,
+    ]
+    for call in calls:
+        with pytest.raises(CancelledError, match="closed"):
+            call()

@@ -1,0 +1,1 @@
+"""Shapes and dtypes in the signatures of `ferrum_jax.models` are checked while these tests run."""

@@ -1,0 +1,52 @@
+"""The same logits as Hugging Face transformers, at every position, against references made by scripts/make_references."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import ferrum_jax
+from ferrum_jax import models
+from tests import tiny
+
+TOLERANCE = 2e-4  # float32 sums in another order, over three layers; logits are of the order of one
+REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
+
+every_model = pytest.mark.parametrize("name", tiny.CONFIGS)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, NDArray[np.float32]]:
+    with np.load(REFERENCES) as file:
+        return dict(file)
+
+
+def test_every_tiny_model_has_a_reference(references: dict[str, NDArray[np.float32]]):
+    shapes = {name: (len(tiny.prompt(name)), config["vocab_size"]) for name, config in tiny.CONFIGS.items()}
+    assert {name: logits.shape for name, logits in references.items()} == shapes
+
+
+@every_model
+def test_the_pure_forward_equals_the_reference_at_every_position(
+    name: str, references: dict[str, NDArray[np.float32]]
+):
+    tokens = jnp.asarray([tiny.prompt(name)])
+    logits = models.forward(tiny.tiny_params(tiny.CONFIGS[name]), tokens, tiny.model_config(name))
+    np.testing.assert_allclose(logits[0], references[name], rtol=0, atol=TOLERANCE)
+
+
+@every_model
+def test_a_loaded_folder_equals_the_reference_at_every_position(
+    name: str, references: dict[str, NDArray[np.float32]], tmp_path: Path
+):
+    tokens, last = tiny.prompt(name), len(tiny.prompt(name)) - 1
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS[name], shards=2)
+    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=(32,))
+    with ferrum_jax.load(folder, engine=engine, progress=False) as model:
+        logits = model.forward_verify("a", tokens)
+        np.testing.assert_allclose(logits, references[name], rtol=0, atol=TOLERANCE)
+        model.truncate_kv("a", last)
+        decoded = model.decode("a", tokens[last], last)
+        np.testing.assert_allclose(decoded, references[name][last], rtol=0, atol=TOLERANCE)

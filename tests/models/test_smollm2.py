@@ -1,0 +1,111 @@
+"""A real model: SmolLM2-135M-Instruct from its GGUF file, against references made by scripts/make_references."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import ferrum_jax
+
+TOLERANCE = 2e-3  # float32 sums in another order, over thirty layers; logits reach 30
+NEARLY_EQUAL = 1e-3  # logits so close may change places
+REFERENCES = Path(__file__).parents[1] / "references" / "smollm2.npz"
+SHORT = ("english", "code", "french")
+PROMPTS = (*SHORT, "license")
+
+Reference = dict[str, NDArray]
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path: Path) -> Iterator[ferrum_jax.ModelRunner]:
+    engine = ferrum_jax.EngineConfig(
+        max_seqs=3,
+        kv_capacity=768,
+        block_size=64,
+        decode_rows=(1, 3),
+        chunk_rows=(1, 3),
+        chunk_tokens=(16, 64),
+        verify_tokens=(64,),
+        max_step_tokens=3 * 64,
+    )
+    with ferrum_jax.load(smollm2_path, engine=engine, progress=False) as runner:
+        yield runner
+
+
+@pytest.fixture
+def empty(model: ferrum_jax.ModelRunner) -> ferrum_jax.ModelRunner:
+    model.reset()
+    return model
+
+
+@pytest.fixture(scope="module")
+def references() -> Reference:
+    with np.load(REFERENCES) as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_the_logits_equal_the_reference_at_every_position(
+    name: str, empty: ferrum_jax.ModelRunner, references: Reference
+):
+    logits = empty.forward_verify(name, references[f"{name}/tokens"].tolist())
+    found = {
+        "logits": logits[:, references["columns"]],
+        "best_logits": np.take_along_axis(logits, references[f"{name}/best_ids"], axis=1),
+        "logsumexp": np.logaddexp.reduce(logits, axis=1, dtype=np.float64),
+    }
+    for part, values in found.items():
+        np.testing.assert_allclose(values, references[f"{name}/{part}"], rtol=0, atol=TOLERANCE, err_msg=part)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prefill_and_decode_continue_as_the_reference(
+    name: str, empty: ferrum_jax.ModelRunner, references: Reference
+):
+    tokens = references[f"{name}/tokens"].tolist()
+    chosen = [int(empty.prefill(name, tokens).argmax())]
+    while len(chosen) < _comparable(name, references):
+        chosen.append(int(empty.decode(name, chosen[-1], len(tokens) + len(chosen) - 1).argmax()))
+    assert chosen == references[f"{name}/greedy"][: len(chosen)].tolist()
+
+
+def test_decode_batch_continues_all_three_as_the_reference(empty: ferrum_jax.ModelRunner, references: Reference):
+    prompts = {name: references[f"{name}/tokens"].tolist() for name in SHORT}
+    chosen = {name: [int(empty.prefill(name, tokens).argmax())] for name, tokens in prompts.items()}
+    for step in range(max(_comparable(name, references) for name in SHORT) - 1):
+        batch = [(name, chosen[name][-1], len(prompts[name]) + step) for name in SHORT]
+        for name, logits in zip(SHORT, empty.decode_batch(batch), strict=True):
+            chosen[name].append(int(logits.argmax()))
+    _assert_greedy(chosen, references)
+
+
+def test_unified_forward_in_chunks_of_five_continues_all_three_as_the_reference(
+    empty: ferrum_jax.ModelRunner, references: Reference
+):
+    prompts = {name: references[f"{name}/tokens"].tolist() for name in SHORT}
+    chosen: dict[str, list[int]] = {name: [] for name in SHORT}
+    while any(len(chosen[name]) < _comparable(name, references) for name in SHORT):
+        items = []
+        for name, tokens in prompts.items():  # sequences reach decoding at different times, so steps are mixed
+            done = empty.kv_len(name) or 0
+            chunk = tokens[done : done + 5] or chosen[name][-1:]
+            items.append((name, chunk, done, done + len(chunk) >= len(tokens)))
+        for (name, _, _, is_final), logits in zip(items, empty.unified_forward(items), strict=True):
+            assert (logits is None) != is_final
+            if logits is not None:
+                chosen[name].append(int(logits.argmax()))
+    _assert_greedy(chosen, references)
+
+
+def _assert_greedy(chosen: dict[str, list[int]], references: Reference) -> None:
+    for name, ids in chosen.items():
+        count = _comparable(name, references)
+        assert ids[:count] == references[f"{name}/greedy"][:count].tolist(), name
+
+
+def _comparable(name: str, references: Reference) -> int:
+    """Counts the greedy tokens up to the first place where the reference's two best were nearly equal."""
+    close = np.flatnonzero(references[f"{name}/gaps"] < NEARLY_EQUAL)
+    return int(close[0]) if len(close) else len(references[f"{name}/greedy"])

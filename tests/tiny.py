@@ -1,0 +1,184 @@
+"""Tiny models of every family: configurations as in `config.json`, and weights out of a seed and a tensor's name.
+
+All dimensions of a configuration differ, so that a swapped axis cannot hide. The weights are drawn so that logits are of
+the order of one and attention is neither flat nor a single peak: RoPE, windows and biases then all show in the logits.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree, from_names, named_leaves
+
+Tensors = dict[str, NDArray[np.float32]]
+
+SEED = 7
+LENGTH = 45  # tokens of a prompt: more than any window below and than any original context
+LONG = 150  # tokens: more than one query block of attention
+ORIGINAL = 16  # positions
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+
+
+def _config(model_type: str, **settings: Any) -> dict[str, Any]:
+    base = {
+        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
+        "model_type": model_type,
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 72,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 20,
+        "hidden_act": "silu",
+        "max_position_embeddings": 160,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    return {name: value for name, value in (base | settings).items() if value is not None or name == "sliding_window"}
+
+
+def _qwen2(**settings: Any) -> dict[str, Any]:  # its head width is always hidden_size / num_attention_heads
+    return _config("qwen2", **({"head_dim": None, "sliding_window": 7} | settings))
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama2": _config("llama", head_dim=None, num_key_value_heads=None),
+    "llama3": _config("llama", rope_theta=500000.0),
+    "llama31": _config("llama", rope_theta=5000.0, rope_scaling={"rope_type": "llama3", **LLAMA3}),
+    "llama32_tied": _config(
+        "llama", tie_word_embeddings=True, rope_parameters={"rope_type": "llama3", "rope_theta": 5000.0, **LLAMA3}
+    ),
+    "llama_linear": _config("llama", max_position_embeddings=20, rope_scaling={"type": "linear", "factor": 2.5}),
+    "llama_linear_tied": _config(
+        "llama",
+        tie_word_embeddings=True,
+        max_position_embeddings=20,
+        rope_parameters={"rope_type": "linear", "factor": 2.5, "rope_theta": 300.0},
+    ),
+    "llama_yarn": _config("llama", rope_theta=200.0, rope_scaling={"type": "yarn", **YARN}),
+    "llama_yarn_options": _config(
+        "llama",
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 200.0,
+            "attention_factor": 1.3,
+            "beta_fast": 3.0,
+            "beta_slow": 0.4,
+            "truncate": False,
+            **YARN,
+        },
+    ),
+    "llama_yarn_mscale": _config(
+        "llama",
+        rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, "mscale": 1.5, "mscale_all_dim": 0.6, **YARN},
+    ),
+    "llama_biases": _config("llama", attention_bias=True, mlp_bias=True),
+    "llama_long": _config("llama", rope_theta=1000.0),
+    "mistral": _config("mistral", sliding_window=7),
+    "mistral_full_tied": _config("mistral", sliding_window=None, tie_word_embeddings=True),
+    "mistral_yarn": _config(
+        "mistral", sliding_window=11, rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, **YARN}
+    ),
+    "mistral_long_tied": _config("mistral", sliding_window=37, tie_word_embeddings=True, rope_theta=1000.0),
+    "qwen2": _qwen2(use_sliding_window=False),
+    "qwen2_tied": _qwen2(tie_word_embeddings=True, rope_theta=1000000.0),
+    "qwen2_window": _qwen2(use_sliding_window=True, max_window_layers=1),
+    "qwen2_window_tied": _qwen2(use_sliding_window=True, max_window_layers=0, tie_word_embeddings=True),
+    "qwen2_layer_types": _qwen2(
+        use_sliding_window=True, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
+    "qwen25_yarn": _qwen2(rope_theta=200.0, rope_scaling={"type": "yarn", **YARN}),
+    "qwen3": _config("qwen3"),
+    "qwen3_tied": _config("qwen3", tie_word_embeddings=True, rope_parameters={"rope_theta": 300.0}),
+    "qwen3_window_biases": _config(
+        "qwen3", use_sliding_window=True, sliding_window=9, max_window_layers=2, attention_bias=True
+    ),
+    "qwen3_yarn": _config("qwen3", rope_theta=200.0, rope_scaling={"rope_type": "yarn", **YARN}),
+    "qwen3_llama3": _config("qwen3", rope_scaling={"rope_type": "llama3", **LLAMA3}),
+}
+
+
+def model_config(name: str) -> ModelConfig:
+    """Gives the configuration of a tiny model as this package reads it."""
+    return ModelConfig.from_hf(CONFIGS[name])
+
+
+def prompt(name: str) -> list[int]:
+    """Gives the token ids whose logits are the reference of a tiny model."""
+    length = LONG if "long" in name else LENGTH
+    return _generator(SEED, f"prompt of {name}").randint(CONFIGS[name]["vocab_size"], size=length).tolist()
+
+
+def seeded_tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Draws one tensor: norms near 1, biases near 0 but not 0, products that keep the order of magnitude."""
+    values = _generator(seed, name).standard_normal(shape)
+    if name.endswith("norm.weight"):
+        values = 1 + 0.2 * values
+    elif name.endswith("bias"):
+        values *= 0.3
+    else:
+        gain = 1.5 if ".q_proj." in name or ".k_proj." in name else 1.0
+        values *= gain / shape[1] ** 0.5
+    return values.astype(np.float32)
+
+
+def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
+    """Draws all tensors of a checkpoint, by name."""
+    cfg = ModelConfig.from_hf(config)
+    specs = named_leaves(family(cfg).param_specs(cfg))
+    return {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
+
+
+def tiny_params(config: Mapping[str, Any], seed: int = SEED) -> ParamTree:
+    """Gives the same tensors as a parameter tree."""
+    cfg = ModelConfig.from_hf(config)
+    leaves = {name: jnp.asarray(tensor) for name, tensor in tensors(config, seed).items()}
+    return from_names(family(cfg).param_specs(cfg), leaves)
+
+
+def write_folder(
+    path: Path, config: Mapping[str, Any], shards: int = 1, *, named: Mapping[str, NDArray[Any]] | None = None
+) -> Path:
+    """Writes a Hugging Face folder of `config` and its tensors (or those `named`), with an index if `shards` > 1."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    contents = dict(tensors(config) if named is None else named)
+    if shards == 1:
+        save_file(contents, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        mine = dict(list(contents.items())[shard::shards])
+        save_file(mine, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(mine, file)
+    total = sum(tensor.nbytes for tensor in contents.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return path
+
+
+def assert_same_tree(found: ParamTree, expected: ParamTree) -> None:
+    """Demands the same tree, and the same numbers bit by bit."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for name, leaf in named_leaves(expected).items():
+        np.testing.assert_array_equal(named_leaves(found)[name], leaf, err_msg=name, strict=True)
+
+
+def _generator(seed: int, name: str) -> np.random.RandomState:
+    # RandomState rather than Generator: its stream is frozen, and committed references depend on it.
+    return np.random.RandomState([seed, zlib.crc32(name.encode())])
