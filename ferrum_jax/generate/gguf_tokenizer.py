@@ -1,23 +1,17 @@
 """Tokenizers from the metadata of a GGUF file.
 
-Only the head of the file is read, without the `gguf` package: its reader makes one NumPy view per string, which takes
-seconds for a vocabulary. The format is described in ggml's `docs/gguf.md`. What a pre-tokenizer's name means is in
-llama.cpp's `llama-vocab.cpp`; where that approximates a model's own `tokenizer.json`, the table here follows the model.
+What a pre-tokenizer's name means is in llama.cpp's `llama-vocab.cpp`; where that approximates a model's own
+`tokenizer.json`, the table here follows the model.
 """
 
-import mmap
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # struct codes
-_STRING, _ARRAY = 8, 9
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -79,70 +73,6 @@ PRE_TOKENIZERS: Mapping[str, ByteLevelRecipe] = {
     "starcoder": _STARCODER,
     "tekken": ByteLevelRecipe(splits=(_TEKKEN_SPLIT,), ignores_merges=True, adds_bos=True),
 }
-
-
-def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """Reads the key-value pairs of a GGUF file, arrays as lists; tensors are not touched.
-
-    Raises:
-        NotFoundError: there is no such file.
-        InvalidFormatError: the file is no GGUF file, or is cut short.
-        UnsupportedError: the file is big-endian or of a version other than 2 and 3.
-    """
-    if not path.is_file():
-        raise NotFoundError(f"{path}: no such file")
-    try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _read_pairs(data, path)
-    except (struct.error, ValueError) as error:
-        raise InvalidFormatError(f"{path}: not a readable GGUF file: {error}") from error
-
-
-def _read_pairs(data: mmap.mmap, path: Path) -> dict[str, Any]:
-    if data[:4] != b"GGUF":
-        raise ValueError(f"it begins with {data[:4]!r}, not with b'GGUF'")
-    version, _, num_pairs = struct.unpack_from("<IQQ", data, 4)
-    if version not in (2, 3):
-        raise UnsupportedError(f"{path}: GGUF version {version:#x}; little-endian files of version 2 and 3 are read")
-    metadata: dict[str, Any] = {}
-    position = 24
-    for _ in range(num_pairs):
-        key, position = _read_string(data, position)
-        (kind,) = struct.unpack_from("<I", data, position)
-        metadata[key], position = _read_value(data, position + 4, kind)
-    return metadata
-
-
-def _read_value(data: mmap.mmap, position: int, kind: int) -> tuple[Any, int]:
-    if kind == _STRING:
-        return _read_string(data, position)
-    if kind in _SCALARS:
-        (value,), position = _read_scalars(data, position, kind, 1)
-        return value, position
-    if kind != _ARRAY:
-        raise ValueError(f"unknown value type {kind}")
-    inner, count = struct.unpack_from("<IQ", data, position)
-    position += 12
-    if inner in _SCALARS:
-        return _read_scalars(data, position, inner, count)
-    items = []
-    for _ in range(count):
-        item, position = _read_value(data, position, inner)
-        items.append(item)
-    return items, position
-
-
-def _read_scalars(data: mmap.mmap, position: int, kind: int, count: int) -> tuple[list[Any], int]:
-    layout = f"<{count}{_SCALARS[kind]}"
-    return list(struct.unpack_from(layout, data, position)), position + struct.calcsize(layout)
-
-
-def _read_string(data: mmap.mmap, position: int) -> tuple[str, int]:
-    (size,) = struct.unpack_from("<Q", data, position)
-    start, end = position + 8, position + 8 + size
-    if end > len(data):
-        raise ValueError(f"a string of {size} bytes at byte {position} runs past the end")
-    return data[start:end].decode("utf-8"), end
 
 
 def named_token_id(metadata: Mapping[str, Any], name: str) -> int | None:

@@ -20,6 +20,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.hub import resolve
 from ferrum_jax.load import load, open_checkpoint
 from ferrum_jax.progress import Track
+from ferrum_jax.weights.gguf import GgufSource
 
 Prompt = str | Sequence[int]
 
@@ -76,7 +77,7 @@ class LLM:
             **settings: as for `ferrum_jax.load`.
         """
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
-        tokenizer = load_tokenizer(source.path)
+        tokenizer = Tokenizer.from_gguf(source.file) if isinstance(source, GgufSource) else load_tokenizer(source.path)
         runner = load(source, **settings)
         self._setup(runner, tokenizer, max_rows=runner.plan.max_seqs, chunk=runner.plan.ladders.max_step_tokens)
 

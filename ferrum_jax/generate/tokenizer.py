@@ -13,8 +13,8 @@ from ferrum_jax.generate.gguf_tokenizer import (
     build_gguf_tokenizer,
     frame_with_specials,
     named_token_id,
-    read_gguf_metadata,
 )
+from ferrum_jax.weights.gguf_file import GgufFile
 
 _OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 
@@ -73,15 +73,16 @@ class Tokenizer:
         )
 
     @classmethod
-    def from_gguf(cls, path: str | Path) -> Self:
-        """Reads a GGUF file's vocabulary; its tensors are not touched.
+    def from_gguf(cls, source: str | Path | GgufFile) -> Self:
+        """Reads a GGUF file's vocabulary, or that of a file that is open already; its tensors are not touched.
 
         Raises:
             NotFoundError: there is no such file.
             UnsupportedError: its kind of vocabulary or pre-tokenizer is not implemented.
             InvalidFormatError: it is no GGUF file, or its vocabulary contradicts itself.
         """
-        metadata = read_gguf_metadata(Path(path))
+        opened = source if isinstance(source, GgufFile) else GgufFile(Path(source))
+        path, metadata = opened.path, opened.metadata
         try:
             backend = build_gguf_tokenizer(metadata)
             ids = {n: named_token_id(metadata, n) for n in ("bos", "eos", "eot", "eom", "padding", "unknown")}

@@ -55,7 +55,7 @@ def shapes(specs: ParamTree, dtype: str) -> ParamTree:
 
 
 def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> ParamTree:
-    """Gives the sharding of every parameter on a mesh, for `jax.device_put(params, shardings(...))`."""
+    """Says where every parameter lies on a mesh, for `jax.device_put` of the whole tree."""
     return map_specs(lambda name, spec: partition(name, spec.shape, spec.axes, mesh, rules), specs)
 
 

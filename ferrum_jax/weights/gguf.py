@@ -1,6 +1,5 @@
 """GGUF files, dequantised through the `gguf` package; the configuration comes out of the file itself."""
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -8,29 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
 from ferrum_jax.models.layers import rope
+from ferrum_jax.weights.gguf_file import GgufFile
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import ReaderTensor
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def open_gguf(path: Path) -> "GGUFReader":
-    """Opens a GGUF file; nothing but its header is read."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError(f"{path}: reading GGUF needs the gguf package: pip install 'ferrum-jax[gguf]'")
-    from gguf import GGUFReader
-
-    if not path.is_file():
-        raise NotFoundError(f"{path} does not exist")
-    try:
-        return GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, OSError, MemoryError) as problem:
-        raise InvalidFormatError(f"{path} is not a whole GGUF file: {problem}") from None
 
 
 class GgufSource:
@@ -38,7 +24,7 @@ class GgufSource:
 
     def __init__(self, path: Path):
         self.path = path
-        self._reader = open_gguf(path)
+        self.file = GgufFile(path)
         self.config = ModelConfig.from_hf(self._hf_config())
         self._tensors = self._by_hf_name()
 
@@ -67,13 +53,12 @@ class GgufSource:
         return values
 
     def _field(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        return self.file.metadata.get(key, default)
 
     def _by_hf_name(self) -> dict[str, "ReaderTensor"]:
         from gguf import MODEL_ARCH, get_tensor_name_map
 
-        by_gguf_name = {tensor.name: tensor for tensor in self._reader.tensors}
+        by_gguf_name = {tensor.name: tensor for tensor in self.file.tensors}
         architecture = MODEL_ARCH[str(self._field("general.architecture")).upper()]
         names = get_tensor_name_map(architecture, self.config.num_hidden_layers)
         found = {}
@@ -97,8 +82,8 @@ class GgufSource:
                 raise InvalidFormatError(f"{self.path} has no field {arch}.{key}")
             return value
 
-        names = {tensor.name for tensor in self._reader.tensors}
-        embeddings = next((t for t in self._reader.tensors if t.name == "token_embd.weight"), None)
+        names = {tensor.name for tensor in self.file.tensors}
+        embeddings = next((t for t in self.file.tensors if t.name == "token_embd.weight"), None)
         if embeddings is None:
             raise InvalidFormatError(f"{self.path} has no tensor token_embd.weight")
         window = self._field(f"{arch}.attention.sliding_window")
@@ -128,7 +113,7 @@ class GgufSource:
         kind = self._field(f"{arch}.rope.scaling.type", "none")
         factor = self._field(f"{arch}.rope.scaling.factor", 1.0)
         original = self._field(f"{arch}.rope.scaling.original_context_length")
-        factors = next((t for t in self._reader.tensors if t.name == "rope_freqs.weight"), None)
+        factors = next((t for t in self.file.tensors if t.name == "rope_freqs.weight"), None)
         if factors is not None:
             return self._llama3_scaling(arch, np.asarray(factors.data, np.float32).ravel())
         if kind == "none":

@@ -21,10 +21,37 @@ from ferrum_jax.contract import (
 )
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError
 
-TYPES = """LlmRuntimeConfig ModelInfo DataType Device LogitsReturnPolicy FullLogits GreedyArgmax TokenSelectionMask
-GreedyRepetitionPenalty KvSlotRequest KvSlotAllocation KvSlotReservation KvSlotCapacitySnapshot ActiveLoraAdapter
-UnifiedBatchItem UnifiedBatch PrefillInput PrefillOutput DecodeInput DecodeOutput KvCacheHandle ExecutorCapabilities
-AttentionType MemoryRequirements ExecutorStatus ExecutorMetrics ExecutorConfig ExecutorType DecoderOnlyLLM""".split()
+TYPES = [
+    "LlmRuntimeConfig",
+    "ModelInfo",
+    "DataType",
+    "Device",
+    "LogitsReturnPolicy",
+    "FullLogits",
+    "GreedyArgmax",
+    "TokenSelectionMask",
+    "GreedyRepetitionPenalty",
+    "KvSlotRequest",
+    "KvSlotAllocation",
+    "KvSlotReservation",
+    "KvSlotCapacitySnapshot",
+    "ActiveLoraAdapter",
+    "UnifiedBatchItem",
+    "UnifiedBatch",
+    "PrefillInput",
+    "PrefillOutput",
+    "DecodeInput",
+    "DecodeOutput",
+    "KvCacheHandle",
+    "ExecutorCapabilities",
+    "AttentionType",
+    "MemoryRequirements",
+    "ExecutorStatus",
+    "ExecutorMetrics",
+    "ExecutorConfig",
+    "ExecutorType",
+    "DecoderOnlyLLM",
+]
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -44,7 +71,14 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
 
 @pytest.mark.parametrize(
     ("kind", "size", "quantized"),
-    [("FP32", 4, False), ("BF16", 2, False), ("FP8", 1, True), ("INT4", 0.5, True), ("UINT8", 1, False), ("INT8", 1, True)],
+    [
+        ("FP32", 4, False),
+        ("BF16", 2, False),
+        ("FP8", 1, True),
+        ("INT4", 0.5, True),
+        ("UINT8", 1, False),
+        ("INT8", 1, True),
+    ],
 )
 def test_a_dtype_knows_its_size_and_whether_it_is_quantized(kind: str, size: float, quantized: bool):
     assert DataType[kind].size_in_bytes == size

@@ -22,6 +22,11 @@ from tests.executor.conftest import CAPACITY, Oracle, make_runner
 HELD = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # "a" holds these before every case
 
 
+def wrong(value: Any) -> Any:
+    """What the signature forbids but a caller may pass."""
+    return value
+
+
 @dataclass(frozen=True)
 class Refusal:
     """A call that must be refused, and what the error must be and say."""
@@ -39,15 +44,15 @@ REFUSALS = {
     "negative token": Refusal(lambda r: r.prefill("a", [1, -2]), RequestValidationError, "position 1 is -2"),
     "token past the vocabulary": Refusal(lambda r: r.prefill("a", [37]), RequestValidationError, "position 0 is 37"),
     "huge token": Refusal(lambda r: r.decode("a", 2**70, 10), RequestValidationError, str(2**70)),
-    "token that is no integer": Refusal(lambda r: r.prefill("a", [1, 2.0]), RequestValidationError, "position 1 is 2.0"),  # type: ignore[list-item]
+    "token that is no integer": Refusal(lambda r: r.prefill("a", [1, wrong(2.0)]), RequestValidationError, "position 1 is 2.0"),
     "token that is a bool": Refusal(lambda r: r.prefill("a", [True]), RequestValidationError, "position 0 is True"),
-    "tokens that are text": Refusal(lambda r: r.prefill("a", "hello"), RequestValidationError, "text"),
-    "tokens of rank 2": Refusal(lambda r: r.prefill("a", np.ones((2, 2), int)), RequestValidationError, "one dimension"),
+    "tokens that are text": Refusal(lambda r: r.prefill("a", wrong("hello")), RequestValidationError, "text"),
+    "tokens of rank 2": Refusal(lambda r: r.prefill("a", wrong(np.ones((2, 2), int))), RequestValidationError, "one dimension"),
     "decode token wrong": Refusal(lambda r: r.decode("a", 99, 10), RequestValidationError, "99"),
     "verify token wrong": Refusal(lambda r: r.forward_verify("a", [0, 99]), RequestValidationError, "position 1 is 99"),
     "pos behind": Refusal(lambda r: r.decode("a", 1, 9), RequestValidationError, "pos is 9, the cache holds 10"),
     "pos ahead": Refusal(lambda r: r.decode("a", 1, 11), RequestValidationError, "pos is 11, the cache holds 10"),
-    "pos that is no integer": Refusal(lambda r: r.decode("a", 1, "10"), RequestValidationError, "expected an integer"),  # type: ignore[arg-type]
+    "pos that is no integer": Refusal(lambda r: r.decode("a", 1, wrong("10")), RequestValidationError, "expected an integer"),
     "pos_offset ahead": Refusal(
         lambda r: r.unified_forward([("a", [1], 12, True)]), RequestValidationError, "pos_offset is 12, the cache holds 10"
     ),
@@ -75,8 +80,8 @@ REFUSALS = {
     ),
     "negative new_len": Refusal(lambda r: r.truncate_kv("a", -1), RequestValidationError, "new_len is -1"),
     "negative new_len of an unknown id": Refusal(lambda r: r.truncate_kv("n", -1), RequestValidationError, "new_len"),
-    "new_len that is no integer": Refusal(lambda r: r.truncate_kv("a", 1.5), RequestValidationError, "1.5"),  # type: ignore[arg-type]
-    "an id that is no string": Refusal(lambda r: r.prefill(7, [1]), RequestValidationError, "cache id 7 is a int"),  # type: ignore[arg-type]
+    "new_len that is no integer": Refusal(lambda r: r.truncate_kv("a", wrong(1.5)), RequestValidationError, "1.5"),
+    "an id that is no string": Refusal(lambda r: r.prefill(wrong(7), [1]), RequestValidationError, "cache id 7 is a int"),
     "prepare past the capacity": Refusal(lambda r: r.prepare("n", 45), RequestValidationError, "45 positions"),
     "prepare for nothing": Refusal(lambda r: r.prepare("n", 0), RequestValidationError, "max_tokens is 0"),
     "a hint past the capacity": Refusal(lambda r: r.prepare_kv_capacity("n", 45), RequestValidationError, "45 positions"),

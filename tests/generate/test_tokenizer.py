@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
-from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, read_gguf_metadata
+from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 
 # Made with transformers 5.23 from the same file.
@@ -169,12 +169,6 @@ def test_smollm2_names_its_special_tokens(smollm2: Tokenizer):
 @given(text=st.text(st.characters(codec="utf-8", max_codepoint=0xFFFF, exclude_categories=["Cc"])))
 def test_smollm2_gives_back_any_text_that_it_can_spell(smollm2: Tokenizer, text: str):
     assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
-
-
-def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path):
-    path = write_sentencepiece(tmp_path / "m.gguf", ggml_add_bos_token=True, chat_template="täxt")
-    expected = {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
-    assert read_gguf_metadata(path) == expected
 
 
 @pytest.mark.parametrize(
