@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import jax
+import jaxtyping
 import pytest
 
 from ferrum_jax import hub
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Checks shapes and dtypes in signatures, in what is imported from here on.
+jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.kvcache.state"], "beartype.beartype")
 
 
 @pytest.fixture(scope="session")

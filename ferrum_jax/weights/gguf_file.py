@@ -55,6 +55,9 @@ def _read(path: Path) -> "GGUFReader":
     if not path.is_file():
         raise NotFoundError(f"{path} does not exist")
     try:
-        return PlainReader(path)
+        reader = PlainReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, OSError, MemoryError) as problem:
         raise InvalidFormatError(f"{path} is not a whole GGUF file: {problem}") from None
+    if reader.byte_order == "S":
+        raise UnsupportedError(f"{path} is a big-endian GGUF file, only little-endian ones are read")
+    return reader

@@ -6,10 +6,29 @@ from ferrum_jax.contract import errors
 from ferrum_jax.contract.errors import FerrumError
 
 KINDS = {
-    "Config", "Model", "Tokenizer", "Backend", "Device", "Scheduler", "RequestValidation", "ResourceExhausted", "Timeout",
-    "Auth", "RateLimit", "IO", "Serialization", "Network", "Internal", "Cancelled", "NotFound", "AlreadyExists",
-    "PermissionDenied", "Unsupported", "InvalidFormat", "InvalidParameter",
-}  # fmt: skip
+    "Config",
+    "Model",
+    "Tokenizer",
+    "Backend",
+    "Device",
+    "Scheduler",
+    "RequestValidation",
+    "ResourceExhausted",
+    "Timeout",
+    "Auth",
+    "RateLimit",
+    "IO",
+    "Serialization",
+    "Network",
+    "Internal",
+    "Cancelled",
+    "NotFound",
+    "AlreadyExists",
+    "PermissionDenied",
+    "Unsupported",
+    "InvalidFormat",
+    "InvalidParameter",
+}
 RETRYABLE = {"ResourceExhausted", "Timeout", "Network"}
 CLIENT = {"RequestValidation", "Auth", "RateLimit", "NotFound", "AlreadyExists", "PermissionDenied", "Unsupported"}
 SERVER = {"Model", "Backend", "Device", "Scheduler", "ResourceExhausted", "Timeout", "Internal"}

@@ -38,30 +38,42 @@ class Refusal:
 
 REFUSALS = {
     "empty tokens": Refusal(lambda r: r.prefill("a", []), RequestValidationError, "at least one token"),
-    "empty tokens of an unknown id": Refusal(lambda r: r.prefill("n", []), RequestValidationError, "at least one token"),
+    "empty tokens of an unknown id": Refusal(
+        lambda r: r.prefill("n", []), RequestValidationError, "at least one token"
+    ),
     "empty verify": Refusal(lambda r: r.forward_verify("a", []), RequestValidationError, "at least one token"),
     "empty chunk": Refusal(lambda r: r.unified_forward([("a", [], 10, True)]), RequestValidationError, "at least one"),
     "negative token": Refusal(lambda r: r.prefill("a", [1, -2]), RequestValidationError, "position 1 is -2"),
     "token past the vocabulary": Refusal(lambda r: r.prefill("a", [37]), RequestValidationError, "position 0 is 37"),
     "huge token": Refusal(lambda r: r.decode("a", 2**70, 10), RequestValidationError, str(2**70)),
-    "token that is no integer": Refusal(lambda r: r.prefill("a", [1, wrong(2.0)]), RequestValidationError, "position 1 is 2.0"),
+    "token that is no integer": Refusal(
+        lambda r: r.prefill("a", [1, wrong(2.0)]), RequestValidationError, "position 1 is 2.0"
+    ),
     "token that is a bool": Refusal(lambda r: r.prefill("a", [True]), RequestValidationError, "position 0 is True"),
     "tokens that are text": Refusal(lambda r: r.prefill("a", wrong("hello")), RequestValidationError, "text"),
-    "tokens of rank 2": Refusal(lambda r: r.prefill("a", wrong(np.ones((2, 2), int))), RequestValidationError, "one dimension"),
+    "tokens of rank 2": Refusal(
+        lambda r: r.prefill("a", wrong(np.ones((2, 2), int))), RequestValidationError, "one dimension"
+    ),
     "decode token wrong": Refusal(lambda r: r.decode("a", 99, 10), RequestValidationError, "99"),
     "verify token wrong": Refusal(lambda r: r.forward_verify("a", [0, 99]), RequestValidationError, "position 1 is 99"),
     "pos behind": Refusal(lambda r: r.decode("a", 1, 9), RequestValidationError, "pos is 9, the cache holds 10"),
     "pos ahead": Refusal(lambda r: r.decode("a", 1, 11), RequestValidationError, "pos is 11, the cache holds 10"),
-    "pos that is no integer": Refusal(lambda r: r.decode("a", 1, wrong("10")), RequestValidationError, "expected an integer"),
+    "pos that is no integer": Refusal(
+        lambda r: r.decode("a", 1, wrong("10")), RequestValidationError, "expected an integer"
+    ),
     "pos_offset ahead": Refusal(
-        lambda r: r.unified_forward([("a", [1], 12, True)]), RequestValidationError, "pos_offset is 12, the cache holds 10"
+        lambda r: r.unified_forward([("a", [1], 12, True)]),
+        RequestValidationError,
+        "pos_offset is 12, the cache holds 10",
     ),
     "decode of an unknown id past 0": Refusal(lambda r: r.decode("n", 1, 3), RequestValidationError, "holds 0"),
     "an id twice in a decode batch": Refusal(
         lambda r: r.decode_batch([("a", 1, 10), ("b", 1, 2), ("a", 1, 10)]), RequestValidationError, "'a' occurs twice"
     ),
     "an id twice in a unified batch": Refusal(
-        lambda r: r.unified_forward([("n", [1], 0, True), ("n", [1], 0, True)]), RequestValidationError, "'n' occurs twice"
+        lambda r: r.unified_forward([("n", [1], 0, True), ("n", [1], 0, True)]),
+        RequestValidationError,
+        "'n' occurs twice",
     ),
     "a bad row beside good ones": Refusal(
         lambda r: r.decode_batch([("b", 1, 2), ("a", 1, 3)]), RequestValidationError, "holds 10"
@@ -72,19 +84,25 @@ REFUSALS = {
     "verify past the capacity": Refusal(lambda r: r.forward_verify("n", [1] * 45), RequestValidationError, "45"),
     "no free slot": Refusal(
         lambda r: r.unified_forward([("n", [1], 0, True), ("m", [1], 0, True), ("o", [1], 0, True)]),
-        ResourceExhaustedError, "need 3 slots for new sequences, 2 of 4 are free",
+        ResourceExhaustedError,
+        "need 3 slots for new sequences, 2 of 4 are free",
     ),
     "no free block": Refusal(
         lambda r: r.unified_forward([(key, [1] * 44, 0, True) for key in "no"] + [("a", [1] * 34, 10, True)]),
-        ResourceExhaustedError, "need 16 KV blocks for 3 sequences, 15 of 18 are free",
+        ResourceExhaustedError,
+        "need 16 KV blocks for 3 sequences, 15 of 18 are free",
     ),
     "negative new_len": Refusal(lambda r: r.truncate_kv("a", -1), RequestValidationError, "new_len is -1"),
     "negative new_len of an unknown id": Refusal(lambda r: r.truncate_kv("n", -1), RequestValidationError, "new_len"),
     "new_len that is no integer": Refusal(lambda r: r.truncate_kv("a", wrong(1.5)), RequestValidationError, "1.5"),
-    "an id that is no string": Refusal(lambda r: r.prefill(wrong(7), [1]), RequestValidationError, "cache id 7 is a int"),
+    "an id that is no string": Refusal(
+        lambda r: r.prefill(wrong(7), [1]), RequestValidationError, "cache id 7 is a int"
+    ),
     "prepare past the capacity": Refusal(lambda r: r.prepare("n", 45), RequestValidationError, "45 positions"),
     "prepare for nothing": Refusal(lambda r: r.prepare("n", 0), RequestValidationError, "max_tokens is 0"),
-    "a hint past the capacity": Refusal(lambda r: r.prepare_kv_capacity("n", 45), RequestValidationError, "45 positions"),
+    "a hint past the capacity": Refusal(
+        lambda r: r.prepare_kv_capacity("n", 45), RequestValidationError, "45 positions"
+    ),
     "policies of another number": Refusal(
         lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], []), RequestValidationError, "1 rows need"
     ),
@@ -92,7 +110,9 @@ REFUSALS = {
         lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], [GreedyArgmax()]), UnsupportedError, "not built yet"
     ),
     "a unified policy that is not built": Refusal(
-        lambda r: r.unified_forward_with_logits_policy([("a", [1], 10, True)], [GreedyArgmax()]), UnsupportedError, "built"
+        lambda r: r.unified_forward_with_logits_policy([("a", [1], 10, True)], [GreedyArgmax()]),
+        UnsupportedError,
+        "built",
     ),
     "an adapter": Refusal(
         lambda r: r.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="y")), UnsupportedError, "'x'"
@@ -102,7 +122,7 @@ REFUSALS = {
     "a reservation": Refusal(
         lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=12)]), UnsupportedError, "not built yet"
     ),
-}  # fmt: skip
+}
 
 
 def _state(runner: ModelRunner) -> tuple[object, ...]:

@@ -1,4 +1,4 @@
-"""Laws 2, 3 and 6: a Hypothesis state machine drives the runner and compares every logit with the cache-free forward."""
+"""Laws 2, 3 and 6: a state machine drives the runner and compares every logit with the cache-free forward."""
 
 import numpy as np
 import pytest

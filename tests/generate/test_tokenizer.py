@@ -300,7 +300,7 @@ def test_sentencepiece_with_rules_of_its_own_is_refused(tmp_path: Path, architec
         load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", architecture=architecture))
 
 
-@pytest.mark.parametrize("size", [0, 3, 20, 30, 400, 2000, -1])
+@pytest.mark.parametrize("size", [0, 3, 20, 30, 400, 2000])
 def test_a_gguf_cut_short_is_refused(tmp_path: Path, size: int):
     whole = write_gguf(tmp_path / "whole.gguf", chat_template="last").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(whole[:size])
@@ -310,7 +310,7 @@ def test_a_gguf_cut_short_is_refused(tmp_path: Path, size: int):
 
 def test_a_big_endian_gguf_is_refused(tmp_path: Path):
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(16))
-    with pytest.raises(UnsupportedError, match="version 0x3000000"):
+    with pytest.raises(UnsupportedError, match="big-endian"):
         load_tokenizer(tmp_path / "m.gguf")
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,7 +34,9 @@ def test_the_pure_forward_equals_the_reference_at_every_position(
     name: str, references: dict[str, NDArray[np.float32]]
 ):
     tokens = jnp.asarray([tiny.prompt(name)])
-    logits = models.forward(tiny.tiny_params(tiny.CONFIGS[name]), tokens, tiny.model_config(name))
+    logits = jax.jit(models.forward, static_argnums=2)(
+        tiny.tiny_params(tiny.CONFIGS[name]), tokens, tiny.model_config(name)
+    )
     np.testing.assert_allclose(logits[0], references[name], rtol=0, atol=TOLERANCE)
 
 

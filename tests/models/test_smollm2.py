@@ -81,12 +81,13 @@ def test_decode_batch_continues_all_three_as_the_reference(empty: ferrum_jax.Mod
     _assert_greedy(chosen, references)
 
 
-def test_unified_forward_in_chunks_of_five_continues_all_three_as_the_reference(
-    empty: ferrum_jax.ModelRunner, references: Reference
+@pytest.mark.parametrize("names", [SHORT, ("license",)], ids=["all_three", "license"])
+def test_unified_forward_in_chunks_of_five_continues_as_the_reference(
+    names: tuple[str, ...], empty: ferrum_jax.ModelRunner, references: Reference
 ):
-    prompts = {name: references[f"{name}/tokens"].tolist() for name in SHORT}
-    chosen: dict[str, list[int]] = {name: [] for name in SHORT}
-    while any(len(chosen[name]) < _comparable(name, references) for name in SHORT):
+    prompts = {name: references[f"{name}/tokens"].tolist() for name in names}
+    chosen: dict[str, list[int]] = {name: [] for name in names}
+    while any(len(chosen[name]) < _comparable(name, references) for name in names):
         items = []
         for name, tokens in prompts.items():  # sequences reach decoding at different times, so steps are mixed
             done = empty.kv_len(name) or 0

@@ -1,0 +1,151 @@
+"""Laws 5 and 7: after warm-up nothing compiles, and the KV is written in place."""
+
+import random
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ferrum_jax.compile.buckets import StepKey
+from ferrum_jax.compile.steps import lower_step
+from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.contract import FullLogits
+from ferrum_jax.contract.errors import BackendError
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.models import specs
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CAPACITY, CFG, make_runner
+
+SMOLLM2 = ModelConfig(
+    model_type="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    max_position_embeddings=8192,
+    rope_theta=1e5,
+    tie_word_embeddings=True,
+    layer_windows=(None,) * 30,
+)
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """Every backend compilation of the process, whatever asked for it."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_a_compilation_is_counted(compiles: list[str]):
+    jax.jit(lambda x: x * 3 + 1).lower(jnp.zeros(7)).compile()
+    assert compiles
+
+
+def test_500_random_legal_calls_after_warmup_compile_nothing(params: ParamTree, compiles: list[str]):
+    rng = random.Random(7)
+    with make_runner(params) as runner:
+        runner.warmup()
+        assert runner.compile_stats()["compiled"] == len(runner.plan.ladders.declared())
+        runner.prefill("warm", [1])  # the first transfer of logits
+        runner.reset()
+        compiles.clear()
+        for _ in range(500):
+            _one_legal_call(runner, rng)
+        assert runner.compile_stats()["compiles_after_warmup"] == 0
+    assert compiles == []
+
+
+def _one_legal_call(runner: ModelRunner, rng: random.Random) -> None:
+    ids = list("abcd")  # as many as there are slots
+    key = rng.choice(ids)
+    length = runner.kv_len(key) or 0
+    free = runner.kv_slot_capacity_snapshot().free_blocks
+    room = min(CAPACITY - length, free * 8)
+    if room < 1:
+        runner.release(key)
+        return
+    tokens = [rng.randrange(CFG.vocab_size) for _ in range(rng.randint(1, room))]
+    match rng.randrange(13):
+        case 0 | 1:
+            runner.prefill(key, tokens)
+        case 2:
+            runner.forward_verify(key, tokens)
+        case 3:
+            runner.decode(key, tokens[0], length)
+        case 4 | 5 | 6:
+            chosen = [i for i in ids if (runner.kv_len(i) or 0) < CAPACITY][: min(rng.randint(1, 4), free)]
+            batch = [(i, rng.randrange(CFG.vocab_size), runner.kv_len(i) or 0) for i in chosen]
+            runner.decode_batch_with_logits_policy(batch, [FullLogits()] * len(batch))
+            runner.decode_batch_with_full_logits([], True)
+        case 7 | 8 | 9:
+            items, left = [], free * 8
+            for i in rng.sample(ids, rng.randint(1, 4)):
+                at = runner.kv_len(i) or 0
+                count = min(rng.choice([1, 1, 5, 30]), CAPACITY - at, left - 8)
+                if count > 0:
+                    items.append((i, [rng.randrange(CFG.vocab_size)] * count, at, rng.random() < 0.5))
+                    left -= count + 8
+            runner.unified_forward_with_logits_policy(items, [FullLogits()] * len(items))
+        case 10:
+            runner.truncate_kv(key, rng.randint(0, length))
+        case 11:
+            runner.prepare(key, rng.randint(1, CAPACITY))
+            runner.prepare_kv_capacity(key, CAPACITY)
+        case _:
+            runner.release(key) if rng.random() < 0.8 else runner.reset()
+
+
+def test_a_step_that_warmup_did_not_declare_is_counted_or_in_strict_mode_refused(params: ParamTree):
+    with make_runner(params, strict=True) as strict, make_runner(params) as lenient:
+        for runner in (strict, lenient):
+            runner._steps.warmup([StepKey(1, 0, 0, runner.plan.ladders.table_columns)])
+        assert lenient.prefill("a", [1, 2]).shape == (CFG.vocab_size,)
+        assert lenient.compile_stats()["compiles_after_warmup"] == 1
+        with pytest.raises(BackendError, match="strict mode"):
+            strict.prefill("a", [1, 2])
+        assert strict.kv_len("a") is None
+        assert strict.decode("a", 1, 0).shape == (CFG.vocab_size,)
+
+
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(8, 18), (64, 1), (64, 4), (1, 44), (16, 300)])
+def test_the_kv_is_written_in_place_in_every_layout(params: ParamTree, block_size: int, num_blocks: int):
+    engine = EngineConfig(
+        dtype="float32", max_seqs=1, kv_capacity=CAPACITY, block_size=block_size, kv_blocks=num_blocks
+    )
+    with make_runner(params, engine) as runner:
+        runner.decode("a", 1, 0)
+        runner.prefill("a", [1] * 20)
+        stats = runner.compile_stats()["steps"]
+        for name, step in stats.items():
+            assert step["alias_bytes"] >= runner.plan.cache.num_bytes, name
+            if num_blocks == 300:
+                assert step["temporary_bytes"] < runner.plan.cache.num_bytes / 4, name
+
+
+def test_temporaries_of_smollm2s_decode_step_stay_small():
+    rows, length, block = 8, 1024, 128
+    spec = CacheSpec(
+        num_layers=30, num_blocks=rows * length // block, block_size=block, num_kv_heads=3, head_dim=64, dtype="float32"
+    )
+    shapes = specs.shapes(family(SMOLLM2).param_specs(SMOLLM2), "float32")
+    lowered = lower_step(SMOLLM2, shapes, state.shapes(spec), StepKey(rows, 0, 0, length // block))
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    two_layers = 2 * spec.num_bytes // spec.num_layers
+    logits, activations = rows * SMOLLM2.vocab_size * 4, rows * (1536 * 3 + 576 * 4) * 4
+    assert memory.alias_size_in_bytes >= spec.num_bytes
+    assert memory.temp_size_in_bytes < two_layers + logits + activations

@@ -1,0 +1,65 @@
+"""Calls from several threads are serialised, and a failure of the device is contained."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from ferrum_jax.contract.errors import DeviceError, FerrumError
+from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.executor import ModelRunner
+from tests.executor.conftest import Oracle
+
+
+def test_threads_do_not_disturb_each_other(runner: ModelRunner, oracle: Oracle):
+    failures: list[Exception] = []
+
+    def work(key: str, first: int) -> None:
+        try:
+            for round_ in range(6):
+                tokens = [(first + round_ + i) % 37 for i in range(5)]
+                logits = runner.prefill(key, tokens)
+                for step in range(8):
+                    np.testing.assert_allclose(logits, oracle(tokens)[-1], atol=1e-4)
+                    tokens.append((first * step) % 37)
+                    logits = runner.decode(key, tokens[-1], len(tokens) - 1)
+                runner.release(key)
+        except (AssertionError, FerrumError) as problem:
+            failures.append(problem)
+
+    threads = [threading.Thread(target=work, args=(key, i)) for i, key in enumerate("abcd")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+
+
+def test_a_failed_step_is_an_error_state_until_reset(
+    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    runner.prefill("a", [1, 2, 3])
+    healthy = runner._steps._steps
+
+    def fail(params: object, kv: object, buffer: object) -> object:
+        for leaf in jax.tree.leaves(kv):
+            leaf.delete()  # what donation does
+        raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+    monkeypatch.setattr(runner._steps, "_steps", dict.fromkeys(healthy, fail))
+    try:
+        with pytest.raises(DeviceError, match="injected"):
+            runner.decode("a", 4, 3)
+        assert runner.state is ExecutorState.Error
+        for call in (lambda: runner.decode("a", 4, 3), lambda: runner.release("a"), lambda: runner.kv_len("a")):
+            with pytest.raises(DeviceError, match="reset"):
+                call()
+    finally:
+        monkeypatch.undo()
+        runner.reset()
+    assert runner.state is ExecutorState.Ready
+    assert runner.kv_len("a") is None
+    np.testing.assert_allclose(runner.prefill("a", [1, 2, 3]), oracle([1, 2, 3])[-1], atol=1e-4)
+    runner.release("a")

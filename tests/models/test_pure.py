@@ -1,0 +1,147 @@
+"""The pure forward under JAX's transformations, with no engine around it."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from ferrum_jax import models
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.models.layers.linear import linear
+from ferrum_jax.models.layers.norm import rms_norm
+from ferrum_jax.models.specs import ParamTree, named_leaves
+from tests import tiny
+
+TOLERANCE = 2e-5  # the same sums in another order; logits are of the order of one
+FAMILIES = ("llama31", "mistral", "qwen2_window", "qwen3_tied")
+
+run = jax.jit(models.forward, static_argnums=2)
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def tokens_of(name: str, rows: int = 3, length: int = 13) -> jax.Array:
+    return jnp.asarray(tiny.prompt(name)[: rows * length], jnp.int32).reshape(rows, length)
+
+
+def log_probability(params: ParamTree, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Sums the log-probabilities of every next token."""
+    logits = models.forward(params, tokens, cfg)[:, :-1]
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1).sum()
+
+
+def test_a_jitted_forward_equals_the_plain_one():
+    name = "qwen2_window"
+    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+    plain = models.forward(params, tokens, cfg)
+    np.testing.assert_allclose(run(params, tokens, cfg), plain, rtol=0, atol=TOLERANCE)
+
+
+@every_family
+def test_vmap_and_scan_over_prompts_equal_a_batch_and_each_prompt_alone(name: str):
+    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+
+    def one(row: jax.Array) -> jax.Array:
+        return models.forward(params, row[None], cfg)[0]
+
+    batch = run(params, tokens, cfg)
+    alone = jnp.concatenate([run(params, row[None], cfg) for row in tokens])
+    mapped = jax.jit(jax.vmap(one))(tokens)
+    _, scanned = jax.lax.scan(lambda _, row: (None, one(row)), None, tokens)
+    for other in (alone, mapped, scanned):
+        np.testing.assert_allclose(other, batch, rtol=0, atol=TOLERANCE)
+
+
+def test_a_vmap_over_parameters_equals_each_model_alone():
+    cfg, tokens = tiny.model_config("llama31"), tokens_of("llama31")
+    several = [tiny.tiny_params(tiny.CONFIGS["llama31"], seed) for seed in (1, 2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
+    mapped = jax.jit(jax.vmap(lambda params: models.forward(params, tokens, cfg)))(stacked)
+    alone = jnp.stack([run(params, tokens, cfg) for params in several])
+    np.testing.assert_allclose(mapped, alone, rtol=0, atol=TOLERANCE)
+
+
+@every_family
+def test_the_gradient_predicts_a_small_step(name: str):
+    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name, rows=1)
+    loss = jax.jit(lambda params: log_probability(params, tokens, cfg))
+    gradient = jax.jit(jax.grad(loss))(params)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient)), "a parameter has no influence"
+    length = 1e-3 / sum(float(jnp.vdot(leaf, leaf)) for leaf in jax.tree.leaves(gradient)) ** 0.5
+    ahead, behind = (jax.tree.map(lambda p, g, s=s: p + s * length * g, params, gradient) for s in (1.0, -1.0))
+    predicted = 2 * 1e-3 * (1e-3 / length)
+    # Central differences of float32 sums near 50: their rounding is about 1e-5 beside a step of about 1e-2.
+    np.testing.assert_allclose(float(loss(ahead) - loss(behind)), predicted, rtol=2e-2)
+
+
+def test_gradients_per_example_by_vmap_sum_to_the_gradient_of_the_batch():
+    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS["qwen3_tied"]), tiny.model_config("qwen3_tied"), tokens_of("qwen3")
+    gradient: Callable[[ParamTree, jax.Array], ParamTree] = jax.grad(lambda p, t: log_probability(p, t, cfg))
+    each = jax.jit(jax.vmap(lambda row: gradient(params, row[None])))(tokens)
+    whole = named_leaves(jax.jit(gradient)(params, tokens))
+    for name, leaf in named_leaves(each).items():
+        scale = float(jnp.abs(whole[name]).max())
+        np.testing.assert_allclose(leaf.sum(axis=0), whole[name], rtol=0, atol=1e-4 * scale, err_msg=name)
+
+
+def test_given_embeddings_take_the_place_of_the_tokens_own():
+    name = "qwen3_tied"
+    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+    embeddings = params["model"]["embed_tokens"]["weight"][tokens]
+    other = run(params, jnp.zeros_like(tokens), cfg, inputs_embeds=embeddings)
+    np.testing.assert_allclose(other, run(params, tokens, cfg), rtol=0, atol=TOLERANCE)
+
+
+def test_a_later_token_does_not_influence_an_earlier_one():
+    name = "mistral"
+    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+    embeddings = params["model"]["embed_tokens"]["weight"][tokens]
+
+    def logit(embeddings: jax.Array) -> jax.Array:
+        return models.forward(params, tokens, cfg, inputs_embeds=embeddings)[1, 5].sum()
+
+    influence = jnp.abs(jax.jit(jax.grad(logit))(embeddings)).max(axis=-1) > 0
+    assert influence.tolist() == [[row == 1 and position <= 5 for position in range(13)] for row in range(3)]
+
+
+def test_a_window_bounds_what_a_token_can_see():
+    config = tiny.CONFIGS["mistral"] | {"sliding_window": 3}
+    cfg, tokens = ModelConfig.from_hf(config), tokens_of("mistral", rows=1)
+    params = tiny.tiny_params(config)
+    embeddings = params["model"]["embed_tokens"]["weight"][tokens]
+
+    def logit(embeddings: jax.Array) -> jax.Array:
+        return models.forward(params, tokens, cfg, inputs_embeds=embeddings)[0, 10].sum()
+
+    influence = jnp.abs(jax.jit(jax.grad(logit))(embeddings)[0]).max(axis=-1) > 0
+    reach = cfg.num_hidden_layers * (3 - 1)  # every layer looks back over two more positions
+    assert influence.tolist() == [10 - reach <= position <= 10 for position in range(13)]
+
+
+@every_family
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drawn_parameters_have_the_shapes_of_a_checkpoint_and_run(name: str, dtype: str):
+    cfg = tiny.model_config(name)
+    params = models.init_params(cfg, jax.random.key(0), dtype)
+    shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
+    assert shapes == {name: tensor.shape for name, tensor in tiny.tensors(tiny.CONFIGS[name]).items()}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
+    logits = run(params, tokens_of(name), cfg)
+    assert logits.dtype == jnp.float32
+    assert bool(jnp.isfinite(logits).all())
+
+
+def test_drawn_parameters_depend_on_the_key_alone():
+    cfg = tiny.model_config("llama31")
+    first, again, other = (models.init_params(cfg, jax.random.key(seed)) for seed in (0, 0, 1))
+    tiny.assert_same_tree(first, again)
+    assert not np.array_equal(first["lm_head"]["weight"], other["lm_head"]["weight"])
+
+
+def test_a_call_against_the_shapes_of_a_signature_is_refused_while_testing():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        linear(jnp.ones((3, 4)), jnp.ones((5, 6)))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        rms_norm(jnp.ones((3, 4)), jnp.ones(5), 1e-5)
