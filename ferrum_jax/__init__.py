@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
     from ferrum_jax.generate.llm import LLM as LLM
     from ferrum_jax.generate.params import SamplingParams as SamplingParams
-    from ferrum_jax.load import load as load
-    from ferrum_jax.load import load_params as load_params
+    from ferrum_jax.loading import load as load
+    from ferrum_jax.loading import load_params as load_params
 
 __version__ = "0.1.0"
 
@@ -28,8 +28,8 @@ _LAZY = {
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
     "SamplingParams": "ferrum_jax.generate.params",
-    "load": "ferrum_jax.load",
-    "load_params": "ferrum_jax.load",
+    "load": "ferrum_jax.loading",
+    "load_params": "ferrum_jax.loading",
     "models": "ferrum_jax.models",
 }
 

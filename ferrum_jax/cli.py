@@ -97,7 +97,7 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.executor.sizing import plan_engine
     from ferrum_jax.hub import resolve
-    from ferrum_jax.load import open_checkpoint
+    from ferrum_jax.loading import open_checkpoint
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import num_parameters
     from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes

@@ -1,5 +1,6 @@
 """Settings: what a model is (`ModelConfig`) and how the engine should run it (`EngineConfig`)."""
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -31,6 +32,17 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self):
+        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} of the RoPE scaling is {value!r}, expected more than 0")
+        if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
+            raise ConfigError(
+                f"high_freq_factor of the RoPE scaling is {self.high_freq_factor}, expected more than "
+                f"low_freq_factor, {self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +83,8 @@ class ModelConfig:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
         if len(self.layer_windows) != self.num_hidden_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
+        if any(window is not None and window < 1 for window in self.layer_windows):
+            raise ConfigError(f"sliding_window is below 1 in {self.layer_windows}")
 
     @property
     def max_seq_len(self) -> int:
@@ -93,7 +107,7 @@ class ModelConfig:
             return cls(**_hf_fields(config))
         except KeyError as missing:
             raise ConfigError(f"config.json has no field {missing.args[0]!r}") from None
-        except (TypeError, ValueError) as wrong:
+        except (TypeError, ValueError, ArithmeticError) as wrong:
             if isinstance(wrong, (ConfigError, UnsupportedError)):
                 raise
             raise ConfigError(f"config.json has a field of the wrong type: {wrong}") from None
@@ -113,8 +127,11 @@ def _hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     theta, scaling, partial = _rope(config)
     if partial != 1.0:
         raise UnsupportedError(f"partial_rotary_factor {partial} is not implemented, only 1.0 is")
-    heads, layers = int(config["num_attention_heads"]), int(config["num_hidden_layers"])
-    bias = bool(config.get("attention_bias", False))
+    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
+    if head_dim is None:
+        head_dim = 128 if family == "qwen3" else config["hidden_size"] // heads
+    bias = _switch(config, "attention_bias")
     return {
         "model_type": family,
         "vocab_size": config["vocab_size"],
@@ -122,29 +139,36 @@ def _hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
         "intermediate_size": config["intermediate_size"],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or (128 if family == "qwen3" else config["hidden_size"] // heads),
+        "num_key_value_heads": heads if kv_heads is None else kv_heads,
+        "head_dim": head_dim,
         "max_position_embeddings": config["max_position_embeddings"],
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "tie_word_embeddings": _switch(config, "tie_word_embeddings"),
         "attention_bias": True if family == "qwen2" else bias,
         "attention_out_bias": False if family == "qwen2" else bias,
-        "mlp_bias": bool(config.get("mlp_bias", False)) and family == "llama",
+        "mlp_bias": _switch(config, "mlp_bias") and family == "llama",
         "qk_norm": family == "qwen3",
         "layer_windows": _windows(config, family, layers),
         "dtype": str(config.get("dtype") or config.get("torch_dtype") or "float32"),
     }
 
 
+def _switch(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}, expected true or false")
+    return bool(value)
+
+
 def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
+    window = config.get("sliding_window", 4096)  # what Hugging Face takes where nothing is said
     if family == "llama" or window is None:
         return (None,) * layers
     if family == "mistral":
         return (int(window),) * layers
-    if not config.get("use_sliding_window", False):
+    if not _switch(config, "use_sliding_window"):
         return (None,) * layers
     first = config.get("max_window_layers", 28)
     kinds = config.get("layer_types") or [
@@ -159,6 +183,8 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int |
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     """Reads theta, scaling and the rotated share, from both the older and the newer way of writing them."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise UnsupportedError(f"RoPE settings {given!r} are not implemented, only one set for all layers is")
     theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
     partial = float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
     kind = given.get("rope_type", given.get("type", "default"))
@@ -170,11 +196,13 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     if kind in ("llama3", "yarn") and original is None:
         original = limit
-    factor = given["factor"] if given.get("factor") is not None else limit / original if original else given["factor"]
-    names = {field.name for field in fields(RopeScaling)} - {"rope_type", "factor", "original_max_position_embeddings"}
-    options = {name: given[name] for name in names if given.get(name) is not None}
+    factor = limit / original if given.get("factor") is None and original else given["factor"]
+    named = {"rope_type", "factor", "original_max_position_embeddings", "truncate"}
+    names = {field.name for field in fields(RopeScaling)} - named
+    options = {name: float(given[name]) for name in names if given.get(name) is not None}
     if kind == "llama3":
         options |= {name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
+    options["truncate"] = bool(given.get("truncate", True))
     return (
         theta,
         RopeScaling(rope_type=kind, factor=float(factor), original_max_position_embeddings=original, **options),
@@ -213,10 +241,17 @@ class EngineConfig:
             _refuse_below(name, getattr(self, name), 0)
         for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens"):
             ladder = getattr(self, name)
-            if ladder is not None and (not ladder or list(ladder) != sorted(set(ladder)) or ladder[0] < 1):
+            if ladder is None:
+                continue
+            for size in ladder:
+                _refuse_below(f"a size in {name}", size, 1)
+            if not ladder or list(ladder) != sorted(set(ladder)):
                 raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
-        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise ConfigError(f"memory_fraction is {self.memory_fraction}, expected more than 0 and at most 1")
+        fraction = self.memory_fraction
+        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+            raise ConfigError(f"memory_fraction is {fraction!r}, expected more than 0 and at most 1")
+        if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache is {self.prefix_cache!r}, expected True or False")
         for name in ("dtype", "kv_dtype"):
             if getattr(self, name) not in (None, "float32", "float16", "bfloat16"):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}, expected float32, float16 or bfloat16")
@@ -256,6 +291,8 @@ def _flag(text: str) -> bool:
 
 def dtype_name(text: str) -> str:
     """Gives the full name of a floating dtype: `bf16` is `bfloat16`."""
+    if not isinstance(text, str):
+        raise ConfigError(f"dtype is {text!r}, expected a name such as 'float32'")
     short = {"fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16"}
     return (short | {"bf16": "bfloat16"}).get(text.lower(), text.lower())
 

@@ -54,6 +54,11 @@ class Ladders:
             raise ConfigError(
                 f"the smallest chunk is {self.chunk_tokens[0]} tokens, max_step_tokens is {self.max_step_tokens}"
             )
+        if not self.row_counts():
+            raise ConfigError(
+                f"the fewest chunks in a step are {self.chunk_rows[0]} of at least {self.chunk_tokens[0]} tokens, "
+                f"max_step_tokens is {self.max_step_tokens}"
+            )
 
     def widths(self, chunk_rows: int) -> tuple[int, ...]:
         """The chunk sizes C compiled for P rows."""

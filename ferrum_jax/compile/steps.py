@@ -73,10 +73,12 @@ class StepCache:
             return found
         if self._strict and self._warm:
             raise BackendError(f"step {key} was not compiled by warmup, and strict mode compiles nothing afterwards")
-        if self._warm:
-            _log.warning("compiling step %s after warmup: declare it in the ladders", key)
-            self._compiled_late += 1
-        return self._build(key)
+        if not self._warm:
+            return self._build(key)
+        _log.warning("compiling step %s after warmup: declare it in the ladders", key)
+        built = self._build(key)
+        self._compiled_late += 1
+        return built
 
     def warmup(self, keys: Iterable[StepKey], track: Callable[[list[StepKey]], Any] | None = None) -> None:
         """Compiles the given steps on all cores; `track` wraps the list of what is left to show progress."""

@@ -1,5 +1,6 @@
 """Continuous batching: requests join and leave a running batch, prompts are read in chunks beside decodes."""
 
+import contextlib
 import itertools
 import threading
 from collections import deque
@@ -130,12 +131,11 @@ class Engine:
     def _leave(self, request: Request) -> None:
         self._running.remove(request)
         self._room = self._max_rows
-        self.model.release(request.cache_id)
+        # A model that failed or was closed refuses this too; its reset frees everything.
+        with contextlib.suppress(FerrumError):
+            self.model.release(request.cache_id)
 
     def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
         for request in list(requests):
             request.error = problem
-            try:
-                self._leave(request)
-            except FerrumError:
-                continue  # a model that failed refuses this too; its reset frees everything
+            self._leave(request)

@@ -18,7 +18,7 @@ from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.hub import resolve
-from ferrum_jax.load import load, open_checkpoint
+from ferrum_jax.loading import load, open_checkpoint
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
 
@@ -199,22 +199,24 @@ class LLM:
         return self.tokenizer
 
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
         capacity, vocab = self.model.kv_capacity(), self.model.config.vocab_size
         if not ids:
             raise RequestValidationError("a prompt needs at least one token, this one has none")
         if len(ids) > capacity:
             raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
-        wrong = next((token for token in ids if not 0 <= token < vocab), None)
-        if wrong is not None:
-            raise RequestValidationError(f"token id {wrong} is in the prompt, ids go from 0 to {vocab - 1}")
+        for at, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
+                raise RequestValidationError(
+                    f"the prompt's token at position {at} is {token!r}, expected an id from 0 to {vocab - 1}"
+                )
         if params.stop_texts and self.tokenizer is None:
             raise UnsupportedError("stop texts need a tokenizer, and this LLM has none")
         own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
         room = capacity - len(ids) + 1  # the last token is never read
         return Request(
             cache_id=self._engine.new_cache_id(),
-            prompt=ids,
+            prompt=[int(token) for token in ids],
             params=params,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             stop_ids=frozenset(own) | frozenset(params.stop_token_ids),

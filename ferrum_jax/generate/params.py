@@ -1,7 +1,9 @@
 """What a caller asks of a generation, and what they get."""
 
+import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ferrum_jax.contract.errors import InvalidParameterError
 
@@ -39,18 +41,30 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self):
-        _refuse_unless("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0")
-        _refuse_unless("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "an integer, at least 0")
-        _refuse_unless("top_p", self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1")
-        _refuse_unless("min_p", self.min_p, 0 <= self.min_p <= 1, "from 0 to 1")
-        positive = 0 < self.repetition_penalty < float("inf")
-        _refuse_unless("repetition_penalty", self.repetition_penalty, positive, "positive")
-        in_range = self.seed is None or (isinstance(self.seed, int) and 0 <= self.seed < 2**32)
-        _refuse_unless("seed", self.seed, in_range, "an integer from 0 to 2^32 - 1")
-        counted = self.max_tokens is None or (isinstance(self.max_tokens, int) and self.max_tokens >= 1)
-        _refuse_unless("max_tokens", self.max_tokens, counted, "an integer of at least 1, or None")
-        texts = all(isinstance(text, str) and text for text in self.stop_texts)
-        _refuse_unless("stop", self.stop, texts, "texts that are not empty")
+        finite = float("inf")
+        _refuse_unless("temperature", self, lambda x: _is_real(x) and 0 <= x < finite, "a number of at least 0")
+        _refuse_unless("top_k", self, lambda x: _is_integer(x) and x >= 0, "an integer of at least 0")
+        _refuse_unless("top_p", self, lambda x: _is_real(x) and 0 < x <= 1, "more than 0 and at most 1")
+        _refuse_unless("min_p", self, lambda x: _is_real(x) and 0 <= x <= 1, "from 0 to 1")
+        _refuse_unless("repetition_penalty", self, lambda x: _is_real(x) and 0 < x < finite, "a positive number")
+        _refuse_unless(
+            "seed", self, lambda x: x is None or (_is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1"
+        )
+        _refuse_unless(
+            "max_tokens", self, lambda x: x is None or (_is_integer(x) and x >= 1), "an integer of at least 1, or None"
+        )
+        _refuse_unless(
+            "stop",
+            self,
+            lambda x: isinstance(x, (str, tuple, list)) and all(isinstance(t, str) and t for t in self.stop_texts),
+            "texts that are not empty",
+        )
+        _refuse_unless(
+            "stop_token_ids",
+            self,
+            lambda x: isinstance(x, (tuple, list)) and all(_is_integer(i) and i >= 0 for i in x),
+            "token ids",
+        )
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -58,8 +72,17 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-def _refuse_unless(name: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
+def _is_real(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _refuse_unless(name: str, params: SamplingParams, holds: Callable[[Any], bool], expected: str) -> None:
+    value = getattr(params, name)
+    if not holds(value):
         raise InvalidParameterError(f"{name} is {value!r}, expected {expected}")
 
 

@@ -24,8 +24,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # prompt and answer
     num_read: int = 0  # tokens whose keys and values are in the KV
     logprobs: list[float] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)  # text that nobody has taken yet
-    text: list[str] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)  # pieces; grows only, since another thread may be taking them
+    num_taken: int = 0  # pieces of `text` that were taken
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
     submitted: float = field(default_factory=time.perf_counter)
@@ -69,8 +69,9 @@ class Request:
 
     def take_text(self) -> str:
         """Gives the text that became final since the last time."""
-        taken, self.pieces = "".join(self.pieces), []
-        return taken
+        taken = self.text[self.num_taken :]
+        self.num_taken += len(taken)
+        return "".join(taken)
 
     def output(self) -> RequestOutput:
         """Gives the finished request's output, or raises what made it fail."""
@@ -94,5 +95,4 @@ class Request:
 
     def _emit(self, piece: str) -> None:
         if piece:
-            self.pieces.append(piece)
             self.text.append(piece)

@@ -16,10 +16,11 @@ class StopWatcher:
         if self.found:
             return ""
         self._held += piece
-        hits = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        hits = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:
             self.found = True
-            out, self._held = self._held[: min(hits)], ""
+            _, at = min(hits)  # the one that is complete first, as if the text had come letter by letter
+            out, self._held = self._held[:at], ""
             return out
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep

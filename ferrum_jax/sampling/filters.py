@@ -18,7 +18,7 @@ def filter_logits(
     kept = (top_k[:, None] <= 0) | (rank < top_k[:, None])
     probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept &= before < top_p[:, None]
+    kept &= (before < top_p[:, None]) | (top_p[:, None] >= 1)  # `before` rounds up to 1 in the tail
     # Renormalising over the nucleus scales every probability alike, so the bound may use these.
     kept &= probabilities >= min_p[:, None] * probabilities[:, :1]
     kept |= rank == 0

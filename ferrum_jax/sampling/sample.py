@@ -56,7 +56,8 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
 
 def _draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
     warm = inputs.temperature > 0
-    scaled = scores / jnp.where(warm, inputs.temperature, 1.0)[:, None]
+    # Relative to the best, so that a tiny temperature cannot overflow.
+    scaled = (scores - scores.max(axis=-1, keepdims=True)) / jnp.where(warm, inputs.temperature, 1.0)[:, None]
     filtered = warm & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
     scaled = lax.cond(
         jnp.any(filtered),

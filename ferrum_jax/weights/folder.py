@@ -10,7 +10,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, NotFoundError, UnsupportedError
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -34,7 +34,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path):
         self.path = folder
-        self.config = ModelConfig.from_hf(read_json(folder / "config.json"))
+        self.config = _read_config(folder / "config.json")
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         for shard in _shards(folder):
@@ -73,6 +73,13 @@ class SafetensorsSource:
             raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
 
 
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_hf(read_json(path))
+    except (ConfigError, UnsupportedError) as problem:
+        raise type(problem)(f"{path}: {problem}") from None
+
+
 def _shards(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
         names = _weight_map(folder).values()
@@ -92,7 +99,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise InvalidFormatError(f"{folder / INDEX} has no weight_map of tensor names to files")
-    outside = [name for name in listed.values() if Path(name).name != name]
+    outside = [name for name in listed.values() if name in ("", "..") or Path(name).name != name]
     if outside:
         raise InvalidFormatError(f"{folder / INDEX} names {outside[0]!r}, which is not a file of this folder")
     return listed

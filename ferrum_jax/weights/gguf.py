@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
 from ferrum_jax.models.layers import rope
 from ferrum_jax.weights.gguf_file import GgufFile
 
@@ -25,7 +25,12 @@ class GgufSource:
     def __init__(self, path: Path):
         self.path = path
         self.file = GgufFile(path)
-        self.config = ModelConfig.from_hf(self._hf_config())
+        try:
+            self.config = ModelConfig.from_hf(self._hf_config())
+        except (ConfigError, UnsupportedError) as problem:
+            raise type(problem)(f"{path}: {problem}") from None
+        except (TypeError, ValueError, ZeroDivisionError, IndexError) as problem:
+            raise InvalidFormatError(f"{path} has metadata that describe no model: {problem}") from None
         self._tensors = self._by_hf_name()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -74,18 +79,18 @@ class GgufSource:
     def _hf_config(self) -> dict[str, Any]:
         arch = self._field("general.architecture")
         if arch not in ARCHITECTURES:
-            raise UnsupportedError(f"{self.path}: architecture {arch!r}, supported are {', '.join(ARCHITECTURES)}")
+            raise UnsupportedError(f"architecture {arch!r}, supported are {', '.join(ARCHITECTURES)}")
 
         def need(key: str) -> Any:
             value = self._field(f"{arch}.{key}")
             if value is None:
-                raise InvalidFormatError(f"{self.path} has no field {arch}.{key}")
+                raise ConfigError(f"no field {arch}.{key}")
             return value
 
         names = {tensor.name for tensor in self.file.tensors}
         embeddings = next((t for t in self.file.tensors if t.name == "token_embd.weight"), None)
         if embeddings is None:
-            raise InvalidFormatError(f"{self.path} has no tensor token_embd.weight")
+            raise ConfigError("no tensor token_embd.weight")
         window = self._field(f"{arch}.attention.sliding_window")
         heads = need("attention.head_count")
         return {
@@ -127,7 +132,7 @@ class GgufSource:
         scaling = {"rope_type": "llama3", "factor": float(factors.max())} | LLAMA3_SCALING
         expected = plain / rope.llama3_frequencies(plain, scaling["factor"], 1.0, 4.0, 8192)
         if not np.allclose(expected, factors, rtol=1e-3):
-            raise UnsupportedError(f"{self.path}: rope_freqs.weight is not the llama3 scaling of Llama 3.1 and later")
+            raise UnsupportedError("rope_freqs.weight is not the llama3 scaling of Llama 3.1 and later")
         return scaling
 
 

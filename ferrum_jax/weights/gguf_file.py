@@ -3,9 +3,10 @@
 import functools
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
 
@@ -51,6 +52,15 @@ def _read(path: Path) -> "GGUFReader":
 
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+        def _get(
+            self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Literal["I", "S", "<"] | None = None
+        ) -> npt.NDArray[Any]:
+            """Refuses to read past the end, where a damaged count would be counted to over empty arrays."""
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
+                raise ValueError(f"it ends at byte {len(self.data)}, byte {end} was to be read")
+            return super()._get(int(offset), dtype, count, override_order)
 
     if not path.is_file():
         raise NotFoundError(f"{path} does not exist")

@@ -1,0 +1,111 @@
+"""What every benchmark prints around its table: options, a static card before, one JSON line after."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from bench.machine import Machine
+from bench.models import Subject
+from ferrum_jax.kvcache.state import CacheSpec
+
+PACKAGES = ("ferrum-jax", "jax", "jaxlib", "torch", "transformers")
+WIDTH = 130  # columns, where the output is no terminal
+
+
+def options(description: str | None, *, timed: bool = True) -> argparse.Namespace:
+    """Reads the options that all benchmarks share; those that are `timed` have `--rounds` as well."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", help="folder, .gguf file or Hugging Face id [SmolLM2-135M-Instruct]")
+    if timed:
+        parser.add_argument("--rounds", type=int, help="turns of each contestant that count [12]")
+    parser.add_argument("--smoke", action="store_true", help="a tiny random model and two rounds: shows that it runs")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
+    found = parser.parse_args()
+    if found.smoke and found.model is not None:
+        parser.error(f"--smoke takes its own model, --model {found.model} contradicts it")
+    if timed and found.rounds is None:
+        found.rounds = 2 if found.smoke else 12
+    if timed and found.rounds < 1:
+        parser.error(f"--rounds is {found.rounds}, expected at least 1")
+    return found
+
+
+def show_card(subject: Subject, cache: CacheSpec | None = None, machine: Machine | None = None) -> dict[str, Any]:
+    """Prints the conditions of a run and gives them back, by name and unit."""
+    device = jax.local_devices()[0]
+    card: dict[str, Any] = {
+        "device": f"{device.platform} {device.device_kind}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "versions": {"python": platform.python_version()} | _versions(),
+        "model": subject.name,
+        "dtype": subject.dtype,
+        "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(subject.params)),
+    }
+    if cache is not None:
+        card |= {"kv_bytes_per_position": cache.bytes_per_position, "kv_bytes": cache.num_bytes}
+    if machine is not None:
+        card |= {name: round(value) for name, value in asdict(machine).items()}
+    table = Table(show_header=False, box=None)
+    for name, text in _described(card).items():
+        table.add_row(f"[bold]{name}[/bold]", text)
+    console().print(table, highlight=False)
+    return card
+
+
+def _described(card: dict[str, Any]) -> dict[str, str]:
+    texts = {
+        "device": f"{card['device']}, {card['processor']}, {card['cores']} cores, load average {card['load_average']}",
+        "versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
+        "model": f"{card['model']} in {card['dtype']}, {card['weight_bytes'] / 1e6:,.1f} MB of weights",
+    }
+    if "kv_bytes" in card:
+        texts["KV"] = f"{card['kv_bytes_per_position']:,} bytes a position, {card['kv_bytes'] / 1e6:,.1f} MB in all"
+    if "product_rate" in card:
+        texts["ceiling"] = (
+            f"matrix products {card['product_rate'] / 1e9:,.1f} GFLOP/s, reading {card['read_rate'] / 1e9:,.1f} GB/s"
+        )
+    return texts
+
+
+def console() -> Console:
+    """Standard output, wide enough for a table where it is a file."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def finish(name: str, found: argparse.Namespace, card: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:
+    """Prints the result as one line of JSON, the last one, and writes it to `--json` if asked."""
+    line = json.dumps({"benchmark": name, "smoke": found.smoke, "card": card, "rows": rows, **more})
+    if found.json is not None:
+        found.json.write_text(line + "\n", encoding="utf-8")
+    print(line, flush=True)
+
+
+def _versions() -> dict[str, str]:
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # torch and transformers come with the extra `reference`
+    return installed
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

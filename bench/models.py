@@ -1,0 +1,63 @@
+"""The model under test: SmolLM2, another one, or a tiny random one; and prompts for it."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ferrum_jax import hub, models
+from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.executor.sizing import plan_engine
+from ferrum_jax.loading import load_params
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
+
+TINY = ModelConfig(
+    model_type="llama",
+    vocab_size=193,
+    hidden_size=48,
+    intermediate_size=112,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=4096,
+    tie_word_embeddings=True,
+    layer_windows=(None, None),
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that has been read but does not run yet."""
+
+    name: str
+    params: ParamTree
+    config: ModelConfig
+    dtype: str
+
+
+def read(options: argparse.Namespace, dtype: str | None = None) -> Subject:
+    """Reads the model that the options ask for; `dtype` is the device's own if None."""
+    dtype = dtype or default_dtype(find_device(None))
+    if options.smoke:
+        return Subject("tiny random", models.init_params(TINY, jax.random.key(0), dtype), TINY, dtype)
+    path = hub.resolve(options.model)
+    params, cfg = load_params(path, dtype, progress=True)
+    return Subject(Path(path).name, params, cfg, dtype)
+
+
+def run(subject: Subject, engine: EngineConfig) -> ModelRunner:
+    """Makes a strict runner: after `warmup`, a step that is missing is an error."""
+    device = find_device(None)
+    settings = engine.over(EngineConfig(dtype=subject.dtype))
+    plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
+    return ModelRunner(subject.params, subject.config, plan, device=device, strict=True)
+
+
+def prompt(cfg: ModelConfig, count: int, seed: int = 0) -> list[int]:
+    """Draws token ids: times do not depend on which they are."""
+    return np.random.default_rng([seed, count]).integers(cfg.vocab_size, size=count).tolist()

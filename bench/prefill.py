@@ -1,0 +1,74 @@
+"""How fast is a prompt of 32 to 2048 tokens taken in, beside the machine's floor?
+
+The contract's `prefill` into an empty sequence, which gives the last token's logits in NumPy. What exceeds the largest
+chunk runs in several steps.
+"""
+
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from bench import card, models
+from bench.floor import prefill_work
+from bench.machine import Machine, measure_machine
+from bench.timing import Contestant, alternate
+from ferrum_jax.compile import buckets
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.executor.runner import ModelRunner
+
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)  # tokens
+ENGINE = EngineConfig(
+    max_seqs=1,
+    kv_capacity=2048,
+    decode_rows=(1,),
+    chunk_rows=(1,),
+    chunk_tokens=(32, 64, 128, 256, 512),
+    verify_tokens=(16,),
+)
+
+
+def main() -> None:
+    """Runs every length and prints the table and the JSON line."""
+    found = card.options(__doc__)
+    subject = models.read(found)
+    machine = measure_machine(subject.dtype, smoke=found.smoke)
+    runner = models.run(subject, ENGINE)
+    conditions = card.show_card(subject, runner.plan.cache, machine)
+    runner.warmup(progress=True)
+    rows = [_measure(runner, machine, tokens, found.rounds) for tokens in LENGTHS]
+    _show(rows)
+    card.finish("prefill", found, conditions, rows)
+
+
+def _measure(runner: ModelRunner, machine: Machine, tokens: int, rounds: int) -> dict[str, Any]:
+    ids = models.prompt(runner.model_config, tokens)
+    prefill = Contestant(lambda: runner.prefill("a", ids), runner.reset)
+    timing = alternate({"ours": prefill}, rounds=rounds, pause=0.0)["ours"]
+    itemsize = np.dtype(runner.plan.cache.dtype).itemsize
+    work = prefill_work(runner.model_config, tokens=tokens, itemsize=itemsize)
+    return {
+        "tokens": tokens,
+        "steps": len(buckets.plan([tokens], runner.plan.ladders)),
+        "call_ms": timing.median,
+        "call_p90_ms": timing.p90,
+        "tokens_per_second": tokens / timing.median * 1e3,
+        "gflop_per_second": work.operations / timing.median / 1e6,
+        "floor_ms": work.floor_ms(machine),
+        "call_over_floor": timing.median / work.floor_ms(machine),
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table(box=None, header_style="bold")
+    for heading in ("tokens", "steps", "call ms", "p90", "tokens/s", "GFLOP/s", "floor ms", "/ floor"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [f"{row['tokens']}", f"{row['steps']}", f"{row['call_ms']:.1f}", f"{row['call_p90_ms']:.1f}"]
+        cells += [f"{row['tokens_per_second']:.0f}", f"{row['gflop_per_second']:.1f}"]
+        table.add_row(*cells, f"{row['floor_ms']:.1f}", f"{row['call_over_floor']:.2f}")
+    card.console().print(table, highlight=False)
+
+
+if __name__ == "__main__":
+    main()

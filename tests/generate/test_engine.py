@@ -1,0 +1,263 @@
+"""Continuous batching over hand-computable models: right answers, everything released, no livelock."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ferrum_jax import SamplingParams
+from ferrum_jax.contract.errors import DeviceError, ModelError, ResourceExhaustedError
+from ferrum_jax.contract.llm import DecodeRow, Logits, UnifiedRow
+from ferrum_jax.generate.engine import Engine
+from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.stops import StopWatcher
+from tests.fake import CountingLLM, answer
+
+
+class PooledLLM(CountingLLM):
+    """Holds `pool` positions in all, and refuses to go past its capacity."""
+
+    def __init__(self, pool: int, **sizes: int):
+        super().__init__(**sizes)
+        self.pool = pool
+
+    def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
+        assert self.lengths.get(cache_id, 0) + len(tokens) <= self.kv_capacity()
+        free = self.pool - sum(self.lengths.values())
+        if len(tokens) > free:
+            raise ResourceExhaustedError("no room", needed=len(tokens), free=free)
+        return super().prefill(cache_id, tokens)
+
+
+class UnifiedLLM(PooledLLM):
+    """The same with a unified forward, all or nothing; it keeps the sizes of its batches."""
+
+    def __init__(self, pool: int, **sizes: int):
+        super().__init__(pool, **sizes)
+        self.batches: list[list[int]] = []
+
+    def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
+        free = self.pool - sum(self.lengths.values())
+        needed = sum(len(tokens) for _, tokens, _, _ in items)
+        newcomers = sum(cache_id not in self.lengths for cache_id, _, _, _ in items)
+        if needed > free or newcomers > self._max_seqs - len(self.lengths):
+            raise ResourceExhaustedError("no room", needed=needed, free=free)
+        rows: list[Logits | None] = []
+        for cache_id, tokens, offset, is_final in items:
+            assert offset == self.lengths.get(cache_id, 0)
+            logits = self.prefill(cache_id, tokens)
+            rows.append(logits if is_final else None)
+        self.batches.append([len(tokens) for _, tokens, _, _ in items])
+        return rows
+
+    def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Logits]:
+        raise AssertionError("a model with a unified forward is served by it alone")
+
+
+def request(engine: Engine, prompt: Sequence[int], count: int, **params: Any) -> Request:
+    return Request(
+        cache_id=engine.new_cache_id(),
+        prompt=list(prompt),
+        params=SamplingParams(**params),
+        seed=0,
+        stop_ids=frozenset(),
+        limit=count,
+        detokenizer=None,
+        watcher=StopWatcher(()),
+    )
+
+
+def finish(engine: Engine, requests: Sequence[Request], most: int = 5000) -> None:
+    """Steps until all are done; `most` steps prove that there is no livelock."""
+    for one in requests:
+        engine.submit(one)
+    for _ in range(most):
+        if all(one.is_done for one in requests):
+            return
+        engine.step()
+    raise AssertionError(f"not done after {most} steps")
+
+
+PROMPTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 22), min_size=1, max_size=20), st.integers(1, 12)), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    work=PROMPTS,
+    unified=st.booleans(),
+    max_rows=st.integers(1, 5),
+    chunk=st.integers(1, 9),
+    slots=st.integers(1, 6),
+    spare=st.integers(0, 40),
+)
+def test_every_answer_is_right_however_little_room_there_is(
+    work: list[tuple[list[int], int]], unified: bool, max_rows: int, chunk: int, slots: int, spare: int
+):
+    longest = max(len(prompt) + count - 1 for prompt, count in work)
+    kind = UnifiedLLM if unified else PooledLLM
+    model = kind(longest + spare, max_seqs=slots)
+    engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk)
+    requests = [request(engine, prompt, count) for prompt, count in work]
+    finish(engine, requests)
+    for one, (prompt, count) in zip(requests, work, strict=True):
+        output = one.output()
+        assert output.token_ids == answer(model, prompt, count)
+        assert output.finish_reason == "length"
+    assert model.lengths == {}
+
+
+def test_prompts_are_read_in_chunks_beside_decodes_oldest_first():
+    model = UnifiedLLM(1000)
+    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    finish(engine, [request(engine, [1] * n, 3) for n in (2, 7, 3)])
+    # The first is read and decodes from then on; the others share what is left of 4 prompt tokens in a step.
+    assert model.batches == [[2, 2], [1, 4], [1, 1, 3], [1, 1], [1, 1]]
+
+
+def test_no_more_rows_run_than_are_allowed():
+    model = UnifiedLLM(1000)
+    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    finish(engine, [request(engine, [1, 2], 5) for _ in range(5)])
+    assert max(map(len, model.batches)) == 2
+
+
+def test_a_request_joins_while_others_run():
+    model = UnifiedLLM(1000)
+    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    first, second = request(engine, [1, 2], 4), request(engine, [3], 2)
+    engine.submit(first)
+    engine.step()
+    finish(engine, [second])
+    assert model.batches == [[2], [1, 1], [1, 1]]
+    assert not first.is_done
+
+
+def test_the_request_that_joined_last_gives_way_and_is_read_anew():
+    model = UnifiedLLM(10)
+    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    old, young = request(engine, [1] * 4, 5), request(engine, [2] * 4, 3)
+    finish(engine, [old, young])
+    # 4 + 4, 5 + 5, then there is no room for two more: the older goes on alone, the younger reads its 6 again.
+    assert model.batches == [[4, 4], [1, 1], [1], [1], [1], [6]]
+    assert old.output().token_ids == answer(model, [1] * 4, 5)
+    assert young.output().token_ids == answer(model, [2] * 4, 3)
+
+
+@pytest.mark.parametrize("kind", [PooledLLM, UnifiedLLM])
+def test_a_request_that_can_never_fit_fails_alone(kind: type[PooledLLM]):
+    model = kind(9)
+    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    small, large, last = request(engine, [1, 2], 3), request(engine, [3] * 12, 2), request(engine, [4] * 5, 4)
+    finish(engine, [small, large, last], most=100)
+    for one, prompt, count in ((small, [1, 2], 3), (last, [4] * 5, 4)):
+        assert one.output().token_ids == answer(model, prompt, count)
+    with pytest.raises(ResourceExhaustedError, match="no room"):
+        large.output()
+    assert model.lengths == {}
+
+
+def test_a_request_that_outgrows_the_pool_fails_rather_than_going_on_for_ever():
+    model = UnifiedLLM(9)
+    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    endless = request(engine, [1, 2], 50)
+    finish(engine, [endless], most=100)
+    assert len(endless.answer) == 8
+    with pytest.raises(ResourceExhaustedError):
+        endless.output()
+    assert model.lengths == {}
+
+
+def test_a_request_without_a_slot_of_its_own_fails_where_others_hold_them():
+    model = CountingLLM(max_seqs=1)
+    model.prefill("somebody else's", [1])
+    engine = Engine(model, max_rows=2, chunk_tokens=4)
+    one = request(engine, [1, 2], 3)
+    finish(engine, [one], most=10)
+    with pytest.raises(ResourceExhaustedError):
+        one.output()
+    assert model.lengths == {"somebody else's": 1}
+
+
+class BreakingLLM(CountingLLM):
+    """Fails from the given call of `prefill` on; `is_dead` makes it refuse to release, as a lost device does."""
+
+    def __init__(self, at: int, problem: BaseException, *, is_dead: bool = False):
+        super().__init__()
+        self.calls, self.at, self.problem, self.is_dead = 0, at, problem, is_dead
+
+    def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
+        self.calls += 1
+        if self.calls >= self.at:
+            raise self.problem
+        return super().prefill(cache_id, tokens)
+
+    def release(self, cache_id: str) -> None:
+        if self.is_dead and self.calls >= self.at:
+            raise DeviceError("only reset() helps")
+        super().release(cache_id)
+
+
+@pytest.mark.parametrize("is_dead", [False, True])
+def test_an_error_of_the_model_reaches_every_owner_it_concerns(is_dead: bool):
+    model = BreakingLLM(4, ModelError("broken"), is_dead=is_dead)
+    engine = Engine(model, max_rows=2, chunk_tokens=40)
+    running = [request(engine, [1], 5), request(engine, [2], 5)]
+    waiting = request(engine, [3], 1)
+    for one in (*running, waiting):
+        engine.submit(one)
+    for _ in range(2):
+        engine.step()
+    for one in running:
+        with pytest.raises(ModelError, match="broken"):
+            one.output()
+    assert not waiting.is_done
+    model.at = 1000
+    engine.step()
+    assert waiting.output().token_ids == answer(model, [3], 1)
+    assert is_dead or model.lengths == {}
+
+
+def test_an_aborted_request_frees_what_it_holds_and_leaves_the_others_alone():
+    model = CountingLLM()
+    engine = Engine(model, max_rows=2, chunk_tokens=40)
+    kept, dropped, waiting = request(engine, [1, 2], 4), request(engine, [3], 9), request(engine, [4], 9)
+    for one in (kept, dropped, waiting):
+        engine.submit(one)
+    engine.step()
+    assert set(model.lengths) == {kept.cache_id, dropped.cache_id}
+    for one in (dropped, waiting, waiting):
+        engine.abort(one)
+    assert set(model.lengths) == {kept.cache_id}
+    for _ in range(3):
+        engine.step()
+    engine.abort(kept)
+    assert kept.output().token_ids == answer(model, [1, 2], 4)
+    assert (dropped.is_done, waiting.answer, model.lengths) == (False, [], {})
+
+
+def test_giving_up_on_a_dead_model_hides_no_other_error():
+    model = BreakingLLM(2, KeyboardInterrupt(), is_dead=True)
+    engine = Engine(model, max_rows=1, chunk_tokens=4)
+    one = request(engine, [1, 2], 3)
+    engine.submit(one)
+    engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.abort(one)  # refused by the model, and no error
+    engine.step()
+
+
+def test_a_step_with_nothing_to_do_does_nothing():
+    engine = Engine(BreakingLLM(0, ModelError("must not be called")), max_rows=1, chunk_tokens=4)
+    engine.step()
+
+
+def test_no_two_requests_or_engines_share_a_cache_id():
+    model = CountingLLM()
+    engines = [Engine(model, max_rows=1, chunk_tokens=4) for _ in range(2)]
+    ids = [engine.new_cache_id() for engine in engines for _ in range(50)]
+    assert len(set(ids)) == 100

@@ -1,0 +1,348 @@
+"""`LLM`: over a hand-computable model, over a tiny runner, and once over the real one."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ferrum_jax import LLM, EngineConfig, SamplingParams, models
+from ferrum_jax.contract.errors import FerrumError, ModelError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.llm import Logits
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CFG, make_runner
+from tests.fake import CountingLLM, answer
+from tests.generate.test_request import letters, spell
+
+PROMPTS = [[1], [5, 6, 7], [2] * 17, [22, 0, 3, 4], [9, 9], [11] * 8]
+
+
+def counting(max_rows: int = 8, *, eos: tuple[int, ...] = (), **sizes: int) -> tuple[LLM, CountingLLM]:
+    model = CountingLLM(**sizes)
+    return LLM.from_model(model, letters(eos=eos), max_rows=max_rows, chunk_tokens=6), model
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return letters().decode(ids)
+
+
+@pytest.mark.parametrize(("max_rows", "max_seqs"), [(8, 1000), (2, 1000), (1, 1000), (8, 2), (8, 1)])
+def test_the_minimal_model_answers_prompts_of_any_length(max_rows: int, max_seqs: int):
+    llm, model = counting(max_rows, max_seqs=max_seqs)
+    outs = llm.generate(PROMPTS, SamplingParams(max_tokens=9))
+    for out, prompt in zip(outs, PROMPTS, strict=True):
+        assert out.prompt_token_ids == prompt
+        assert out.token_ids == answer(model, prompt, 9)
+        assert out.text == text_of(out.token_ids)
+        assert out.finish_reason == "length"
+        assert out.logprobs is None
+        assert out.time_to_first_token > 0
+    assert model.lengths == {}
+
+
+def test_each_prompt_may_have_its_own_params():
+    llm, model = counting()
+    params = [SamplingParams(max_tokens=n, logprobs=n == 2) for n in (1, 2, 3)]
+    outs = llm.generate(PROMPTS[:3], params)
+    assert [out.token_ids for out in outs] == [answer(model, p, n) for p, n in zip(PROMPTS, (1, 2, 3), strict=False)]
+    assert [out.logprobs is None for out in outs] == [True, False, True]
+
+
+def test_a_prompt_may_be_text_or_ids_alone_or_several():
+    llm, model = counting()
+    greedy = SamplingParams(max_tokens=4)
+    expected = answer(model, spell("cab"), 4)
+    forms: list[Any] = ["cab", spell("cab"), np.array(spell("cab")), tuple(spell("cab")), ["cab"], [spell("cab")]]
+    for form in forms:
+        (out,) = llm.generate(form, greedy)
+        assert out.token_ids == expected
+        assert all(type(token) is int for token in (*out.token_ids, *out.prompt_token_ids))
+    assert [out.token_ids for out in llm.generate(["cab", spell("cab")], greedy, progress=True)] == [expected] * 2
+    assert llm.generate([], greedy) == []
+
+
+def test_a_stop_id_ends_the_answer():
+    for params, eos in ((SamplingParams(stop_token_ids=(7,)), ()), (SamplingParams(), (7,))):
+        llm, model = counting(eos=eos)
+        out = llm.generate([[1]], params)[0]
+        expected = answer(model, [1], 60)
+        assert out.token_ids == expected[: expected.index(7) + 1]
+        assert out.finish_reason == "stop"
+    past = counting(eos=(7,))[0].generate([[1]], SamplingParams(ignore_eos=True, max_tokens=20))[0]
+    assert past.token_ids == expected[:20]
+    assert past.finish_reason == "length"
+
+
+def test_a_stop_text_ends_the_answer_before_itself():
+    llm, model = counting()
+    whole = text_of(answer(model, [1], 20))
+    out = llm.generate([[1]], SamplingParams(stop=(whole[9:12], "never there")))[0]
+    assert out.text == whole.partition(whole[9:12])[0]
+    assert out.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("count", [1, 5, 12])
+def test_the_capacity_ends_the_answer(count: int):
+    llm, model = counting(capacity=12)
+    fed: list[int] = []
+    prefill = model.prefill
+
+    def watched(cache_id: str, tokens: Sequence[int]) -> Logits:
+        fed.append(model.lengths.get(cache_id, 0) + len(tokens))
+        return prefill(cache_id, tokens)
+
+    model.prefill = watched
+    out = llm.generate([[3] * count], SamplingParams(max_tokens=None))[0]
+    assert out.finish_reason == "length"
+    assert out.token_ids == answer(model, [3] * count, 12 - count + 1)  # the last is never read
+    assert max(fed) == 12
+
+
+REFUSED: dict[str, tuple[Any, type[FerrumError], str]] = {
+    "an empty prompt": ([[1], []], RequestValidationError, "at least one token"),
+    "an empty text": ([[1], ""], RequestValidationError, "at least one token"),
+    "a prompt past the capacity": ([[1], [2] * 65], RequestValidationError, "65 tokens, the KV capacity is 64"),
+    "an id past the vocabulary": ([[1], [2, 23]], RequestValidationError, "position 1 is 23, expected an id from 0"),
+    "a negative id": ([[1], [-1]], RequestValidationError, "position 0 is -1"),
+    "a float": ([[1], [2, 1.5]], RequestValidationError, "position 1 is 1.5"),
+    "a digit": ([[1], ["5"]], RequestValidationError, "position 0 is '5'"),
+    "a bool": ([[1], [True]], RequestValidationError, "position 0 is True"),
+    "ids mixed with texts": ([1, "cab"], RequestValidationError, "mix"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_wrong_prompt_is_refused_with_nothing_started(name: str):
+    prompts, kind, says = REFUSED[name]
+    llm, model = counting()
+    with pytest.raises(kind, match=says):
+        llm.generate(prompts, SamplingParams(max_tokens=3))
+    assert model.lengths == {}
+    assert not llm._engine._waiting
+    assert not llm._engine._running
+    assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
+
+
+def test_another_number_of_params_is_refused():
+    with pytest.raises(RequestValidationError, match="2 prompts need as many SamplingParams, 1 were given"):
+        counting()[0].generate([[1], [2]], [SamplingParams()])
+
+
+def test_without_a_tokenizer_there_are_ids_and_no_text():
+    llm = LLM.from_model(CountingLLM())
+    out = llm.generate([1, 2], SamplingParams(max_tokens=3))[0]
+    assert out.token_ids == answer(CountingLLM(), [1, 2], 3)
+    assert out.text == ""
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate("text"),
+        lambda: llm.generate([1], SamplingParams(stop="x")),
+        lambda: llm.chat([{"role": "user", "content": "x"}]),
+        lambda: llm.runner,
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedError):
+            call()
+
+
+def test_a_model_without_a_chat_template_cannot_chat():
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        counting()[0].chat([{"role": "user", "content": "cab"}])
+
+
+def test_a_stream_gives_the_same_text_piece_by_piece():
+    llm, model = counting()
+    params = SamplingParams(max_tokens=9)
+    stream = llm.stream("cab", params)
+    assert model.lengths == {}  # nothing is started yet
+    with pytest.raises(RequestValidationError, match="not finished"):
+        stream.output()
+    pieces = [next(stream)]
+    assert len(model.lengths) == 1
+    pieces += stream
+    assert len(pieces) == 9
+    assert stream.output() == llm_output_like(stream.output(), llm.generate("cab", params)[0])
+    assert "".join(pieces) == stream.output().text
+    assert model.lengths == {}
+
+
+def llm_output_like(one: RequestOutput, other: RequestOutput) -> RequestOutput:
+    """The other output with this one's time."""
+    return RequestOutput(**(vars(other) | {"time_to_first_token": one.time_to_first_token}))
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_an_abandoned_stream_frees_what_it_holds(how: str):
+    llm, model = counting()
+    stream = llm.stream("cab")
+    next(stream)
+    assert len(model.lengths) == 1
+    if how == "closed":
+        stream.close()
+        assert list(stream) == []
+    else:
+        del stream
+    assert model.lengths == {}
+    assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
+
+
+def test_an_error_of_the_model_reaches_who_asked_and_the_llm_goes_on():
+    llm, model = counting()
+    prefill = model.prefill
+
+    def broken(cache_id: str, tokens: Sequence[int]) -> Logits:
+        if len(model.lengths) == 2:
+            raise ModelError("broken")
+        return prefill(cache_id, tokens)
+
+    model.prefill = broken
+    with pytest.raises(ModelError, match="broken"):
+        llm.generate(PROMPTS)
+    assert model.lengths == {}
+    with pytest.raises(ModelError, match="broken"):
+        model.lengths = {"x": 1, "y": 1}
+        list(llm.stream([1, 2]))
+    model.lengths = {}
+    assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
+
+
+def test_threads_share_the_batch_and_each_gets_its_own_answers():
+    llm, model = counting(max_rows=3, max_seqs=4)
+    problems: list[BaseException] = []
+
+    def ask(first: int) -> None:
+        try:
+            prompts = [[(first + i) % 23] * (1 + i % 5) for i in range(12)]
+            for out, prompt in zip(llm.generate(prompts, SamplingParams(max_tokens=9)), prompts, strict=True):
+                assert out.token_ids == answer(model, prompt, 9)
+            for prompt in prompts[:6]:
+                expected = answer(model, prompt, 40)
+                assert "".join(llm.stream(prompt, SamplingParams(max_tokens=40))) == text_of(expected)
+        except (AssertionError, FerrumError) as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert problems == []
+    assert model.lengths == {}
+
+
+ENGINE = EngineConfig(
+    dtype="float32", max_seqs=5, kv_capacity=40, block_size=8, kv_blocks=25, max_step_tokens=16,
+    decode_rows=(5,), chunk_rows=(2,), chunk_tokens=(8,), verify_tokens=(4,),
+)  # fmt: skip
+IDS = [[3, 1, 4], [1] * 11, [5, 9], [2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8]]
+COUNT = 14
+
+
+@pytest.fixture(scope="module")
+def params() -> ParamTree:
+    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
+
+
+@pytest.fixture(scope="module")
+def runner(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, ENGINE) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def llm(runner: ModelRunner) -> LLM:
+    return LLM.from_model(runner, max_rows=5, chunk_tokens=16)
+
+
+def test_greedy_answers_are_the_arg_max_token_by_token(llm: LLM, runner: ModelRunner):
+    outs = llm.generate(IDS, SamplingParams(max_tokens=COUNT))
+    for out, prompt in zip(outs, IDS, strict=True):
+        expected, logits = [], runner.prefill("check", prompt)
+        for at in range(COUNT):
+            expected.append(int(np.argmax(logits)))
+            logits = runner.decode("check", expected[-1], len(prompt) + at)
+        runner.release("check")
+        assert out.token_ids == expected
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 25
+    assert llm.runner is runner
+
+
+def drawn(count: int = COUNT) -> list[SamplingParams]:
+    return [
+        SamplingParams(temperature=0.8 + 0.1 * at, top_k=(0, 20)[at % 2], top_p=0.95, seed=at, max_tokens=count)
+        for at in range(len(IDS))
+    ]
+
+
+def test_a_seed_gives_the_same_answer_alone_in_a_batch_and_when_sent_back(llm: LLM, params: ParamTree):
+    together = [out.token_ids for out in llm.generate(IDS, drawn())]
+    alone = [llm.generate([prompt], param)[0].token_ids for prompt, param in zip(IDS, drawn(), strict=True)]
+    assert alone == together
+    assert len(set(map(tuple, together))) == len(IDS)
+    with make_runner(params, EngineConfig(kv_blocks=5).over(ENGINE)) as tiny:
+        small = LLM.from_model(tiny, max_rows=5, chunk_tokens=16)
+        sent_back: list[str] = []
+        release = tiny.release
+        tiny.release = lambda cache_id: (sent_back.append(cache_id), release(cache_id))[1]
+        assert [out.token_ids for out in small.generate(IDS, drawn())] == together
+        assert len(sent_back) > len(IDS)  # some were released before they were done
+        assert tiny.kv_slot_capacity_snapshot().free_blocks == 5
+
+
+def test_requests_without_a_seed_differ(llm: LLM):
+    outs = llm.generate([IDS[0]] * 4, SamplingParams(temperature=5.0, max_tokens=COUNT))
+    assert len({tuple(out.token_ids) for out in outs}) == 4
+
+
+def test_logprobs_are_those_of_the_forward_without_a_cache(llm: LLM, params: ParamTree):
+    asked = [SamplingParams(temperature=t, repetition_penalty=p, max_tokens=8, seed=1, logprobs=True)
+             for t, p in ((0.0, 1.0), (1.0, 1.0), (0.0, 1.5), (1.0, 1.5), (0.0, 1.0))]  # fmt: skip
+    forward = jax.jit(lambda tokens: jax.nn.log_softmax(models.forward(params, tokens, CFG)))
+    for out, prompt in zip(llm.generate(IDS, asked), IDS, strict=True):
+        assert out.logprobs is not None
+        assert len(out.logprobs) == len(out.token_ids) == 8
+        padded = np.zeros((1, 24), np.int32)
+        tokens = [*prompt, *out.token_ids]
+        padded[0, : len(tokens)] = tokens
+        rows = np.asarray(forward(jnp.asarray(padded)))[0, len(prompt) - 1 : len(tokens) - 1]
+        expected = rows[np.arange(8), out.token_ids]
+        np.testing.assert_allclose(out.logprobs, expected, atol=1e-4)  # float32 sums in another order
+
+
+def test_a_prompt_can_be_prepared_without_a_trace(llm: LLM, runner: ModelRunner):
+    before = runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()
+    llm.prepare(IDS[1])
+    assert (runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()) == before
+    assert not runner._slots.cache_ids
+
+
+def test_warmup_leaves_nothing_to_compile(params: ParamTree):
+    with LLM.from_model(make_runner(params, ENGINE), max_rows=2) as llm:
+        llm.warmup()
+        assert sorted(llm._engine.sampler._compiled) == [1, 2]
+        llm.generate(IDS[:2], SamplingParams(max_tokens=2, temperature=1.0))
+        assert llm.runner.compile_stats()["compiles_after_warmup"] == 0
+    with pytest.raises(FerrumError, match="closed"):
+        llm.generate(IDS[:1])
+
+
+def test_the_real_model_names_paris_and_streams_what_it_says(smollm2_path: Path):
+    one_bucket = EngineConfig(decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(64,), verify_tokens=(64,))
+    with LLM(smollm2_path, max_seqs=2, kv_capacity=256, engine=one_bucket, progress=False) as llm:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        params = SamplingParams(max_tokens=24)
+        out = llm.chat(question, params)
+        assert "Paris" in out.text
+        assert out.finish_reason == "stop"
+        assert "<|im_end|>" not in out.text
+        pieces = list(llm.stream(llm.chat_prompt(question), params))
+        assert "".join(pieces) == out.text
+        assert len(pieces) > 4
+        assert llm.runner.kv_slot_capacity_snapshot().free_blocks == llm.runner.plan.cache.num_blocks
+        assert llm.runner.compile_stats()["compiled"] == 2

@@ -1,0 +1,46 @@
+"""What a caller may not ask for."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_jax import SamplingParams
+from ferrum_jax.contract.errors import InvalidParameterError
+
+REFUSED: list[tuple[str, Any]] = [
+    ("temperature", -0.1), ("temperature", float("inf")), ("temperature", float("nan")), ("temperature", "hot"),
+    ("temperature", None), ("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_p", 0.0), ("top_p", 1.1),
+    ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.01), ("repetition_penalty", 0.0), ("repetition_penalty", -1),
+    ("repetition_penalty", float("inf")), ("seed", -1), ("seed", 2**32), ("seed", 0.5), ("max_tokens", 0),
+    ("max_tokens", -3), ("max_tokens", 2.0), ("max_tokens", True), ("stop", ""), ("stop", ("a", "")), ("stop", (1,)),
+    ("stop", 5), ("stop_token_ids", 5), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_what_cannot_be_is_refused_by_name(name: str, value: Any):
+    with pytest.raises(InvalidParameterError, match=f"^{name} is .*, expected"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", 0), ("temperature", np.float32(0.7)), ("top_k", 0), ("top_k", np.int64(3)), ("top_p", 1),
+        ("top_p", 1e-9), ("min_p", 0.0), ("min_p", 1.0), ("seed", 0), ("seed", 2**32 - 1), ("max_tokens", None),
+        ("max_tokens", 1), ("stop", "x"), ("stop", ["x", "yy"]), ("stop_token_ids", [0, 5]),
+    ],
+)  # fmt: skip
+def test_the_ends_of_every_range_are_allowed(name: str, value: Any):
+    assert getattr(SamplingParams(**{name: value}), name) is value
+
+
+def test_one_stop_text_is_as_a_tuple_of_one():
+    assert SamplingParams(stop="ab").stop_texts == SamplingParams(stop=["ab"]).stop_texts == ("ab",)
+    assert SamplingParams().stop_texts == ()
+
+
+def test_the_defaults_are_greedy():
+    params = SamplingParams()
+    assert (params.temperature, params.repetition_penalty, params.logprobs) == (0.0, 1.0, False)

@@ -1,0 +1,96 @@
+"""What is written is what is read, and padding is written nowhere."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import CacheSpec, KvState
+
+LAYERS, BLOCKS, BLOCK, HEADS, WIDTH = 2, 5, 3, 4, 6
+SPEC = CacheSpec(
+    num_layers=LAYERS, num_blocks=BLOCKS, block_size=BLOCK, num_kv_heads=HEADS, head_dim=WIDTH, dtype="float32"
+)
+
+
+read_layer = jax.jit(state.read, static_argnums=1)
+write_layer = jax.jit(state.write, static_argnums=1)
+
+
+@functools.cache
+def full(spec: CacheSpec, seed: int = 0) -> KvState[jax.Array]:
+    """A KV whose every number differs."""
+    leaves = state.shapes(spec)
+    return jax.tree.map(
+        lambda leaf: (seed + jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape).astype(leaf.dtype), leaves
+    )
+
+
+def logical(kv: KvState[jax.Array]) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values as `[L, P, C, K, H]`, whatever their physical order."""
+    layers, blocks = kv.k.shape[:2]
+    everything = jnp.asarray(np.arange(blocks, dtype=np.int32))
+    read = [read_layer(kv, layer, everything) for layer in range(layers)]
+    k = np.stack([np.asarray(one).transpose(0, 3, 1, 2) for one, _ in read])
+    v = np.stack([np.asarray(one).transpose(0, 2, 1, 3) for _, one in read])
+    return k, v
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), layer=st.integers(0, LAYERS - 1), count=st.sampled_from([1, 4, 9]))
+def test_a_write_lands_where_it_says_and_nowhere_else(data: st.DataObject, layer: int, count: int):
+    places = st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCK - 1))
+    at = data.draw(st.lists(places, min_size=count, max_size=count, unique=True))
+    padding = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    ids = np.array([BLOCKS if skipped else block for (block, _), skipped in zip(at, padding, strict=True)], np.int32)
+    offsets = np.array([offset for _, offset in at], np.int32)
+    rng = np.random.default_rng(0)
+    k, v = (rng.standard_normal((count, HEADS, WIDTH), np.float32) for _ in "kv")
+    before = full(SPEC)
+    expected = [side.copy() for side in logical(before)]
+    for token, ((block, offset), skipped) in enumerate(zip(at, padding, strict=True)):
+        if not skipped:
+            expected[0][layer, block, offset] = k[token]
+            expected[1][layer, block, offset] = v[token]
+    after = write_layer(before, layer, ids, offsets, k, v)
+    for found, wanted in zip(logical(after), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@settings(max_examples=5, deadline=None)
+@given(sizes=st.tuples(*[st.integers(1, 5)] * 5), dtype=st.sampled_from(["float32", "bfloat16", "float16"]))
+def test_what_is_written_is_read_for_any_shape(sizes: tuple[int, int, int, int, int], dtype: str):
+    layers, blocks, block, heads, width = sizes
+    spec = CacheSpec(
+        num_layers=layers, num_blocks=blocks, block_size=block, num_kv_heads=heads, head_dim=width, dtype=dtype
+    )
+    count = blocks * block
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((count, heads, width), np.float32)) for _ in "kv")
+    ids, offsets = (jnp.asarray(part) for part in np.divmod(np.arange(count, dtype=np.int32), block))
+    kv = write_layer(state.empty(spec), layers - 1, ids, offsets, k, v)
+    found = logical(kv)
+    for side, given_ in zip(found, (k, v), strict=True):
+        np.testing.assert_array_equal(side[layers - 1].reshape(count, heads, width), given_.astype(dtype))
+        assert not side[: layers - 1].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_spec_counts_the_bytes_of_the_arrays(dtype: str):
+    spec = CacheSpec(num_layers=2, num_blocks=5, block_size=3, num_kv_heads=4, head_dim=6, dtype=dtype)
+    arrays = jax.tree.leaves(state.empty(spec))
+    assert spec.num_bytes == sum(array.nbytes for array in arrays)
+    assert spec.bytes_per_position * 3 * 5 == spec.num_bytes
+    assert [(a.shape, a.dtype) for a in arrays] == [(s.shape, s.dtype) for s in jax.tree.leaves(state.shapes(spec))]
+    assert not any(array.any() for array in arrays)
+
+
+def test_an_id_outside_the_pool_reads_some_block_rather_than_nothing():
+    k, v = state.read(full(SPEC), 0, jnp.array([BLOCKS, 10**6], jnp.int32))
+    assert np.isfinite(k).all()
+    assert np.isfinite(v).all()

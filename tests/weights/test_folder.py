@@ -1,0 +1,287 @@
+"""Hugging Face folders: what is read, and what is refused."""
+
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import ferrum_jax
+from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.weights.folder import SafetensorsSource
+from tests import tiny
+
+CONFIG = tiny.CONFIGS["llama_biases"]
+TIED = tiny.CONFIGS["llama32_tied"]
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SECOND = "model-00002-of-00003.safetensors"
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def refuse(folder: Path) -> str:
+    """Demands that loading is refused within a second; gives the message."""
+    start = time.perf_counter()
+    with pytest.raises(FerrumError) as refusal:
+        ferrum_jax.load_params(folder)
+    assert time.perf_counter() - start < 1.0
+    return str(refusal.value)
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], object], file: str = SINGLE) -> None:
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file)
+
+
+def change_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_any_number_of_shards_gives_the_same_parameters(shards: int, tmp_path: Path):
+    params, cfg = ferrum_jax.load_params(tiny.write_folder(tmp_path, CONFIG, shards))
+    assert cfg == tiny.model_config("llama_biases")
+    tiny.assert_same_tree(params, tiny.tiny_params(CONFIG))
+
+
+def test_a_single_shard_may_have_any_name(tmp_path: Path):
+    tiny.write_folder(tmp_path, CONFIG)
+    (tmp_path / SINGLE).rename(tmp_path / "weights.safetensors")
+    tiny.assert_same_tree(ferrum_jax.load_params(tmp_path)[0], tiny.tiny_params(CONFIG))
+
+
+@pytest.mark.parametrize("narrow", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_other_widths_become_float32_exactly(narrow: type, tmp_path: Path):
+    written = {name: tensor.astype(narrow) for name, tensor in tiny.tensors(CONFIG).items()}
+    params, _ = ferrum_jax.load_params(tiny.write_folder(tmp_path, CONFIG, named=written), dtype="float32")
+    for name, leaf in ferrum_jax.models.specs.named_leaves(params).items():
+        np.testing.assert_array_equal(leaf, written[name].astype(np.float32), strict=True)
+
+
+@pytest.mark.parametrize(("dtype", "rounded"), [("bfloat16", ml_dtypes.bfloat16), ("f16", np.float16)])
+def test_the_dtype_asked_for_is_what_the_parameters_have(dtype: str, rounded: type, tmp_path: Path):
+    params, _ = ferrum_jax.load_params(tiny.write_folder(tmp_path, CONFIG), dtype=dtype)
+    for name, leaf in ferrum_jax.models.specs.named_leaves(params).items():
+        np.testing.assert_array_equal(np.asarray(leaf), tiny.tensors(CONFIG)[name].astype(rounded), strict=True)
+
+
+def test_derived_tensors_in_a_checkpoint_are_left_unread(tmp_path: Path):
+    extra = {"lm_head.weight": np.zeros((97, 48), np.float32), "model.rotary_emb.inv_freq": np.zeros(10, np.float32)}
+    folder = tiny.write_folder(tmp_path, TIED, named=tiny.tensors(TIED) | extra)
+    tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], tiny.tiny_params(TIED))
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 100, 3000, -1])
+def test_a_truncated_file_is_refused_by_name(kept: int, tmp_path: Path):
+    file = tiny.write_folder(tmp_path, CONFIG) / SINGLE
+    file.write_bytes(file.read_bytes()[:kept])
+    assert str(file) in refuse(tmp_path)
+
+
+def test_corrupted_headers_are_refused_or_change_nothing(tmp_path: Path):
+    file = tiny.write_folder(tmp_path, TIED) / SINGLE
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    draw = np.random.RandomState(3)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for at in draw.randint(header, size=draw.randint(1, 5)):
+            damaged[at] = draw.randint(256)
+        file.write_bytes(damaged)
+        try:
+            params, _ = ferrum_jax.load_params(tmp_path)
+        except FerrumError as refusal:
+            assert str(tmp_path) in str(refusal)
+            refused += 1
+        else:
+            assert {leaf.shape for leaf in ferrum_jax.models.specs.named_leaves(params).values()}
+    assert refused > 100
+
+
+def test_a_corrupted_index_or_configuration_is_refused_by_name(tmp_path: Path):
+    for file in (INDEX, "config.json"):
+        folder = tiny.write_folder(tmp_path / file, CONFIG, shards=3)
+        for content in (b"", b"{", b"[]", b"\xff\xfe", b"null", b"{}", b'{"weight_map": 3}', b'{"weight_map": {"a": 1}}'):
+            (folder / file).write_bytes(content)
+            assert refuse(folder)
+
+
+def test_a_missing_shard_is_refused_by_name(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG, shards=3)
+    (folder / SECOND).unlink()
+    assert SECOND in refuse(folder)
+
+
+def test_a_tensor_that_the_index_promises_but_no_shard_holds_is_refused_by_name(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG, shards=3)
+    change_index(folder, lambda weight_map: weight_map.update(ghost=SECOND))
+    message = refuse(folder)
+    assert "ghost" in message
+    assert SECOND in message
+
+
+def test_a_tensor_in_two_shards_is_refused_by_name(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG, shards=3)
+    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": np.ones(48, np.float32)}), SECOND)
+    change_tensors(
+        folder, lambda tensors: tensors.update({"model.norm.weight": np.ones(48, np.float32)}), SECOND.replace("2-", "3-")
+    )
+    message = refuse(folder)
+    assert "model.norm.weight" in message
+    assert SECOND in message
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ""])
+def test_an_index_that_leaves_its_folder_is_refused(name: str, tmp_path: Path):
+    folder = tiny.write_folder(tmp_path / "inside", CONFIG, shards=3)
+    save_file(tiny.tensors(CONFIG), tmp_path / "outside.safetensors")
+    change_index(folder, lambda weight_map: weight_map.update({Q: name}))
+    message = refuse(folder)
+    assert repr(name) in message
+    assert INDEX in message
+
+
+def test_a_missing_tensor_is_refused_by_name(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG)
+    change_tensors(folder, lambda tensors: tensors.pop(Q))
+    message = refuse(folder)
+    assert f"{Q} is missing" in message
+    assert str(folder) in message
+
+
+def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG)
+    change_tensors(folder, lambda tensors: tensors.update(stranger=np.ones(3, np.float32)))
+    assert "stranger is unknown" in refuse(folder)
+
+
+def test_an_untied_head_that_is_missing_is_refused_by_name(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG)
+    change_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    assert "lm_head.weight is missing" in refuse(folder)
+
+
+def test_wrong_shapes_are_refused_by_name_even_where_the_number_of_elements_is_right(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG)
+    change_tensors(folder, lambda tensors: tensors.update({Q: np.ascontiguousarray(tensors[Q].T)}))
+    message = refuse(folder)
+    assert f"{Q} has shape [48, 160], expected [160, 48]" in message
+    assert str(folder) in message
+
+
+def test_all_problems_come_in_one_message_and_long_lists_are_counted(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG | {"num_hidden_layers": 9})
+    tiny.write_folder(folder, CONFIG | {"num_hidden_layers": 9}, named=tiny.tensors(CONFIG))
+    message = refuse(folder)
+    assert "model.layers.3.input_layernorm.weight is missing" in message
+    assert " more" in message
+    assert len(message) < 2000
+
+
+def test_a_quantised_tensor_is_refused_by_name(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, CONFIG)
+    change_tensors(folder, lambda tensors: tensors.update({Q: np.zeros((160, 48), np.int8)}))
+    message = refuse(folder)
+    assert Q in message
+    assert "I8" in message
+
+
+def test_a_place_that_holds_no_checkpoint_is_refused(tmp_path: Path):
+    with pytest.raises(NotFoundError, match="does not exist"):
+        ferrum_jax.load_params(tmp_path / "nowhere")
+    with pytest.raises(NotFoundError, match=r"config\.json"):
+        ferrum_jax.load_params(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    with pytest.raises(NotFoundError, match=r"no model\.safetensors"):
+        ferrum_jax.load_params(tmp_path)
+    for name in ("a", "b"):
+        save_file({"x": np.zeros(1, np.float32)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(NotFoundError, match="2 safetensors files but no"):
+        ferrum_jax.load_params(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "named"),
+    [
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, UnsupportedError, "longrope"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedError, "dynamic"),
+        ({"rope_scaling": {"type": "linear"}}, FerrumError, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, FerrumError, "low_freq_factor"),
+        ({"rope_scaling": "yarn"}, FerrumError, "yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, FerrumError, "factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, FerrumError, "two"),
+        ({"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 0}}, FerrumError, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, UnsupportedError, "full_attention"),
+        ({"hidden_act": "gelu"}, UnsupportedError, "gelu"),
+        ({"model_type": "gemma2"}, UnsupportedError, "gemma2"),
+        ({"quantization_config": {"bits": 4}}, UnsupportedError, "quantization_config"),
+        ({"num_key_value_heads": 3}, FerrumError, "3 key/value heads"),
+        ({"vocab_size": "many"}, FerrumError, "vocab_size"),
+        ({"vocab_size": None}, FerrumError, "vocab_size"),
+        ({"num_attention_heads": 0}, FerrumError, ""),
+        ({"head_dim": 7}, FerrumError, "head_dim"),
+        ({"sliding_window": 0, "model_type": "mistral"}, FerrumError, "sliding_window"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_honoured_is_refused(
+    change: dict[str, object], kind: type[FerrumError], named: str, tmp_path: Path
+):
+    folder = tiny.write_folder(tmp_path, CONFIG)
+    (folder / "config.json").write_text(json.dumps(CONFIG | change), encoding="utf-8")
+    with pytest.raises(kind) as refusal:
+        ferrum_jax.load_params(folder)
+    assert named in str(refusal.value)
+
+
+MEASURE = textwrap.dedent("""
+    import resource, sys
+    import jax, numpy as np
+    from ferrum_jax.weights.folder import SafetensorsSource
+    import ferrum_jax
+    def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    jax.block_until_ready(jax.device_put(np.zeros(3, np.float32)))
+    before = peak()
+    params, _ = ferrum_jax.load_params(sys.argv[1], dtype="float32")
+    jax.block_until_ready(params)
+    print(peak() - before)
+""")
+
+
+@pytest.mark.parametrize("narrow", [np.float32, ml_dtypes.bfloat16])
+def test_the_peak_of_memory_is_the_parameters_and_the_largest_tensor(narrow: type, tmp_path: Path):
+    config = CONFIG | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 30000}
+    shapes = {name: leaf.shape for name, leaf in _specs(config).items()}
+    written = {name: np.zeros(shape, narrow) for name, shape in shapes.items()}
+    folder = tiny.write_folder(tmp_path, config, shards=2, named=written)
+    bytes_of = {name: 4 * int(np.prod(shape)) for name, shape in shapes.items()}
+    assert sum(bytes_of.values()) > 600e6
+    command = [sys.executable, "-c", MEASURE, str(folder)]
+    peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert peak >= sum(bytes_of.values()), "the measure misses the parameters"
+    # The contract allows 500 MB above this; a copy kept of every tensor would cost more than these 200.
+    assert peak < sum(bytes_of.values()) + 2 * max(bytes_of.values()) + 200e6
+
+
+def _specs(config: dict[str, object]) -> dict[str, ferrum_jax.models.specs.ParamSpec]:
+    cfg = ferrum_jax.ModelConfig.from_hf(config)
+    return ferrum_jax.models.specs.named_leaves(ferrum_jax.models.family(cfg).param_specs(cfg))
+
+
+def test_a_tensor_that_cannot_be_read_any_more_is_refused_by_name(tmp_path: Path):
+    source = SafetensorsSource(tiny.write_folder(tmp_path, CONFIG))
+    (tmp_path / SINGLE).write_bytes(b"")
+    with pytest.raises(InvalidFormatError) as refusal:
+        source.read(Q)
+    assert Q in str(refusal.value)

@@ -1,0 +1,272 @@
+"""GGUF files: every type of tensor, every architecture, and what is refused."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from numpy.typing import NDArray
+
+import ferrum_jax
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.models.layers import rope
+from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.weights.gguf import GgufSource
+from tests import tiny
+from tests.weights import scalar_ggml
+
+MODULES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+WHOLE_BLOCKS = tiny.CONFIGS["qwen2_tied"] | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+QUANTISED = "model.layers.0.mlp.down_proj.weight"
+Raw = Mapping[str, tuple[NDArray[Any], GGMLQuantizationType]]
+
+
+def gguf_name(name: str) -> str:
+    module, leaf = name.rsplit(".", 1)
+    if module in OUTSIDE:
+        return f"{OUTSIDE[module]}.{leaf}"
+    _, _, layer, part = module.split(".", 3)
+    return f"blk.{layer}.{MODULES[part]}.{leaf}"
+
+
+def interleave(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
+    """Moves row H/2·a + b of every head to 2·b + a, as llama.cpp's conversion of Llama's q and k does."""
+    width = len(weight) // num_heads
+    moved = np.empty_like(weight)
+    for head in range(num_heads):
+        for row in range(width):
+            a, b = divmod(row, width // 2)
+            moved[head * width + 2 * b + a] = weight[head * width + row]
+    return moved
+
+
+def open_writer(path: Path, config: Mapping[str, Any], architecture: str) -> GGUFWriter:
+    cfg = ModelConfig.from_hf(config)
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(cfg.max_position_embeddings)
+    writer.add_embedding_length(cfg.hidden_size)
+    writer.add_block_count(cfg.num_hidden_layers)
+    writer.add_feed_forward_length(cfg.intermediate_size)
+    writer.add_head_count(cfg.num_attention_heads)
+    writer.add_head_count_kv(cfg.num_key_value_heads)
+    writer.add_key_length(cfg.head_dim)
+    writer.add_layer_norm_rms_eps(cfg.rms_norm_eps)
+    writer.add_rope_freq_base(cfg.rope_theta)
+    return writer
+
+
+def write_gguf(
+    path: Path,
+    config: Mapping[str, Any],
+    *,
+    architecture: str | None = None,
+    raw: Raw | None = None,
+    extra: Mapping[str, NDArray[Any]] | None = None,
+    without: tuple[str, ...] = (),
+    yarn: tuple[float, int] | None = None,
+    window: int | None = None,
+) -> Path:
+    """Writes the tiny model of `config`; `raw` gives tensors as they are stored, by their Hugging Face names."""
+    cfg = ModelConfig.from_hf(config)
+    architecture = architecture or str(config["model_type"])
+    writer = open_writer(path, config, architecture)
+    if yarn:
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(yarn[0])
+        writer.add_rope_scaling_orig_ctx_len(yarn[1])
+    if window:
+        writer.add_sliding_window(window)
+    for name, tensor in tiny.tensors(config).items():
+        if name in without:
+            continue
+        if raw and name in raw:
+            data, kind = raw[name]
+            writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+            continue
+        if architecture == "llama" and ".q_proj." in name:
+            tensor = interleave(tensor, cfg.num_attention_heads)
+        if architecture == "llama" and ".k_proj." in name:
+            tensor = interleave(tensor, cfg.num_key_value_heads)
+        writer.add_tensor(gguf_name(name), tensor)
+    for name, tensor in (extra or {}).items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def refuse(path: Path, kind: type[FerrumError] = FerrumError) -> str:
+    """Demands that loading is refused within a second, and that the message names the file; gives the message."""
+    start = time.perf_counter()
+    with pytest.raises(kind) as refusal:
+        ferrum_jax.load_params(path)
+    assert time.perf_counter() - start < 1.0
+    assert str(path) in str(refusal.value)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3", "llama_biases", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"])
+def test_every_architecture_gives_the_tensors_and_the_configuration_of_the_folder(name: str, tmp_path: Path):
+    config = tiny.CONFIGS[name] | ({"mlp_bias": False} if name == "llama_biases" else {})
+    without = tuple(n for n in tiny.tensors(config) if n.endswith("o_proj.bias"))
+    params, cfg = ferrum_jax.load_params(write_gguf(tmp_path / "model.gguf", config, without=()))
+    expected = ModelConfig.from_hf(config)
+    assert {**vars(cfg), "rms_norm_eps": 0} == {**vars(expected), "rms_norm_eps": 0}
+    assert cfg.rms_norm_eps == pytest.approx(expected.rms_norm_eps, rel=1e-6)
+    tiny.assert_same_tree(params, tiny.tiny_params(config))
+    assert not without or cfg.attention_out_bias
+
+
+def test_a_llama_file_with_a_window_is_a_mistral(tmp_path: Path):
+    config = tiny.CONFIGS["mistral"]
+    path = write_gguf(tmp_path / "model.gguf", config, architecture="llama", window=config["sliding_window"])
+    params, cfg = ferrum_jax.load_params(path)
+    assert cfg.layer_windows == (7, 7, 7)
+    tiny.assert_same_tree(params, tiny.tiny_params(config))
+
+
+def test_rope_freqs_become_the_llama3_scaling(tmp_path: Path):
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = tiny.CONFIGS["llama3"] | {"rope_scaling": {"rope_type": "llama3", **scaling}}
+    plain = rope.default_frequencies(20, 500000.0)
+    divisors = (plain / rope.llama3_frequencies(plain, 32.0, 1.0, 4.0, 8192)).astype(np.float32)
+    path = write_gguf(tmp_path / "model.gguf", config, extra={"rope_freqs.weight": divisors})
+    params, cfg = ferrum_jax.load_params(path)
+    assert cfg.rope_scaling == ModelConfig.from_hf(config).rope_scaling
+    tiny.assert_same_tree(params, tiny.tiny_params(config))
+
+
+def test_rope_freqs_of_another_scaling_are_refused(tmp_path: Path):
+    divisors = np.linspace(1, 9, 10, dtype=np.float32)
+    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], extra={"rope_freqs.weight": divisors})
+    assert "rope_freqs.weight" in refuse(path, UnsupportedError)
+
+
+@pytest.mark.parametrize("name", ["qwen25_yarn", "qwen3_yarn", "llama_yarn"])
+def test_yarn_settings_are_read(name: str, tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS[name], yarn=(4.0, tiny.ORIGINAL))
+    assert ferrum_jax.load_params(path)[1].rope_scaling == tiny.model_config(name).rope_scaling
+
+
+@pytest.mark.parametrize("kind", scalar_ggml.FORMATS)
+def test_every_quantised_type_is_read_as_its_format_says(kind: str, tmp_path: Path):
+    shape = (256, 512)
+    data = scalar_ggml.draw_blocks(kind, shape, seed=4)
+    raw = {QUANTISED: (data, GGMLQuantizationType[kind])}
+    params, _ = ferrum_jax.load_params(write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw), dtype="float32")
+    found = named_leaves(params)[QUANTISED]
+    expected = scalar_ggml.read_blocks(kind, data, shape)
+    # ggml rounds scale times number to float32 before it adds, the scalar reading does not.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * float(np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_every_plain_type_is_read_exactly(kind: str, tmp_path: Path):
+    narrow = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}[kind]
+    tensor = tiny.tensors(WHOLE_BLOCKS)[QUANTISED].astype(narrow)
+    stored = tensor.view(np.uint8) if kind == "BF16" else tensor
+    raw = {QUANTISED: (stored, GGMLQuantizationType[kind])}
+    params, _ = ferrum_jax.load_params(write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw), dtype="float32")
+    np.testing.assert_array_equal(named_leaves(params)[QUANTISED], tensor.astype(np.float32), strict=True)
+
+
+def test_a_type_that_is_not_supported_is_refused_by_name(tmp_path: Path):
+    data = np.zeros((256, 512 // 256 * 84), np.uint8)
+    raw = {QUANTISED: (data, GGMLQuantizationType.Q2_K)}
+    message = refuse(write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw), UnsupportedError)
+    assert "blk.0.ffn_down.weight" in message
+    assert "Q2_K" in message
+
+
+def test_an_architecture_that_is_not_supported_is_refused_by_name(tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], architecture="gemma2")
+    assert "gemma2" in refuse(path, UnsupportedError)
+
+
+def test_a_mixture_of_experts_is_refused(tmp_path: Path):
+    writer = open_writer(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], "llama")
+    writer.add_expert_count(8)
+    writer.add_tensor("token_embd.weight", tiny.tensors(tiny.CONFIGS["llama3"])["model.embed_tokens.weight"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedError, match="num_experts"):
+        ferrum_jax.load_params(tmp_path / "model.gguf")
+
+
+def test_missing_and_unknown_tensors_are_refused_by_name(tmp_path: Path):
+    config = tiny.CONFIGS["qwen3"]
+    missing = write_gguf(tmp_path / "a.gguf", config, without=("model.layers.1.self_attn.k_norm.weight",))
+    assert "model.layers.1.self_attn.k_norm.weight is missing" in refuse(missing)
+    unknown = write_gguf(tmp_path / "b.gguf", config, extra={"blk.0.stranger.weight": np.ones(3, np.float32)})
+    assert "blk.0.stranger.weight is unknown" in refuse(unknown)
+    bare = write_gguf(tmp_path / "c.gguf", config, without=("model.embed_tokens.weight",))
+    assert "token_embd.weight" in refuse(bare)
+
+
+def test_a_wrong_shape_is_refused_by_name(tmp_path: Path):
+    name = "model.layers.2.mlp.up_proj.weight"
+    raw = {name: (np.zeros((48, 72), np.float32), GGMLQuantizationType.F32)}
+    message = refuse(write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["qwen3"], raw=raw))
+    assert f"{name} has shape [48, 72], expected [72, 48]" in message
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0001, 0.02, 0.5, 0.999])
+def test_a_file_that_was_cut_is_refused_by_name(share: float, tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    refuse(path, InvalidFormatError)
+
+
+def test_the_real_file_cut_in_half_is_refused_within_a_second(smollm2_path: Path, tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    with smollm2_path.open("rb") as file:
+        path.write_bytes(file.read(smollm2_path.stat().st_size // 2))
+    refuse(path, InvalidFormatError)
+
+
+def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    for content in (b"", b"GGUF", b"hello, world" * 100, bytes(4096)):
+        path.write_bytes(content)
+        refuse(path, InvalidFormatError)
+    with pytest.raises(NotFoundError):
+        GgufSource(tmp_path / "none.gguf")
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3_tied"])
+def test_corrupted_headers_are_refused_or_change_nothing_else(name: str, tmp_path: Path):
+    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS[name])
+    whole = path.read_bytes()
+    header = len(whole) - sum(-(-tensor.nbytes // 32) * 32 for tensor in tiny.tensors(tiny.CONFIGS[name]).values())
+    draw = np.random.RandomState(5)
+    refused, unhandled = 0, []
+    for _ in range(200):
+        damaged = bytearray(whole)
+        places = draw.randint(header, size=draw.randint(1, 4)).tolist()
+        for at in places:
+            damaged[at] = draw.randint(256)
+        path.write_bytes(damaged)
+        try:
+            ferrum_jax.load_params(path)
+        except FerrumError:
+            refused += 1
+        except Exception as problem:  # noqa: BLE001  # any other kind is what this test looks for
+            unhandled.append((places, repr(problem)))
+    assert not unhandled
+    assert refused > 120
