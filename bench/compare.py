@@ -11,6 +11,7 @@ transformers and torch come with the extra `reference`; without them the table h
 """
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,7 @@ def _decode(runner: ModelRunner, prompts: list[list[int]]) -> Contestant:
 
 def _run(race: Race, machine: Machine, rounds: int) -> dict[str, Any]:
     """Checks that all sides compute the same, then times them."""
+    print(f"racing: {race.name}", file=sys.stderr)
     difference = _largest_difference(race)
     times = alternate(race.contestants, rounds=rounds, burst=race.burst)
     ours = times.pop("ours")

@@ -6,6 +6,7 @@ is the host's share. Each step is rolled back, so that the context stays where i
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from ferrum_jax.kvcache import state
 
 BATCHES = (1, 2, 4, 8)  # rows
 CONTEXTS = (128, 512, 1536)  # positions
+SMOKE_BATCHES, SMOKE_CONTEXTS = (1, 3), (16, 64)
 ENGINE = EngineConfig(
     max_seqs=8,
     kv_capacity=2048,
@@ -33,6 +35,7 @@ ENGINE = EngineConfig(
     chunk_tokens=(512,),
     verify_tokens=(16,),
 )
+SMOKE_ENGINE = replace(ENGINE, max_seqs=3, kv_capacity=128, decode_rows=SMOKE_BATCHES, chunk_tokens=(64,))
 BURST = 4  # calls in a row
 
 
@@ -41,15 +44,16 @@ def main() -> None:
     found = card.options(__doc__)
     subject = models.read(found)
     machine = measure_machine(subject.dtype, smoke=found.smoke)
-    runner = models.run(subject, ENGINE)
+    runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
     conditions = card.show_card(subject, runner.plan.cache, machine)
     runner.warmup(progress=True)
-    bare = {batch: _bare_step(runner, batch) for batch in BATCHES}
+    batches, contexts = (SMOKE_BATCHES, SMOKE_CONTEXTS) if found.smoke else (BATCHES, CONTEXTS)
+    bare = {batch: _bare_step(runner, batch) for batch in batches}
     rows = []
-    for context in CONTEXTS:
-        for row in range(max(BATCHES)):
+    for context in contexts:
+        for row in range(max(batches)):
             runner.prefill(str(row), models.prompt(runner.model_config, context, seed=row))
-        rows += [_measure(runner, machine, bare[batch], batch, context, found.rounds) for batch in BATCHES]
+        rows += [_measure(runner, machine, bare[batch], batch, context, found.rounds) for batch in batches]
         runner.reset()
     _show(rows)
     card.finish("decode", found, conditions, rows)

@@ -4,6 +4,7 @@ The contract's `prefill` into an empty sequence, which gives the last token's lo
 chunk runs in several steps.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
 
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)  # tokens
+SMOKE_LENGTHS = (32, 128, 256)
 ENGINE = EngineConfig(
     max_seqs=1,
     kv_capacity=2048,
@@ -26,6 +28,7 @@ ENGINE = EngineConfig(
     chunk_tokens=(32, 64, 128, 256, 512),
     verify_tokens=(16,),
 )
+SMOKE_ENGINE = replace(ENGINE, kv_capacity=256, chunk_tokens=(32, 128))
 
 
 def main() -> None:
@@ -33,10 +36,11 @@ def main() -> None:
     found = card.options(__doc__)
     subject = models.read(found)
     machine = measure_machine(subject.dtype, smoke=found.smoke)
-    runner = models.run(subject, ENGINE)
+    runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
     conditions = card.show_card(subject, runner.plan.cache, machine)
     runner.warmup(progress=True)
-    rows = [_measure(runner, machine, tokens, found.rounds) for tokens in LENGTHS]
+    lengths = SMOKE_LENGTHS if found.smoke else LENGTHS
+    rows = [_measure(runner, machine, tokens, found.rounds) for tokens in lengths]
     _show(rows)
     card.finish("prefill", found, conditions, rows)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ferrum_jax.contract.errors import FerrumError
@@ -127,7 +128,7 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     }
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
-        table.add_row(f"[bold]{name}[/bold]", value)
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     keys = plan.ladders.declared()
     table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, P chunks of C tokens, M blocks a row")
     for key in keys:

@@ -9,6 +9,7 @@ from typing import Any, Self
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+MOST_LAYERS = 10_000  # a damaged count would otherwise be counted to
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _CHANGES_ARITHMETIC = (  # settings of other families that would make these forwards wrong if they were ignored
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
@@ -83,8 +84,11 @@ class ModelConfig:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
         if len(self.layer_windows) != self.num_hidden_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
-        if any(window is not None and window < 1 for window in self.layer_windows):
-            raise ConfigError(f"sliding_window is below 1 in {self.layer_windows}")
+        for window in self.layer_windows:
+            _refuse_below("sliding_window", window, 1)
+        for name in ("rope_theta", "rms_norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected more than 0")
 
     @property
     def max_seq_len(self) -> int:
@@ -106,11 +110,11 @@ class ModelConfig:
         try:
             return cls(**_hf_fields(config))
         except KeyError as missing:
-            raise ConfigError(f"config.json has no field {missing.args[0]!r}") from None
+            raise ConfigError(f"no field {missing.args[0]!r}") from None
         except (TypeError, ValueError, ArithmeticError) as wrong:
             if isinstance(wrong, (ConfigError, UnsupportedError)):
                 raise
-            raise ConfigError(f"config.json has a field of the wrong type: {wrong}") from None
+            raise ConfigError(f"a field of the wrong type: {wrong}") from None
 
 
 def _hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +132,8 @@ def _hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     if partial != 1.0:
         raise UnsupportedError(f"partial_rotary_factor {partial} is not implemented, only 1.0 is")
     heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"num_hidden_layers is {layers}, expected at most {MOST_LAYERS}")
     kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
     if head_dim is None:
         head_dim = 128 if family == "qwen3" else config["hidden_size"] // heads
@@ -167,7 +173,7 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int |
     if family == "llama" or window is None:
         return (None,) * layers
     if family == "mistral":
-        return (int(window),) * layers
+        return (window,) * layers
     if not _switch(config, "use_sliding_window"):
         return (None,) * layers
     first = config.get("max_window_layers", 28)
@@ -177,7 +183,7 @@ def _windows(config: Mapping[str, Any], family: str, layers: int) -> tuple[int |
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown:
         raise UnsupportedError(f"layer_types {sorted(unknown)} are not implemented")
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
@@ -196,16 +202,22 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     if kind in ("llama3", "yarn") and original is None:
         original = limit
-    factor = limit / original if given.get("factor") is None and original else given["factor"]
+    derived = kind == "yarn" and given.get("factor") is None
+    factor = limit / original if derived else given["factor"]
     named = {"rope_type", "factor", "original_max_position_embeddings", "truncate"}
     names = {field.name for field in fields(RopeScaling)} - named
-    options = {name: float(given[name]) for name in names if given.get(name) is not None}
+    options: dict[str, Any] = {name: float(given[name]) for name in names if given.get(name) is not None}
     if kind == "llama3":
         options |= {name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
-    options["truncate"] = bool(given.get("truncate", True))
     return (
         theta,
-        RopeScaling(rope_type=kind, factor=float(factor), original_max_position_embeddings=original, **options),
+        RopeScaling(
+            rope_type=kind,
+            factor=float(factor),
+            original_max_position_embeddings=original,
+            truncate=bool(given.get("truncate", True)),
+            **options,
+        ),
         partial,
     )
 

@@ -3,9 +3,9 @@
     python -m scripts.make_references [--check]
 
 Needs the extra `reference`. `tiny.npz` holds the logits of every position of the tiny models in tests/tiny.py, whose
-weights both sides derive from a seed. `smollm2.npz` holds, for four prompts of SmolLM2-135M-Instruct, the token ids and at
-every position some columns of the logits, the best ones and the logarithm of the sum of exponentials (which sees every
-column); and the greedy continuation with the distance of the two best logits at each of its tokens.
+weights both sides derive from a seed. `smollm2.npz` holds, for four prompts of SmolLM2-135M-Instruct, the token ids;
+at every position some columns of the logits, the best ones and the logarithm of the sum of exponentials (which sees
+every column); and the greedy continuation with the distance of the two best logits at each of its tokens.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +39,8 @@ TEXTS = {
         "October there were none, so he wrote"
     ),
     "code": (
-        "def merge(left, right):\n    merged = []\n    while left and right:\n        source = left if left[0] <= right[0] "
-        "else right\n        merged.append(source.pop(0))\n    return"
+        "def merge(left, right):\n    merged = []\n    while left and right:\n"
+        "        source = left if left[0] <= right[0] else right\n        merged.append(source.pop(0))\n    return"
     ),
     "french": (
         "Le marché ouvre à sept heures. Les pêcheurs y vendent des sardines, des moules et, quand la mer est calme, "
@@ -51,9 +52,10 @@ LICENSE_TOKENS = slice(200, 800)
 
 def load_tiny(folder: Path) -> PreTrainedModel:
     """Loads a folder of tests/tiny.py, every tensor of which must have found its place."""
-    model, found = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
+    model, found = loaded
     wrong = {kind: names for kind, names in found.items() if names}
     if wrong:
         raise SystemExit(f"{folder}: transformers reads these tensors otherwise: {wrong}")
@@ -126,6 +128,11 @@ def make_smollm2(path: Path) -> dict[str, NDArray]:
     return made
 
 
+def _write(path: Path, made: dict[str, NDArray]) -> None:
+    arrays: dict[str, Any] = dict(made)  # one of the function's own options could bear the name of an array
+    np.savez_compressed(path, **arrays)
+
+
 def _rounded(values: NDArray) -> NDArray[np.float32]:
     return (np.round(values.astype(np.float64) / STEP) * STEP).astype(np.float32)
 
@@ -167,7 +174,7 @@ def main() -> None:
         if check:
             problems += _differences(path, made)
         else:
-            np.savez_compressed(path, **made)
+            _write(path, made)
         print(f"{path.relative_to(ROOT)}: {len(made)} arrays, {path.stat().st_size:,} bytes")
     if problems:
         sys.exit("\n".join(problems))

@@ -40,7 +40,7 @@ def _smoke(name: str, path: Path, *options: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("name", "row", "count"), [("decode", DECODE, 12), ("prefill", PREFILL, 7)])
+@pytest.mark.parametrize(("name", "row", "count"), [("decode", DECODE, 4), ("prefill", PREFILL, 3)])
 def test_a_sweep_ends_in_a_json_line(name: str, row: set[str], count: int, tmp_path: Path):
     result = _smoke(name, tmp_path / "out.json", "--rounds", "1")
     assert set(result["card"]) == CARD | CEILING

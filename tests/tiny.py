@@ -1,7 +1,7 @@
 """Tiny models of every family: configurations as in `config.json`, and weights out of a seed and a tensor's name.
 
-All dimensions of a configuration differ, so that a swapped axis cannot hide. The weights are drawn so that logits are of
-the order of one and attention is neither flat nor a single peak: RoPE, windows and biases then all show in the logits.
+All dimensions of a configuration differ, so that a swapped axis cannot hide. The weights are drawn so that logits are
+of the order of one and attention is neither flat nor a single peak: RoPE, windows and biases then all show in them.
 """
 
 import json

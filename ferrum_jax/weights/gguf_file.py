@@ -54,13 +54,19 @@ def _read(path: Path) -> "GGUFReader":
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
         def _get(
-            self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Literal["I", "S", "<"] | None = None
+            self,
+            offset: int,
+            dtype: npt.DTypeLike,
+            count: int = 1,
+            override_order: Literal["I", "S", "<"] | None = None,
         ) -> npt.NDArray[Any]:
             """Refuses to read past the end, where a damaged count would be counted to over empty arrays."""
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
                 raise ValueError(f"it ends at byte {len(self.data)}, byte {end} was to be read")
-            return super()._get(int(offset), dtype, count, override_order)
+            order = override_order or self.byte_order
+            values = self.data[int(offset) : end].view(dtype)
+            return values if order == "I" else values.view(values.dtype.newbyteorder(order))
 
     if not path.is_file():
         raise NotFoundError(f"{path} does not exist")

@@ -71,6 +71,7 @@ class OrbaxSource:
             with ocp.StandardCheckpointer() as checkpointer:
                 return checkpointer.restore(self.path / PARAMS, wanted)
         except (ValueError, KeyError, OSError) as problem:
+            cause = str(problem)[:300]  # pages of storage settings follow
             raise InvalidFormatError(
-                f"{self.path / PARAMS} is no whole checkpoint of {num_parameters(specs):,} parameters: {problem}"
+                f"{self.path / PARAMS} is no whole checkpoint of {num_parameters(specs):,} parameters: {cause}"
             ) from None

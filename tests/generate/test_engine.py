@@ -147,6 +147,15 @@ def test_the_request_that_joined_last_gives_way_and_is_read_anew():
     assert young.output().token_ids == answer(model, [2] * 4, 3)
 
 
+def test_who_gave_way_comes_before_those_who_wait_and_then_all_places_are_filled_again():
+    model = UnifiedLLM(10)
+    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    old, young = request(engine, [1] * 4, 5), request(engine, [2] * 4, 3)
+    finish(engine, [old, young, request(engine, [3], 2), request(engine, [4], 2)])
+    # As above; when the older has ended, the younger is read again beside the third, and then the fourth joins.
+    assert model.batches == [[4, 4], [1, 1], [1], [1], [1], [6, 1], [1, 1], [1]]
+
+
 @pytest.mark.parametrize("kind", [PooledLLM, UnifiedLLM])
 def test_a_request_that_can_never_fit_fails_alone(kind: type[PooledLLM]):
     model = kind(9)

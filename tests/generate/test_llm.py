@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LLM, EngineConfig, SamplingParams, models
-from ferrum_jax.contract.errors import FerrumError, ModelError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import CancelledError, FerrumError, ModelError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CFG, make_runner
 from tests.fake import CountingLLM, answer
@@ -166,14 +166,10 @@ def test_a_stream_gives_the_same_text_piece_by_piece():
     assert len(model.lengths) == 1
     pieces += stream
     assert len(pieces) == 9
-    assert stream.output() == llm_output_like(stream.output(), llm.generate("cab", params)[0])
+    again = llm.generate("cab", params)[0]
+    assert replace(stream.output(), time_to_first_token=again.time_to_first_token) == again
     assert "".join(pieces) == stream.output().text
     assert model.lengths == {}
-
-
-def llm_output_like(one: RequestOutput, other: RequestOutput) -> RequestOutput:
-    """The other output with this one's time."""
-    return RequestOutput(**(vars(other) | {"time_to_first_token": one.time_to_first_token}))
 
 
 @pytest.mark.parametrize("how", ["closed", "dropped"])
@@ -204,8 +200,8 @@ def test_an_error_of_the_model_reaches_who_asked_and_the_llm_goes_on():
     with pytest.raises(ModelError, match="broken"):
         llm.generate(PROMPTS)
     assert model.lengths == {}
+    model.lengths = {"x": 1, "y": 1}
     with pytest.raises(ModelError, match="broken"):
-        model.lengths = {"x": 1, "y": 1}
         list(llm.stream([1, 2]))
     model.lengths = {}
     assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
@@ -322,13 +318,19 @@ def test_a_prompt_can_be_prepared_without_a_trace(llm: LLM, runner: ModelRunner)
     assert not runner._slots.cache_ids
 
 
-def test_warmup_leaves_nothing_to_compile(params: ParamTree):
-    with LLM.from_model(make_runner(params, ENGINE), max_rows=2) as llm:
-        llm.warmup()
-        assert sorted(llm._engine.sampler._compiled) == [1, 2]
-        llm.generate(IDS[:2], SamplingParams(max_tokens=2, temperature=1.0))
-        assert llm.runner.compile_stats()["compiles_after_warmup"] == 0
-    with pytest.raises(FerrumError, match="closed"):
+def test_warmup_leaves_nothing_to_compile(runner: ModelRunner):
+    llm = LLM.from_model(runner, max_rows=2)
+    llm.warmup()
+    assert sorted(llm._engine.sampler._compiled) == [1, 2]
+    assert runner.compile_stats()["compiled"] == len(runner.plan.ladders.declared())
+    llm.generate(IDS[:2], SamplingParams(max_tokens=2, temperature=1.0))
+    assert runner.compile_stats()["compiles_after_warmup"] == 0
+
+
+def test_a_closed_model_says_so(params: ParamTree):
+    with LLM.from_model(make_runner(params, ENGINE)) as llm:
+        pass
+    with pytest.raises(CancelledError, match="closed"):
         llm.generate(IDS[:1])
 
 

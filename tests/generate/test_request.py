@@ -89,6 +89,17 @@ def test_a_stop_on_the_last_token_is_a_stop():
     assert (request.output().finish_reason, request.output().text) == ("stop", "")
 
 
+def test_a_stop_in_what_the_detokenizer_held_back_is_a_stop():
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"x": 0, "<0x61>": 1}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    request = make(limit=2, stop="a")
+    request.detokenizer = Detokenizer(Tokenizer(backend=backend))
+    request.append(0, None)
+    request.append(1, None)  # the byte of an `a`, which may be part of a longer character
+    output = request.output()
+    assert (output.text, output.finish_reason) == ("x", "stop")
+
+
 def test_without_a_tokenizer_the_text_stays_empty():
     request = make(limit=2, textless=True)
     assert feed(request, "ab") == ["", ""]

@@ -1,4 +1,4 @@
-"""The same logits as Hugging Face transformers, at every position, against references made by scripts/make_references."""
+"""The logits of Hugging Face transformers at every position, against references by scripts/make_references.py."""
 
 from pathlib import Path
 
@@ -30,9 +30,7 @@ def test_every_tiny_model_has_a_reference(references: dict[str, NDArray[np.float
 
 
 @every_model
-def test_the_pure_forward_equals_the_reference_at_every_position(
-    name: str, references: dict[str, NDArray[np.float32]]
-):
+def test_the_pure_forward_equals_the_reference_at_every_position(name: str, references: dict[str, NDArray[np.float32]]):
     tokens = jnp.asarray([tiny.prompt(name)])
     logits = jax.jit(models.forward, static_argnums=2)(
         tiny.tiny_params(tiny.CONFIGS[name]), tokens, tiny.model_config(name)

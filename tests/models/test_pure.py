@@ -77,7 +77,11 @@ def test_the_gradient_predicts_a_small_step(name: str):
 
 
 def test_gradients_per_example_by_vmap_sum_to_the_gradient_of_the_batch():
-    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS["qwen3_tied"]), tiny.model_config("qwen3_tied"), tokens_of("qwen3")
+    params, cfg, tokens = (
+        tiny.tiny_params(tiny.CONFIGS["qwen3_tied"]),
+        tiny.model_config("qwen3_tied"),
+        tokens_of("qwen3"),
+    )
     gradient: Callable[[ParamTree, jax.Array], ParamTree] = jax.grad(lambda p, t: log_probability(p, t, cfg))
     each = jax.jit(jax.vmap(lambda row: gradient(params, row[None])))(tokens)
     whole = named_leaves(jax.jit(gradient)(params, tokens))

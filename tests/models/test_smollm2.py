@@ -61,9 +61,7 @@ def test_the_logits_equal_the_reference_at_every_position(
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prefill_and_decode_continue_as_the_reference(
-    name: str, empty: ferrum_jax.ModelRunner, references: Reference
-):
+def test_prefill_and_decode_continue_as_the_reference(name: str, empty: ferrum_jax.ModelRunner, references: Reference):
     tokens = references[f"{name}/tokens"].tolist()
     chosen = [int(empty.prefill(name, tokens).argmax())]
     while len(chosen) < _comparable(name, references):

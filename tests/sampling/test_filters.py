@@ -98,7 +98,7 @@ def test_filters_that_are_off_change_nothing_where_the_sum_of_probabilities_roun
     np.testing.assert_array_equal(run(logits, *off), logits)
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-30}, {"min_p": 1.0}])
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-30}, {"top_p": 0.0}, {"min_p": 1.0}, {"min_p": 2.0}])
 def test_the_strictest_filters_leave_the_best_token(filters: dict[str, Any]):
     assert np.flatnonzero(np.isfinite(apply([1, 5, 2, -np.inf, 0, 4, 3], **filters))).tolist() == [1]
 

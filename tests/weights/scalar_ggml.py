@@ -1,4 +1,4 @@
-"""GGUF's block formats read one number at a time, from the layouts in ggml's `ggml-common.h`: slow, and easy to check."""
+"""GGUF's block formats read one number at a time, from the layouts in ggml's `ggml-common.h`: slow, easy to check."""
 
 import struct
 from collections.abc import Callable
@@ -33,7 +33,9 @@ def _q5_0(block: bytes) -> list[float]:
 
 def _q5_1(block: bytes) -> list[float]:
     fifth = struct.unpack_from("<I", block, 4)[0]
-    return [_half(block, 0) * (q | (fifth >> i & 1) << 4) + _half(block, 2) for i, q in enumerate(_nibbles(block[8:24]))]
+    return [
+        _half(block, 0) * (q | (fifth >> i & 1) << 4) + _half(block, 2) for i, q in enumerate(_nibbles(block[8:24]))
+    ]
 
 
 def _q4_k(block: bytes) -> list[float]:

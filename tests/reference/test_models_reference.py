@@ -1,0 +1,62 @@
+"""Tiny models that transformers itself builds and saves, live against it."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import ferrum_jax
+from ferrum_jax import models
+from scripts.make_references import load_tiny, logits_of
+from tests import tiny
+
+pytestmark = pytest.mark.reference
+
+TOLERANCE = 2e-4  # float32 sums in another order, over three layers; logits are of the order of one
+REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
+
+every_model = pytest.mark.parametrize("name", tiny.CONFIGS)
+
+
+def save_with_transformers(name: str, folder: Path, max_shard_size: str) -> PreTrainedModel:
+    """Lets transformers build a model with random parameters, norms and biases among them, and save it."""
+    settings = {key: value for key, value in tiny.CONFIGS[name].items() if key not in ("model_type", "architectures")}
+    config = AutoConfig.for_model(tiny.CONFIGS[name]["model_type"], **settings)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    torch.manual_seed(tiny.SEED)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            spread = 0.2 if parameter.ndim == 1 else 1.2 * parameter.shape[1] ** -0.5
+            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in parameter_name else 0.0))
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+@every_model
+@pytest.mark.parametrize("max_shard_size", ["40KB", "5GB"], ids=["many_shards", "one_shard"])
+def test_what_transformers_saved_gives_its_logits_at_every_position(name: str, max_shard_size: str, tmp_path: Path):
+    expected = logits_of(save_with_transformers(name, tmp_path, max_shard_size), tiny.prompt(name))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or max_shard_size == "5GB"
+    params, cfg = ferrum_jax.load_params(tmp_path, dtype="float32")
+    logits = jax.jit(models.forward, static_argnums=2)(params, jnp.asarray([tiny.prompt(name)]), cfg)
+    np.testing.assert_allclose(logits[0], expected, rtol=0, atol=TOLERANCE)
+
+
+@every_model
+def test_serving_what_transformers_saved_gives_its_logits_at_every_position(name: str, tmp_path: Path):
+    tokens = tiny.prompt(name)
+    expected = logits_of(save_with_transformers(name, tmp_path, "40KB"), tokens)
+    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=(32,))
+    with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
+        np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
+
+
+@every_model
+def test_the_committed_references_are_what_transformers_gives(name: str, tmp_path: Path):
+    expected = logits_of(load_tiny(tiny.write_folder(tmp_path, tiny.CONFIGS[name])), tiny.prompt(name))
+    with np.load(REFERENCES) as file:
+        np.testing.assert_allclose(file[name], expected, rtol=0, atol=1e-4)

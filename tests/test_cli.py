@@ -1,0 +1,162 @@
+"""The command line, in this process: what it prints where, and how it ends."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ferrum_jax import LLM, SamplingParams, cli
+from ferrum_jax.config import EngineConfig
+from tests import tiny
+from tests.generate.test_request import letters
+
+CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 23, "num_hidden_layers": 1}
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `ferrum-jax` with arguments; gives its exit code, output and errors."""
+
+    def run(*args: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ferrum-jax", *map(str, args)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        captured = capfd.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tiny.write_folder(tmp_path_factory.mktemp("models") / "[tiny]", CONFIG)
+    letters().backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+def refused(result: tuple[int, str, str], kind: str, *says: str) -> None:
+    """Demands one line on standard error, nothing else, and exit code 1."""
+    code, out, err = result
+    assert code == 1
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert err.startswith(f"{kind} error: ")
+    assert all(text in err for text in says)
+
+
+def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with LLM(folder, max_seqs=1, kv_capacity=32, engine=EngineConfig(chunk_tokens=(32,)), progress=False) as llm:
+        greedy = llm.generate("cab", SamplingParams(max_tokens=9))[0].text
+        code, out, err = run("generate", "-m", folder, "--max-tokens", "9", "--kv-capacity", "32", "cab")
+        assert (code, out) == (0, greedy + "\n")
+        assert "9 tokens" in err
+        assert "3 prompt tokens" in err
+        assert "length" in err
+
+        drawn = SamplingParams(max_tokens=9, temperature=2.0, top_k=9, top_p=0.9, min_p=0.01, seed=3)
+        sampled = llm.generate("cab", drawn)[0].text
+        assert greedy != sampled
+        loaded: list[tuple[str, dict[str, Any]]] = []
+
+        def compiled_already(model: str, **settings: Any) -> contextlib.nullcontext[LLM]:
+            loaded.append((model, settings))
+            return contextlib.nullcontext(llm)
+
+        monkeypatch.setattr("ferrum_jax.generate.llm.LLM", compiled_already)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("cab"))
+        options = ["--temperature", "2", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--seed", "3"]
+        place = ["--model", "m", "--dtype", "float32", "--device", "cpu", "--kv-capacity", "32", "--max-tokens", "9"]
+        code, out, err = run("generate", *place, *options, "--stop", sampled[4:7], "--stop", "!", "--", "-")
+        assert (code, out) == (0, sampled.partition(sampled[4:7])[0] + "\n")
+        assert "stop" in err
+        assert loaded == [("m", {"dtype": "float32", "device": "cpu", "kv_capacity": 32, "max_seqs": 1})]
+
+
+def test_generate_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Path):
+    model = ["--model", folder]
+    refused(run("generate", "cab", *model, "--top-p", "2"), "InvalidParameter", "top_p is 2.0")
+    refused(run("generate", "cab", *model, "--max-tokens", "0"), "InvalidParameter", "max_tokens is 0")
+    refused(run("generate", "cab", *model, "--dtype", "int3"), "Config", "dtype is 'int3'")
+    refused(run("generate", "cab", *model, "--device", "tpu:0"), "Device", "tpu:0")
+    refused(run("generate", "cab", *model, "--kv-capacity", "2"), "RequestValidation", "3")
+    refused(run("generate", "", *model, "--kv-capacity", "32"), "RequestValidation", "at least")
+    refused(run("generate", "cab", *model, "--system", "x", "--kv-capacity", "32"), "Unsupported", "chat template")
+    refused(run("generate", "cab", "--model", tmp_path / "nowhere"), "NotFound", "nowhere")
+    (tmp_path / "config.json").write_text("{")
+    refused(run("generate", "cab", "--model", tmp_path), "InvalidFormat", "config.json is not JSON")
+
+
+def test_a_corrupted_model_is_one_line_that_names_the_file(run: Run, folder: Path, tmp_path: Path):
+    broken = tiny.write_folder(tmp_path / "broken", CONFIG)
+    letters().backend.save(str(broken / "tokenizer.json"))
+    whole = (broken / "model.safetensors").read_bytes()
+    for contents in (whole[:-100], b"", b"\xff" * 64):
+        (broken / "model.safetensors").write_bytes(contents)
+        for command in (["generate", "cab", "--model", broken], ["inspect", broken]):
+            refused(run(*command), "InvalidFormat", "model.safetensors is not a whole safetensors file")
+    gguf = tmp_path / "broken.gguf"
+    gguf.write_bytes(b"GGUF" + b"\x00" * 50)
+    refused(run("inspect", gguf), "InvalidFormat", "broken.gguf")
+
+
+def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):
+    code, out, err = run("inspect", folder)
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    for says in (
+        "family llama", "1 of width 48, feed-forward 72", "8 heads of 20, 2 key/value heads", "theta 500000",
+        "[tiny]", "longest sequence 160 positions", "steps", "D8 P0x0",
+    ):  # fmt: skip
+        assert says in text
+    count = sum(tensor.size for tensor in tiny.tensors(CONFIG).values())
+    assert f"parameters {count:,} ({count * 4 / 1e6:,.0f} MB in float32)" in text
+
+
+def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):
+    out = run("inspect", tiny.write_folder(tmp_path / "a", tiny.CONFIGS["mistral_yarn"]))[1]
+    assert ", window 11" in out
+    assert "yarn" in out
+    assert "tied" not in out
+    out = run("inspect", tiny.write_folder(tmp_path / "b", tiny.CONFIGS["mistral_full_tied"]))[1]
+    assert ", window" not in out
+    assert "head tied to the embeddings" in out
+
+
+def test_devices_lists_what_jax_sees(run: Run):
+    code, out, err = run("devices")
+    assert (code, err) == (0, "")
+    assert out.startswith("jax ")
+    assert "cpu:0" in out
+    assert "default dtype float32" in out
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("devices",)])
+def test_help_names_the_commands_and_options(run: Run, command: tuple[str, ...]):
+    code, out, _ = run(*command, "--help")
+    assert code == 0
+    expected = {(): "inspect", ("generate",): "--max-tokens", ("inspect",): "Folder", ("devices",): "memory"}
+    assert expected[command] in out
+
+
+def test_a_wrong_option_is_a_usage_error(run: Run):
+    code, out, err = run("generate", "--nonsense", "x")
+    assert code == 2
+    assert out == ""
+    assert "--nonsense" in err
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "app", interrupted)
+    assert run("devices") == (130, "", "")

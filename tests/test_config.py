@@ -1,0 +1,350 @@
+"""Configurations of real models as they are published, settings, and the sizes that follow from both."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ferrum_jax import EngineConfig, ModelConfig
+from ferrum_jax.config import RopeScaling, dtype_name
+from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.executor import EnginePlan, plan_engine
+
+LLAMA31_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+LLAMA32_1B: dict[str, Any] = LLAMA31_8B | {
+    "head_dim": 64, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+    "rope_scaling": LLAMA31_8B["rope_scaling"] | {"factor": 32.0}, "tie_word_embeddings": True,
+    "transformers_version": "4.45.0.dev0",
+}  # fmt: skip
+LLAMA2_7B: dict[str, Any] = {
+    "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+MISTRAL_7B: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+QWEN25_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+    "vocab_size": 152064,
+}  # fmt: skip
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+
+
+def llama3(factor: float) -> RopeScaling:
+    return RopeScaling(
+        rope_type="llama3",
+        factor=factor,
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+
+
+REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
+    "Llama-3.1-8B": (LLAMA31_8B, ModelConfig(
+        model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_theta=500000.0, rope_scaling=llama3(8.0), layer_windows=(None,) * 32, dtype="bfloat16",
+    )),
+    "Llama-3.2-1B": (LLAMA32_1B, ModelConfig(
+        model_type="llama", vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_theta=500000.0, rope_scaling=llama3(32.0), tie_word_embeddings=True, layer_windows=(None,) * 16,
+        dtype="bfloat16",
+    )),
+    "Llama-2-7b": (LLAMA2_7B, ModelConfig(
+        model_type="llama", vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
+        rope_theta=10000.0, layer_windows=(None,) * 32, dtype="float16",
+    )),
+    "Mistral-7B-v0.1": (MISTRAL_7B, ModelConfig(
+        model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=32768, rms_norm_eps=1e-5,
+        rope_theta=10000.0, layer_windows=(4096,) * 32, dtype="bfloat16",
+    )),
+    "Qwen2.5-7B": (QWEN25_7B, ModelConfig(
+        model_type="qwen2", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-6,
+        rope_theta=1e6, attention_bias=True, layer_windows=(None,) * 28, dtype="bfloat16",
+    )),
+    "Qwen3-8B": (QWEN3_8B, ModelConfig(
+        model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
+        rope_theta=1e6, qk_norm=True, layer_windows=(None,) * 36, dtype="bfloat16",
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_published_configuration_is_read_in_full(name: str):
+    published, expected = REAL[name]
+    assert ModelConfig.from_hf(published) == expected
+    assert hash(ModelConfig.from_hf(published)) == hash(expected)
+    assert expected.max_seq_len == published["max_position_embeddings"]
+
+
+def test_the_newer_spelling_of_rope_and_dtype_means_the_same():
+    rope = {**LLAMA31_8B["rope_scaling"], "rope_theta": 500000.0}
+    newer = {k: v for k, v in LLAMA31_8B.items() if k not in ("rope_scaling", "rope_theta", "torch_dtype")}
+    newer |= {"rope_parameters": rope, "dtype": "bfloat16"}
+    assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(LLAMA31_8B)
+    older = LLAMA31_8B | {"rope_scaling": {("type" if k == "rope_type" else k): v for k, v in rope.items()}}
+    assert ModelConfig.from_hf(older) == ModelConfig.from_hf(LLAMA31_8B)
+
+
+def test_yarn_lengthens_the_sequence_and_llama3_says_it_already():
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    cfg = ModelConfig.from_hf(QWEN25_7B | {"max_position_embeddings": 32768, "rope_scaling": yarn})
+    assert cfg.max_seq_len == 131072
+    assert ModelConfig.from_hf(LLAMA31_8B).max_seq_len == 131072
+    linear = {"type": "linear", "factor": 2.0}
+    assert ModelConfig.from_hf(LLAMA2_7B | {"rope_scaling": linear}).max_seq_len == 8192
+
+
+def test_windows_fall_on_the_layers_that_are_said_to_slide():
+    window = {"use_sliding_window": True, "sliding_window": 100, "num_hidden_layers": 4}
+    assert ModelConfig.from_hf(QWEN25_7B | window | {"max_window_layers": 3}).layer_windows == (None, None, None, 100)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert ModelConfig.from_hf(QWEN25_7B | window | {"layer_types": kinds}).layer_windows == (100, None, 100, None)
+    assert ModelConfig.from_hf(MISTRAL_7B | {"sliding_window": None}).layer_windows == (None,) * 32
+
+
+def rope(**settings: Any) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": "llama3", **settings}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
+    "another family": ({"model_type": "gpt2"}, UnsupportedError, "model_type 'gpt2'"),
+    "no family": ({"model_type": None}, UnsupportedError, "LlamaForCausalLM"),
+    "a mixture of experts": ({"num_local_experts": 8}, UnsupportedError, "num_local_experts = 8"),
+    "experts by another name": ({"num_experts": 128}, UnsupportedError, "num_experts"),
+    "soft caps": ({"attn_logit_softcapping": 50.0}, UnsupportedError, "attn_logit_softcapping"),
+    "quantised weights": ({"quantization_config": {"bits": 4}}, UnsupportedError, "quantization_config"),
+    "another activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
+    "another RoPE": (rope() | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, UnsupportedError, "'dynamic'"),
+    "a RoPE for each kind of layer": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, UnsupportedError, "one set for all layers"
+    ),
+    "RoPE settings that are none": ({"rope_scaling": "linear"}, UnsupportedError, "'linear'"),
+    "partial rotary": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor 0.5"),
+    "no factor": (rope(low_freq_factor=1, high_freq_factor=4), ConfigError, "factor"),
+    "no frequencies": (rope(factor=8.0), ConfigError, "low_freq_factor"),
+    "a factor of 0": (rope(factor=0.0, low_freq_factor=1, high_freq_factor=4), ConfigError, "factor"),
+    "a theta of 0": ({"rope_theta": 0.0}, ConfigError, "rope_theta is 0.0"),
+    "heads that cannot be shared": ({"num_key_value_heads": 5}, ConfigError, "32 attention heads cannot share 5"),
+    "no heads": ({"num_attention_heads": 0}, ConfigError, "wrong type"),
+    "no kv heads": ({"num_key_value_heads": 0}, ConfigError, "num_key_value_heads is 0"),
+    "half a head": ({"num_attention_heads": 31.5}, ConfigError, "num_attention_heads is 31.5"),
+    "an odd head": ({"head_dim": 63}, ConfigError, "head_dim is 63"),
+    "an empty head": ({"head_dim": 0}, ConfigError, "head_dim is 0"),
+    "a size that is text": ({"vocab_size": "128256"}, ConfigError, "vocab_size is '128256'"),
+    "a size that is a truth": ({"hidden_size": True}, ConfigError, "hidden_size is True"),
+    "layers that are text": ({"num_hidden_layers": "32"}, ConfigError, "wrong type"),
+    "a negative size": ({"intermediate_size": -1}, ConfigError, "intermediate_size is -1"),
+    "an epsilon that is text": ({"rms_norm_eps": "small"}, ConfigError, "wrong type"),
+    "a switch that is text": ({"tie_word_embeddings": "false"}, ConfigError, "tie_word_embeddings is 'false'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_implemented_or_wrong_is_refused(name: str):
+    changes, kind, says = REFUSED[name]
+    with pytest.raises(kind, match=says):
+        ModelConfig.from_hf(LLAMA31_8B | changes)
+
+
+def test_an_unknown_kind_of_layer_or_a_wrong_number_of_them_is_refused():
+    sliding = QWEN3_8B | {"use_sliding_window": True, "sliding_window": 8}
+    with pytest.raises(UnsupportedError, match="chunked_attention"):
+        ModelConfig.from_hf(sliding | {"layer_types": ["chunked_attention"] * 36})
+    with pytest.raises(ConfigError, match="3 layer types for 36 layers"):
+        ModelConfig.from_hf(sliding | {"layer_types": ["full_attention"] * 3})
+    for window in (0, 4.5):
+        with pytest.raises(ConfigError, match=f"sliding_window is {window}"):
+            ModelConfig.from_hf(MISTRAL_7B | {"sliding_window": window})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+     "max_position_embeddings"],
+)  # fmt: skip
+def test_a_missing_size_is_named(name: str):
+    with pytest.raises(ConfigError, match=f"no field '{name}'"):
+        ModelConfig.from_hf({k: v for k, v in LLAMA31_8B.items() if k != name})
+
+
+BAD_SETTINGS: list[tuple[str, Any]] = [
+    *((name, value) for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens")
+      for value in (0, -1, 1.5, True, "8")),
+    ("max_loras", -1), ("max_lora_rank", -1), ("spec_tokens", -1), ("memory_fraction", 0.0), ("memory_fraction", 1.1),
+    ("memory_fraction", float("nan")), ("memory_fraction", "half"), ("prefix_cache", "off"), ("dtype", "int8"),
+    ("dtype", "f32"), ("kv_dtype", "float64"), ("decode_rows", ()), ("chunk_rows", (2, 1)), ("chunk_tokens", (4, 4)),
+    ("verify_tokens", (0, 1)), ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), BAD_SETTINGS)
+def test_a_setting_that_cannot_be_is_refused_by_name(name: str, value: Any):
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(**{name: value})
+
+
+ENVIRONMENT: dict[str, tuple[str, str, Any, str]] = {
+    "FERRUM_KV_CAPACITY": ("512", "kv_capacity", 512, "0"),
+    "FERRUM_KV_MAX_BLOCKS": ("64", "kv_blocks", 64, "many"),
+    "FERRUM_PAGED_MAX_SEQS": (" 3 ", "max_seqs", 3, "-3"),
+    "FERRUM_PREFIX_CACHE": ("0", "prefix_cache", False, "no"),
+    "FERRUM_KV_DTYPE": ("bf16", "kv_dtype", "bfloat16", "int8"),
+    "FERRUM_DTYPE": ("FP32", "dtype", "float32", ""),
+    "FERRUM_SPEC_N": ("4", "spec_tokens", 4, "4.5"),
+}
+
+
+@pytest.mark.parametrize("variable", ENVIRONMENT)
+def test_each_variable_is_read_and_a_wrong_one_is_named(variable: str, monkeypatch: pytest.MonkeyPatch):
+    text, name, value, wrong = ENVIRONMENT[variable]
+    assert EngineConfig.from_environment({variable: text, "UNRELATED": "x"}) == EngineConfig(**{name: value})
+    monkeypatch.setenv(variable, text)
+    assert getattr(EngineConfig.from_environment(), name) == value
+    with pytest.raises(ConfigError, match=f"^{variable}={wrong!r} cannot be used"):
+        EngineConfig.from_environment({variable: wrong})
+
+
+def test_the_prefix_cache_is_off_at_0_and_on_at_1():
+    assert EngineConfig.from_environment({"FERRUM_PREFIX_CACHE": "0"}).prefix_cache is False
+    assert EngineConfig.from_environment({"FERRUM_PREFIX_CACHE": "1"}).prefix_cache is True
+    assert EngineConfig.from_environment({}).prefix_cache is None
+
+
+def test_what_is_given_goes_over_what_is_not():
+    over = EngineConfig(max_seqs=3, prefix_cache=False, max_loras=0).over(
+        EngineConfig(max_seqs=5, kv_capacity=9, prefix_cache=True, max_loras=2)
+    )
+    assert over == EngineConfig(max_seqs=3, kv_capacity=9, prefix_cache=False, max_loras=0)
+
+
+@pytest.mark.parametrize(
+    ("short", "full"),
+    [("bf16", "bfloat16"), ("F16", "float16"), ("half", "float16"), ("fp32", "float32"), ("bfloat16", "bfloat16")],
+)
+def test_a_dtype_has_short_names(short: str, full: str):
+    assert dtype_name(short) == full
+
+
+def test_a_dtype_that_is_no_name_is_refused():
+    wrong: Any = 32
+    with pytest.raises(ConfigError, match="dtype is 32"):
+        dtype_name(wrong)
+
+
+# 2 (K and V) × 2 layers × 3 heads × 10 wide × 4 bytes
+POSITION = 480  # bytes
+SMALL = ModelConfig.from_hf(
+    QWEN3_8B | {"num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10}
+)
+
+
+def planned(cfg: ModelConfig = SMALL, *, free_bytes: int = 10**12, platform: str = "cpu", **engine: Any) -> EnginePlan:
+    return plan_engine(EngineConfig(**engine), cfg, platform=platform, free_bytes=free_bytes)
+
+
+def test_a_pool_holds_every_sequence_at_full_length_where_both_are_given():
+    plan = planned(max_seqs=3, kv_capacity=100, block_size=16)
+    assert (plan.max_seqs, plan.kv_capacity, plan.cache.num_blocks) == (3, 100, 3 * 7)
+    assert plan.ladders.table_columns == 7
+    assert plan.cache.bytes_per_position == POSITION
+    needed = 21 * 16 * POSITION
+    exact = planned(max_seqs=3, kv_capacity=100, block_size=16, memory_fraction=1.0, free_bytes=needed)
+    assert exact.cache.num_blocks == 21
+    with pytest.raises(ResourceExhaustedError, match=f"21 blocks takes {needed:,} bytes") as caught:
+        planned(max_seqs=3, kv_capacity=100, block_size=16, memory_fraction=1.0, free_bytes=needed - 1)
+    assert (caught.value.needed, caught.value.free) == (21, 20)
+
+
+def test_the_default_capacity_is_the_models_maximum_up_to_4096():
+    assert planned().kv_capacity == 4096
+    short = dataclasses.replace(SMALL, max_position_embeddings=300)
+    assert planned(short).kv_capacity == 300
+    assert planned(short, kv_capacity=5000).kv_capacity == 300
+    assert planned(kv_capacity=40960).kv_capacity == 40960
+
+
+def test_a_default_pool_is_clamped_to_what_is_free():
+    roomy = planned()
+    assert roomy.cache.num_blocks == 8 * 4096 // roomy.cache.block_size
+    block = roomy.cache.block_size * POSITION
+    tight = planned(free_bytes=2 * 5 * block)  # a half of it may be taken on a CPU
+    assert tight.cache.num_blocks == 5
+    assert tight.kv_capacity == 5 * tight.cache.block_size  # one sequence cannot be longer than the pool
+    assert tight.ladders.table_columns == 5
+    with pytest.raises(ResourceExhaustedError):
+        planned(free_bytes=2 * block - 1)
+
+
+def test_more_memory_may_be_taken_of_a_gpu_and_as_much_as_is_said():
+    block = 128 * POSITION // 2
+    assert planned(platform="gpu", free_bytes=100 * block).cache.num_blocks == 85
+    assert planned(platform="gpu", free_bytes=100 * block, memory_fraction=0.3).cache.num_blocks == 30
+    assert planned(platform="gpu").cache.dtype == "bfloat16"
+    assert planned(platform="cpu").cache.dtype == "float32"
+    assert planned(dtype="float32", kv_dtype="float16").cache.dtype == "float16"
+
+
+def test_ladders_end_in_the_largest_that_can_be_asked_for():
+    ladders = planned(max_seqs=6, kv_capacity=100, max_step_tokens=512).ladders
+    assert ladders.decode_rows == (1, 2, 4, 6)
+    assert ladders.chunk_rows == (1, 4, 6)
+    assert ladders.chunk_tokens[-1] == 100
+    assert planned(max_seqs=6, kv_capacity=1000, max_step_tokens=64).ladders.chunk_tokens[-1] == 64
+    with pytest.raises(ConfigError, match="decode_rows ends in 8, max_seqs is 6"):
+        planned(max_seqs=6, decode_rows=(1, 8))
+    with pytest.raises(ConfigError, match="chunk_rows ends in 7"):
+        planned(max_seqs=6, chunk_rows=(7,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"prefix_cache": True}, "prefix_cache"), ({"max_loras": 1}, "max_loras=1"), ({"max_lora_rank": 8}, "rank=8"),
+        ({"spec_tokens": 4}, "FERRUM_SPEC_N"),
+    ],
+)  # fmt: skip
+def test_what_is_not_built_is_refused_rather_than_ignored(settings: dict[str, Any], says: str):
+    with pytest.raises(UnsupportedError, match=says):
+        planned(**settings)
+    off: dict[str, Any] = {"prefix_cache": False, "max_loras": 0, "max_lora_rank": 0, "spec_tokens": 0}
+    planned(**off)

@@ -1,0 +1,157 @@
+"""From a folder to logits, and what `load` refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ferrum_jax
+from ferrum_jax import EngineConfig, models
+from ferrum_jax.contract import Device
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    ConfigError,
+    DeviceError,
+    FerrumError,
+    InvalidFormatError,
+    InvalidParameterError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
+from ferrum_jax.models.specs import named_leaves
+from tests import tiny
+
+NAME = "qwen3_window_biases"
+SMALL: dict[str, Any] = {"max_seqs": 2, "kv_capacity": 24, "block_size": 8, "progress": False}
+ONE_STEP = EngineConfig(decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(8,), verify_tokens=(8,))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_folder(tmp_path_factory.mktemp("models") / NAME, tiny.CONFIGS[NAME], shards=2)
+
+
+def test_a_folder_is_loaded_and_gives_the_logits_of_its_tensors(folder: Path):
+    with ferrum_jax.load(folder, engine=ONE_STEP, **SMALL) as runner:
+        assert runner.model_config == tiny.model_config(NAME)
+        tiny.assert_same_tree(runner.params, tiny.tiny_params(tiny.CONFIGS[NAME]))
+        assert runner.compile_stats()["compiled"] == 0
+        prompt = tiny.prompt(NAME)[:8]
+        logits = runner.prefill("a", prompt)
+        forward = jax.jit(models.forward, static_argnums=2)
+        expected = forward(runner.params, jnp.array([prompt]), runner.model_config)[0, -1]
+        np.testing.assert_allclose(logits, expected, atol=1e-4)  # float32 sums in another order
+        assert runner.kv_capacity() == 24
+    with pytest.raises(CancelledError, match="closed"):
+        runner.prefill("a", [1])
+    assert runner.params == {}
+
+
+def test_parameters_are_named_as_in_the_checkpoint(folder: Path):
+    params, cfg = ferrum_jax.load_params(folder)
+    assert cfg == tiny.model_config(NAME)
+    expected = tiny.tensors(tiny.CONFIGS[NAME])
+    found = named_leaves(params)
+    assert set(found) == set(expected)
+    assert "model.layers.2.self_attn.q_norm.weight" in found
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name], tensor)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "float16"])
+def test_weights_are_cast_and_the_cache_follows_unless_told_otherwise(folder: Path, dtype: str):
+    full = {"bf16": "bfloat16"}.get(dtype, dtype)
+    params, _ = ferrum_jax.load_params(folder, dtype=dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(full)}
+    with ferrum_jax.load(folder, dtype=dtype, **SMALL) as runner:
+        assert runner.plan.cache.dtype == full
+    with ferrum_jax.load(folder, dtype=dtype, kv_dtype="fp32", **SMALL) as runner:
+        assert runner.plan.cache.dtype == "float32"
+
+
+def test_what_a_checkpoint_carries_beyond_its_parameters_is_left_unread(tmp_path: Path):
+    config = tiny.CONFIGS["llama32_tied"]
+    tensors = tiny.tensors(config)
+    extra = {
+        "lm_head.weight": tensors["model.embed_tokens.weight"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+    }
+    params, _ = ferrum_jax.load_params(tiny.write_folder(tmp_path / "good", config, named=tensors | extra))
+    assert set(named_leaves(params)) == set(tensors)
+    untied = tiny.CONFIGS["llama3"]
+    surplus = tiny.tensors(untied) | {"surplus": np.ones(3, np.float32)}
+    bad = tiny.write_folder(tmp_path / "bad", untied, named=surplus)
+    with pytest.raises(InvalidFormatError, match="surplus is unknown"):
+        ferrum_jax.load_params(bad)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
+    "a mesh": ({"mesh": object()}, UnsupportedError, "mesh: several devices are not built yet"),
+    "artifacts": ({"artifacts": Path("here")}, UnsupportedError, "artifacts='here'"),
+    "an unknown dtype": ({"dtype": "int4"}, ConfigError, "dtype is 'int4'"),
+    "a dtype that is no name": ({"dtype": np.float32}, ConfigError, "expected a name"),
+    "an unknown dtype of the cache": ({"kv_dtype": "fp8"}, ConfigError, "kv_dtype is 'fp8'"),
+    "a device that is none": ({"device": "gpu:0"}, InvalidParameterError, "'gpu:0'"),
+    "a second cpu": ({"device": "cpu:1"}, InvalidParameterError, "the cpu device has no index"),
+    "a device that is not there": ({"device": "tpu:0"}, DeviceError, "tpu:0"),
+    "a device past the last": ({"device": Device("rocm", 7)}, DeviceError, "rocm:7"),
+    "no sequences": ({"max_seqs": 0}, ConfigError, "max_seqs is 0"),
+    "a share of memory above all of it": ({"memory_fraction": 1.5}, ConfigError, "memory_fraction"),
+    "negative adapters": ({"max_loras": -1}, ConfigError, "max_loras is -1"),
+    "prefix reuse": ({"prefix_cache": True}, UnsupportedError, "prefix_cache"),
+    "adapters": ({"max_loras": 2, "max_lora_rank": 8}, UnsupportedError, "LoRA"),
+    "a pool larger than memory": ({"kv_blocks": 10**12}, ResourceExhaustedError, "1000000000000 blocks"),
+    "an argument against the engine": (
+        {"engine": EngineConfig(max_seqs=3)}, ConfigError, "max_seqs is 2 as an argument and 3 in `engine`"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused(folder: Path, name: str):
+    changes, kind, says = REFUSED[name]
+    with pytest.raises(kind, match=says):
+        ferrum_jax.load(folder, **(SMALL | changes))
+
+
+def test_the_same_setting_given_twice_alike_is_no_contradiction(folder: Path):
+    with ferrum_jax.load(folder, engine=EngineConfig(max_seqs=2, kv_blocks=3), **SMALL) as runner:
+        assert (runner.plan.max_seqs, runner.plan.cache.num_blocks) == (2, 3)
+
+
+def test_arguments_beat_the_environment_which_beats_the_defaults(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FERRUM_KV_CAPACITY", "16")
+    monkeypatch.setenv("FERRUM_PAGED_MAX_SEQS", "3")
+    monkeypatch.setenv("FERRUM_KV_MAX_BLOCKS", "5")
+    monkeypatch.setenv("FERRUM_PREFIX_CACHE", "0")
+    with ferrum_jax.load(folder, max_seqs=1, engine=EngineConfig(kv_blocks=4), progress=False) as runner:
+        assert (runner.plan.max_seqs, runner.plan.kv_capacity, runner.plan.cache.num_blocks) == (1, 16, 4)
+    monkeypatch.setenv("FERRUM_PREFIX_CACHE", "1")
+    with pytest.raises(UnsupportedError, match="prefix_cache"):
+        ferrum_jax.load(folder, **SMALL)
+    with ferrum_jax.load(folder, prefix_cache=False, **SMALL):
+        pass
+    monkeypatch.setenv("FERRUM_DTYPE", "float8")
+    with pytest.raises(ConfigError, match="FERRUM_DTYPE='float8'"):
+        ferrum_jax.load(folder, **SMALL)
+
+
+def test_a_path_that_leads_nowhere_or_to_no_model_is_refused(tmp_path: Path):
+    with pytest.raises(NotFoundError, match="nowhere does not exist"):
+        ferrum_jax.load(tmp_path / "nowhere")
+    with pytest.raises(NotFoundError, match=r"config\.json does not exist"):
+        ferrum_jax.load(tmp_path)
+    (tmp_path / "model.bin").write_bytes(b"no model")
+    with pytest.raises(InvalidFormatError, match=r"model\.bin"):
+        ferrum_jax.load_params(tmp_path / "model.bin")
+    with pytest.raises(ConfigError, match="dtype is 'int8'"):
+        ferrum_jax.load_params(tmp_path / "nowhere", dtype="int8")
+
+
+def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert ferrum_jax.load_params(f"~/{NAME}")[1].model_type == "qwen3"
