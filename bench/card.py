@@ -19,7 +19,7 @@ from bench.models import Subject
 from ferrum_jax.kvcache.state import CacheSpec
 
 PACKAGES = ("ferrum-jax", "jax", "jaxlib", "torch", "transformers")
-WIDTH = 130  # columns, where the output is no terminal
+WIDTH = 150  # columns, where the output is no terminal
 
 
 def options(description: str | None, *, timed: bool = True) -> argparse.Namespace:

@@ -5,7 +5,7 @@ for decoding, so that the noise of the machine falls on both. Decoding takes one
 and then rolls it back; prefill runs a prompt into an empty sequence and asks for the last token's logits. Times are of
 the contract's calls, from Python lists to logits in NumPy; of transformers' two caches the faster counts. The floor of
 a row is the larger of its operations over the rate of a large matrix product and its bytes over the rate of reading a
-large array, both measured in the same run.
+large array, the best of probes that take turns with the rest.
 
 transformers and torch come with the extra `reference`; without them the table has no column for them.
 """
@@ -21,7 +21,7 @@ from rich.table import Table
 
 from bench import card, models
 from bench.floor import Work, decode_work, prefill_work
-from bench.machine import Machine, measure_machine
+from bench.machine import Probes, ceilings, make_probes, measure
 from bench.timing import Contestant, alternate
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
@@ -41,6 +41,7 @@ ENGINE = EngineConfig(
 DECODES = ((1, 256), (8, 256), (1, 1024), (8, 1024))  # rows, positions they hold
 PREFILLS = (128, 512)  # tokens
 BURST = 4  # decode calls in a row
+TOKEN = 1  # that is decoded
 AIMS = {"decode 1 at 256": 1.5, "decode 8 at 256": 1.0, "prefill 512": 0.9}  # transformers' time over ours, at least
 AGREEMENT = 0.02  # largest difference of logits, which reach 30; float32 sums in another order give a tenth of it
 
@@ -51,7 +52,6 @@ class Race:
 
     name: str
     work: Work
-    burst: int  # calls in a row
     contestants: dict[str, Contestant]  # ours, and transformers' by kind of cache
 
 
@@ -59,14 +59,14 @@ def main() -> None:
     """Runs every row and prints the table, the aims and the JSON line."""
     found = card.options(__doc__)
     subject = models.read(found, "float32")
-    machine = measure_machine("float32", smoke=found.smoke)
+    probes = make_probes("float32", smoke=found.smoke)
     runner = models.run(subject, ENGINE)
-    conditions = card.show_card(subject, runner.plan.cache, machine)
+    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
     runner.warmup(progress=True)
     peer, note = _peer(subject, runner)
     if note:
         print(f"no column for transformers: {note}")
-    rows = [_run(race, machine, found.rounds) for race in _races(runner, peer)]
+    rows = [_run(race, probes, found.rounds) for race in _races(runner, peer)]
     _show(rows)
     aims = [_judge(name, aim, rows) for name, aim in AIMS.items()]
     farthest = max(rows, key=lambda row: row["ours_over_floor"])
@@ -95,56 +95,60 @@ def _races(runner: ModelRunner, peer: "Peer | None") -> Iterator[Race]:
         prompts = [models.prompt(cfg, context, seed=row) for row in range(rows)]
         contestants = {"ours": _decode(runner, prompts)}
         if peer is not None:
-            contestants |= {kind: peer.decode(kind, prompts, [1] * rows) for kind in ("dynamic", "static")}
+            contestants |= {kind: peer.decode(kind, prompts, TOKEN, burst=BURST) for kind in ("dynamic", "static")}
         work = decode_work(cfg, rows=rows, context=context, itemsize=4)
-        yield Race(f"decode {rows} at {context}", work, BURST, contestants)
+        yield Race(f"decode {rows} at {context}", work, contestants)
         runner.reset()
     for tokens in PREFILLS:
         ids = models.prompt(cfg, tokens)
         contestants = {"ours": Contestant(lambda ids=ids: runner.prefill("a", ids)[None], runner.reset)}
         if peer is not None:
             contestants["dynamic"] = peer.prefill(ids)
-        yield Race(f"prefill {tokens}", prefill_work(cfg, tokens=tokens, itemsize=4), 1, contestants)
+        yield Race(f"prefill {tokens}", prefill_work(cfg, tokens=tokens, itemsize=4), contestants)
         runner.reset()
 
 
 def _decode(runner: ModelRunner, prompts: list[list[int]]) -> Contestant:
-    """One step of rows with a token 1 each; the call gives `[B, V]`."""
+    """One step of rows with one token each; the call gives `[B, V]`."""
     context = len(prompts[0])
     for row, ids in enumerate(prompts):
         runner.prefill(str(row), ids)
-    batch = [(str(row), 1, context) for row in range(len(prompts))]
+    batch = [(str(row), TOKEN, context) for row in range(len(prompts))]
 
     def restore() -> None:
         for cache_id, _, _ in batch:
             runner.truncate_kv(cache_id, context)
 
-    return Contestant(lambda: np.stack(runner.decode_batch(batch)), restore)
+    return Contestant(lambda: np.stack(runner.decode_batch(batch)), restore, BURST)
 
 
-def _run(race: Race, machine: Machine, rounds: int) -> dict[str, Any]:
+def _run(race: Race, probes: Probes, rounds: int) -> dict[str, Any]:
     """Checks that all sides compute the same, then times them."""
-    print(f"racing: {race.name}", file=sys.stderr)
     difference = _largest_difference(race)
-    times = alternate(race.contestants, rounds=rounds, burst=race.burst)
-    ours = times.pop("ours")
+    times = alternate(race.contestants | probes.contestants, rounds=rounds)
+    medians = ", ".join(f"{name} {timing.median:.1f} ms" for name, timing in times.items())
+    print(f"{race.name}: {medians}", file=sys.stderr, flush=True)
+    machine, ours = ceilings(probes, times), times["ours"]
+    theirs = {name: times[name] for name in race.contestants if name != "ours"}
     row: dict[str, Any] = {
         "row": race.name,
         "ours_ms": ours.median,
         "ours_p90_ms": ours.p90,
         "floor_ms": race.work.floor_ms(machine),
         "floor_limit": race.work.limit(machine),
+        "product_rate": round(machine.product_rate),
+        "read_rate": round(machine.read_rate),
         "ours_over_floor": ours.median / race.work.floor_ms(machine),
         "calls": ours.count,
     }
-    if times:
-        kind = min(times, key=lambda kind: times[kind].median)
+    if theirs:
+        kind = min(theirs, key=lambda kind: theirs[kind].median)
         row |= {
-            "transformers_ms": times[kind].median,
-            "transformers_p90_ms": times[kind].p90,
+            "transformers_ms": theirs[kind].median,
+            "transformers_p90_ms": theirs[kind].p90,
             "transformers_cache": kind,
-            "transformers_all_ms": {kind: timing.median for kind, timing in times.items()},
-            "transformers_over_ours": times[kind].median / ours.median,
+            "transformers_all_ms": {kind: timing.median for kind, timing in theirs.items()},
+            "transformers_over_ours": theirs[kind].median / ours.median,
             "logits_difference": difference,
         }
     return row
@@ -166,19 +170,25 @@ def _largest_difference(race: Race) -> float:
 def _show(rows: list[dict[str, Any]]) -> None:
     with_peer = "transformers_ms" in rows[0]
     table = Table(box=None, header_style="bold")
-    for heading in ("row", "ours ms", "p90", "floor ms", "limited by", "ours / floor"):
-        table.add_column(heading, justify="left" if heading in ("row", "limited by") else "right")
+    for heading in ("row", "ours ms", "p90", "floor ms", "of", "ours / floor"):
+        table.add_column(heading, justify="left" if heading in ("row", "of") else "right")
     if with_peer:
         for heading in ("transformers ms", "p90", "its cache", "transformers / ours"):
             table.add_column(heading, justify="left" if heading == "its cache" else "right")
     for row in rows:
         cells = [row["row"], f"{row['ours_ms']:.1f}", f"{row['ours_p90_ms']:.1f}", f"{row['floor_ms']:.1f}"]
-        cells += [row["floor_limit"], f"{row['ours_over_floor']:.2f}"]
+        cells += [_ceiling(row), f"{row['ours_over_floor']:.2f}"]
         if with_peer:
             cells += [f"{row['transformers_ms']:.1f}", f"{row['transformers_p90_ms']:.1f}"]
             cells += [row["transformers_cache"], f"{row['transformers_over_ours']:.2f}"]
         table.add_row(*cells)
     card.console().print(table, highlight=False)
+
+
+def _ceiling(row: dict[str, Any]) -> str:
+    if row["floor_limit"] == "reading":
+        return f"reading, {row['read_rate'] / 1e9:.0f} GB/s"
+    return f"products, {row['product_rate'] / 1e9:.0f} GFLOP/s"
 
 
 def _judge(name: str, aim: float, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from bench import card, models
 from bench.floor import decode_work
-from bench.machine import Machine, measure_machine
+from bench.machine import Probes, ceilings, make_probes, measure
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.packing import blank
@@ -43,9 +43,9 @@ def main() -> None:
     """Runs the sweep and prints the table and the JSON line."""
     found = card.options(__doc__)
     subject = models.read(found)
-    machine = measure_machine(subject.dtype, smoke=found.smoke)
+    probes = make_probes(subject.dtype, smoke=found.smoke)
     runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
-    conditions = card.show_card(subject, runner.plan.cache, machine)
+    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
     runner.warmup(progress=True)
     batches, contexts = (SMOKE_BATCHES, SMOKE_CONTEXTS) if found.smoke else (BATCHES, CONTEXTS)
     bare = {batch: _bare_step(runner, batch) for batch in batches}
@@ -53,14 +53,14 @@ def main() -> None:
     for context in contexts:
         for row in range(max(batches)):
             runner.prefill(str(row), models.prompt(runner.model_config, context, seed=row))
-        rows += [_measure(runner, machine, bare[batch], batch, context, found.rounds) for batch in batches]
+        rows += [_measure(runner, probes, bare[batch], batch, context, found.rounds) for batch in batches]
         runner.reset()
     _show(rows)
     card.finish("decode", found, conditions, rows)
 
 
 def _measure(
-    runner: ModelRunner, machine: Machine, bare: Callable[[int], Any], batch: int, context: int, rounds: int
+    runner: ModelRunner, probes: Probes, bare: Callable[[int], Any], batch: int, context: int, rounds: int
 ) -> dict[str, Any]:
     decodes = [(str(row), 1, context) for row in range(batch)]
 
@@ -70,16 +70,16 @@ def _measure(
 
     times = alternate(
         {
-            "call": Contestant(lambda: runner.decode_batch(decodes), restore),
-            "bare": Contestant(lambda: bare(context)),
-        },
+            "call": Contestant(lambda: runner.decode_batch(decodes), restore, BURST),
+            "bare": Contestant(lambda: bare(context), burst=BURST),
+        }
+        | probes.contestants,
         rounds=rounds,
-        burst=BURST,
     )
     restore()
     itemsize = np.dtype(runner.plan.cache.dtype).itemsize
     work = decode_work(runner.model_config, rows=batch, context=context, itemsize=itemsize)
-    call, step = times["call"], times["bare"]
+    machine, call, step = ceilings(probes, times), times["call"], times["bare"]
     return {
         "rows": batch,
         "context": context,

@@ -1,12 +1,19 @@
-"""What the machine can do at best, measured in the same run: its matrix products and its reading of memory."""
+"""What the machine can do at best: probes of its matrix products and of its reading of memory.
 
-import time
-from collections.abc import Callable
+The speed of a shared machine drifts within a minute, so the probes take turns with what is measured, and every row of a
+table has ceilings of its own: the best of the probes' calls among its own calls.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from bench.timing import Contestant, Timing, alternate
+
+BURST = 4  # calls in a row: the first finds caches cold and threads asleep
 
 
 @dataclass(frozen=True)
@@ -17,27 +24,38 @@ class Machine:
     read_rate: float  # bytes per second of summing a large array
 
 
-def measure_machine(dtype: str, *, smoke: bool = False) -> Machine:
-    """Measures both rates on JAX's default device: the best of as many calls as fit into a second and a half each."""
-    seconds = 0.05 if smoke else 1.5
+@dataclass(frozen=True)
+class Probes:
+    """Calls that do nothing but multiply or read, and how much they do."""
+
+    contestants: dict[str, Contestant]
+    operations: int
+    num_bytes: int
+
+
+def make_probes(dtype: str, *, smoke: bool = False) -> Probes:
+    """Makes the probes for JAX's default device: square matrices of the fastest size, and an array past any cache."""
     on_cpu = jax.default_backend() == "cpu"
-    size = 256 if smoke else 2048 if on_cpu else 8192
+    size = 256 if smoke else 1024 if on_cpu else 8192
     elements = (1 << 20 if smoke else 1 << 27 if on_cpu else 1 << 30) * 4 // jnp.dtype(dtype).itemsize
     high = lax.Precision.HIGHEST if dtype == "float32" else lax.Precision.DEFAULT
-    square = jnp.ones((size, size), dtype)
-    product = jax.jit(lax.dot, static_argnames="precision")
-    fastest = _best(lambda: product(square, square, precision=high), seconds)
-    line = jnp.ones(elements, dtype)
-    add = jax.jit(jnp.sum)
-    return Machine(2 * size**3 / fastest, line.nbytes / _best(lambda: add(line), seconds))
+    square, line = jnp.ones((size, size), dtype), jnp.ones(elements, dtype)
+    multiply, add = jax.jit(lax.dot, static_argnames="precision"), jax.jit(jnp.sum)
+    contestants = {
+        "products": Contestant(lambda: multiply(square, square, precision=high), burst=BURST),
+        "reading": Contestant(lambda: add(line), burst=BURST),
+    }
+    return Probes(contestants, 2 * size**3, line.nbytes)
 
 
-def _best(call: Callable[[], jax.Array], seconds: float) -> float:
-    """Gives the shortest time of one call, in seconds; the first, which compiles, does not count."""
-    call().block_until_ready()
-    best, until = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        started = time.perf_counter()
-        call().block_until_ready()
-        best = min(best, time.perf_counter() - started)
-    return best
+def ceilings(probes: Probes, times: Mapping[str, Timing]) -> Machine:
+    """Gives the rates of the probes' best calls."""
+    return Machine(
+        product_rate=probes.operations / times["products"].best * 1e3,
+        read_rate=probes.num_bytes / times["reading"].best * 1e3,
+    )
+
+
+def measure(probes: Probes) -> Machine:
+    """Runs the probes alone, for the card."""
+    return ceilings(probes, alternate(probes.contestants, rounds=8))

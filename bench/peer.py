@@ -38,13 +38,13 @@ class Peer:
         ids = torch.tensor([tokens])
         return Contestant(lambda: self._logits(ids, DynamicCache(config=self._model.config)))
 
-    def decode(self, kind: str, prompts: list[list[int]], tokens: list[int]) -> Contestant:
-        """One token for each of some sequences of one length, over one kind of cache; the call gives `[B, V]`."""
+    def decode(self, kind: str, prompts: list[list[int]], token: int, *, burst: int) -> Contestant:
+        """A token for each of some sequences of one length, over one kind of cache; the call gives `[B, V]`."""
         context = len(prompts[0])
         static = StaticCache(self._model.config, context + 1)
         cache = DynamicCache(config=self._model.config) if kind == "dynamic" else static
         self._logits(torch.tensor(prompts), cache)
-        ids = torch.tensor(tokens)[:, None]
+        ids = torch.full((len(prompts), 1), token)
 
         def restore() -> None:
             if isinstance(cache, StaticCache):
@@ -54,7 +54,7 @@ class Peer:
             else:
                 cache.crop(context - cache.get_seq_length())  # negative: so many fewer
 
-        return Contestant(lambda: self._logits(ids, cache), restore)
+        return Contestant(lambda: self._logits(ids, cache), restore, burst)
 
     @torch.inference_mode()
     def _logits(self, ids: torch.Tensor, cache: DynamicCache | StaticCache) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bench import card, models
 from bench.floor import prefill_work
-from bench.machine import Machine, measure_machine
+from bench.machine import Probes, ceilings, make_probes, measure
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile import buckets
 from ferrum_jax.config import EngineConfig
@@ -35,20 +35,21 @@ def main() -> None:
     """Runs every length and prints the table and the JSON line."""
     found = card.options(__doc__)
     subject = models.read(found)
-    machine = measure_machine(subject.dtype, smoke=found.smoke)
+    probes = make_probes(subject.dtype, smoke=found.smoke)
     runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
-    conditions = card.show_card(subject, runner.plan.cache, machine)
+    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
     runner.warmup(progress=True)
     lengths = SMOKE_LENGTHS if found.smoke else LENGTHS
-    rows = [_measure(runner, machine, tokens, found.rounds) for tokens in lengths]
+    rows = [_measure(runner, probes, tokens, found.rounds) for tokens in lengths]
     _show(rows)
     card.finish("prefill", found, conditions, rows)
 
 
-def _measure(runner: ModelRunner, machine: Machine, tokens: int, rounds: int) -> dict[str, Any]:
+def _measure(runner: ModelRunner, probes: Probes, tokens: int, rounds: int) -> dict[str, Any]:
     ids = models.prompt(runner.model_config, tokens)
     prefill = Contestant(lambda: runner.prefill("a", ids), runner.reset)
-    timing = alternate({"ours": prefill}, rounds=rounds, pause=0.0)["ours"]
+    times = alternate({"ours": prefill} | probes.contestants, rounds=rounds, pause=0.0)
+    machine, timing = ceilings(probes, times), times["ours"]
     itemsize = np.dtype(runner.plan.cache.dtype).itemsize
     work = prefill_work(runner.model_config, tokens=tokens, itemsize=itemsize)
     return {

@@ -24,6 +24,7 @@ class Contestant:
 
     run: Callable[[], Any]
     restore: Callable[[], None] = _nothing
+    burst: int = 1  # calls in a row, each timed
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,26 @@ class Timing:
     count: int
 
 
-def alternate(
-    contestants: Mapping[str, Contestant], *, rounds: int, burst: int = 1, pause: float = PAUSE
-) -> dict[str, Timing]:
-    """Times contestants in turn, each with `burst` calls in a row; the first round warms and does not count.
+def alternate(contestants: Mapping[str, Contestant], *, rounds: int, pause: float = PAUSE) -> dict[str, Timing]:
+    """Times contestants in turn, the first round warms and does not count.
 
     Raises:
         RuntimeError: JAX compiled something in a round that counts.
     """
-    _take_turns(contestants, burst, pause)
+    _take_turns(contestants, pause)
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     with refuse_compiles():
         for _ in range(rounds):
-            for name, spent in _take_turns(contestants, burst, pause).items():
+            for name, spent in _take_turns(contestants, pause).items():
                 samples[name] += spent
     return {name: summarise(spent) for name, spent in samples.items()}
 
 
-def _take_turns(contestants: Mapping[str, Contestant], burst: int, pause: float) -> dict[str, list[float]]:
+def _take_turns(contestants: Mapping[str, Contestant], pause: float) -> dict[str, list[float]]:
     spent: dict[str, list[float]] = {name: [] for name in contestants}
     for name, contestant in contestants.items():
         time.sleep(pause)
-        for _ in range(burst):
+        for _ in range(contestant.burst):
             contestant.restore()
             started = time.perf_counter()
             jax.block_until_ready(contestant.run())

@@ -23,7 +23,8 @@ DECODE = {"rows", "context", "call_ms", "call_p90_ms", "step_ms", "host_ms", "to
           "floor_ms", "call_over_floor"}  # fmt: skip
 PREFILL = {"tokens", "steps", "call_ms", "call_p90_ms", "tokens_per_second", "gflop_per_second", "floor_ms",
            "call_over_floor"}  # fmt: skip
-COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "ours_over_floor", "calls"}
+COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "product_rate", "read_rate", "ours_over_floor",
+           "calls"}  # fmt: skip
 THEIRS = {"transformers_ms", "transformers_p90_ms", "transformers_cache", "transformers_all_ms",
           "transformers_over_ours", "logits_difference"}  # fmt: skip
 
@@ -84,12 +85,12 @@ def test_a_compile_among_the_times_is_refused():
 def test_contestants_take_turns_and_are_put_back_before_every_call():
     seen: list[str] = []
     contestants = {
-        name: Contestant(lambda name=name: seen.append(name), lambda name=name: seen.append(f"restore {name}"))
-        for name in ("a", "b")
+        name: Contestant(lambda name=name: seen.append(name), lambda name=name: seen.append(f"restore {name}"), burst)
+        for name, burst in (("a", 1), ("b", 2))
     }
-    times = alternate(contestants, rounds=2, burst=1, pause=0)
-    assert seen == ["restore a", "a", "restore b", "b"] * 3
-    assert {name: timing.count for name, timing in times.items()} == {"a": 2, "b": 2}
+    times = alternate(contestants, rounds=2, pause=0)
+    assert seen == ["restore a", "a", *["restore b", "b"] * 2] * 3
+    assert {name: timing.count for name, timing in times.items()} == {"a": 2, "b": 4}
 
 
 def test_a_summary_is_the_median_and_the_ninetieth_percentile():

@@ -84,7 +84,7 @@ def test_a_save_that_was_interrupted_leaves_no_checkpoint(tmp_path: Path, monkey
 
 
 def refuse_elsewhere(checkpoint: Path) -> str:
-    """Gives the message of a refusal in a process of its own, where those of orbax's reads that fail later do no harm."""
+    """Gives the message of a refusal in a process of its own, where orbax's reads that fail later do no harm."""
     program = f"""
         import ferrum_jax
         try:
