@@ -37,7 +37,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         UnsupportedError: a setting asks for what this build does not have.
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
-    _refuse_unbuilt(engine)
+    refuse_unbuilt(engine)
     max_seqs = engine.max_seqs or DEFAULT_SEQUENCES
     capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
     block_size = engine.block_size or min(DEFAULT_BLOCK, ladder(capacity)[-1])
@@ -101,7 +101,8 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
     )
 
 
-def _refuse_unbuilt(engine: EngineConfig) -> None:
+def refuse_unbuilt(engine: EngineConfig) -> None:
+    """Raises UnsupportedError for settings that ask for what this build does not have."""
     if engine.prefix_cache:
         raise UnsupportedError("prefix_cache is on, but prefix reuse is not built yet; leave it off")
     if engine.max_loras or engine.max_lora_rank:
