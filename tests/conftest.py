@@ -1,5 +1,6 @@
 """Fixtures that several rooms share."""
 
+import importlib.util
 from pathlib import Path
 
 import jax
@@ -11,6 +12,9 @@ from ferrum_jax import hub
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Checks shapes and dtypes in signatures, in what is imported from here on.
 jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.kvcache.state"], "beartype.beartype")
+
+# Their imports need the extra `reference`; without it they are not there to be selected.
+collect_ignore = [] if all(importlib.util.find_spec(name) for name in ("torch", "transformers")) else ["reference"]
 
 
 @pytest.fixture(scope="session")

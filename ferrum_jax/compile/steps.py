@@ -82,7 +82,18 @@ class StepCache:
 
     def warmup(self, keys: Iterable[StepKey], track: Callable[[list[StepKey]], Any] | None = None) -> None:
         """Compiles the given steps on all cores; `track` wraps the list of what is left to show progress."""
-        missing = [key for key in keys if key not in self._steps]
+        self._build_all([key for key in keys if key not in self._steps], track)
+        self._warm = True
+
+    def ensure(self, keys: Iterable[StepKey]) -> None:
+        """Makes the given steps ready, several at a time; raises as `get` does."""
+        if self._warm:
+            for key in keys:
+                self.get(key)
+        else:
+            self._build_all([key for key in keys if key not in self._steps])
+
+    def _build_all(self, missing: list[StepKey], track: Callable[[list[StepKey]], Any] | None = None) -> None:
         with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
             jobs = {key: pool.submit(self._build, key) for key in missing}
             try:
@@ -91,7 +102,6 @@ class StepCache:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        self._warm = True
 
     def stats(self) -> dict[str, Any]:
         """Counts of `compile_stats()`; `steps` maps each step to its seconds and bytes."""

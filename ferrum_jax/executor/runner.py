@@ -178,9 +178,8 @@ class ModelRunner(DecoderOnlyLLM):
         count = checked_int("max_tokens", max_tokens, 1)
         self._slots.refuse_growth([(cache_id, length)])
         self._refuse_past_capacity(cache_id, count)
-        for counts in ([count], [1]):
-            for step in buckets.plan(counts, self.plan.ladders):
-                self._steps.get(step.key)
+        plans = [*buckets.plan([count], self.plan.ladders), *buckets.plan([1], self.plan.ladders)]
+        self._steps.ensure(dict.fromkeys(plan.key for plan in plans))
         self._slots.grow([(cache_id, length)])
 
     @_serialised

@@ -98,6 +98,15 @@ def test_unified_forward_in_chunks_of_five_continues_as_the_reference(
     _assert_greedy(chosen, references)
 
 
+def test_generate_continues_all_prompts_together_as_the_reference(empty: ferrum_jax.ModelRunner, references: Reference):
+    llm = ferrum_jax.LLM.from_model(empty, max_rows=3, chunk_tokens=64)  # four prompts for three slots
+    prompts = [references[f"{name}/tokens"].tolist() for name in PROMPTS]
+    length = len(references["english/greedy"])
+    outs = llm.generate(prompts, ferrum_jax.SamplingParams(max_tokens=length))
+    assert [len(out.token_ids) for out in outs] == [length] * len(PROMPTS)
+    _assert_greedy({name: out.token_ids for name, out in zip(PROMPTS, outs, strict=True)}, references)
+
+
 def _assert_greedy(chosen: dict[str, list[int]], references: Reference) -> None:
     for name, ids in chosen.items():
         count = _comparable(name, references)
