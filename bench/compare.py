@@ -5,7 +5,7 @@ for decoding, so that the noise of the machine falls on both. Decoding takes one
 and then rolls it back; prefill runs a prompt into an empty sequence and asks for the last token's logits. Times are of
 the contract's calls, from Python lists to logits in NumPy; of transformers' two caches the faster counts. The floor of
 a row is the larger of its operations over the rate of a large matrix product and its bytes over the rate of reading a
-large array, the best of probes that take turns with the rest.
+large array, by probes that take turns with the rest.
 
 transformers and torch come with the extra `reference`; without them the table has no column for them.
 """

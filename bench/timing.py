@@ -33,7 +33,7 @@ class Timing:
 
     median: float
     p90: float
-    best: float
+    p10: float
     count: int
 
 
@@ -65,10 +65,10 @@ def _take_turns(contestants: Mapping[str, Contestant], pause: float) -> dict[str
 
 
 def summarise(milliseconds: list[float]) -> Timing:
-    """Gives the median, the ninetieth percentile and the best of some times."""
+    """Gives the median, the ninetieth percentile and the tenth of some times."""
     ordered = sorted(milliseconds)
-    p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
-    return Timing(statistics.median(ordered), p90, ordered[0], len(ordered))
+    last = len(ordered) - 1
+    return Timing(statistics.median(ordered), ordered[round(0.9 * last)], ordered[round(0.1 * last)], len(ordered))
 
 
 @contextmanager

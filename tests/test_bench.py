@@ -93,9 +93,9 @@ def test_contestants_take_turns_and_are_put_back_before_every_call():
     assert {name: timing.count for name, timing in times.items()} == {"a": 2, "b": 4}
 
 
-def test_a_summary_is_the_median_and_the_ninetieth_percentile():
-    timing = summarise([float(value) for value in range(10, 0, -1)])
-    assert (timing.median, timing.p90, timing.best, timing.count) == (5.5, 10.0, 1.0, 10)
+def test_a_summary_is_the_median_and_two_percentiles():
+    timing = summarise([float(value) for value in range(11, 0, -1)])
+    assert (timing.median, timing.p90, timing.p10, timing.count) == (6.0, 10.0, 2.0, 11)
 
 
 def test_the_work_of_a_token_is_what_the_configuration_says():

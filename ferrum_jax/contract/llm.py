@@ -51,7 +51,13 @@ class DecoderOnlyLLM(abc.ABC):
         """Decodes one token of each sequence, in order.
 
         The default calls `decode` row by row, so a row that fails leaves the rows before it advanced.
+
+        Raises:
+            RequestValidationError: an id occurs twice; nothing was decoded.
         """
+        ids = [cache_id for cache_id, _, _ in batch]
+        if repeated := [cache_id for cache_id in dict.fromkeys(ids) if ids.count(cache_id) > 1]:
+            raise RequestValidationError(f"{repeated[0]!r} occurs twice in one batch, a sequence can have one row")
         return [self.decode(cache_id, token, pos) for cache_id, token, pos in batch]
 
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
@@ -63,6 +69,8 @@ class DecoderOnlyLLM(abc.ABC):
     ) -> list[Logits | int]:
         """As `decode_batch`, each row answering as its policy asks: `[vocab]` logits or a token id."""
         refuse_unequal(len(batch), len(policies))
+        for policy in policies:
+            refuse_policy(policy, self.config.vocab_size)
         logits = self.decode_batch(batch)
         return [choose(row, policy) for row, policy in zip(logits, policies, strict=True)]
 
@@ -87,6 +95,8 @@ class DecoderOnlyLLM(abc.ABC):
     ) -> list[Logits | int | None]:
         """As `unified_forward`, each final row answering as its policy asks."""
         refuse_unequal(len(items), len(policies))
+        for policy in policies:
+            refuse_policy(policy, self.config.vocab_size)
         rows = self.unified_forward(items)
         return [None if row is None else choose(row, policy) for row, policy in zip(rows, policies, strict=True)]
 
@@ -146,27 +156,31 @@ def refuse_unequal(num_rows: int, num_policies: int) -> None:
         raise RequestValidationError(f"{num_rows} rows need as many policies, {num_policies} were given")
 
 
-def choose(logits: Logits, policy: LogitsReturnPolicy) -> Logits | int:
-    """Answers one row on the host as its policy asks.
-
-    Raises RequestValidation where a mask allows no token, or a penalised id is outside the vocabulary.
-    """
+def refuse_policy(policy: LogitsReturnPolicy, vocab_size: int) -> None:
+    """Raises RequestValidation where a mask allows no token, or a penalised id is outside the vocabulary."""
     if isinstance(policy, FullLogits):
-        return logits
+        return
     if not isinstance(policy, GreedyArgmax):
         raise RequestValidationError(f"logits policy {policy!r}: expected FullLogits or GreedyArgmax")
+    penalty, mask = policy.repetition_penalty, policy.token_mask
+    if penalty is not None and any(not 0 <= token < vocab_size for token in penalty.token_ids):
+        raise RequestValidationError(f"penalised ids {list(penalty.token_ids)} leave the vocabulary of {vocab_size}")
+    if mask is not None and not np.asarray(mask.valid_token_mask)[:vocab_size].any():
+        raise RequestValidationError(f"mask {mask.fingerprint!r} allows none of {vocab_size} tokens")
+
+
+def choose(logits: Logits, policy: LogitsReturnPolicy) -> Logits | int:
+    """Answers one row on the host as its policy, which `refuse_policy` has let pass, asks."""
+    if isinstance(policy, FullLogits):
+        return logits
     scores = logits.copy()
     penalty = policy.repetition_penalty
     if penalty is not None and len(penalty.token_ids):
         ids = np.unique(np.asarray(penalty.token_ids, np.int64))
-        if ids[0] < 0 or ids[-1] >= len(scores):
-            raise RequestValidationError(f"penalised ids {ids[0]}..{ids[-1]} leave the vocabulary of {len(scores)}")
         scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty.penalty, scores[ids] * penalty.penalty)
     if policy.token_mask is not None:
         given = np.asarray(policy.token_mask.valid_token_mask).astype(bool)[: len(scores)]
         allowed = np.zeros(len(scores), bool)
         allowed[: len(given)] = given
-        if not allowed.any():
-            raise RequestValidationError(f"mask {policy.token_mask.fingerprint!r} allows none of {len(scores)} tokens")
         scores[~allowed] = -np.inf
     return int(np.argmax(scores))

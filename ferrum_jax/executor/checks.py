@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.llm import refuse_unequal
+from ferrum_jax.contract.policy import FullLogits, GreedyArgmax, LogitsReturnPolicy
 
 
 def checked_id(cache_id: Any) -> str:
@@ -40,7 +42,7 @@ def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDA
         raise RequestValidationError(f"{cache_id!r}: tokens have shape {list(array.shape)}, expected one dimension")
     if array.size == 0:
         raise RequestValidationError(f"{cache_id!r}: needs at least one token, none were given")
-    if array.dtype.kind not in "iu":
+    if array.dtype.kind not in "iu" or (isinstance(tokens, (list, tuple)) and _has_bool(tokens)):
         for position, token in enumerate(tokens):
             if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
                 raise RequestValidationError(
@@ -52,6 +54,10 @@ def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDA
     if len(wrong):
         raise _outside(cache_id, int(wrong[0]), array[wrong[0]], vocab_size)
     return array.astype(np.int32)
+
+
+def _has_bool(tokens: Iterable[Any]) -> bool:
+    return any(isinstance(token, (bool, np.bool_)) for token in tokens)
 
 
 def _outside(cache_id: str, position: int, token: Any, vocab_size: int) -> RequestValidationError:
@@ -71,5 +77,15 @@ def refuse_repeated(cache_ids: Iterable[str]) -> None:
 
 def refuse_mismatch(cache_id: str, name: str, given: Any, length: int) -> None:
     """Raises unless the caller's position is the cache's length."""
-    if checked_int(f"{cache_id!r}: {name}", given, 0) != length:
+    if checked_int(f"{cache_id!r}: {name}", given, -(2**63)) != length:
         raise RequestValidationError(f"{cache_id!r}: {name} is {given}, the cache holds {length} positions")
+
+
+def refuse_unbuilt_policies(num_rows: int, policies: Sequence[LogitsReturnPolicy]) -> None:
+    """Raises unless there is one policy per row, and each is one that is served so far."""
+    refuse_unequal(num_rows, len(policies))
+    for policy in policies:
+        if not isinstance(policy, (FullLogits, GreedyArgmax)):
+            raise RequestValidationError(f"logits policy {policy!r}: expected FullLogits or GreedyArgmax")
+        if not isinstance(policy, FullLogits):
+            raise UnsupportedError(f"{policy}: logits policies other than FullLogits are not built yet")

@@ -49,6 +49,11 @@ class DeviceKv:
             raise BackendError("the KV was lost in a failed step, reset() allocates it anew")
         return self._kv
 
+    @property
+    def is_lost(self) -> bool:
+        """True after a step that took the KV and did not give it back."""
+        return self._kv is None
+
     def lower(self, key: StepKey) -> jax.stages.Lowered:
         """Lowers one step for these parameters and this KV."""
         return steps.lower_step(self._cfg, self._params, self._shapes, key)
@@ -73,13 +78,10 @@ class DeviceKv:
             DeviceError: the device failed; the KV is lost.
         """
         buffer, groups = packing.blank(plan.key)
-        pieces = [pieces for pieces in (plan.decodes, plan.chunks) if pieces]
-        sizes = [size for size in (plan.key.decode_rows, plan.key.chunk_rows) if size]
-        assert len(pieces) <= len(sizes)
-        group_of = {True: 0, False: len(sizes) - 1}
-        for is_decode, members in ((True, plan.decodes), (False, plan.chunks)):
-            for at, piece in enumerate(members):
-                _fill(groups[group_of[is_decode]], at, piece, rows[piece.row])
+        for at, piece in enumerate(plan.decodes):
+            _fill(groups[0], at, piece, rows[piece.row])
+        for at, piece in enumerate(plan.chunks):
+            _fill(groups[-1], at, piece, rows[piece.row])
         kv, self._kv = self.kv, None
         try:
             outputs, self._kv = executable(self._params, kv, buffer)

@@ -14,11 +14,18 @@ from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorState
-from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow, refuse_unequal
-from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
+from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow
+from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.values import LlmRuntimeConfig
-from ferrum_jax.executor.checks import checked_id, checked_int, checked_tokens, refuse_mismatch, refuse_repeated
+from ferrum_jax.executor.checks import (
+    checked_id,
+    checked_int,
+    checked_tokens,
+    refuse_mismatch,
+    refuse_repeated,
+    refuse_unbuilt_policies,
+)
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.device import DeviceKv, Row
 from ferrum_jax.executor.sizing import EnginePlan
@@ -123,7 +130,7 @@ class ModelRunner(DecoderOnlyLLM):
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
         """As `decode_batch`; only `FullLogits` policies are served so far."""
-        _refuse_policies(len(batch), policies)
+        refuse_unbuilt_policies(len(batch), policies)
         return [*self._decode_rows(batch, forced=False)]
 
     @_serialised
@@ -149,7 +156,7 @@ class ModelRunner(DecoderOnlyLLM):
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`; only `FullLogits` policies are served so far."""
-        _refuse_policies(len(items), policies)
+        refuse_unbuilt_policies(len(items), policies)
         return [*self.unified_forward(items)]
 
     @_serialised
@@ -219,10 +226,12 @@ class ModelRunner(DecoderOnlyLLM):
         if adapter is not None:
             raise UnsupportedError(f"adapter {adapter.name!r} cannot be bound: LoRA is not built yet")
 
+    @_serialised
     def load_lora(self, name: str, path: str) -> None:
         """Not built yet."""
         raise UnsupportedError(f"adapter {name!r} ({path}) cannot be loaded: LoRA is not built yet")
 
+    @_serialised
     def unload_lora(self, name: str) -> None:
         """Not built yet."""
         raise UnsupportedError(f"adapter {name!r} cannot be dropped: LoRA is not built yet")
@@ -246,7 +255,7 @@ class ModelRunner(DecoderOnlyLLM):
         counts = dict.fromkeys(("adapter_count", "active_cache_bindings", "projection_applications"), 0)
         return {"enabled": False, **counts, "position": "real-inference", "source": type(self).__name__}
 
-    def warmup(self, *, progress: bool = False) -> None:
+    def warmup(self, *, progress: bool = True) -> None:
         """Compiles every declared step, after which legal calls compile nothing."""
         with self._lock:
             self._refuse_unless_ready()
@@ -312,6 +321,7 @@ class ModelRunner(DecoderOnlyLLM):
         targets = [(w[0], length + len(w[1])) for w, length in zip(work, lengths, strict=True)]
         self._slots.refuse_growth(targets)
         executables = [self._steps.get(plan.key) for plan in plans]
+        known = frozenset(self._slots.cache_ids)
         self._slots.grow(targets)
         rows, sequences = [], []
         for (cache_id, tokens, wanted), length in zip(work, lengths, strict=True):
@@ -325,7 +335,9 @@ class ModelRunner(DecoderOnlyLLM):
                 for row, logits in self._device_kv.run(plan, executable, rows).items():
                     results[row].append(logits)
         except BaseException as problem:  # an interrupt, too, may have lost the KV
-            self._state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
+            if self._device_kv.is_lost:
+                self._state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
+            self._slots.undo_growth(known, [cache_id for cache_id, _, _ in work])
             raise
         for live, (_, target) in zip(sequences, targets, strict=True):
             live.length = target
@@ -335,10 +347,3 @@ class ModelRunner(DecoderOnlyLLM):
 def _found(logits: Logits | None) -> Logits:
     assert logits is not None, "a row that wants logits got none"
     return logits
-
-
-def _refuse_policies(num_rows: int, policies: Sequence[LogitsReturnPolicy]) -> None:
-    refuse_unequal(num_rows, len(policies))
-    for policy in policies:
-        if not isinstance(policy, FullLogits):
-            raise UnsupportedError(f"{policy}: logits policies other than FullLogits are not built yet")

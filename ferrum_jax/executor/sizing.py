@@ -40,7 +40,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     refuse_unbuilt(engine)
     max_seqs = engine.max_seqs or DEFAULT_SEQUENCES
     capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
-    block_size = engine.block_size or min(DEFAULT_BLOCK, ladder(capacity)[-1])
+    block_size = engine.block_size or min(DEFAULT_BLOCK, capacity)
     columns = -(-capacity // block_size)
 
     def spec(num_blocks: int) -> CacheSpec:
@@ -56,15 +56,12 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
     block_bytes = spec(1).num_bytes
     affordable = int(free_bytes * fraction) // block_bytes
-    if engine.kv_blocks is not None:
-        num_blocks, asked = (
-            engine.kv_blocks,
-            True,
-        )  # paging: sequences may share fewer blocks than all of them could fill
-    else:
-        num_blocks, asked = max_seqs * columns, engine.max_seqs is not None and engine.kv_capacity is not None
+    # Given as such, the pool may be smaller than all sequences together could fill: that is paging.
+    num_blocks = max_seqs * columns if engine.kv_blocks is None else engine.kv_blocks
+    both = engine.max_seqs is not None and engine.kv_capacity is not None
+    asked = engine.kv_blocks is not None or both
     if num_blocks > affordable:
-        if asked or affordable < 1:
+        if asked or affordable < (1 if engine.kv_capacity is None else columns):
             raise ResourceExhaustedError(
                 f"a KV of {num_blocks} blocks takes {num_blocks * block_bytes:,} bytes; {fraction:.0%} of the "
                 f"{free_bytes:,} free bytes hold {affordable}",
@@ -72,8 +69,8 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
                 free=affordable,
             )
         num_blocks = affordable
-        if engine.kv_capacity is None:
-            capacity = min(capacity, num_blocks * block_size)
+    if engine.kv_capacity is None:
+        capacity = min(capacity, num_blocks * block_size)
     return EnginePlan(
         max_seqs=max_seqs,
         kv_capacity=capacity,

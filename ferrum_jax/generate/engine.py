@@ -2,7 +2,9 @@
 
 import contextlib
 import itertools
+import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -29,14 +31,17 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._is_unified = True
+        self._has_run = False  # a unified forward has succeeded, so a later refusal is not about the method
+        self._name = secrets.token_hex(4)
         self._numbers = itertools.count()
 
     def new_cache_id(self) -> str:
-        """Gives an id that no other request of this process's engines on this model has."""
-        return f"generate-{id(self):x}-{next(self._numbers)}"
+        """Gives an id that no other request has."""
+        return f"generate-{self._name}-{next(self._numbers)}"
 
     def submit(self, request: Request) -> None:
         """Queues a request."""
+        request.submitted = time.perf_counter()
         with self._lock:
             self._waiting.append(request)
 
@@ -51,27 +56,32 @@ class Engine:
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token.
 
-        An error of the model is stored in the requests it concerns, whose owners raise it.
+        An error of the model is stored in every request of the batch, whose owners raise it. After anything else, an
+        interrupt say, the requests of the batch are read anew by the next step.
         """
         with self._lock:
             self._admit()
             if not self._running:
                 return
             try:
-                rows, logits = self._forward()
+                self._advance()
             except ResourceExhaustedError as problem:
                 self._make_room(problem)
-                return
             except FerrumError as problem:
                 self._fail(self._running, problem)
-                return
-            ready = [(request, row) for request, row in zip(rows, logits, strict=True) if row is not None]
-            if ready:
-                choices = self.sampler.choose([request for request, _ in ready], [row for _, row in ready])
-                for (request, _), (token, logprob) in zip(ready, choices, strict=True):
-                    request.append(token, logprob)
-            for request in [request for request in self._running if request.is_done]:
-                self._leave(request)
+            except BaseException:
+                self._read_anew(self._running)
+                raise
+
+    def _advance(self) -> None:
+        rows, logits = self._forward()
+        ready = [(request, row) for request, row in zip(rows, logits, strict=True) if row is not None]
+        if ready:
+            choices = self.sampler.choose([request for request, _ in ready], [row for _, row in ready])
+            for (request, _), (token, logprob) in zip(ready, choices, strict=True):
+                request.append(token, logprob)
+        for request in [request for request in self._running if request.is_done]:
+            self._leave(request)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room:
@@ -99,9 +109,14 @@ class Engine:
     def _run(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         if self._is_unified:
             try:
-                return self.model.unified_forward(items)
+                logits = self.model.unified_forward(items)
             except UnsupportedError:
+                if self._has_run:
+                    raise
                 self._is_unified = False
+            else:
+                self._has_run = True
+                return logits
         return self._run_apart(items)
 
     def _run_apart(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
@@ -124,9 +139,13 @@ class Engine:
         self._waiting.appendleft(last)
         self._room = len(self._running)
         # Rows that ran one by one may have advanced before the error: those are read anew, too.
-        for request in [last] if self._is_unified else [last, *self._running]:
-            self.model.release(request.cache_id)
+        self._read_anew([last] if self._is_unified else [last, *self._running])
+
+    def _read_anew(self, requests: Sequence[Request]) -> None:
+        for request in requests:
             request.num_read = 0
+            with contextlib.suppress(FerrumError):
+                self.model.release(request.cache_id)
 
     def _leave(self, request: Request) -> None:
         self._running.remove(request)

@@ -108,7 +108,7 @@ class LLM:
             raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
         return self.model
 
-    def warmup(self, *, progress: bool = False) -> None:
+    def warmup(self, *, progress: bool = True) -> None:
         """Compiles everything that serving may need, the sampler included."""
         self.runner.warmup(progress=progress)
         self._engine.sampler.warmup()

@@ -1,6 +1,6 @@
 """Which live sequence sits in which slot, how long it is, and which blocks it holds."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,15 +77,21 @@ class SlotTable:
             if missing:
                 self._attach(live, self.pool.allocate(missing))
 
+    def undo_growth(self, known: Collection[str], cache_ids: Iterable[str]) -> None:
+        """Takes a growth back: ids not `known` before it are forgotten, the others lose blocks past their length."""
+        for cache_id in cache_ids:
+            if cache_id in known:
+                self._detach(self._live[cache_id], self._live[cache_id].length)
+            else:
+                self.release(cache_id)
+
     def truncate(self, cache_id: str, new_len: int) -> None:
         """Rolls a sequence back and frees the blocks wholly past its new end."""
         live = self._live.get(cache_id)
         if live is None or new_len >= live.length:
             return
         live.length = new_len
-        keep = -(-new_len // self.block_size)
-        self.pool.release(live.blocks[keep:])
-        del live.blocks[keep:]
+        self._detach(live, new_len)
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence's slot and blocks; an unknown id is no error."""
@@ -97,6 +103,11 @@ class SlotTable:
     def _missing_blocks(self, cache_id: str, target: int) -> int:
         live = self._live.get(cache_id)
         return max(0, -(-target // self.block_size) - (0 if live is None else len(live.blocks)))
+
+    def _detach(self, live: LiveSequence, length: int) -> None:
+        keep = -(-length // self.block_size)
+        self.pool.release(live.blocks[keep:])
+        del live.blocks[keep:]
 
     def _attach(self, live: LiveSequence, blocks: list[int]) -> None:
         start = len(live.blocks)

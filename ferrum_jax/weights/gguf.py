@@ -87,6 +87,7 @@ class GgufSource:
                 raise ConfigError(f"no field {arch}.{key}")
             return value
 
+        self._refuse_ignored(arch)
         names = {tensor.name for tensor in self.file.tensors}
         embeddings = next((t for t in self.file.tensors if t.name == "token_embd.weight"), None)
         if embeddings is None:
@@ -113,6 +114,20 @@ class GgufSource:
             "max_window_layers": 0,
             "num_experts": self._field(f"{arch}.expert_count"),
         }
+
+    def _refuse_ignored(self, arch: str) -> None:
+        """Raises on settings that would make the forward wrong if they were left out."""
+        width = self._field(f"{arch}.attention.key_length")
+        if width is None:
+            width = self._field(f"{arch}.embedding_length", 0) // (self._field(f"{arch}.attention.head_count") or 1)
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if self._field(f"{arch}.{key}", width) != width:
+                raise UnsupportedError(
+                    f"{self.path}: {arch}.{key} is {self._field(f'{arch}.{key}')}, heads have {width}: "
+                    "other widths are not implemented"
+                )
+        if self._field(f"{arch}.attention.scale") is not None:
+            raise UnsupportedError(f"{self.path}: {arch}.attention.scale is not implemented")
 
     def _rope_scaling(self, arch: str) -> dict[str, Any] | None:
         kind = self._field(f"{arch}.rope.scaling.type", "none")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import GGUFReader, ReaderField, ReaderTensor
 
 
 class GgufFile:
@@ -67,6 +67,18 @@ def _read(path: Path) -> "GGUFReader":
             order = override_order or self.byte_order
             values = self.data[int(offset) : end].view(dtype)
             return values if order == "I" else values.view(values.dtype.newbyteorder(order))
+
+        def _build_tensors(self, start_offs: int, fields: "list[ReaderField]") -> None:
+            """Names the first tensor that cannot be read."""
+            try:
+                super()._build_tensors(start_offs, fields)
+            except (ValueError, KeyError, OverflowError):
+                for field in fields:
+                    try:
+                        super()._build_tensors(start_offs, [field])
+                    except (ValueError, KeyError, OverflowError) as problem:
+                        raise ValueError(f"tensor {field.name}: {problem}") from None
+                raise
 
     if not path.is_file():
         raise NotFoundError(f"{path} does not exist")

@@ -44,6 +44,20 @@ def test_a_mask_that_allows_nothing_is_refused(model: CountingLLM):
         model.decode_batch_with_logits_policy([("a", 1, 1)], [GreedyArgmax(token_mask=mask)])
 
 
+def test_a_policy_that_is_refused_leaves_the_sequence_as_it_was(model: CountingLLM):
+    model.prefill("a", [1])
+    wrong = [
+        GreedyArgmax(token_mask=TokenSelectionMask(fingerprint="none", valid_token_mask=np.zeros(10, np.int8))),
+        GreedyArgmax(repetition_penalty=GreedyRepetitionPenalty(penalty=2.0, token_ids=[10])),
+    ]
+    for policy in wrong:
+        with pytest.raises(RequestValidationError):
+            model.decode_batch_with_logits_policy([("a", 1, 1)], [policy])
+    with pytest.raises(RequestValidationError, match="'a' occurs twice"):
+        model.decode_batch([("a", 1, 1), ("a", 1, 2)])
+    assert model.lengths == {"a": 1}
+
+
 def test_one_policy_per_row_is_needed(model: CountingLLM):
     with pytest.raises(RequestValidationError, match="1 rows need as many policies, 0"):
         model.decode_batch_with_logits_policy([("a", 1, 0)], [])

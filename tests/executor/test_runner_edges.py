@@ -50,6 +50,8 @@ REFUSALS = {
         lambda r: r.prefill("a", [1, wrong(2.0)]), RequestValidationError, "position 1 is 2.0"
     ),
     "token that is a bool": Refusal(lambda r: r.prefill("a", [True]), RequestValidationError, "position 0 is True"),
+    "a bool among tokens": Refusal(lambda r: r.prefill("a", [5, True]), RequestValidationError, "position 1 is True"),
+    "a negative pos": Refusal(lambda r: r.decode("a", 1, -1), RequestValidationError, "pos is -1, the cache holds 10"),
     "tokens that are text": Refusal(lambda r: r.prefill("a", wrong("hello")), RequestValidationError, "text"),
     "tokens of rank 2": Refusal(
         lambda r: r.prefill("a", wrong(np.ones((2, 2), int))), RequestValidationError, "one dimension"

@@ -63,3 +63,21 @@ def test_a_failed_step_is_an_error_state_until_reset(
     assert runner.kv_len("a") is None
     np.testing.assert_allclose(runner.prefill("a", [1, 2, 3]), oracle([1, 2, 3])[-1], atol=1e-4)
     runner.release("a")
+
+
+def test_an_interrupt_before_the_device_call_leaves_everything_as_it_was(
+    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    runner.prefill("a", [1, 2, 3])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ferrum_jax.executor.device.packing.blank", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.unified_forward([("a", [4] * 20, 3, True), ("b", [5], 0, True)])
+    monkeypatch.undo()
+    assert runner.state is ExecutorState.Ready
+    assert (runner.kv_len("a"), runner.kv_len("b")) == (3, None)
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 17
+    np.testing.assert_allclose(runner.decode("a", 4, 3), oracle([1, 2, 3, 4])[-1], atol=1e-4)

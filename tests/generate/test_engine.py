@@ -270,3 +270,23 @@ def test_no_two_requests_or_engines_share_a_cache_id():
     engines = [Engine(model, max_rows=1, chunk_tokens=4) for _ in range(2)]
     ids = [engine.new_cache_id() for engine in engines for _ in range(50)]
     assert len(set(ids)) == 100
+
+
+def test_an_interrupt_between_forward_and_choice_loses_no_token(monkeypatch: pytest.MonkeyPatch):
+    model = UnifiedLLM(pool=100)
+    engine = Engine(model, max_rows=2, chunk_tokens=8)
+    one = request(engine, [1, 2, 3], 4)
+    engine.submit(one)
+    engine.step()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.sampler, "choose", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    for _ in range(10):
+        engine.step()
+    assert one.answer == answer(model, [1, 2, 3], 4)
+    assert model.lengths == {}
