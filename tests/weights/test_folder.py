@@ -262,10 +262,15 @@ def test_a_configuration_that_cannot_be_honoured_is_refused(
 
 MEASURE = textwrap.dedent("""
     import resource, sys
+    from pathlib import Path
     import jax, numpy as np
     from ferrum_jax.weights.folder import SafetensorsSource
     import ferrum_jax
-    def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    def peak():  # on Linux ru_maxrss is at least the parent's, which may have been far larger
+        if sys.platform == "linux":
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     jax.block_until_ready(jax.device_put(np.zeros(3, np.float32)))
     before = peak()
     params, _ = ferrum_jax.load_params(sys.argv[1], dtype="float32")
