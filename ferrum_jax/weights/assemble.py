@@ -47,14 +47,18 @@ def assemble(
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
     """
     wanted: dict[str, ParamSpec] = named_leaves(specs)
-    refuse_mismatched(source, wanted, ignorable)
+    refuse_mismatched(source.path, source.shapes(), wanted, ignorable)
     names = Track("reading weights")(wanted) if progress else wanted
     return from_names(specs, {name: _place(source.read(name), dtype, device) for name in names})
 
 
-def refuse_mismatched(source: TensorSource, wanted: Mapping[str, ParamSpec], ignorable: Callable[[str], bool]) -> None:
-    """Raises one error that names every missing, unknown and wrongly shaped tensor."""
-    found = source.shapes()
+def refuse_mismatched(
+    path: Path,
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, ParamSpec],
+    ignorable: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Raises one error that names every missing, unknown and wrongly shaped tensor of the checkpoint at `path`."""
     problems = [f"{name} is missing" for name in wanted if name not in found]
     problems += [
         f"{name} has shape {list(found[name])}, expected {list(spec.shape)}"
@@ -64,7 +68,7 @@ def refuse_mismatched(source: TensorSource, wanted: Mapping[str, ParamSpec], ign
     problems += [f"{name} is unknown" for name in found if name not in wanted and not ignorable(name)]
     if problems:
         rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-        raise InvalidFormatError(f"{source.path}: {'; '.join(problems[:LISTED])}{rest}")
+        raise InvalidFormatError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
 
 
 def _place(tensor: np.ndarray, dtype: str, device: JaxDevice) -> jax.Array:

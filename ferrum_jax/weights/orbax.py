@@ -12,8 +12,9 @@ import orbax.checkpoint as ocp
 from ferrum_jax.config import ModelConfig, RopeScaling
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree, num_parameters, shapes
+from ferrum_jax.models.specs import ParamTree, named_leaves, num_parameters, shapes
 from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.weights.assemble import refuse_mismatched
 from ferrum_jax.weights.folder import read_json
 
 CONFIG = "ferrum_config.json"
@@ -69,8 +70,15 @@ class OrbaxSource:
         )
         try:
             with ocp.StandardCheckpointer() as checkpointer:
+                found = named_leaves(checkpointer.metadata(self.path / PARAMS).item_metadata.tree)
+                # before any read: a restore that fails half-way leaves orbax's other reads running
+                refuse_mismatched(
+                    self.path / PARAMS, {name: tuple(leaf.shape) for name, leaf in found.items()}, named_leaves(specs)
+                )
                 return checkpointer.restore(self.path / PARAMS, wanted)
-        except (ValueError, KeyError, OSError) as problem:
+        except InvalidFormatError:
+            raise
+        except (ValueError, KeyError, OSError, AttributeError) as problem:
             cause = str(problem)[:300]  # pages of storage settings follow
             raise InvalidFormatError(
                 f"{self.path / PARAMS} is no whole checkpoint of {num_parameters(specs):,} parameters: {cause}"
