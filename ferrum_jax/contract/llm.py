@@ -7,19 +7,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
-from ferrum_jax.contract.policy import FullLogits, GreedyArgmax, LogitsReturnPolicy
+from ferrum_jax.contract.checks import (
+    checked_mask,
+    checked_rows,
+    checked_tokens,
+    refuse_policy,
+    refuse_repeated,
+    refuse_unequal,
+)
+from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
+from ferrum_jax.contract.handles import BlockTable
+from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.slots import (
     ActiveLoraAdapter,
     KvSlotCapacitySnapshot,
     KvSlotRequest,
     KvSlotReservation,
 )
-from ferrum_jax.contract.values import LlmRuntimeConfig
+from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
 
 Logits = NDArray[np.float32]  # [V]
 DecodeRow = tuple[str, int, int]  # cache id, token id, position
 UnifiedRow = tuple[str, Sequence[int], int, bool]  # cache id, token ids, position offset, is final chunk
+VerifyRow = tuple[str, Sequence[int]]  # cache id, token ids
 
 
 class DecoderOnlyLLM(abc.ABC):
@@ -53,12 +64,13 @@ class DecoderOnlyLLM(abc.ABC):
         The default calls `decode` row by row, so a row that fails leaves the rows before it advanced.
 
         Raises:
-            RequestValidationError: an id occurs twice; nothing was decoded.
+            RequestValidationError: an id occurs twice, or a token id is none; nothing was decoded.
         """
-        ids = [cache_id for cache_id, _, _ in batch]
-        if repeated := [cache_id for cache_id in dict.fromkeys(ids) if ids.count(cache_id) > 1]:
-            raise RequestValidationError(f"{repeated[0]!r} occurs twice in one batch, a sequence can have one row")
-        return [self.decode(cache_id, token, pos) for cache_id, token, pos in batch]
+        rows = checked_rows("batch", batch, "cache_id token pos")
+        refuse_repeated(cache_id for cache_id, _, _ in rows)
+        for cache_id, token, _ in rows:
+            checked_tokens(cache_id, [token], self.config.vocab_size)
+        return [self.decode(cache_id, token, pos) for cache_id, token, pos in rows]
 
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
         """As `decode_batch`; `force_full_logits` forbids any shortcut that would not produce all logits."""
@@ -68,7 +80,7 @@ class DecoderOnlyLLM(abc.ABC):
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
         """As `decode_batch`, each row answering as its policy asks: `[vocab]` logits or a token id."""
-        refuse_unequal(len(batch), len(policies))
+        refuse_unequal(len(batch), policies)
         for policy in policies:
             refuse_policy(policy, self.config.vocab_size)
         logits = self.decode_batch(batch)
@@ -79,12 +91,19 @@ class DecoderOnlyLLM(abc.ABC):
 
         The default decodes token by token from the cache's end, which needs `kv_len`.
         """
-        if len(tokens) == 0:
-            raise RequestValidationError(f"{cache_id!r}: forward_verify needs at least one token, none were given")
+        checked_tokens(cache_id, tokens, self.config.vocab_size)
         start = self.kv_len(cache_id)
         if start is None:
             raise UnsupportedError(f"{type(self).__name__} does not know where {cache_id!r} ends, so it cannot verify")
         return np.stack([self.decode(cache_id, token, start + i) for i, token in enumerate(tokens)])
+
+    def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
+        """As `forward_verify` for several sequences, in order; the default runs them one by one."""
+        checked = checked_rows("rows", rows, "cache_id tokens")
+        refuse_repeated(cache_id for cache_id, _ in checked)
+        for cache_id, tokens in checked:
+            checked_tokens(cache_id, tokens, self.config.vocab_size)
+        return [self.forward_verify(cache_id, tokens) for cache_id, tokens in checked]
 
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows, final chunks and intermediate chunks in one forward; None where a chunk is not final."""
@@ -94,7 +113,7 @@ class DecoderOnlyLLM(abc.ABC):
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`, each final row answering as its policy asks."""
-        refuse_unequal(len(items), len(policies))
+        refuse_unequal(len(items), policies)
         for policy in policies:
             refuse_policy(policy, self.config.vocab_size)
         rows = self.unified_forward(items)
@@ -107,6 +126,10 @@ class DecoderOnlyLLM(abc.ABC):
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
         raise UnsupportedError(f"{type(self).__name__} cannot roll its KV back")
+
+    def fork(self, cache_id: str, new_cache_id: str) -> None:
+        """Makes `new_cache_id` a copy of a live sequence that shares its blocks until either writes."""
+        raise UnsupportedError(f"{type(self).__name__} cannot fork a sequence")
 
     def reset(self) -> None:
         """Drops every sequence; keeps weights, loaded adapters and compiled steps."""
@@ -127,6 +150,14 @@ class DecoderOnlyLLM(abc.ABC):
     def kv_len(self, cache_id: str) -> int | None:
         """Positions held for `cache_id`; None for an unknown id, or where the model cannot tell."""
         return None
+
+    def kv_block_table(self, cache_id: str) -> BlockTable | None:
+        """Where a sequence's positions lie; None for an unknown id, or where the model has no blocks."""
+        return None
+
+    def kv_cache(self, cache_id: str, layer: int) -> tuple[Any, Any]:
+        """Copies one layer's keys and values of a sequence: two arrays `[positions, kv_heads, head_dim]`."""
+        raise UnsupportedError(f"{type(self).__name__} does not show its KV")
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
         """Makes positions writable, all or nothing; None where the model does not account for blocks."""
@@ -149,24 +180,22 @@ class DecoderOnlyLLM(abc.ABC):
         """Counters of LoRA; None where the model keeps none."""
         return None
 
+    @property
+    def state(self) -> ExecutorState:
+        """Where the model is in its life; answers in every state."""
+        return ExecutorState.Ready
 
-def refuse_unequal(num_rows: int, num_policies: int) -> None:
-    """Raises RequestValidation unless there is one policy per row."""
-    if num_rows != num_policies:
-        raise RequestValidationError(f"{num_rows} rows need as many policies, {num_policies} were given")
+    def model_info(self) -> ModelInfo | None:
+        """Identity and size; None where the model does not tell."""
+        return None
 
+    def capabilities(self) -> ExecutorCapabilities | None:
+        """What was built; None where the model does not tell."""
+        return None
 
-def refuse_policy(policy: LogitsReturnPolicy, vocab_size: int) -> None:
-    """Raises RequestValidation where a mask allows no token, or a penalised id is outside the vocabulary."""
-    if isinstance(policy, FullLogits):
-        return
-    if not isinstance(policy, GreedyArgmax):
-        raise RequestValidationError(f"logits policy {policy!r}: expected FullLogits or GreedyArgmax")
-    penalty, mask = policy.repetition_penalty, policy.token_mask
-    if penalty is not None and any(not 0 <= token < vocab_size for token in penalty.token_ids):
-        raise RequestValidationError(f"penalised ids {list(penalty.token_ids)} leave the vocabulary of {vocab_size}")
-    if mask is not None and not np.asarray(mask.valid_token_mask)[:vocab_size].any():
-        raise RequestValidationError(f"mask {mask.fingerprint!r} allows none of {vocab_size} tokens")
+    def memory_usage(self) -> ExecutorMemoryUsage | None:
+        """Memory the model holds; None where it does not tell."""
+        return None
 
 
 def choose(logits: Logits, policy: LogitsReturnPolicy) -> Logits | int:
@@ -179,8 +208,5 @@ def choose(logits: Logits, policy: LogitsReturnPolicy) -> Logits | int:
         ids = np.unique(np.asarray(penalty.token_ids, np.int64))
         scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty.penalty, scores[ids] * penalty.penalty)
     if policy.token_mask is not None:
-        given = np.asarray(policy.token_mask.valid_token_mask).astype(bool)[: len(scores)]
-        allowed = np.zeros(len(scores), bool)
-        allowed[: len(given)] = given
-        scores[~allowed] = -np.inf
+        scores[~checked_mask(policy.token_mask, len(scores))] = -np.inf
     return int(np.argmax(scores))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ferrum_jax.contract.errors import RequestValidationError
 
 
@@ -30,8 +32,11 @@ class GreedyRepetitionPenalty:
     token_ids: Sequence[int]
 
     def __post_init__(self):
-        if not 0.0 < self.penalty < float("inf"):
-            raise RequestValidationError(f"repetition penalty is {self.penalty}, it must be positive and finite")
+        number = isinstance(self.penalty, (int, float, np.number)) and not isinstance(self.penalty, bool)
+        if not number or not 0.0 < self.penalty < float("inf"):
+            raise RequestValidationError(
+                f"repetition penalty is {self.penalty!r}, it must be a positive and finite number"
+            )
 
 
 @dataclass(frozen=True)

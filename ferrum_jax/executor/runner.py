@@ -12,20 +12,19 @@ from ferrum_jax.compile import buckets
 from ferrum_jax.compile.buckets import StepPlan
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, UnsupportedError
-from ferrum_jax.contract.execution import ExecutorState
-from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow
-from ferrum_jax.contract.policy import LogitsReturnPolicy
-from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.values import LlmRuntimeConfig
-from ferrum_jax.executor.checks import (
+from ferrum_jax.contract.checks import (
     checked_id,
     checked_int,
+    checked_rows,
     checked_tokens,
     refuse_mismatch,
     refuse_repeated,
-    refuse_unbuilt_policies,
 )
+from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.values import LlmRuntimeConfig
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.device import DeviceKv, Row
 from ferrum_jax.executor.sizing import EnginePlan
@@ -126,14 +125,6 @@ class ModelRunner(DecoderOnlyLLM):
         return self._decode_rows(batch, forced=bool(force_full_logits))
 
     @_serialised
-    def decode_batch_with_logits_policy(
-        self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
-    ) -> list[Logits | int]:
-        """As `decode_batch`; only `FullLogits` policies are served so far."""
-        refuse_unbuilt_policies(len(batch), policies)
-        return [*self._decode_rows(batch, forced=False)]
-
-    @_serialised
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends `tokens` and gives `[n, vocab]`: row i is the distribution after token i."""
         array = self._tokens(cache_id, tokens)
@@ -144,20 +135,12 @@ class ModelRunner(DecoderOnlyLLM):
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
         work = []
-        for cache_id, tokens, offset, is_final in items:
+        for cache_id, tokens, offset, is_final in checked_rows("items", items, "cache_id q_tokens pos_offset is_final"):
             array = self._tokens(cache_id, tokens)
             refuse_mismatch(cache_id, "pos_offset", offset, self._slots.length(cache_id))
             work.append((cache_id, array, bool(is_final)))
         refuse_repeated(cache_id for cache_id, _, _ in work)
         return self._advance(work)
-
-    @_serialised
-    def unified_forward_with_logits_policy(
-        self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
-    ) -> list[Logits | int | None]:
-        """As `unified_forward`; only `FullLogits` policies are served so far."""
-        refuse_unbuilt_policies(len(items), policies)
-        return [*self.unified_forward(items)]
 
     @_serialised
     def release(self, cache_id: str) -> None:
@@ -301,7 +284,7 @@ class ModelRunner(DecoderOnlyLLM):
 
     def _decode_rows(self, batch: Sequence[DecodeRow], *, forced: bool) -> list[Logits]:
         work = []
-        for cache_id, token, pos in batch:
+        for cache_id, token, pos in checked_rows("batch", batch, "cache_id token pos"):
             array = self._tokens(cache_id, [token])
             refuse_mismatch(cache_id, "pos", pos, self._slots.length(cache_id))
             work.append((cache_id, array, True))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ferrum_jax.contract import ActiveLoraAdapter, FullLogits, GreedyArgmax, KvSlotRequest
+from ferrum_jax.contract import ActiveLoraAdapter, FullLogits, GreedyArgmax, KvSlotRequest, TokenSelectionMask
 from ferrum_jax.contract.errors import (
     CancelledError,
     FerrumError,
@@ -108,13 +108,21 @@ REFUSALS = {
     "policies of another number": Refusal(
         lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], []), RequestValidationError, "1 rows need"
     ),
-    "a policy that is not built": Refusal(
-        lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], [GreedyArgmax()]), UnsupportedError, "not built yet"
+    "a row of another width": Refusal(
+        lambda r: r.decode_batch([("b", 1, 2), wrong(("a", 1))]), RequestValidationError, "row 1 of batch"
     ),
-    "a unified policy that is not built": Refusal(
-        lambda r: r.unified_forward_with_logits_policy([("a", [1], 10, True)], [GreedyArgmax()]),
-        UnsupportedError,
-        "built",
+    "a row that is None": Refusal(lambda r: r.unified_forward([wrong(None)]), RequestValidationError, "row 0 of items"),
+    "items that are no sequence": Refusal(lambda r: r.unified_forward(wrong(3)), RequestValidationError, "is a int"),
+    "policies that are no sequence": Refusal(
+        lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], wrong(3)), RequestValidationError, "are a int"
+    ),
+    "a mask of text": Refusal(
+        lambda r: r.decode_batch_with_logits_policy(
+            [("a", 1, 10)],
+            [GreedyArgmax(token_mask=TokenSelectionMask(fingerprint="m", valid_token_mask=["x"]))],
+        ),
+        RequestValidationError,
+        "mask 'm'",
     ),
     "an adapter": Refusal(
         lambda r: r.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="y")), UnsupportedError, "'x'"

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
-from ferrum_jax.contract.llm import refuse_unequal
+from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.policy import FullLogits, GreedyArgmax, LogitsReturnPolicy
 
 
@@ -81,11 +80,68 @@ def refuse_mismatch(cache_id: str, name: str, given: Any, length: int) -> None:
         raise RequestValidationError(f"{cache_id!r}: {name} is {given}, the cache holds {length} positions")
 
 
-def refuse_unbuilt_policies(num_rows: int, policies: Sequence[LogitsReturnPolicy]) -> None:
-    """Raises unless there is one policy per row, and each is one that is served so far."""
-    refuse_unequal(num_rows, len(policies))
-    for policy in policies:
-        if not isinstance(policy, (FullLogits, GreedyArgmax)):
-            raise RequestValidationError(f"logits policy {policy!r}: expected FullLogits or GreedyArgmax")
-        if not isinstance(policy, FullLogits):
-            raise UnsupportedError(f"{policy}: logits policies other than FullLogits are not built yet")
+def checked_rows(name: str, rows: Iterable[Any], fields: str) -> list[tuple[Any, ...]]:
+    """Gives the rows of a batch as tuples, or raises naming the first that has not the given fields.
+
+    Args:
+        name: what a batch of them is called.
+        rows: the batch.
+        fields: names of a row's fields, divided by spaces.
+    """
+    width = len(fields.split())
+    try:
+        listed = list(rows)
+    except TypeError:
+        raise RequestValidationError(f"{name} is a {type(rows).__name__}, expected a sequence of rows") from None
+    for at, row in enumerate(listed):
+        if not isinstance(row, (tuple, list)) or len(row) != width:
+            raise RequestValidationError(f"row {at} of {name} is {row!r}, expected ({', '.join(fields.split())})")
+    return [tuple(row) for row in listed]
+
+
+def refuse_unequal(num_rows: int, policies: Sequence[Any]) -> None:
+    """Raises RequestValidation unless there is one policy per row."""
+    try:
+        given = len(policies)
+    except TypeError:
+        raise RequestValidationError(f"policies are a {type(policies).__name__}, expected a sequence") from None
+    if num_rows != given:
+        raise RequestValidationError(f"{num_rows} rows need as many policies, {given} were given")
+
+
+def checked_mask(mask: Any, vocab_size: int) -> NDArray[np.bool_]:
+    """Gives which of `vocab_size` tokens a `TokenSelectionMask` allows, `[vocab_size]`, or raises.
+
+    Ids past the mask's end are not allowed; a mask that is longer than the vocabulary is cut.
+    """
+    label = getattr(mask, "fingerprint", None)
+    try:
+        given = np.asarray(mask.valid_token_mask)
+    except (AttributeError, TypeError, ValueError) as problem:
+        raise RequestValidationError(f"token mask {mask!r}: expected a TokenSelectionMask: {problem}") from None
+    if given.ndim != 1 or given.dtype.kind not in "iub":
+        raise RequestValidationError(
+            f"mask {label!r} is {given.dtype} of shape {list(given.shape)}, expected integers of one dimension"
+        )
+    allowed = np.zeros(vocab_size, np.bool_)
+    allowed[: len(given)] = given[:vocab_size] != 0
+    if not allowed.any():
+        raise RequestValidationError(f"mask {label!r} allows none of {vocab_size} tokens")
+    return allowed
+
+
+def refuse_policy(policy: LogitsReturnPolicy, vocab_size: int) -> None:
+    """Raises RequestValidation where a mask allows no token, or a penalised id is outside the vocabulary."""
+    if isinstance(policy, FullLogits):
+        return
+    if not isinstance(policy, GreedyArgmax):
+        raise RequestValidationError(f"logits policy {policy!r}: expected FullLogits or GreedyArgmax")
+    penalty, mask = policy.repetition_penalty, policy.token_mask
+    if penalty is not None:
+        ids = getattr(penalty, "token_ids", None)
+        if ids is None or not isinstance(getattr(penalty, "penalty", None), (int, float, np.floating)):
+            raise RequestValidationError(f"repetition penalty {penalty!r}: expected a GreedyRepetitionPenalty")
+        if len(ids):
+            checked_tokens("repetition penalty", ids, vocab_size)
+    if mask is not None:
+        checked_mask(mask, vocab_size)
