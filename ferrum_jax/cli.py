@@ -76,7 +76,7 @@ def generate(
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids = llm.chat_prompt([*messages, {"role": "user", "content": text}]) if templated else text
         with console.status("compiling the steps this prompt needs"):
-            llm.prepare(ids)
+            llm.prepare(ids, params)
         started = time.perf_counter()
         stream = llm.stream(ids, params)
         for piece in stream:
