@@ -11,6 +11,7 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams, cli
 from ferrum_jax.config import EngineConfig
+from ferrum_jax.contract.errors import UnsupportedError
 from tests import tiny
 from tests.generate.test_request import letters
 
@@ -118,6 +119,29 @@ def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):
         assert says in text
     count = sum(tensor.size for tensor in tiny.tensors(CONFIG).values())
     assert f"parameters {count:,} ({count * 4 / 1e6:,.0f} MB in float32)" in text
+
+
+def test_inspect_shows_what_load_would_refuse(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    count = sum(tensor.nbytes for tensor in tiny.tensors(CONFIG).values())
+    monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: count)
+    code, out, err = run("inspect", folder)
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert "family llama" in text
+    assert "0 free bytes" in text
+    assert "steps" not in text
+    monkeypatch.undo()
+    monkeypatch.setenv("FERRUM_PREFIX_CACHE", "1")
+    monkeypatch.setattr("ferrum_jax.executor.sizing.refuse_unbuilt", refuse_prefix_cache)
+    code, out, err = run("inspect", folder)
+    assert (code, err) == (0, "")
+    assert "refused prefix_cache is not built" in " ".join(out.split())
+    assert "D8 P0x0" in out
+
+
+def refuse_prefix_cache(settings: EngineConfig) -> None:
+    if settings.prefix_cache:
+        raise UnsupportedError("prefix_cache is not built")
 
 
 def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):
