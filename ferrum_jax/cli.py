@@ -1,4 +1,4 @@
-"""`ferrum-jax`: generate text, inspect a model, list devices."""
+"""`ferrum-jax`: generate text, inspect or convert a model, list devices."""
 
 import sys
 import time
@@ -162,6 +162,18 @@ def _plan(
             if not isinstance(problem, UnsupportedError):
                 break
     return None, problems
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hugging Face id")],
+    folder: Annotated[str, typer.Argument(help="The new folder")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [default: the model's]")] = None,
+) -> None:
+    """Write a model as an Orbax checkpoint, with its tokenizer."""
+    from ferrum_jax import converting
+
+    print(converting.convert(model, folder, dtype))
 
 
 @app.command()

@@ -101,7 +101,7 @@ def load(
 
 
 def load_params(
-    path: ModelPath,
+    path: ModelPath | Checkpoint,
     dtype: str | None = None,
     *,
     device: str | Device | JaxDevice | None = None,
@@ -111,7 +111,8 @@ def load_params(
     target = find_device(device)
     dtype = default_dtype(target) if dtype is None else dtype_name(dtype)
     EngineConfig(dtype=dtype)
-    return _read(open_checkpoint(path), dtype, target, progress)
+    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    return _read(source, dtype, target, progress)
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:

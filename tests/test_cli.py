@@ -154,6 +154,15 @@ def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):
     assert "head tied to the embeddings" in out
 
 
+def test_convert_writes_a_folder_that_answers_the_same(run: Run, folder: Path, tmp_path: Path):
+    made = tmp_path / "new" / "folder"
+    assert run("convert", folder, made) == (0, f"{made}\n", "")
+    answers = [run("generate", "-m", m, "--max-tokens", "5", "--kv-capacity", "16", "cab")[1] for m in (folder, made)]
+    assert answers[0] == answers[1] != "\n"
+    refused(run("convert", folder, made), "AlreadyExists", "not empty")
+    refused(run("convert", folder, tmp_path / "other", "--dtype", "int8"), "Config", "int8")
+
+
 def test_devices_lists_what_jax_sees(run: Run):
     code, out, err = run("devices")
     assert (code, err) == (0, "")
@@ -162,11 +171,12 @@ def test_devices_lists_what_jax_sees(run: Run):
     assert "default dtype float32" in out
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("devices",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("convert",), ("devices",)])
 def test_help_names_the_commands_and_options(run: Run, command: tuple[str, ...]):
     code, out, _ = run(*command, "--help")
     assert code == 0
     expected = {(): "inspect", ("generate",): "--max-tokens", ("inspect",): "Folder", ("devices",): "memory"}
+    expected[("convert",)] = "--dtype"
     assert expected[command] in out
 
 

@@ -1,5 +1,6 @@
 """Text to token ids and back, from a Hugging Face folder or a GGUF file."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,15 @@ class Tokenizer:
             chat_templates=templates,
         )
 
+    def save(self, folder: Path) -> None:
+        """Writes the files from which `from_folder` makes this tokenizer again."""
+        texts = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        config = {name: text for name, text in (texts | {"unk_token": self.unk_token}).items() if text is not None}
+        named = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
+        self.backend.save(str(folder / "tokenizer.json"))
+        _write_json(folder / "tokenizer_config.json", config | ({"chat_template": named} if named else {}))
+        _write_json(folder / "generation_config.json", {"eos_token_id": list(self.eos_token_ids)})
+
     @property
     def vocab_size(self) -> int:
         """How many tokens there are, added ones included; a model's logits may have more columns."""
@@ -183,6 +193,10 @@ def _read_json(file: Path) -> dict[str, Any]:
         return read_json(file)
     except NotFoundError:
         return {}
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _token_text(value: Any) -> str | None:
