@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ferrum_jax import models as models
     from ferrum_jax.config import EngineConfig as EngineConfig
     from ferrum_jax.config import ModelConfig as ModelConfig
+    from ferrum_jax.converting import convert as convert
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
     from ferrum_jax.generate.llm import LLM as LLM
     from ferrum_jax.generate.params import SamplingParams as SamplingParams
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "EngineConfig": "ferrum_jax.config",
     "ModelConfig": "ferrum_jax.config",
+    "convert": "ferrum_jax.converting",
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
     "SamplingParams": "ferrum_jax.generate.params",

@@ -10,23 +10,56 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    ConfigError,
+    FerrumError,
+    InvalidFormatError,
+    IOError,
+    NotFoundError,
+    UnsupportedError,
+)
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, or raises an error that names the file."""
+    """Reads a JSON object.
+
+    Raises:
+        NotFoundError: there is no such file.
+        IOError: it cannot be read.
+        InvalidFormatError: it holds no JSON object.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise NotFoundError(f"{path} does not exist") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as problem:
+        value = json.loads(read_text(path))
+    except ValueError as problem:
+        if isinstance(problem, FerrumError):
+            raise
         raise InvalidFormatError(f"{path} is not JSON: {problem}") from None
+    except RecursionError:
+        raise InvalidFormatError(f"{path} is JSON that is nested too deeply to be read") from None
     if not isinstance(value, dict):
         raise InvalidFormatError(f"{path} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def read_text(path: Path) -> str:
+    """Reads a text in UTF-8.
+
+    Raises:
+        NotFoundError: there is no such file.
+        IOError: it cannot be read.
+        InvalidFormatError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{path} does not exist") from None
+    except OSError as problem:
+        raise IOError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except UnicodeDecodeError as problem:
+        raise InvalidFormatError(f"{path} is not UTF-8: {problem}") from None
 
 
 class SafetensorsSource:
