@@ -7,6 +7,7 @@ A tree of stacks has the paths of the parameters, down to the projection: `model
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,24 +71,23 @@ def empty(cfg: ModelConfig, spec: LoraSpec, dtype: str) -> ParamTree:
 def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
     """Puts an adapter's tree into row `index` of the stacks, which must be from 0 to A - 1; it may be traced.
 
-    Pure: donate `stacks` to have it done in place.
+    Pure: donate `stacks` to have it done in place. Leaves of `adapter` may be NumPy's.
     """
-
-    def put(path: tuple, stack: jax.Array, own: jax.Array) -> jax.Array:
-        at = (index,) if specs.name_of(path[-1:]) == "down" else (slice(None), index)
-        return stack.at[at].set(own)
-
-    return jax.tree_util.tree_map_with_path(put, stacks, adapter)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, stack, own: stack.at[_row(path, index)].set(own), stacks, adapter
+    )
 
 
 def remove(stacks: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
     """Puts zeros into row `index` of the stacks, as `install` would."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, stack: stack.at[_row(path, index)].set(jnp.zeros((), stack.dtype)), stacks
+    )
 
-    def clear(path: tuple, stack: jax.Array) -> jax.Array:
-        at = (index,) if specs.name_of(path[-1:]) == "down" else (slice(None), index)
-        return stack.at[at].set(jnp.zeros((), stack.dtype))
 
-    return jax.tree_util.tree_map_with_path(clear, stacks)
+def _row(path: tuple[Any, ...], index: int | Int[Array, ""]) -> tuple[Any, ...]:
+    """Where an adapter lies in a stack: on the first axis of `down`, on the second of `up`."""
+    return (index,) if specs.name_of(path[-1:]) == "down" else (slice(None), index)
 
 
 def projections(cfg: ModelConfig) -> dict[str, ParamSpec]:
