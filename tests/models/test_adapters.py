@@ -121,33 +121,36 @@ def test_what_another_adapter_makes_of_a_row_is_dropped_were_it_infinite(params:
     assert not bool(jnp.isfinite(sick[2]).any())
 
 
-def serve(params: ParamTree, stacks: ParamTree, tokens: Logits, first: int) -> tuple[Logits, Logits]:
-    """Runs `first` tokens of two rows, then one of them by a token and the other by a chunk, in one step."""
+def rows_of(tokens: NDArray[np.int32], at: int, tables: jax.Array, index: int | None) -> Rows[jax.Array]:
+    """Rows whose next tokens start at position `at`, all of one adapter."""
+    size, length = tokens.shape
+    adapters = None if index is None else jnp.full(size, index, jnp.int32)
+    full = jnp.full(size, at, jnp.int32), jnp.full(size, length, jnp.int32)
+    return Rows(jnp.asarray(tokens), *full, tables, adapters)
+
+
+def serve(params: ParamTree, stacks: ParamTree, tokens: NDArray[np.int32], first: int) -> tuple[Logits, Logits]:
+    """Runs `first` tokens of a row under "patterns" and of one under none, then a token and a chunk in one step."""
     cache = state.CacheSpec(num_layers=3, num_blocks=6, block_size=8, num_kv_heads=2, head_dim=20, dtype="float32")
     tables = jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
-
-    def rows(tokens: Logits, at: int, tables: jax.Array, index: list[int]) -> Rows[jax.Array]:
-        full = jnp.full(len(tokens), at, jnp.int32), jnp.full(len(tokens), tokens.shape[1], jnp.int32)
-        return Rows(jnp.asarray(tokens), *full, tables, adapters=jnp.asarray(index, jnp.int32))
-
     forward = jax.jit(models.family(CFG).forward, static_argnames="cfg")
-    start = Batch((rows(tokens[:, :first], 0, tables, [3, -1]),), jnp.arange(2, dtype=jnp.int32))
-    _, kv = forward(params, state.empty(cache), start, cfg=CFG, loras=stacks)
-    later = Batch(
-        (
-            rows(tokens[:1, first : first + 1], first, tables[:1], [3]),
-            rows(tokens[1:, first:], first, tables[1:], [-1]).replace(adapters=None),
-        ),
-        jnp.arange(1 + tokens.shape[1] - first, dtype=jnp.int32),
+    kv = state.empty(cache)
+    for row, index in ((0, 3), (1, None)):
+        begin = rows_of(tokens[:, :first], 0, tables[row : row + 1], index)
+        _, kv = forward(params, kv, Batch((begin,), jnp.zeros(1, jnp.int32)), cfg=CFG, loras=stacks)
+    groups = (
+        rows_of(tokens[:, first : first + 1], first, tables[:1], 3),
+        rows_of(tokens[:, first:], first, tables[1:], None),
     )
-    logits, _ = forward(params, kv, later, cfg=CFG, loras=stacks)
+    count = 1 + tokens.shape[1] - first
+    logits, _ = forward(params, kv, Batch(groups, jnp.arange(count, dtype=jnp.int32)), cfg=CFG, loras=stacks)
     return np.asarray(logits[0]), np.asarray(logits[1:])
 
 
 def test_a_served_mix_of_a_decode_and_a_chunk_equals_the_forward_over_the_whole_prompt(
     params: ParamTree, stacks: ParamTree, bare: Logits, references: dict[str, Logits]
 ):
-    tokens, first = np.array([prompt("every")] * 2, np.int32), 13
+    tokens, first = np.array([prompt("every")], np.int32), 13
     decoded, chunk = serve(params, stacks, tokens, first)
     np.testing.assert_allclose(decoded, references["patterns"][first], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(chunk, bare[first:LENGTH], rtol=0, atol=TOLERANCE)
@@ -230,9 +233,9 @@ def test_stacks_have_the_paths_of_the_parameters_and_their_axes():
         projection, half = name.rsplit(".", 1)
         weight = weights[f"{projection}.weight"]
         if half == "down":
-            assert (stack.shape, stack.axes[2]) == ((6, 64, weight.shape[1]), weight.axes[1])
+            assert (stack.shape, stack.axes[2], stack.init) == ((6, 64, weight.shape[1]), weight.axes[1], "normal")
         else:
-            assert (stack.shape, stack.axes[0]) == ((weight.shape[0], 6, 64), weight.axes[0])
+            assert (stack.shape, stack.axes[0], stack.init) == ((weight.shape[0], 6, 64), weight.axes[0], "zeros")
 
 
 def test_stacks_and_adapters_go_together(params: ParamTree, stacks: ParamTree):
