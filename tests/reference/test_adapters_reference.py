@@ -19,7 +19,10 @@ from scripts.make_references import load_adapter, load_tiny, logits_of
 from tests import tiny
 from tests.adapters import ADAPTERS, EVERY, prompt
 
-pytestmark = pytest.mark.reference
+pytestmark = [
+    pytest.mark.reference,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),  # PEFT asks for it
+]
 
 TOLERANCE = 1e-4  # float32 sums in another order, over three layers; logits are of the order of one
 OF_GRADIENTS = 1e-4  # of each tensor's largest gradient
@@ -32,10 +35,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rank stabilised": {"r": 16, "lora_alpha": 3, "use_rslora": True, "target_modules": EVERY},
     "patterns": {
         "r": 64,
-        "lora_alpha": 30,
+        "lora_alpha": 3,  # as large as keeps the attention of a random model from being a single peak
         "target_modules": EVERY,
         "rank_pattern": {"o_proj": 5, r"layers\.\d\.mlp\.gate_proj": 9, "2.mlp.down_proj": 2, "v_proj": 11},
-        "alpha_pattern": {"layers.0.*": 12, "v_proj": 1},
+        "alpha_pattern": {"layers.0.*": 1.5, "v_proj": 1},
         "use_rslora": True,
     },
     "a pattern of layers": {
