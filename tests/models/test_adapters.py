@@ -227,6 +227,15 @@ def test_the_gradient_of_tuning_predicts_a_small_step(name: str):
     np.testing.assert_allclose(float(loss(ahead) - loss(behind)), 2 * 1e-3 * (1e-3 / length), rtol=2e-2)
 
 
+def test_a_bfloat16_model_takes_bfloat16_adapters(stacks: ParamTree, bare: Logits, references: dict[str, Logits]):
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (tiny.tiny_params(tiny.CONFIGS[MODEL]), stacks))
+    tokens = jnp.asarray([prompt("every")])
+    logits = run(narrow[0], tokens, CFG, loras=narrow[1], adapters=jnp.asarray([0]))
+    assert logits.dtype == jnp.float32
+    missed, moved = (np.sqrt(np.mean((other - references["every"]) ** 2)) for other in (np.asarray(logits[0]), bare))
+    assert missed < moved / 10, "eight bits cost far less than the adapter changes"
+
+
 def test_stacks_have_the_paths_of_the_parameters_and_their_axes():
     weights = named_leaves(models.family(CFG).param_specs(CFG))
     for name, stack in named_leaves(adapters.stack_specs(CFG, SPEC)).items():
