@@ -80,30 +80,42 @@ class SafetensorsSource:
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor."""
-        path = self._file_of[name]
-        try:
-            with safe_open(path, framework="numpy") as shard:
-                return shard.get_tensor(name)
-        except (SafetensorError, OSError) as problem:
-            raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
+        return read_tensor(self._file_of[name], name)
 
     def _scan(self, path: Path) -> None:
-        try:
-            with safe_open(path, framework="numpy") as shard:
-                for name in shard.keys():  # noqa: SIM118  # not a mapping
-                    tensor = shard.get_slice(name)
-                    if tensor.get_dtype() not in DTYPES:
-                        raise UnsupportedError(
-                            f"{path}: tensor {name} is {tensor.get_dtype()}, supported are {', '.join(DTYPES)}"
-                        )
-                    if name in self._file_of:
-                        raise InvalidFormatError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
-                    self._file_of[name] = path
-                    self._shapes[name] = tuple(tensor.get_shape())
-        except FileNotFoundError:
-            raise NotFoundError(f"{path}: this shard is missing") from None
-        except (SafetensorError, OSError) as problem:
-            raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
+        for name, shape in read_header(path).items():
+            if name in self._file_of:
+                raise InvalidFormatError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
+            self._file_of[name] = path
+            self._shapes[name] = shape
+
+
+def read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a safetensors file, none of which is read."""
+    shapes = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                tensor = file.get_slice(name)
+                if tensor.get_dtype() not in DTYPES:
+                    raise UnsupportedError(
+                        f"{path}: tensor {name} is {tensor.get_dtype()}, supported are {', '.join(DTYPES)}"
+                    )
+                shapes[name] = tuple(tensor.get_shape())
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as problem:
+        raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
+    return shapes
+
+
+def read_tensor(path: Path, name: str) -> np.ndarray:
+    """Reads one tensor of a safetensors file."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return file.get_tensor(name)
+    except (SafetensorError, OSError) as problem:
+        raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
 
 
 def _read_config(path: Path) -> ModelConfig:
