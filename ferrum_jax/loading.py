@@ -11,7 +11,7 @@ from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, UnsupportedError
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.sizing import EnginePlan, plan_engine, refuse_unbuilt
+from ferrum_jax.executor.sizing import EnginePlan, plan_engine
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
@@ -92,7 +92,6 @@ def load(
     target = find_device(device)
     settings = settings.over(EngineConfig(dtype=default_dtype(target)))
     assert settings.dtype is not None
-    refuse_unbuilt(settings)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     plan_ahead(settings, source.config, target)
     params, cfg = _read(source, settings.dtype, target, progress)

@@ -71,7 +71,18 @@ class GatherKey:
         return f"gather M{self.table_columns}"
 
 
-AnyKey = StepKey | SelectKey | CopyKey | GatherKey
+@dataclass(frozen=True, order=True)
+class InstallKey:
+    """An adapter put into one row of the stacks."""
+
+    max_loras: int  # A
+    max_rank: int  # R
+
+    def __str__(self) -> str:
+        return f"install A{self.max_loras} R{self.max_rank}"
+
+
+AnyKey = StepKey | SelectKey | CopyKey | GatherKey | InstallKey
 
 
 @dataclass(frozen=True, kw_only=True)

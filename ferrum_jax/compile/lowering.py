@@ -5,17 +5,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepKey
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, InstallKey, SelectKey, StepKey
 from ferrum_jax.compile.selecting import WORD, select
 from ferrum_jax.compile.steps import lower_step
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
+from ferrum_jax.models import adapters, specs
+from ferrum_jax.models.adapters import LoraSpec
 
 
-def lower(cfg: ModelConfig, params: Any, kv: Any, key: AnyKey) -> jax.stages.Lowered:
-    """Lowers the call that a key stands for; parameters and KV are arrays or their shapes."""
+def lower(cfg: ModelConfig, params: Any, kv: Any, loras: Any, key: AnyKey) -> jax.stages.Lowered:
+    """Lowers the call that a key stands for; parameters, KV and stacks of adapters are arrays or their shapes."""
     if isinstance(key, StepKey):
-        return lower_step(cfg, params, kv, key)
+        return lower_step(cfg, params, kv, key, loras)
+    if isinstance(key, InstallKey):
+        dtype = jax.tree.leaves(loras)[0].dtype.name
+        spec = LoraSpec(max_loras=key.max_loras, max_rank=key.max_rank)
+        return jax.jit(adapters.install).lower(loras, specs.shapes(adapters.adapter_specs(cfg, spec), dtype), _ints())
     if isinstance(key, SelectKey):
         logits = jax.ShapeDtypeStruct((key.logit_rows, cfg.vocab_size), jnp.float32)
         words = -(-cfg.vocab_size // WORD)

@@ -32,14 +32,20 @@ def _split(buffer, key: StepKey) -> list[Rows]:
         return piece
 
     for b, t in _groups(key):
-        groups.append(Rows(tokens=take(b, t), lengths=take(b), counts=take(b), tables=take(b, key.table_columns)))
+        tokens, lengths, counts, tables = take(b, t), take(b), take(b), take(b, key.table_columns)
+        uses = take(b) if key.adapters else None
+        groups.append(Rows(tokens=tokens, lengths=lengths, counts=counts, tables=tables, adapters=uses))
     return groups
 
 
 def blank(key: StepKey) -> tuple[NDArray[np.int32], list[Rows[NDArray[np.int32]]]]:
     """Gives a buffer of padding and the views to fill it through: decode rows first, then chunks."""
     buffer = np.zeros(packed_size(key), np.int32)
-    return buffer, _split(buffer, key)
+    groups = _split(buffer, key)
+    for rows in groups:
+        if rows.adapters is not None:
+            rows.adapters[:] = -1
+    return buffer, groups
 
 
 def unpack(buffer: Int[Array, " size"], key: StepKey) -> Batch[jax.Array]:

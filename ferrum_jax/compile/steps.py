@@ -36,19 +36,28 @@ class StepOutputs:
 
 
 def step(
-    params: ParamTree, kv: KvState[jax.Array], buffer: jax.Array, *, cfg: ModelConfig, key: StepKey
+    params: ParamTree,
+    kv: KvState[jax.Array],
+    buffer: jax.Array,
+    loras: ParamTree | None = None,
+    *,
+    cfg: ModelConfig,
+    key: StepKey,
 ) -> tuple[StepOutputs, KvState[jax.Array]]:
     """Runs the new tokens of one packed batch through the model. `kv` is donated."""
-    logits, kv = family(cfg).forward(params, kv, unpack(buffer, key), cfg)
+    logits, kv = family(cfg).forward(params, kv, unpack(buffer, key), cfg, loras=loras)
     return StepOutputs(logits=logits), kv
 
 
-def lower_step(cfg: ModelConfig, params: Any, kv: Any, key: StepKey) -> jax.stages.Lowered:
-    """Lowers one step for parameters and a KV given as arrays or as their shapes."""
+def lower_step(cfg: ModelConfig, params: Any, kv: Any, key: StepKey, loras: Any = None) -> jax.stages.Lowered:
+    """Lowers one step for parameters, a KV and stacks of adapters given as arrays or as their shapes.
+
+    The stacks are an argument of the steps whose key has adapters, and of no other.
+    """
     buffer = jax.ShapeDtypeStruct((packed_size(key),), jnp.int32)
     pure = functools.partial(step, cfg=cfg, key=key)
     functools.update_wrapper(pure, step)
-    return jax.jit(pure, donate_argnums=1).lower(params, kv, buffer)
+    return jax.jit(pure, donate_argnums=1).lower(params, kv, buffer, *([loras] if key.adapters else []))
 
 
 class StepCache(Generic[Key]):

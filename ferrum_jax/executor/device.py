@@ -35,6 +35,7 @@ class Row:
     table: NDArray[np.int32]  # [M]
     wanted: bool  # whether it answers
     policy: Greedy | None = None  # how, if not with all logits
+    adapter: int = -1  # row of the adapters' stacks, -1 for none
 
 
 class DeviceKv:
@@ -67,9 +68,9 @@ class DeviceKv:
         """True after a step that took the KV and did not give it back."""
         return self._kv is None
 
-    def lower(self, key: AnyKey) -> jax.stages.Lowered:
-        """Lowers one call for these parameters and this KV."""
-        return lower(self._cfg, self._params, self._shapes, key)
+    def lower(self, key: AnyKey, loras: ParamTree | None = None) -> jax.stages.Lowered:
+        """Lowers one call for these parameters and this KV, and for stacks of adapters."""
+        return lower(self._cfg, self._params, self._shapes, loras, key)
 
     def reallocate(self) -> None:
         """Drops the KV and allocates it anew.
@@ -107,7 +108,9 @@ class DeviceKv:
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"layer {layer} of a sequence cannot be read: {problem}") from problem
 
-    def run(self, plan: StepPlan, rows: Sequence[Row], get: GetStep) -> dict[int, Answer]:
+    def run(
+        self, plan: StepPlan, rows: Sequence[Row], get: GetStep, loras: ParamTree | None = None
+    ) -> dict[int, Answer]:
         """Runs one step; gives, by row, the answer of rows whose last token it held, if wanted.
 
         For steps with the outputs `ALL`, every piece's logits come back, `[n, V]`.
@@ -123,7 +126,7 @@ class DeviceKv:
         answers: dict[int, Answer] = {}
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            outputs, written = get(plan.key)(self._params, kv, buffer)
+            outputs, written = get(plan.key)(self._params, kv, buffer, *([loras] if plan.key.adapters else []))
             answers.update(self._fetch(plan, outputs, rows, get))
             return written
 
@@ -198,3 +201,5 @@ def _fill(group: Rows[NDArray[np.int32]], at: int, piece: Piece, row: Row) -> No
     group.lengths[at] = row.length + piece.start
     group.counts[at] = piece.count
     group.tables[at] = row.table
+    if group.adapters is not None:
+        group.adapters[at] = row.adapter

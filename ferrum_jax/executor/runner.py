@@ -1,16 +1,18 @@
 """`ModelRunner`: the `DecoderOnlyLLM` contract over compiled steps."""
 
+import os
 from collections.abc import Sequence
 from typing import Any, Self
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile import buckets
+from ferrum_jax.compile.buckets import AnyKey, InstallKey
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import checked_id, checked_int
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow, VerifyRow
@@ -18,6 +20,7 @@ from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
 from ferrum_jax.executor import describe
+from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.device import Answer, DeviceKv
 from ferrum_jax.executor.lifecycle import Lifecycle, serialised
@@ -53,8 +56,10 @@ class ModelRunner(DecoderOnlyLLM):
         self.name = name or model_config.model_type
         self._device = DeviceKv(params, model_config, plan.cache, device)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
-        self._steps = StepCache(self._device.lower, strict=strict)
-        self._sequences = Sequences(self._device, self._steps, plan)
+        self._steps = StepCache(self._lower, strict=strict)
+        dtype = jax.tree.leaves(params)[0].dtype.name
+        self._adapters = Adapters(model_config, plan.loras, dtype, device, self._steps)
+        self._sequences = Sequences(self._device, self._steps, plan, self._adapters)
         self._decode_batches = DecodeBatchCounters()
 
     def __enter__(self) -> Self:
@@ -135,7 +140,7 @@ class ModelRunner(DecoderOnlyLLM):
     @serialised
     def release(self, cache_id: str) -> None:
         """Frees the sequence's slot and blocks; an unknown id is no error."""
-        self._sequences.slots.release(checked_id(cache_id))
+        self._sequences.release(checked_id(cache_id))
 
     @serialised
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
@@ -150,7 +155,7 @@ class ModelRunner(DecoderOnlyLLM):
             RequestValidationError: `cache_id` is unknown, or `new_cache_id` is not.
             ResourceExhaustedError: no slot is free.
         """
-        self._sequences.slots.fork(checked_id(cache_id), checked_id(new_cache_id))
+        self._sequences.fork(checked_id(cache_id), checked_id(new_cache_id))
 
     def reset(self) -> None:
         """Drops every sequence and prefix; keeps weights and compiled steps. Also the way back from the state Error.
@@ -168,13 +173,7 @@ class ModelRunner(DecoderOnlyLLM):
     @serialised
     def prepare(self, cache_id: str, max_tokens: int) -> None:
         """Takes the slot and compiles the steps for a prompt of `max_tokens` tokens and for decoding after it."""
-        count = checked_int("max_tokens", max_tokens, 1)
-        slots = self._sequences.slots
-        slots.refuse_past_capacity(cache_id, slots.length(checked_id(cache_id)) + count)
-        slots.refuse_newcomers([cache_id])
-        plans = [*buckets.plan([count], self.plan.ladders), *buckets.plan([1], self.plan.ladders)]
-        self._steps.ensure(dict.fromkeys(plan.key for plan in plans))
-        self._sequences.open(cache_id)
+        self._sequences.prepare(checked_id(cache_id), checked_int("max_tokens", max_tokens, 1))
 
     @serialised
     def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
@@ -206,12 +205,7 @@ class ModelRunner(DecoderOnlyLLM):
     @serialised
     def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies one layer's keys (turned by RoPE) and values of a live sequence: `[positions, kv_heads, head_dim]`."""
-        index = checked_int("layer", layer, 0)
-        if index >= self.model_config.num_hidden_layers:
-            raise RequestValidationError(f"layer is {index}, the model has {self.model_config.num_hidden_layers}")
-        if self._sequences.slots.get(checked_id(cache_id)) is None:
-            raise RequestValidationError(f"{cache_id!r} is unknown, it has no keys and values")
-        return self._sequences.gather(cache_id, index)
+        return self._sequences.gather(checked_id(cache_id), checked_int("layer", layer, 0))
 
     @serialised
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
@@ -223,10 +217,6 @@ class ModelRunner(DecoderOnlyLLM):
             RequestValidationError: a target is past the capacity.
             ResourceExhaustedError: slots or blocks are short, for the targets or for the admission targets.
         """
-        for request in requests:
-            if not isinstance(request, KvSlotRequest):
-                raise RequestValidationError(f"{request!r} is a {type(request).__name__}, expected a KvSlotRequest")
-            checked_id(request.cache_id)
         return self._sequences.reserve(requests)
 
     @serialised
@@ -239,20 +229,43 @@ class ModelRunner(DecoderOnlyLLM):
 
     @serialised
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
-        """Clears the binding with None; binding an adapter is not built yet."""
-        checked_id(cache_id)
-        if adapter is not None:
-            raise UnsupportedError(f"adapter {adapter.name!r} cannot be bound: LoRA is not built yet")
+        """Binds one id to an adapter, which is loaded from its path if it is not there, or to none.
 
-    @serialised
-    def load_lora(self, name: str, path: str) -> None:
-        """Not built yet."""
-        raise UnsupportedError(f"adapter {name!r} ({path}) cannot be loaded: LoRA is not built yet")
+        An adapter that came this way makes room for another when no sequence is bound to it.
+
+        Raises:
+            RequestValidationError: the sequence holds positions of another adapter, or of none.
+            NotFoundError, InvalidFormatError, UnsupportedError, …: it is not loaded and cannot be.
+        """
+        if adapter is not None and not isinstance(adapter, ActiveLoraAdapter):
+            raise RequestValidationError(f"adapter {adapter!r}: expected an ActiveLoraAdapter or None")
+        self._sequences.bind(checked_id(cache_id), adapter)
+
+    def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Loads an adapter in PEFT's format until `unload_lora`; nothing is compiled, and others run meanwhile.
+
+        Raises:
+            AlreadyExistsError: the name is in use.
+            ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
+            NotFoundError, InvalidFormatError, UnsupportedError, RequestValidationError: as its files deserve.
+        """
+        with self._life.lock:
+            self._life.refuse_unless_ready()
+            self._adapters.refuse_without_room(name)
+        read = self._adapters.read(path)  # which takes a while, and concerns nobody else
+        with self._life.lock:
+            self._life.refuse_unless_ready()
+            self._sequences.install(name, read, os.fspath(path), is_pinned=True)
 
     @serialised
     def unload_lora(self, name: str) -> None:
-        """Not built yet."""
-        raise UnsupportedError(f"adapter {name!r} cannot be dropped: LoRA is not built yet")
+        """Drops an adapter and its prefixes.
+
+        Raises:
+            NotFoundError: it is not loaded.
+            RequestValidationError: a sequence is bound to it; release that first.
+        """
+        self._sequences.unload(name)
 
     @serialised
     def cache_metrics_snapshot(self) -> dict[str, Any]:
@@ -264,9 +277,8 @@ class ModelRunner(DecoderOnlyLLM):
 
     @serialised
     def lora_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of LoRA: there is none yet."""
-        counts = dict.fromkeys(("adapter_count", "active_cache_bindings", "projection_applications"), 0)
-        return {"enabled": False, **counts, "position": "real-inference", "source": type(self).__name__}
+        """Counters of adapters; an application is one row of one call through one projection."""
+        return self._adapters.metrics() | {"source": type(self).__name__}
 
     @serialised
     def model_info(self) -> ModelInfo:
@@ -287,7 +299,10 @@ class ModelRunner(DecoderOnlyLLM):
     def warmup(self, *, progress: bool = True) -> None:
         """Compiles every declared step, after which legal calls compile nothing."""
         track = Track("compiling steps") if progress else None
-        self._steps.warmup(self.plan.ladders.declared(), track)
+        keys = self.plan.ladders.declared(adapters=self.plan.loras is not None)
+        if self.plan.loras is not None:
+            keys.append(InstallKey(self.plan.loras.max_loras, self.plan.loras.max_rank))
+        self._steps.warmup(keys, track)
 
     @serialised
     def compile_stats(self) -> dict[str, Any]:
@@ -300,7 +315,11 @@ class ModelRunner(DecoderOnlyLLM):
             self._life.state = ExecutorState.Shutdown
             self._device.drop()
             self._steps.drop()
+            self._adapters.stacks = None
             self.params = {}
+
+    def _lower(self, key: AnyKey) -> jax.stages.Lowered:
+        return self._device.lower(key, self._adapters.stacks)
 
     @property
     def _vocab_size(self) -> int:

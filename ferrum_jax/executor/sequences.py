@@ -1,7 +1,8 @@
 """The live sequences of one model: new tokens in, answers out, whatever steps that takes."""
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,14 +10,17 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import buckets
 from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepPlan
 from ferrum_jax.compile.steps import StepCache
-from ferrum_jax.contract.slots import KvSlotAllocation, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotAllocation, KvSlotRequest, KvSlotReservation
+from ferrum_jax.executor.adapters import NONE, Adapters
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, Row
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.executor.work import Work
+from ferrum_jax.executor.work import Work, refuse_no_requests
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.slots import SlotTable
+from ferrum_jax.weights.peft import PeftAdapter
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -32,13 +36,15 @@ class Sequences:
     device: DeviceKv
     steps: StepCache[AnyKey]
     plan: EnginePlan
+    adapters: Adapters
     prefixes: PrefixCounters = field(default_factory=PrefixCounters)
 
     def __post_init__(self):
         self.slots = self._empty_slots()
 
     def clear(self) -> None:
-        """Forgets every sequence and prefix; counters go on."""
+        """Forgets every sequence, prefix and binding; counters go on."""
+        self.adapters.clear_bindings()
         self.prefixes.evictions += self.slots.pool.evictions
         self.slots = self._empty_slots()
 
@@ -58,7 +64,9 @@ class Sequences:
         """
         if not work:
             return []
-        growth = Growth(self.slots, [Want(row.cache_id, row.tokens, len(row.tokens) - row.wanted) for row in work])
+        growth = Growth(
+            self.slots, [self._want(row.cache_id, row.tokens, len(row.tokens) - row.wanted) for row in work]
+        )
         reused = [growth.reused(index) for index in range(len(work))]
         left = [index for index, row in enumerate(work) if len(row.tokens) > reused[index]]
         plans = buckets.plan([len(work[index].tokens) - reused[index] for index in left], self.plan.ladders)
@@ -71,19 +79,24 @@ class Sequences:
 
     def verify(self, work: Sequence[Work]) -> list[NDArray[np.float32]]:
         """Appends each row's tokens; gives the logits of every one of them, `[n, V]`."""
-        growth = Growth(self.slots, [Want(row.cache_id, row.tokens) for row in work])
+        growth = Growth(self.slots, [self._want(row.cache_id, row.tokens) for row in work])
         plans = buckets.plan_verify([len(row.tokens) for row in work], self.plan.ladders)
         found = self._run(growth, work, range(len(work)), [0] * len(work), plans)
         return [np.concatenate([np.asarray(piece) for piece in pieces]) for pieces in found]
 
-    def open(self, cache_id: str) -> None:
-        """Takes a slot for an id, if it has none."""
-        growth = Growth(self.slots, [Want(cache_id, NOTHING)])
+    def prepare(self, cache_id: str, count: int) -> None:
+        """Takes a slot for an id, if it has none, and compiles the steps for a prompt and for decoding after it."""
+        self.slots.refuse_past_capacity(cache_id, self.slots.length(cache_id) + count)
+        growth = Growth(self.slots, [self._want(cache_id)])
+        adapters = self.adapters.of(cache_id) is not None
+        plans = [*buckets.plan([count], self.plan.ladders), *buckets.plan([1], self.plan.ladders)]
+        self.steps.ensure(dict.fromkeys(replace(plan.key, adapters=adapters) for plan in plans))
         growth.apply()
         growth.commit()
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Makes positions writable: all that are asked for, or none and an error."""
+        refuse_no_requests(requests)
         slots, pool = self.slots, self.slots.pool
         targets: dict[str, int] = {}
         admissions: dict[str, int] = {}
@@ -97,7 +110,7 @@ class Sequences:
         # An id that is unknown and wants no position yet is admitted, but gets no slot.
         wants = [key for key, target in targets.items() if target or slots.get(key) is not None]
         lengths = [max(targets[key], slots.length(key)) for key in wants]
-        growth = Growth(slots, [Want(key, NOTHING) for key in wants], lengths)
+        growth = Growth(slots, [self._want(key) for key in wants], lengths)
         before = {key: self._num_blocks(key) for key in targets}
         later = sum(max(0, slots.num_blocks(admissions[key]) - held) for key, held in before.items())
         pool.refuse_more_than_free(max(growth.num_new_blocks, later + growth.num_copies), len(targets))
@@ -123,9 +136,47 @@ class Sequences:
 
     def gather(self, cache_id: str, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Copies one layer's keys and values of a live sequence: `[length, K, H]` each."""
-        live = self.slots.get(cache_id)
-        assert live is not None
+        live, num_layers = self.slots.get(cache_id), self.plan.cache.num_layers
+        if layer >= num_layers:
+            raise RequestValidationError(f"layer is {layer}, the model has {num_layers}")
+        if live is None:
+            raise RequestValidationError(f"{cache_id!r} is unknown, it has no keys and values")
         return self.device.gather(layer, self.slots.table[live.slot], live.length, self.steps.get)
+
+    def release(self, cache_id: str) -> None:
+        """Frees a sequence and its binding; an unknown id is no error."""
+        self.slots.release(cache_id)
+        self.adapters.bind(cache_id, None)
+
+    def fork(self, cache_id: str, new_cache_id: str) -> None:
+        """Makes a sequence that shares another's blocks and adapter; raises as `SlotTable.fork` does."""
+        self.slots.fork(cache_id, new_cache_id)
+        self.adapters.bind(new_cache_id, self.adapters.of(cache_id))
+
+    def bind(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
+        """Binds an id to an adapter, loaded from its path if need be, or to none."""
+        if adapter is not None:
+            self.adapters.refuse_without_room(adapter.name)
+        self.adapters.refuse_rebinding(cache_id, adapter, self.slots.length(cache_id))
+        if adapter is None:
+            self.adapters.bind(cache_id, None)
+            return
+        if self.adapters.find(adapter) is None:
+            read = self.adapters.read(adapter.path)
+            self.install(adapter.name, read, os.fspath(adapter.path), is_pinned=False)
+        self.adapters.bind(cache_id, self.adapters.find(adapter))
+
+    def install(self, name: str, read: PeftAdapter, path: str, *, is_pinned: bool) -> None:
+        """Loads an adapter; raises as `Adapters.load` does."""
+        for gone in self.adapters.load(name, read, path, is_pinned=is_pinned):
+            self.slots.forget_adapter(gone)
+
+    def unload(self, name: str) -> None:
+        """Forgets an adapter and its prefixes; raises as `Adapters.unload` does."""
+        self.slots.forget_adapter(self.adapters.unload(name))
+
+    def _want(self, cache_id: str, tokens: NDArray[np.int32] = NOTHING, reusable: int = 0) -> Want:
+        return Want(cache_id, tokens, reusable, self.adapters.of(cache_id))
 
     def _num_blocks(self, cache_id: str) -> int:
         live = self.slots.get(cache_id)
@@ -147,6 +198,8 @@ class Sequences:
         plans: Sequence[StepPlan],
     ) -> list[list[Answer]]:
         """Takes what was planned, runs the steps over the rows that are `left`, and commits; or takes all back."""
+        uses = [self.adapters.row_of(row.cache_id) for row in work]
+        plans = [_with_adapters(plan, [uses[index] for index in left]) for plan in plans]
         chosen = any(row.policy is not None and row.wanted for row in work)
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
         self._make_ready([*(plan.key for plan in plans), *selects, *self._extra_keys(growth)])
@@ -157,17 +210,25 @@ class Sequences:
             for index in left:
                 live, row, skip = growth.live(index), work[index], reused[index]
                 place = self.slots.table[live.slot]
-                rows.append(Row(row.tokens[skip:], live.length + skip, place, row.wanted, row.policy))
+                rows.append(Row(row.tokens[skip:], live.length + skip, place, row.wanted, row.policy, uses[index]))
             for plan in plans:
-                for at, answer in self.device.run(plan, rows, self.steps.get).items():
+                for at, answer in self.device.run(plan, rows, self.steps.get, self.adapters.stacks).items():
                     answers[at].append(answer)
         except BaseException:  # an interrupt, too
             growth.undo()
             raise
         growth.commit()
+        self.adapters.count(row.cache_id for row in work)
         return answers
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         key = CopyKey(self.plan.ladders.max_copies)
         for start in range(0, len(pairs), key.blocks):
             self.device.copy_blocks(pairs[start : start + key.blocks], key, self.steps.get)
+
+
+def _with_adapters(plan: StepPlan, uses: Sequence[int]) -> StepPlan:
+    """Gives the plan for a step with adapters if any of its rows uses one."""
+    if all(uses[piece.row] == NONE for piece in (*plan.decodes, *plan.chunks)):
+        return plan
+    return replace(plan, key=replace(plan.key, adapters=True))

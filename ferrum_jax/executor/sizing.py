@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
+import jax
+
 from ferrum_jax.compile.buckets import Ladders, ladder
 from ferrum_jax.config import EngineConfig, ModelConfig
-from ferrum_jax.contract.errors import ConfigError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, ResourceExhaustedError
 from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.models import adapters, specs
+from ferrum_jax.models.adapters import LoraSpec
 
 DEFAULT_SEQUENCES = 8
 DEFAULT_CAPACITY = 4096  # positions
@@ -22,6 +26,7 @@ class EnginePlan:
     cache: CacheSpec
     ladders: Ladders
     prefix_cache: bool = False
+    loras: LoraSpec | None = None
 
 
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
@@ -38,7 +43,6 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         UnsupportedError: a setting asks for what this build does not have.
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
-    refuse_unbuilt(engine)
     max_seqs = engine.max_seqs or DEFAULT_SEQUENCES
     capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
     block_size = engine.block_size or min(DEFAULT_BLOCK, capacity)
@@ -54,6 +58,8 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
             dtype=engine.kv_dtype or engine.dtype or ("float32" if platform == "cpu" else "bfloat16"),
         )
 
+    loras = _lora_spec(engine)
+    free_bytes -= _stack_bytes(cfg, loras, spec(1).dtype if engine.dtype is None else engine.dtype)
     fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
     block_bytes = spec(1).num_bytes
     affordable = int(free_bytes * fraction) // block_bytes
@@ -78,6 +84,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         cache=spec(num_blocks),
         ladders=_ladders(engine, max_seqs, capacity, -(-capacity // block_size), platform),
         prefix_cache=bool(engine.prefix_cache),
+        loras=loras,
     )
 
 
@@ -104,13 +111,19 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
     )
 
 
-def refuse_unbuilt(engine: EngineConfig) -> None:
-    """Raises UnsupportedError for settings that ask for what this build does not have."""
-    if engine.max_loras or engine.max_lora_rank:
-        raise UnsupportedError(
-            f"max_loras={engine.max_loras}, max_lora_rank={engine.max_lora_rank}: LoRA is not built yet; leave both 0"
+def _lora_spec(engine: EngineConfig) -> LoraSpec | None:
+    if not engine.max_loras and not engine.max_lora_rank:
+        return None
+    if not engine.max_loras or not engine.max_lora_rank:
+        raise ConfigError(
+            f"max_loras is {engine.max_loras or 0} and max_lora_rank is {engine.max_lora_rank or 0}: "
+            "adapters need both to be at least 1"
         )
-    if engine.spec_tokens:
-        raise UnsupportedError(
-            f"speculative decoding ({engine.spec_tokens} tokens) is not built yet; unset FERRUM_SPEC_N"
-        )
+    return LoraSpec(max_loras=engine.max_loras, max_rank=engine.max_lora_rank)
+
+
+def _stack_bytes(cfg: ModelConfig, spec: LoraSpec | None, dtype: str) -> int:
+    if spec is None:
+        return 0
+    leaves = jax.tree.leaves(specs.shapes(adapters.stack_specs(cfg, spec), dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -16,7 +16,9 @@ from ferrum_jax.contract.checks import (
     refuse_repeated,
     refuse_unequal,
 )
+from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
+from ferrum_jax.contract.slots import KvSlotRequest
 
 FULL = FullLogits()
 
@@ -66,6 +68,14 @@ def unified_rows(
     """Checks (cache id, tokens, position offset, is final chunk) rows; `length` tells where a sequence ends."""
     rows = checked_rows("items", items, "cache_id q_tokens pos_offset is_final_chunk")
     return _placed(rows, policies, vocab_size, length, "pos_offset")
+
+
+def refuse_no_requests(requests: Sequence[Any]) -> None:
+    """Raises RequestValidation unless every element is a `KvSlotRequest` for a string id."""
+    for request in requests:
+        if not isinstance(request, KvSlotRequest):
+            raise RequestValidationError(f"{request!r} is a {type(request).__name__}, expected a KvSlotRequest")
+        checked_id(request.cache_id)
 
 
 def _placed(

@@ -1,7 +1,7 @@
 """Sequences made ready for new tokens: all at once or not at all, and taken back if the step fails."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +18,7 @@ class Want:
     cache_id: str
     tokens: NDArray[np.int32]  # [n]
     reusable: int = 0
+    adapter: Hashable = None  # what its keys and values are computed with, beside the model
 
 
 @dataclass
@@ -102,6 +103,7 @@ class Growth:
             cache_id = row.want.cache_id
             is_new = slots.get(cache_id) is None
             live = slots.open(cache_id)
+            live.adapter = row.want.adapter
             before, blocks = live.blocks, live.blocks[:]
             at = live.length // slots.block_size
             hits = [_block(entry) for entry in row.hits]
@@ -151,7 +153,7 @@ class Growth:
             return []
         live = self._slots.get(want.cache_id) or LiveSequence(slot=-1)
         at = live.length // size
-        entry = live.entries[-1] if at else prefixes.root(live.adapter)
+        entry = live.entries[-1] if at else prefixes.root(want.adapter)
         tail = live.tokens[at * size :].tobytes() + want.tokens.tobytes()
         last = live.length + want.reusable
         hits: list[PrefixEntry] = []

@@ -1,5 +1,6 @@
 """A tiny model whose dimensions are all different, behind a runner, and the cache-free forward to compare with."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from ferrum_jax import models
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.executor import ModelRunner, plan_engine
+from ferrum_jax.models import adapters
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import find_device
 
@@ -46,6 +49,10 @@ def params() -> ParamTree:
 @pytest.fixture(scope="session")
 def oracle(params: ParamTree) -> Oracle:
     """Logits of every token of a sequence, by the forward that keeps no cache."""
+    return _oracle(params)
+
+
+def _oracle(params: ParamTree) -> Oracle:
     run = jax.jit(lambda tokens: models.forward(params, tokens, CFG))
 
     def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -54,6 +61,55 @@ def oracle(params: ParamTree) -> Oracle:
         return np.asarray(run(padded))[0, : len(tokens)]
 
     return logits
+
+
+ADAPTER_NAMES = ("one", "two", "three")  # one more than fit
+
+
+def adapter_tensors(name: str) -> dict[str, NDArray[np.float32]]:
+    """Draws the tensors of an adapter of rank 3 of some projections of the tiny model."""
+    draw = np.random.RandomState(ADAPTER_NAMES.index(name))
+    tensors = {}
+    for module, weight in adapters.projections(CFG).items():
+        if module.rpartition(".")[2] in TARGETS[name]:
+            out_size, in_size = weight.shape
+            tensors[f"base_model.model.{module}.lora_A.weight"] = draw.normal(size=(3, in_size)).astype(np.float32)
+            tensors[f"base_model.model.{module}.lora_B.weight"] = draw.normal(size=(out_size, 3)).astype(np.float32) / 9
+    return tensors
+
+
+TARGETS = {"one": ("q_proj", "down_proj"), "two": ("k_proj", "v_proj", "o_proj", "up_proj"), "three": ("gate_proj",)}
+
+
+@pytest.fixture(scope="session")
+def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders in PEFT's format, by name."""
+    folders = {}
+    for name in ADAPTER_NAMES:
+        folder = tmp_path_factory.mktemp(name)
+        config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(TARGETS[name])}
+        (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+        save_file(adapter_tensors(name), folder / "adapter_model.safetensors")
+        folders[name] = str(folder)
+    return folders
+
+
+def merged(params: ParamTree, name: str) -> ParamTree:
+    """Adds an adapter to the weights themselves: alpha / r is 2."""
+    leaves = dict(models.specs.named_leaves(params))
+    tensors = adapter_tensors(name)
+    for key, down in tensors.items():
+        if key.endswith("lora_A.weight"):
+            module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            up = tensors[key.replace("lora_A", "lora_B")]
+            leaves[f"{module}.weight"] = leaves[f"{module}.weight"] + 2 * up @ down
+    return models.specs.from_names(models.family(CFG).param_specs(CFG), leaves)
+
+
+@pytest.fixture(scope="session")
+def oracles(params: ParamTree) -> dict[str | None, Oracle]:
+    """The cache-free forward of the bare model, and of the model with each adapter merged into its weights."""
+    return {None: _oracle(params)} | {name: _oracle(merged(params, name)) for name in ADAPTER_NAMES}
 
 
 def make_runner(params: ParamTree, engine: EngineConfig = ENGINE, *, strict: bool = False) -> ModelRunner:

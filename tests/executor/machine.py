@@ -1,7 +1,7 @@
 """A state machine that calls every method of a runner in any order, and knows what each must answer."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ferrum_jax.contract import (
+    ActiveLoraAdapter,
     FullLogits,
     GreedyArgmax,
     GreedyRepetitionPenalty,
@@ -17,10 +18,15 @@ from ferrum_jax.contract import (
     LogitsReturnPolicy,
     TokenSelectionMask,
 )
-from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    RequestValidationError,
+    ResourceExhaustedError,
+)
 from ferrum_jax.contract.llm import choose
 from ferrum_jax.executor import ModelRunner
-from tests.executor.conftest import CAPACITY, CFG, Oracle, poison
+from tests.executor.conftest import ADAPTER_NAMES, CAPACITY, CFG, Oracle, poison
 
 NAMES = "abcdef"  # more than the 4 slots
 V = CFG.vocab_size
@@ -52,8 +58,13 @@ POLICIES = st.one_of(
 )
 
 
-def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] = lambda: None):
-    """Makes the machine for a runner whose prefixes are reused."""
+def everything(
+    runner: ModelRunner,
+    oracles: dict[str | None, Oracle],
+    folders: dict[str, str],
+    progress: Callable[[], Any] = lambda: None,
+):
+    """Makes the machine for a runner that reuses prefixes and has room for two adapters."""
 
     class Machine(RuleBasedStateMachine):
         def __init__(self):
@@ -61,12 +72,12 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
             runner.reset()
             poison(runner)
             self.sequences: dict[str, list[int]] = {}
-            self.reserved: dict[str, int] = {}  # blocks
+            self.bound: dict[str, str] = {}  # to adapters
             counts = runner.cache_metrics_snapshot()
             self.lookups = counts["hits"] + counts["misses"]
 
-        def expect(self, answer: Any, tokens: Sequence[int], policy: LogitsReturnPolicy) -> None:
-            expected = oracle(tokens)[-1]
+        def expect(self, answer: Any, key: str, policy: LogitsReturnPolicy) -> None:
+            expected = oracles[self.bound.get(key)](self.sequences[key])[-1]
             if isinstance(policy, FullLogits):
                 np.testing.assert_allclose(answer, expected, atol=TOLERANCE, rtol=0)
                 return
@@ -119,7 +130,7 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
                 for key in NAMES
                 if (one := slots.get(key)) is not None
             ]
-            return rows, slots.pool.num_free, runner.cache_metrics_snapshot()
+            return rows, slots.pool.num_free, runner.cache_metrics_snapshot(), runner.lora_metrics_snapshot()
 
         def live_id(self, pick: int) -> str:
             """One of the live ids, or one that is unknown if there are none."""
@@ -135,20 +146,20 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
             answer = self.attempt({key: tokens}, lambda: runner.prefill(key, tokens))
             if answer is not None:
                 self.lookups += len(tokens) > 1
-                self.expect(answer, self.sequences[key], FullLogits())
+                self.expect(answer, key, FullLogits())
 
         @rule(key=IDS, tokens=TOKENS)
         def prefill_whatever_the_capacity(self, key: str, tokens: list[int]):
             answer = self.attempt({key: tokens}, lambda: runner.prefill(key, tokens))
             if answer is not None:
                 self.lookups += len(tokens) > 1
-                self.expect(answer, self.sequences[key], FullLogits())
+                self.expect(answer, key, FullLogits())
 
         @rule(work=st.dictionaries(IDS, TOKENS, min_size=1, max_size=3))
         def verify(self, work: dict[str, list[int]]):
             rows = self.attempt(work, lambda: runner.forward_verify_batch(list(work.items())))
             for (key, tokens), logits in zip(work.items(), rows or [], strict=rows is not None):
-                expected = oracle(self.sequences[key])[-len(tokens) :]
+                expected = oracles[self.bound.get(key)](self.sequences[key])[-len(tokens) :]
                 np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
 
         @rule(work=st.dictionaries(IDS, st.tuples(st.integers(0, V - 1), POLICIES)))
@@ -160,7 +171,7 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
                 lambda: runner.decode_batch_with_logits_policy(batch, policies),
             )
             for (key, (_, policy)), answer in zip(work.items(), rows or [], strict=rows is not None):
-                self.expect(answer, self.sequences[key], policy)
+                self.expect(answer, key, policy)
 
         @rule(work=st.dictionaries(IDS, st.tuples(TOKENS, st.booleans(), POLICIES)))
         def unified(self, work: dict[str, tuple[list[int], bool, LogitsReturnPolicy]]):
@@ -175,7 +186,7 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
             for (key, (_, last, policy)), answer in zip(work.items(), rows, strict=True):
                 assert (answer is not None) == last
                 if last:
-                    self.expect(answer, self.sequences[key], policy)
+                    self.expect(answer, key, policy)
 
         @rule(key=IDS, length=st.integers(0, CAPACITY + 3))
         def truncate(self, key: str, length: int):
@@ -205,6 +216,9 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
             else:
                 runner.fork(key, new)
                 self.sequences[new] = list(self.sequences[key])
+                self.bound.pop(new, None)
+                if key in self.bound:
+                    self.bound[new] = self.bound[key]
                 return
             assert self.books() == before
 
@@ -233,13 +247,13 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
                 for position in range(self.at(key), min(target, self.at(key) + 2)):
                     logits = runner.decode(key, position % V, position)
                     self.sequences[key].append(position % V)
-                    self.expect(logits, self.sequences[key], FullLogits())
+                    self.expect(logits, key, FullLogits())
 
         @rule(work=st.dictionaries(IDS, TOKENS, min_size=1, max_size=3))
         def interrupt(self, work: dict[str, list[int]]):
             """An interrupt between the books and the device takes the books back."""
             progress()
-            rows, free, _ = self.books()
+            rows, free, *_ = self.books()
             items = [(key, tokens, self.at(key), True) for key, tokens in work.items()]
 
             def stop(*_: object) -> None:
@@ -265,6 +279,59 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
             progress()
             runner.release(key)
             self.sequences.pop(key, None)
+            self.bound.pop(key, None)
+
+        @rule(key=IDS, name=st.sampled_from([None, *ADAPTER_NAMES]))
+        def bind(self, key: str, name: str | None):
+            progress()
+            before = self.books()
+            adapter = None if name is None else ActiveLoraAdapter(name=name, path=folders[name])
+            loaded = runner._adapters._loaded
+            pinned = {one for one in loaded if loaded[one].is_pinned}
+            if self.at(key) and self.bound.get(key) != name:
+                with pytest.raises(RequestValidationError, match="cannot go on with"):
+                    runner.set_lora_adapter_for_cache(key, adapter)
+            elif name is not None and name not in loaded and len(pinned | set(self.bound.values())) >= 2:
+                with pytest.raises(ResourceExhaustedError, match="all 2 of max_loras"):
+                    runner.set_lora_adapter_for_cache(key, adapter)
+            else:
+                runner.set_lora_adapter_for_cache(key, adapter)
+                self.bound.pop(key, None)
+                if name is not None:
+                    self.bound[key] = name
+                return
+            assert self.books() == before
+
+        @rule(name=st.sampled_from(ADAPTER_NAMES))
+        def load(self, name: str):
+            progress()
+            before, loaded = self.books(), runner._adapters._loaded
+            idle = [one for one in loaded if not loaded[one].is_pinned and one not in self.bound.values()]
+            if name in loaded:
+                with pytest.raises(AlreadyExistsError):
+                    runner.load_lora(name, folders[name])
+            elif len(loaded) == 2 and not idle:
+                with pytest.raises(ResourceExhaustedError, match="max_loras"):
+                    runner.load_lora(name, folders[name])
+            else:
+                runner.load_lora(name, folders[name])
+                return
+            assert self.books() == before
+
+        @rule(name=st.sampled_from(ADAPTER_NAMES))
+        def unload(self, name: str):
+            progress()
+            before = self.books()
+            if name not in runner._adapters._loaded:
+                with pytest.raises(NotFoundError):
+                    runner.unload_lora(name)
+            elif name in self.bound.values():
+                with pytest.raises(RequestValidationError, match="in use"):
+                    runner.unload_lora(name)
+            else:
+                runner.unload_lora(name)
+                return
+            assert self.books() == before
 
         @rule(key=IDS, off=st.integers(1, 5), token=st.sampled_from([-1, V, 2**40]))
         def refuse(self, key: str, off: int, token: int):
@@ -282,7 +349,7 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
             if often == 0:
                 runner.reset()
                 poison(runner)
-                self.sequences = {}
+                self.sequences, self.bound = {}, {}
 
         @invariant()
         def the_books_are_right(self):
@@ -305,6 +372,10 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
             assert [pool.num_holders(block) for block in range(18)] == [holders[block] for block in range(18)]
             assert pool.num_free == 18 - len(holders)
             assert len(prefixes) == sum(pool.is_kept(block) for block in range(18))
+            assert runner.lora_metrics_snapshot()["active_cache_bindings"] == len(self.bound)
+            shared = [one.adapter for one in (live(runner, key) for key in self.sequences) if one.length]
+            names = [None if one is None else getattr(one, "name", "") for one in shared]
+            assert names == [self.bound.get(key) for key in self.sequences if self.at(key)]
             counts = runner.cache_metrics_snapshot()
             assert counts["hits"] + counts["misses"] == self.lookups
             assert runner._steps._compiled_late == 0
@@ -314,6 +385,7 @@ def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] 
                 runner.release(key)
             assert runner.kv_slot_capacity_snapshot().free_blocks == 18
             slots = runner._sequences.slots
+            assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
             assert slots.cache_ids == []
             assert sorted(slots._free_slots) == [0, 1, 2, 3]
 

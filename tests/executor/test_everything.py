@@ -17,12 +17,17 @@ from tests.executor.machine import everything
 @pytest.fixture(scope="module")
 def reusing(params: ParamTree) -> Iterator[ModelRunner]:
     """A warm runner that reuses prefixes."""
-    with make_runner(params, replace(ENGINE, prefix_cache=True, verify_rows=(1, 2))) as runner:
+    with make_runner(
+        params, replace(ENGINE, prefix_cache=True, verify_rows=(1, 2), max_loras=2, max_lora_rank=4)
+    ) as runner:
         runner.warmup()
         yield runner
 
 
-def _run(runner: ModelRunner, oracle: Oracle, operations: int, steps: int) -> int:
+Oracles = dict[str | None, Oracle]
+
+
+def _run(runner: ModelRunner, oracles: Oracles, folders: dict[str, str], operations: int, steps: int) -> int:
     """Runs examples of `steps` operations until there were so many operations; gives their number."""
     done = 0
 
@@ -30,7 +35,7 @@ def _run(runner: ModelRunner, oracle: Oracle, operations: int, steps: int) -> in
         nonlocal done
         done += 1
 
-    machine = everything(runner, oracle, count)
+    machine = everything(runner, oracles, folders, count)
     while done < operations:
         run_state_machine_as_test(
             machine,
@@ -45,11 +50,13 @@ def _run(runner: ModelRunner, oracle: Oracle, operations: int, steps: int) -> in
     return done
 
 
-def test_any_sequence_of_calls_gives_the_logits_of_the_cache_free_forward(reusing: ModelRunner, oracle: Oracle):
-    assert _run(reusing, oracle, operations=1000, steps=40) >= 1000
+def test_any_sequence_of_calls_gives_the_logits_of_the_cache_free_forward(
+    reusing: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
+):
+    assert _run(reusing, oracles, adapter_folders, operations=1000, steps=40) >= 1000
 
 
 @pytest.mark.slow
-def test_very_many_sequences_of_calls_do(reusing: ModelRunner, oracle: Oracle):
+def test_very_many_sequences_of_calls_do(reusing: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]):
     operations = int(os.environ.get("OPERATIONS", "20000"))
-    print(f"{_run(reusing, oracle, operations, steps=100):,} operations")
+    print(f"{_run(reusing, oracles, adapter_folders, operations, steps=100):,} operations")

@@ -11,6 +11,7 @@ from ferrum_jax.contract import ActiveLoraAdapter, FullLogits, GreedyArgmax, KvS
 from ferrum_jax.contract.errors import (
     CancelledError,
     FerrumError,
+    NotFoundError,
     RequestValidationError,
     ResourceExhaustedError,
     UnsupportedError,
@@ -128,7 +129,7 @@ REFUSALS = {
         lambda r: r.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="y")), UnsupportedError, "'x'"
     ),
     "loading an adapter": Refusal(lambda r: r.load_lora("x", "y"), UnsupportedError, "'x'"),
-    "dropping an adapter": Refusal(lambda r: r.unload_lora("x"), UnsupportedError, "'x'"),
+    "dropping an adapter": Refusal(lambda r: r.unload_lora("x"), NotFoundError, "'x'"),
     "a reservation past the capacity": Refusal(
         lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=45)]),
         RequestValidationError,

@@ -1,0 +1,177 @@
+"""Which adapters are loaded, in which row of the stacks, and which sequence is bound to which."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from ferrum_jax.compile.buckets import InstallKey
+from ferrum_jax.compile.steps import StepCache
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import (
+    AlreadyExistsError,
+    DeviceError,
+    NotFoundError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.models import adapters
+from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter
+
+NONE = -1  # row of the stacks of a sequence without an adapter
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedAdapter:
+    """An adapter on the device. Each loading is another one, so that prefixes never outlive their weights."""
+
+    name: str
+    path: str
+    row: int  # in the stacks
+    num_projections: int
+    is_pinned: bool  # loaded by name, not because a sequence was bound to it
+
+
+@dataclass(eq=False)
+class Adapters:
+    """The stacks of adapters beside one model's parameters."""
+
+    cfg: ModelConfig
+    spec: LoraSpec | None
+    dtype: str
+    device: JaxDevice
+    steps: StepCache[Any]
+    projection_applications: int = 0
+    _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)  # least recently bound first
+    _bound: dict[str, LoadedAdapter] = field(default_factory=dict)  # by cache id
+    stacks: ParamTree | None = None
+
+    def __post_init__(self):
+        if self.spec is not None:
+            with jax.default_device(self.device):
+                self.stacks = adapters.empty(self.cfg, self.spec, self.dtype)
+
+    def of(self, cache_id: str) -> LoadedAdapter | None:
+        """Gives the adapter that an id is bound to."""
+        return self._bound.get(cache_id)
+
+    def row_of(self, cache_id: str) -> int:
+        """Gives the row of the stacks that an id uses, -1 for none."""
+        found = self._bound.get(cache_id)
+        return NONE if found is None else found.row
+
+    def refuse_without_room(self, name: str) -> None:
+        """Raises UnsupportedError where no adapter can ever be loaded."""
+        if self.spec is None:
+            raise UnsupportedError(f"adapter {name!r} cannot be used: this model was loaded with max_loras=0")
+
+    def read(self, path: str | os.PathLike[str]) -> PeftAdapter:
+        """Reads an adapter's files; raises as `read_adapter` does."""
+        return read_adapter(os.fspath(path), self.cfg)
+
+    def load(self, name: str, read: PeftAdapter, path: str, *, is_pinned: bool) -> list[LoadedAdapter]:
+        """Puts an adapter on the device; gives those that made room for it.
+
+        Raises:
+            AlreadyExistsError: the name is in use.
+            ResourceExhaustedError: `max_loras` adapters are loaded, each by name or bound to a sequence.
+            RequestValidationError: its rank is above `max_lora_rank`.
+            DeviceError: the device failed; nothing changed.
+        """
+        assert self.spec is not None
+        if name in self._loaded:
+            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {self._loaded[name].path}")
+        tree = lay_out(read, self.spec, self.dtype)
+        evicted = [] if len(self._loaded) < self.spec.max_loras else [self._idle()]
+        used = {one.row for one in self._loaded.values()} - {one.row for one in evicted}
+        row = min(set(range(self.spec.max_loras)) - used)
+        install = self.steps.get(InstallKey(self.spec.max_loras, self.spec.max_rank))
+        try:
+            stacks = jax.block_until_ready(install(self.stacks, tree, jax.numpy.int32(row)))
+        except jax.errors.JaxRuntimeError as problem:
+            raise DeviceError(f"adapter {name!r} cannot be put on the device: {problem}") from problem
+        self.stacks = stacks
+        for one in evicted:
+            del self._loaded[one.name]
+        self._loaded[name] = LoadedAdapter(name, path, row, len(read.projections), is_pinned)
+        return evicted
+
+    def unload(self, name: str) -> LoadedAdapter:
+        """Forgets an adapter that no sequence is bound to."""
+        found = self._loaded.get(name)
+        if found is None:
+            raise NotFoundError(f"adapter {name!r} is not loaded, {sorted(self._loaded)} are")
+        users = [cache_id for cache_id, one in self._bound.items() if one is found]
+        if users:
+            raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
+        return self._loaded.pop(name)
+
+    def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
+        """Gives the loaded adapter of that name, None if there is none.
+
+        Raises:
+            AlreadyExistsError: it came from another path.
+        """
+        found = self._loaded.get(adapter.name)
+        if found is not None and found.path != os.fspath(adapter.path):
+            raise AlreadyExistsError(f"adapter {adapter.name!r} is loaded from {found.path}, not from {adapter.path}")
+        return found
+
+    def refuse_rebinding(self, cache_id: str, adapter: ActiveLoraAdapter | None, length: int) -> None:
+        """Raises RequestValidation if a sequence with positions would change its adapter."""
+        bound = self._bound.get(cache_id)
+        same = bound is None if adapter is None else bound is not None and bound.name == adapter.name
+        if length and not same:
+            raise RequestValidationError(
+                f"{cache_id!r} holds {length} positions of {_called(bound and bound.name)}, it cannot go on with "
+                f"{_called(adapter and adapter.name)}"
+            )
+
+    def bind(self, cache_id: str, adapter: LoadedAdapter | None) -> None:
+        """Binds an id to a loaded adapter, or to none."""
+        self._bound.pop(cache_id, None)
+        if adapter is not None:
+            self._bound[cache_id] = adapter
+            self._loaded[adapter.name] = self._loaded.pop(adapter.name)
+
+    def count(self, cache_ids: Iterable[str]) -> None:
+        """Counts the projections that the rows of one call ran through."""
+        bound = [found for cache_id in cache_ids if (found := self._bound.get(cache_id)) is not None]
+        self.projection_applications += sum(one.num_projections for one in bound)
+
+    def clear_bindings(self) -> None:
+        """Unbinds every id."""
+        self._bound.clear()
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters in the contract's names."""
+        return {
+            "enabled": self.spec is not None,
+            "adapter_count": len(self._loaded),
+            "active_cache_bindings": len(self._bound),
+            "projection_applications": self.projection_applications,
+            "position": "real-inference",
+        }
+
+    def _idle(self) -> LoadedAdapter:
+        """Finds the adapter to give way: not loaded by name, bound to nothing, used longest ago."""
+        bound = set(map(id, self._bound.values()))
+        for one in self._loaded.values():
+            if not one.is_pinned and id(one) not in bound:
+                return one
+        raise ResourceExhaustedError(
+            f"need room for 1 adapter, all {len(self._loaded)} of max_loras are loaded by name or in use",
+            needed=1,
+            free=0,
+        )
+
+
+def _called(name: str | None) -> str:
+    return "no adapter" if name is None else f"adapter {name!r}"
