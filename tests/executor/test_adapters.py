@@ -1,0 +1,178 @@
+"""Adapters behind the runner: bound to ids, mixed in one step, loaded and dropped while others run."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from ferrum_jax.contract import ActiveLoraAdapter
+from ferrum_jax.contract.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    NotFoundError,
+    RequestValidationError,
+    ResourceExhaustedError,
+)
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import ENGINE, Oracle, make_runner
+from tests.executor.test_no_recompiles import compiles as compiles
+
+Oracles = dict[str | None, Oracle]
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def adapting_runner(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, replace(ENGINE, max_loras=2, max_lora_rank=4)) as runner:
+        runner.warmup()
+        yield runner
+
+
+@pytest.fixture
+def runner(adapting_runner: ModelRunner) -> ModelRunner:
+    adapting_runner.reset()
+    for name in list(adapting_runner._adapters._loaded):
+        adapting_runner.unload_lora(name)
+    return adapting_runner
+
+
+def active(name: str, folders: dict[str, str]) -> ActiveLoraAdapter:
+    return ActiveLoraAdapter(name=name, path=folders[name])
+
+
+def test_one_step_mixes_rows_of_adapters_and_of_none(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], compiles: list[str]
+):
+    compiles.clear()
+    names = [None, "one", "two", "one"]
+    for key, name in zip("abcd", names, strict=True):
+        if name is not None:
+            runner.set_lora_adapter_for_cache(key, active(name, adapter_folders))
+    rows = runner.unified_forward([(key, TOKENS[: 5 + at], 0, True) for at, key in enumerate("abcd")])
+    for at, (name, row) in enumerate(zip(names, rows, strict=True)):
+        assert row is not None
+        np.testing.assert_allclose(row, oracles[name](TOKENS[: 5 + at])[-1], atol=1e-4, rtol=0)
+    more = runner.decode_batch([(key, 7, 5 + at) for at, key in enumerate("abcd")])
+    for at, (name, row) in enumerate(zip(names, more, strict=True)):
+        np.testing.assert_allclose(row, oracles[name]([*TOKENS[: 5 + at], 7])[-1], atol=1e-4, rtol=0)
+    verified = runner.forward_verify("b", [1, 2])
+    np.testing.assert_allclose(verified, oracles["one"]([*TOKENS[:6], 7, 1, 2])[-2:], atol=1e-4, rtol=0)
+    assert compiles == []
+    counts = runner.lora_metrics_snapshot()
+    assert (counts["adapter_count"], counts["active_cache_bindings"]) == (2, 3)
+    # "one" has 2 projections in each of 2 layers, "two" has 4
+    assert counts["projection_applications"] == 2 * (4 + 8 + 4) + 4
+
+
+def test_a_fork_goes_on_under_the_same_adapter(runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]):
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    runner.prefill("a", TOKENS)
+    runner.fork("a", "b")
+    logits = runner.decode("b", 7, len(TOKENS))
+    np.testing.assert_allclose(logits, oracles["one"]([*TOKENS, 7])[-1], atol=1e-4, rtol=0)
+    with pytest.raises(RequestValidationError, match="in use by"):
+        runner.unload_lora("one")
+
+
+def test_a_sequence_with_positions_keeps_its_adapter(runner: ModelRunner, adapter_folders: dict[str, str]):
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    runner.prefill("a", TOKENS)
+    for other in (None, active("two", adapter_folders)):
+        with pytest.raises(RequestValidationError, match="holds 8 positions of adapter 'one'"):
+            runner.set_lora_adapter_for_cache("a", other)
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    runner.prefill("b", TOKENS)
+    with pytest.raises(RequestValidationError, match="positions of no adapter"):
+        runner.set_lora_adapter_for_cache("b", active("one", adapter_folders))
+    runner.truncate_kv("a", 0)
+    runner.set_lora_adapter_for_cache("a", None)
+    runner.release("b")
+    runner.set_lora_adapter_for_cache("b", active("two", adapter_folders))
+
+
+def test_an_adapter_that_cannot_be_read_is_not_found(runner: ModelRunner, tmp_path: Path):
+    before = runner.lora_metrics_snapshot()
+    with pytest.raises(NotFoundError, match="nowhere"):
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path=str(tmp_path / "nowhere")))
+    with pytest.raises(NotFoundError, match="nowhere"):
+        runner.load_lora("x", tmp_path / "nowhere")
+    with pytest.raises(NotFoundError, match="'x' is not loaded"):
+        runner.unload_lora("x")
+    assert runner.lora_metrics_snapshot() == before
+
+
+def test_a_name_stands_for_one_path(runner: ModelRunner, adapter_folders: dict[str, str]):
+    runner.load_lora("one", adapter_folders["one"])
+    with pytest.raises(AlreadyExistsError, match="'one' is loaded"):
+        runner.load_lora("one", adapter_folders["one"])
+    with pytest.raises(AlreadyExistsError, match="not from"):
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="one", path=adapter_folders["two"]))
+
+
+def test_adapters_loaded_by_name_stay_and_others_make_room(runner: ModelRunner, adapter_folders: dict[str, str]):
+    runner.load_lora("one", adapter_folders["one"])
+    runner.set_lora_adapter_for_cache("a", active("two", adapter_folders))
+    with pytest.raises(ResourceExhaustedError, match="all 2 of max_loras") as caught:
+        runner.set_lora_adapter_for_cache("b", active("three", adapter_folders))
+    assert (caught.value.needed, caught.value.free) == (1, 0)
+    runner.release("a")
+    runner.set_lora_adapter_for_cache("b", active("three", adapter_folders))  # in the place of "two"
+    assert sorted(runner._adapters._loaded) == ["one", "three"]
+
+
+def test_reset_drops_bindings_and_keeps_adapters(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
+):
+    runner.load_lora("one", adapter_folders["one"])
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    runner.reset()
+    counts = runner.lora_metrics_snapshot()
+    assert (counts["adapter_count"], counts["active_cache_bindings"]) == (1, 0)
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles[None](TOKENS)[-1], atol=1e-4, rtol=0)
+    runner.set_lora_adapter_for_cache("b", active("one", adapter_folders))
+    np.testing.assert_allclose(runner.prefill("b", TOKENS), oracles["one"](TOKENS)[-1], atol=1e-4, rtol=0)
+
+
+def test_loading_compiles_nothing_and_moves_no_other_adapter(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], compiles: list[str]
+):
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    runner.prefill("a", TOKENS)
+    compiles.clear()
+    for _ in range(3):
+        runner.load_lora("two", adapter_folders["two"])
+        runner.unload_lora("two")
+    assert compiles == []
+    logits = runner.decode("a", 7, len(TOKENS))
+    np.testing.assert_allclose(logits, oracles["one"]([*TOKENS, 7])[-1], atol=1e-4, rtol=0)
+
+
+def test_a_rank_that_is_too_large_is_refused(params: ParamTree, adapter_folders: dict[str, str]):
+    with make_runner(params, replace(ENGINE, max_loras=1, max_lora_rank=2)) as runner:
+        with pytest.raises(RequestValidationError, match="rank 3, more than max_lora_rank, which is 2"):
+            runner.load_lora("one", adapter_folders["one"])
+        assert runner.lora_metrics_snapshot()["adapter_count"] == 0
+    with pytest.raises(ConfigError, match="both"):
+        make_runner(params, replace(ENGINE, max_loras=1))
+
+
+def test_a_device_failure_while_loading_changes_nothing(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+
+    def fail(*_: object) -> object:
+        raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+    from ferrum_jax.contract.errors import DeviceError
+
+    monkeypatch.setattr(runner._steps, "_steps", dict.fromkeys(runner._steps._steps, fail))
+    with pytest.raises(DeviceError, match="injected"):
+        runner.load_lora("two", adapter_folders["two"])
+    monkeypatch.undo()
+    assert runner.lora_metrics_snapshot()["adapter_count"] == 1
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles["one"](TOKENS)[-1], atol=1e-4, rtol=0)

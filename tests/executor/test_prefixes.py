@@ -1,0 +1,192 @@
+"""Prefix reuse: the same logits as without it, for the cost of what is not reused."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ferrum_jax.contract import ActiveLoraAdapter, KvSlotRequest
+from ferrum_jax.contract.errors import ResourceExhaustedError
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CFG, ENGINE, Oracle, make_runner, poison
+
+PROMPT = [(5 * i + 3) % CFG.vocab_size for i in range(44)]
+Oracles = dict[str | None, Oracle]
+
+
+@pytest.fixture(scope="module")
+def reusing_runner(params: ParamTree) -> Iterator[ModelRunner]:
+    engine = replace(ENGINE, prefix_cache=True, max_loras=2, max_lora_rank=4)
+    with make_runner(params, engine) as runner:
+        runner.warmup()
+        yield runner
+
+
+@pytest.fixture
+def reusing(reusing_runner: ModelRunner) -> ModelRunner:
+    reusing_runner.reset()
+    poison(reusing_runner)
+    return reusing_runner
+
+
+def tokens_computed(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records the tokens of every row that reaches the device."""
+    seen: list[int] = []
+    run = runner._device.run
+
+    def count(plan, rows, get, loras):
+        seen.extend(piece.count for piece in (*plan.decodes, *plan.chunks))
+        return run(plan, rows, get, loras)
+
+    monkeypatch.setattr(runner._device, "run", count)
+    return seen
+
+
+def saved(runner: ModelRunner) -> tuple[int, int, int]:
+    counts = runner.cache_metrics_snapshot()
+    return counts["hits"], counts["misses"], counts["saved_prefill_tokens"]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_logits_of_families_that_share_prefixes_equal_those_without_reuse(
+    number: int, reusing: ModelRunner, oracle: Oracle
+):
+    rng = random.Random(number)
+    for family in range(100):
+        base = [rng.randrange(CFG.vocab_size) for _ in range(rng.randint(9, 36))]
+        for member in range(3):
+            cut = rng.randint(8, len(base))
+            tokens = base[:cut] + [rng.randrange(CFG.vocab_size) for _ in range(rng.randint(1, 44 - cut))]
+            key, logits = f"{family}-{member}", None
+            if rng.random() < 0.5:
+                logits = reusing.prefill(key, tokens)
+            else:  # in chunks, through the unified forward
+                for start in range(0, len(tokens), 7):
+                    chunk = tokens[start : start + 7]
+                    logits = reusing.unified_forward([(key, chunk, start, start + 7 >= len(tokens))])[0]
+            assert logits is not None
+            np.testing.assert_allclose(logits, oracle(tokens)[-1], atol=1e-4, rtol=0)
+            reusing.release(key)
+    assert saved(reusing)[2] > 1000
+
+
+def test_a_hit_computes_only_what_is_not_reused(reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+    reusing.prefill("a", PROMPT[:40])
+    reusing.release("a")
+    computed, before = tokens_computed(reusing, monkeypatch), saved(reusing)
+    reusing.prefill("b", PROMPT[:40])
+    assert computed == [8]  # the last token must be computed, and with it its block
+    reusing.prefill("c", PROMPT[:41])
+    assert computed == [8, 1]
+    after = saved(reusing)
+    assert [one - other for one, other in zip(after, before, strict=True)] == [2, 0, 32 + 40]
+
+
+def test_chunks_of_whole_blocks_are_reused_without_a_step(reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+    reusing.prefill("a", PROMPT[:33])
+    computed = tokens_computed(reusing, monkeypatch)
+    for start in range(0, 32, 8):
+        rows = reusing.unified_forward([("b", PROMPT[start : start + 8], start, False)])
+        assert rows == [None]
+    assert computed == []
+    assert reusing.kv_len("b") == 32
+    np.testing.assert_array_equal(reusing.kv_cache("b", 0)[0], reusing.kv_cache("a", 0)[0][:32])
+
+
+def test_generated_text_is_reused(reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+    for position, token in enumerate(PROMPT[:20]):
+        reusing.decode("a", token, position)
+    reusing.release("a")
+    computed = tokens_computed(reusing, monkeypatch)
+    reusing.prefill("b", PROMPT[:20])
+    assert computed == [4]
+
+
+def test_sequences_share_blocks_while_they_live(reusing: ModelRunner):
+    reusing.prefill("a", PROMPT[:40])
+    reusing.prefill("b", PROMPT[:40])
+    first, second = reusing.kv_block_table("a"), reusing.kv_block_table("b")
+    assert first is not None
+    assert second is not None
+    assert first.physical_blocks == second.physical_blocks  # the last was computed twice, and kept once
+    assert reusing.kv_slot_capacity_snapshot().free_blocks == 18 - 5
+
+
+def test_pressure_evicts_what_was_used_longest_ago_and_refuses_nothing(reusing: ModelRunner):
+    for key in "abc":
+        reusing.prefill(key, [ord(key) % 37, *PROMPT[:39]])
+        reusing.release(key)
+    reusing.prefill("b", [ord("b") % 37, *PROMPT[:39]])  # is used again
+    reusing.release("b")
+    assert reusing.cache_metrics_snapshot()["entries"] == 15
+    before = reusing.cache_metrics_snapshot()["evictions"]
+    reusing.prefill("d", [1] * 44)  # six blocks; three are blank
+    assert reusing.cache_metrics_snapshot()["evictions"] == before + 3
+    counts = saved(reusing)
+    reusing.prefill("b", [ord("b") % 37, *PROMPT[:39]])
+    assert saved(reusing)[2] == counts[2] + 32
+    for key in "bd":
+        reusing.release(key)
+    assert reusing.kv_slot_capacity_snapshot().free_blocks == 18
+
+
+def test_what_cannot_be_evicted_is_refused_with_the_numbers(reusing: ModelRunner):
+    for key in "abc":
+        reusing.prefill(key, [ord(key) % 37, *PROMPT[:39]])
+    with pytest.raises(ResourceExhaustedError) as caught:
+        reusing.prefill("d", [1] * 40)
+    assert (caught.value.needed, caught.value.free) == (5, 3)
+    reusing.prefill("d", [ord("a") % 37, *PROMPT[:43]])  # of six blocks five are there
+
+
+def test_a_reservation_and_a_hit_do_not_count_twice(reusing: ModelRunner):
+    reusing.prefill("a", PROMPT[:40])
+    reusing.reserve_kv_slots([KvSlotRequest(cache_id="b", target_len=40)])
+    assert reusing.kv_slot_capacity_snapshot().free_blocks == 18 - 10
+    reusing.prefill("b", PROMPT[:40])
+    assert reusing.kv_slot_capacity_snapshot().free_blocks == 18 - 5
+
+
+def test_adapters_never_share_a_block(
+    reusing: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    computed = tokens_computed(reusing, monkeypatch)
+    held: dict[str | None, set[int]] = {}
+    for name in (None, "one", "two"):
+        key = str(name)
+        if name is not None:
+            reusing.set_lora_adapter_for_cache(key, ActiveLoraAdapter(name=name, path=adapter_folders[name]))
+        logits = reusing.prefill(key, PROMPT[:20])
+        np.testing.assert_allclose(logits, oracles[name](PROMPT[:20])[-1], atol=1e-4, rtol=0)
+        table = reusing.kv_block_table(key)
+        assert table is not None
+        held[name] = set(table.physical_blocks)
+    assert computed == [20, 20, 20]
+    assert sum(map(len, held.values())) == len(set.union(*held.values()))
+    for name in (None, "one", "two"):
+        reusing.release(str(name))
+    reusing.set_lora_adapter_for_cache("again", ActiveLoraAdapter(name="two", path=adapter_folders["two"]))
+    logits = reusing.prefill("again", PROMPT[:20])
+    assert computed == [20, 20, 20, 4]
+    np.testing.assert_allclose(logits, oracles["two"](PROMPT[:20])[-1], atol=1e-4, rtol=0)
+
+
+def test_an_adapter_that_is_loaded_anew_finds_no_prefix_of_the_old_one(
+    reusing: ModelRunner, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    adapter = ActiveLoraAdapter(name="one", path=adapter_folders["one"])
+    reusing.set_lora_adapter_for_cache("a", adapter)
+    reusing.prefill("a", PROMPT[:20])
+    reusing.release("a")
+    entries = reusing.cache_metrics_snapshot()["entries"]
+    reusing.unload_lora("one")
+    assert reusing.cache_metrics_snapshot()["entries"] == entries - 2
+    computed = tokens_computed(reusing, monkeypatch)
+    reusing.set_lora_adapter_for_cache("b", adapter)
+    reusing.prefill("b", PROMPT[:20])
+    assert computed == [20]
+    reusing.release("b")
+    reusing.unload_lora("one")
