@@ -12,9 +12,7 @@ from rich.table import Table
 from ferrum_jax.contract.errors import FerrumError, UnsupportedError
 
 if TYPE_CHECKING:
-    from ferrum_jax.config import EngineConfig, ModelConfig
-    from ferrum_jax.executor.sizing import EnginePlan
-    from ferrum_jax.sharding.devices import JaxDevice
+    pass
 
 app = typer.Typer(
     name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -101,7 +99,7 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.hub import resolve
-    from ferrum_jax.loading import open_checkpoint, parameter_bytes
+    from ferrum_jax.loading import open_checkpoint, parameter_bytes, plan_ahead
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import num_parameters
     from ferrum_jax.sharding.devices import default_dtype, find_device
@@ -110,7 +108,10 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     cfg, device = source.config, find_device(None)
     settings = EngineConfig.from_environment().over(EngineConfig(dtype=default_dtype(device)))
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
-    plan, problems = _plan(settings, cfg, device)
+    try:
+        plan, refusal = plan_ahead(settings, cfg, device), None
+    except FerrumError as problem:
+        plan, refusal = None, str(problem)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
     rows = {
         "model": str(source.path),
@@ -134,34 +135,14 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
-    for problem in problems:
-        table.add_row("[bold red]refused[/bold red]", escape(str(problem)))
+    if refusal is not None:
+        table.add_row("[bold red]refused[/bold red]", escape(refusal))
     keys = plan.ladders.declared() if plan is not None else []
     if keys:
         table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, P chunks of C tokens, M blocks a row")
     for key in keys:
         table.add_row("", str(key))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
-
-
-def _plan(
-    settings: "EngineConfig", cfg: "ModelConfig", device: "JaxDevice"
-) -> "tuple[EnginePlan | None, list[FerrumError]]":
-    """Gives the plan that `load` would make, or the one without what is not built, or none; and why."""
-    from dataclasses import replace
-
-    from ferrum_jax.loading import plan_ahead
-
-    problems: list[FerrumError] = []
-    plain = replace(settings, prefix_cache=None, max_loras=None, max_lora_rank=None, spec_tokens=None)
-    for asked in (settings, plain):
-        try:
-            return plan_ahead(asked, cfg, device), problems
-        except FerrumError as problem:
-            problems.append(problem)
-            if not isinstance(problem, UnsupportedError):
-                break
-    return None, problems
 
 
 @app.command()

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
-from ferrum_jax.contract.errors import ConfigError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.sizing import EnginePlan, plan_engine
+from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
@@ -95,8 +95,8 @@ def load(
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     plan_ahead(settings, source.config, target)
     params, cfg = _read(source, settings.dtype, target, progress)
-    plan = plan_engine(settings, cfg, platform=target.platform, free_bytes=free_bytes(target))
-    return ModelRunner(params, cfg, plan, device=target, strict=strict)
+    plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free_bytes(target))
+    return ModelRunner(params, cfg, plan, device=target, strict=strict, name=Path(source.path).name)
 
 
 def load_params(
@@ -145,6 +145,16 @@ def parameter_bytes(cfg: ModelConfig, dtype: str) -> int:
 
 
 def _read(source: Checkpoint, dtype: str, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
+    try:
+        return _read_all(source, dtype, device, progress)
+    except jax.errors.JaxRuntimeError as problem:
+        needed = parameter_bytes(source.config, dtype)
+        raise ResourceExhaustedError(
+            f"{source.path}: {needed:,} bytes of parameters in {dtype} cannot be put on {device}: {problem}"
+        ) from problem
+
+
+def _read_all(source: Checkpoint, dtype: str, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
     if isinstance(source, orbax.OrbaxSource):
         return source.restore(dtype, device), source.config
     params = assemble(

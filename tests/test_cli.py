@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from ferrum_jax import LLM, SamplingParams, cli
-from ferrum_jax.config import EngineConfig, ModelConfig
-from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.executor import EnginePlan, plan_engine
+from ferrum_jax.config import EngineConfig
 from tests import tiny
 from tests.generate.test_request import letters
 
@@ -131,19 +129,6 @@ def test_inspect_shows_what_load_would_refuse(run: Run, folder: Path, monkeypatc
     assert "family llama" in text
     assert "0 free bytes" in text
     assert "steps" not in text
-    monkeypatch.undo()
-    monkeypatch.setenv("FERRUM_PREFIX_CACHE", "1")
-    monkeypatch.setattr("ferrum_jax.loading.plan_engine", refuse_prefix_cache)
-    code, out, err = run("inspect", folder)
-    assert (code, err) == (0, "")
-    assert "refused prefix_cache is not built" in " ".join(out.split())
-    assert "D8 P0x0" in out
-
-
-def refuse_prefix_cache(engine: EngineConfig, cfg: ModelConfig, **device: Any) -> EnginePlan:
-    if engine.prefix_cache:
-        raise UnsupportedError("prefix_cache is not built")
-    return plan_engine(engine, cfg, **device)
 
 
 def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):

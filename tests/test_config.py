@@ -10,6 +10,7 @@ from ferrum_jax.config import FAMILIES, RopeScaling, dtype_name
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.executor import EnginePlan, plan_engine
 from ferrum_jax.models import registry
+from ferrum_jax.models.adapters import LoraSpec
 
 LLAMA31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -368,15 +369,26 @@ def test_ladders_end_in_the_largest_that_can_be_asked_for():
         planned(max_seqs=6, chunk_rows=(7,))
 
 
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"prefix_cache": True}, "prefix_cache"), ({"max_loras": 1}, "max_loras=1"), ({"max_lora_rank": 8}, "rank=8"),
-        ({"spec_tokens": 4}, "FERRUM_SPEC_N"),
-    ],
-)  # fmt: skip
-def test_what_is_not_built_is_refused_rather_than_ignored(settings: dict[str, Any], says: str):
-    with pytest.raises(UnsupportedError, match=says):
-        planned(**settings)
-    off: dict[str, Any] = {"prefix_cache": False, "max_loras": 0, "max_lora_rank": 0, "spec_tokens": 0}
-    planned(**off)
+def test_what_was_asked_for_is_in_the_plan():
+    plan = planned(prefix_cache=True, max_loras=3, max_lora_rank=16, spec_tokens=4, max_seqs=6)
+    assert plan.prefix_cache
+    assert plan.loras == LoraSpec(max_loras=3, max_rank=16)
+    assert plan.ladders.verify_rows == (1, 4, 6)
+    plain = planned(prefix_cache=False, max_loras=0, max_lora_rank=0, spec_tokens=0, max_seqs=6)
+    assert not plain.prefix_cache
+    assert plain.loras is None
+    assert plain.ladders.verify_rows == (1,)
+
+
+@pytest.mark.parametrize("half", [{"max_loras": 1}, {"max_lora_rank": 8}])
+def test_adapters_need_a_number_and_a_rank(half: dict[str, Any]):
+    with pytest.raises(ConfigError, match="adapters need both"):
+        planned(**half)
+
+
+def test_stacks_of_adapters_take_room_from_the_pool():
+    plain, adapted = (
+        planned(memory_fraction=1.0, max_seqs=600),
+        planned(memory_fraction=1.0, max_seqs=600, max_loras=2, max_lora_rank=8),
+    )
+    assert adapted.cache.num_bytes < plain.cache.num_bytes

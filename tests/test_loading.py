@@ -102,8 +102,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "no sequences": ({"max_seqs": 0}, ConfigError, "max_seqs is 0"),
     "a share of memory above all of it": ({"memory_fraction": 1.5}, ConfigError, "memory_fraction"),
     "negative adapters": ({"max_loras": -1}, ConfigError, "max_loras is -1"),
-    "prefix reuse": ({"prefix_cache": True}, UnsupportedError, "prefix_cache"),
-    "adapters": ({"max_loras": 2, "max_lora_rank": 8}, UnsupportedError, "LoRA"),
+    "adapters of no rank": ({"max_loras": 2}, ConfigError, "adapters need both"),
     "a pool larger than memory": ({"kv_blocks": 10**12}, ResourceExhaustedError, "1000000000000 blocks"),
     "an argument against the engine": (
         {"engine": EngineConfig(max_seqs=3)}, ConfigError, "max_seqs is 2 as an argument and 3 in `engine`"
@@ -147,10 +146,10 @@ def test_arguments_beat_the_environment_which_beats_the_defaults(folder: Path, m
     with ferrum_jax.load(folder, max_seqs=1, engine=EngineConfig(kv_blocks=4), progress=False) as runner:
         assert (runner.plan.max_seqs, runner.plan.kv_capacity, runner.plan.cache.num_blocks) == (1, 16, 4)
     monkeypatch.setenv("FERRUM_PREFIX_CACHE", "1")
-    with pytest.raises(UnsupportedError, match="prefix_cache"):
-        ferrum_jax.load(folder, **SMALL)
-    with ferrum_jax.load(folder, prefix_cache=False, **SMALL):
-        pass
+    with ferrum_jax.load(folder, **SMALL) as runner:
+        assert runner.cache_metrics_snapshot()["enabled"]
+    with ferrum_jax.load(folder, prefix_cache=False, **SMALL) as runner:
+        assert not runner.cache_metrics_snapshot()["enabled"]
     monkeypatch.setenv("FERRUM_DTYPE", "float8")
     with pytest.raises(ConfigError, match="FERRUM_DTYPE='float8'"):
         ferrum_jax.load(folder, **SMALL)
@@ -171,3 +170,18 @@ def test_a_path_that_leads_nowhere_or_to_no_model_is_refused(tmp_path: Path):
 def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(folder.parent))
     assert ferrum_jax.load_params(f"~/{NAME}")[1].model_type == "qwen3"
+
+
+def test_a_pool_that_leaves_little_makes_room_for_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"])
+    free = 4_000_000  # bytes
+    monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: free)
+    sizes = {"max_seqs": 64, "block_size": 8, "engine": ONE_STEP, "progress": False}
+    with ferrum_jax.load(folder, **sizes) as modest, ferrum_jax.load(folder, memory_fraction=1.0, **sizes) as greedy:
+        modest_bytes, greedy_bytes = modest.plan.cache.num_bytes, greedy.plan.cache.num_bytes
+        greedy.prefill("a", [1, 2, 3, 4, 5])
+        steps = greedy.compile_stats()["steps"]
+        needed = max(step["temporary_bytes"] for name, step in steps.items() if name.startswith("D"))
+    assert modest_bytes <= free / 2 < greedy_bytes
+    assert greedy_bytes <= free - needed
+    assert greedy_bytes > 0.8 * (free - needed) - 10_000

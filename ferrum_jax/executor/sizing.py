@@ -5,11 +5,14 @@ from dataclasses import dataclass
 import jax
 
 from ferrum_jax.compile.buckets import Ladders, ladder
+from ferrum_jax.compile.steps import lower_step
 from ferrum_jax.config import EngineConfig, ModelConfig
-from ferrum_jax.contract.errors import ConfigError, ResourceExhaustedError
+from ferrum_jax.contract.errors import BackendError, ConfigError, ResourceExhaustedError
+from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.specs import ParamTree
 
 DEFAULT_SEQUENCES = 8
 DEFAULT_CAPACITY = 4096  # positions
@@ -86,6 +89,32 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         prefix_cache=bool(engine.prefix_cache),
         loras=loras,
     )
+
+
+def plan_beside(
+    params: ParamTree, engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int
+) -> EnginePlan:
+    """As `plan_engine`, for parameters that are on their device, leaving room for what the steps need while they run.
+
+    A pool of at most half the free memory leaves enough. For a larger one the largest step is compiled, which tells
+    its temporary memory, and the pool is planned anew in what is left.
+    """
+    plan = plan_engine(engine, cfg, platform=platform, free_bytes=free_bytes)
+    if 2 * plan.cache.num_bytes <= free_bytes:
+        return plan
+    stacks = None
+    if plan.loras is not None:
+        stacks = specs.shapes(adapters.stack_specs(cfg, plan.loras), jax.tree.leaves(params)[0].dtype.name)
+    largest = plan.ladders.steps(adapters=stacks is not None)[0]
+    try:
+        executable = lower_step(cfg, params, state.shapes(plan.cache), largest, stacks).compile()
+    except jax.errors.JaxRuntimeError as problem:
+        raise BackendError(f"step {largest} does not compile: {problem}") from problem
+    memory = executable.memory_analysis()
+    taken = (
+        0 if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )
+    return plan_engine(engine, cfg, platform=platform, free_bytes=max(0, free_bytes - taken))
 
 
 def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Ladders:
