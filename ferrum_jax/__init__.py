@@ -8,13 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from ferrum_jax import contract as contract
 from ferrum_jax.contract import *  # noqa: F403
+from ferrum_jax.contract import IOError as IOError
+from ferrum_jax.contract import TimeoutError as TimeoutError
 from ferrum_jax.contract import errors as errors
 
 if TYPE_CHECKING:
     from ferrum_jax import models as models
     from ferrum_jax.config import EngineConfig as EngineConfig
     from ferrum_jax.config import ModelConfig as ModelConfig
+    from ferrum_jax.executor.llm_executor import LlmExecutor as LlmExecutor
+    from ferrum_jax.executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
+    from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
     from ferrum_jax.generate.llm import LLM as LLM
     from ferrum_jax.generate.params import SamplingParams as SamplingParams
     from ferrum_jax.loading import load as load
@@ -25,6 +30,9 @@ __version__ = "0.1.0"
 _LAZY = {
     "EngineConfig": "ferrum_jax.config",
     "ModelConfig": "ferrum_jax.config",
+    "LlmExecutor": "ferrum_jax.executor.llm_executor",
+    "LlmExecutorFactory": "ferrum_jax.factory",
+    "LlmExecutorRegistry": "ferrum_jax.executor.registry",
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
     "SamplingParams": "ferrum_jax.generate.params",
