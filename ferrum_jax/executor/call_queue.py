@@ -7,10 +7,10 @@ from typing import TypeVar
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.contract.execution import ExecutorMetrics, ExecutorState, ExecutorStatus
 from ferrum_jax.contract.llm import DecoderOnlyLLM
-from ferrum_jax.executor.description import UNKNOWN_MEMORY
+from ferrum_jax.executor.ledger import Ledger
 from ferrum_jax.executor.meter import Kind, Meter
+from ferrum_jax.executor.profile import UNKNOWN_MEMORY
 from ferrum_jax.executor.savepoint import Savepoint
-from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.worker import Worker
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ class CallQueue:
     """Runs the calls of one executor in order. A call that fails or is cancelled leaves the sequences as they were."""
 
     def __init__(self, model: DecoderOnlyLLM, max_batch_size: int):
-        self.sequences = Sequences(model)
+        self.ledger = Ledger(model)
         self._model = model
         self._meter = Meter(max_batch_size)
         self._worker = Worker("llm-executor")
@@ -35,12 +35,12 @@ class CallQueue:
             num_tokens: tokens it sends through the model.
             work: changes sequences only as far as its savepoint can put them back.
         """
-        self.sequences.refuse_closed()
-        point = Savepoint(self.sequences)
+        self.ledger.refuse_closed()
+        point = Savepoint(self.ledger)
         asked = time.perf_counter()
 
         def call() -> T:
-            with self.sequences.held(asked), self._meter.measured(kind, num_rows, num_tokens):
+            with self.ledger.held(asked), self._meter.measured(kind, num_rows, num_tokens):
                 try:
                     return work(point)
                 except BaseException:
@@ -51,22 +51,22 @@ class CallQueue:
 
     async def run_for_good(self, work: Callable[[], None]) -> None:
         """Runs `work` off the event loop, uncounted; once it has begun it is not taken back."""
-        self.sequences.refuse_closed()
+        self.ledger.refuse_closed()
         asked = time.perf_counter()
 
         def call() -> None:
-            with self.sequences.held(asked):
+            with self.ledger.held(asked):
                 work()
 
         await self._worker.run(call, lambda _: None)
 
     async def close(self, last: Callable[[], None]) -> None:
         """Lets the running call finish, refuses those that wait, releases every sequence and runs `last`."""
-        self.sequences.close()
+        self.ledger.close()
 
         def drop() -> None:
-            with self.sequences.lock:
-                self.sequences.drop_all()
+            with self.ledger.lock:
+                self.ledger.drop_all()
                 last()
 
         await self._worker.close(drop)
@@ -93,7 +93,7 @@ class CallQueue:
         return self._meter.metrics(self._memory)
 
     def _state(self) -> ExecutorState:
-        if self.sequences.is_closed:
+        if self.ledger.is_closed:
             return ExecutorState.Shutdown
         if self._model.state is not ExecutorState.Ready:
             return self._model.state
@@ -101,12 +101,12 @@ class CallQueue:
 
     def _refresh_memory(self) -> None:
         """Asks the model for its memory, unless a call runs or it cannot tell any more."""
-        if not self.sequences.lock.acquire(blocking=False):
+        if not self.ledger.lock.acquire(blocking=False):
             return
         try:
-            told = None if self.sequences.is_closed else self._model.memory_usage()
+            told = None if self.ledger.is_closed else self._model.memory_usage()
         except FerrumError:
             told = None
         finally:
-            self.sequences.lock.release()
+            self.ledger.lock.release()
         self._memory = told or UNKNOWN_MEMORY

@@ -15,22 +15,22 @@ from ferrum_jax.contract.errors import ModelError, RequestValidationError, Resou
 from ferrum_jax.contract.llm import Logits, choose
 from ferrum_jax.contract.policy import FullLogits
 from ferrum_jax.contract.slots import KvSlotRequest
-from ferrum_jax.executor.description import overrides
 from ferrum_jax.executor.handle import current
 from ferrum_jax.executor.inputs import RowInput
+from ferrum_jax.executor.ledger import Ledger, TrackedSequence
+from ferrum_jax.executor.profile import overrides
 from ferrum_jax.executor.savepoint import Savepoint
-from ferrum_jax.executor.sequences import LiveSequence, Sequences
 
 Answer = Logits | int
-Prefill = Callable[[Savepoint, Sequence[LiveSequence], Sequence[RowInput]], list[NDArray[np.float32]]]
+Prefill = Callable[[Savepoint, Sequence[TrackedSequence], Sequence[RowInput]], list[NDArray[np.float32]]]
 
 
-def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[LiveSequence]:
+def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequence]:
     """Finds or begins the sequence of every row, binds adapters, reserves KV. All checks come before any change."""
-    sequences = point.sequences
-    found = [_find(sequences, row) for row in rows]
+    ledger = point.ledger
+    found = [_find(ledger, row) for row in rows]
     for row, live in zip(rows, found, strict=True):
-        _refuse_misplaced(row, 0 if live is None else live.length, sequences.capacity)
+        _refuse_misplaced(row, 0 if live is None else live.length, ledger.capacity)
     ids = [row.name if live is None else live.cache_id for row, live in zip(rows, found, strict=True)]
     refuse_repeated(cache_id for cache_id in ids if cache_id is not None)
     opened, requests = [], []
@@ -40,7 +40,7 @@ def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[LiveSequence]:
         else:
             point.note(live)
         opened.append(live)
-        options, model = row.options, sequences.model
+        options, model = row.options, ledger.model
         if options.adapter is not None and options.adapter != live.adapter:
             model.set_lora_adapter_for_cache(live.cache_id, options.adapter)
             live.adapter = options.adapter
@@ -52,25 +52,25 @@ def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[LiveSequence]:
                 KvSlotRequest(cache_id=live.cache_id, target_len=target, admission_target_len=options.admission_target)
             )
     if requests:
-        sequences.model.reserve_kv_slots(requests)
+        ledger.model.reserve_kv_slots(requests)
     return opened
 
 
-def prefill(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[RowInput]) -> list[NDArray[np.float32]]:
+def prefill(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[NDArray[np.float32]]:
     """Appends one chunk after another: `[1, V]` of its last token, or `[n, V]` where all logits are asked for."""
-    model, answers = point.sequences.model, []
+    model, answers = point.ledger.model, []
     for live, row in zip(opened, rows, strict=True):
         if row.options.full_logits:
             answers.append(verify(point, live, row.tokens))
             continue
         logits = model.prefill(live.cache_id, row.tokens.tolist())
-        point.sequences.advance(live, len(row.tokens))
+        point.ledger.advance(live, len(row.tokens))
         answers.append(checked_answer(model, logits)[None])
     return answers
 
 
 def prefill_cohort(
-    point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[RowInput]
+    point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]
 ) -> list[NDArray[np.float32]]:
     """As `prefill`, with one forward for all chunks of which only the last token's logits are asked for."""
     last = [pair for pair in zip(opened, rows, strict=True) if not pair[1].options.full_logits]
@@ -81,9 +81,9 @@ def prefill_cohort(
     ]
 
 
-def unified(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[RowInput]) -> list[Answer | None]:
+def unified(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[Answer | None]:
     """Appends every row, in one forward if the model has one; final rows answer as their policies ask, others None."""
-    model = point.sequences.model
+    model = point.ledger.model
     items = [
         (live.cache_id, row.tokens.tolist(), live.length, row.is_final) for live, row in zip(opened, rows, strict=True)
     ]
@@ -93,14 +93,14 @@ def unified(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[Row
         else:
             answers = model.unified_forward_with_logits_policy(items, [row.policy for row in rows])
     except UnsupportedError:
-        point.sequences.num_fallbacks += 1
+        point.ledger.num_fallbacks += 1
         return one_by_one(point, opened, rows)
     for live, row in zip(opened, rows, strict=True):
-        point.sequences.advance(live, len(row.tokens))
+        point.ledger.advance(live, len(row.tokens))
     return _checked_answers(model, "unified_forward", answers, rows)
 
 
-def one_by_one(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[RowInput]) -> list[Answer | None]:
+def one_by_one(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[Answer | None]:
     """As `unified` for a model that cannot: a prefill per chunk, then one decode of all single tokens."""
     answers: list[Answer | None] = [None] * len(rows)
     singles = [
@@ -108,11 +108,11 @@ def one_by_one(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[
         for at, (live, row) in enumerate(zip(opened, rows, strict=True))
         if live.length and row.is_final and len(row.tokens) == 1
     ]
-    model = point.sequences.model
+    model = point.ledger.model
     for at in sorted(set(range(len(rows))) - set(singles)):
         live, row = opened[at], rows[at]
         logits = model.prefill(live.cache_id, row.tokens.tolist())
-        point.sequences.advance(live, len(row.tokens))
+        point.ledger.advance(live, len(row.tokens))
         answers[at] = choose(checked_answer(model, logits), row.policy) if row.is_final else None
     if singles:
         decoded = decode(point, [opened[at] for at in singles], [rows[at] for at in singles])
@@ -121,9 +121,9 @@ def one_by_one(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[
     return answers
 
 
-def decode(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[RowInput]) -> list[Answer]:
+def decode(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[Answer]:
     """Appends one token to every sequence, in one forward if the model has one."""
-    model = point.sequences.model
+    model = point.ledger.model
     batch = [(live.cache_id, int(row.tokens[0]), live.length) for live, row in zip(opened, rows, strict=True)]
     policies = [row.policy for row in rows]
     if not overrides(model, "decode_batch", "decode_batch_with_full_logits", "decode_batch_with_logits_policy"):
@@ -131,7 +131,7 @@ def decode(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[RowI
         answers = []
         for live, token, policy in zip(opened, batch, policies, strict=True):
             logits = model.decode(*token)
-            point.sequences.advance(live, 1)
+            point.ledger.advance(live, 1)
             answers.append(choose(checked_answer(model, logits), policy))
         return answers
     if not all(isinstance(policy, FullLogits) for policy in policies):
@@ -141,27 +141,27 @@ def decode(point: Savepoint, opened: Sequence[LiveSequence], rows: Sequence[RowI
     else:
         given = model.decode_batch(batch)
     for live in opened:
-        point.sequences.advance(live, 1)
+        point.ledger.advance(live, 1)
     if len(given) != len(rows):
         raise ModelError(f"{type(model).__name__}.decode_batch gave {len(given)} answers for {len(rows)} rows")
     return [_as_asked(model, answer, row) for answer, row in zip(given, rows, strict=True)]
 
 
-def verify(point: Savepoint, live: LiveSequence, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+def verify(point: Savepoint, live: TrackedSequence, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
     """Appends tokens in one forward, or token by token where the model cannot: `[n, V]`."""
-    model = point.sequences.model
+    model = point.ledger.model
     try:
         logits = model.forward_verify(live.cache_id, tokens.tolist())
     except UnsupportedError:
         return np.stack([step(point, live, token) for token in tokens.tolist()])
-    point.sequences.advance(live, len(tokens))
+    point.ledger.advance(live, len(tokens))
     return _checked_matrix(model, logits, len(tokens))
 
 
 def forward(point: Savepoint, rows: Sequence[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
     """Gives the logits of every token of every row, `[n, V]` each, and releases what it began."""
-    model = point.sequences.model
-    longest, capacity = max(len(tokens) for tokens in rows), point.sequences.capacity
+    model = point.ledger.model
+    longest, capacity = max(len(tokens) for tokens in rows), point.ledger.capacity
     if longest > capacity:
         raise RequestValidationError(f"input_ids have {longest} positions, the KV capacity of a sequence is {capacity}")
     if len(rows) > 1 and overrides(model, "forward_verify_batch"):
@@ -180,12 +180,12 @@ def forward(point: Savepoint, rows: Sequence[NDArray[np.int32]]) -> list[NDArray
     return answers
 
 
-def step(point: Savepoint, live: LiveSequence, token: int) -> Logits:
+def step(point: Savepoint, live: TrackedSequence, token: int) -> Logits:
     """Appends one token: `[V]`."""
-    model = point.sequences.model
+    model = point.ledger.model
     cache_id, length = live.cache_id, live.length
     logits = model.decode(cache_id, token, length) if length else model.prefill(cache_id, [token])
-    point.sequences.advance(live, 1)
+    point.ledger.advance(live, 1)
     return checked_answer(model, logits)
 
 
@@ -221,14 +221,14 @@ def _as_asked(model: Any, answer: Any, row: RowInput) -> Answer:
     return checked_answer(model, answer) if isinstance(row.policy, FullLogits) else int(answer)
 
 
-def _find(sequences: Sequences, row: RowInput) -> LiveSequence | None:
+def _find(ledger: Ledger, row: RowInput) -> TrackedSequence | None:
     if row.handle is not None:
-        return current(row.handle, sequences)
+        return current(row.handle, ledger)
     if row.name is None:
         return None
-    live = sequences.find(row.name)
+    live = ledger.find(row.name)
     if live is None:
-        sequences.refuse_name(row.name)
+        ledger.refuse_name(row.name)
     return live
 
 

@@ -9,14 +9,14 @@ from ferrum_jax.contract.errors import FerrumError, RequestValidationError
 from ferrum_jax.contract.handles import BlockTable, KvCacheHandle
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.values import Device
-from ferrum_jax.executor.sequences import LiveSequence, Sequences
+from ferrum_jax.executor.ledger import Ledger, TrackedSequence
 
 
 @dataclass(frozen=True)
 class Place:
     """What all handles of one executor share."""
 
-    sequences: Sequences
+    ledger: Ledger
     device: Device
     kv_bytes: int  # per position, over all layers
 
@@ -45,17 +45,17 @@ class LlmKvCacheHandle(KvCacheHandle):
     @property
     def num_layers(self) -> int:
         """Layers that hold keys and values."""
-        return self._place.sequences.model.config.num_layers
+        return self._place.ledger.model.config.num_layers
 
     @property
     def num_heads(self) -> int:
         """Key/value heads per layer."""
-        return self._place.sequences.model.config.num_kv_heads
+        return self._place.ledger.model.config.num_kv_heads
 
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self._place.sequences.model.config.head_dim
+        return self._place.ledger.model.config.head_dim
 
     @property
     def device(self) -> Device:
@@ -69,8 +69,8 @@ class LlmKvCacheHandle(KvCacheHandle):
         Raises:
             RequestValidationError: the sequence was released, or cut below this handle's length.
         """
-        with self._place.sequences.held() as model:
-            live = self._place.sequences.find_or_refuse(self._cache_id)
+        with self._place.ledger.held() as model:
+            live = self._place.ledger.find_or_refuse(self._cache_id)
             if live.length < self._num_tokens:
                 raise _stale(self, live)
             return self._cut_table(model)
@@ -91,8 +91,8 @@ class LlmKvCacheHandle(KvCacheHandle):
             ResourceExhaustedError: no slot is free.
             UnsupportedError: the model cannot fork.
         """
-        with self._place.sequences.held():
-            fork = self._place.sequences.fork(current(self, self._place.sequences))
+        with self._place.ledger.held():
+            fork = self._place.ledger.fork(current(self, self._place.ledger))
         return LlmKvCacheHandle(self._place, fork.cache_id, fork.length)
 
     def with_sequence_length(self, length: int) -> "LlmKvCacheHandle":
@@ -114,15 +114,15 @@ class LlmKvCacheHandle(KvCacheHandle):
     def is_valid(self) -> bool:
         """True while the sequence lives, has the length of this handle, and the executor takes calls."""
         try:
-            with self._place.sequences.held():
-                live = self._place.sequences.find(self._cache_id)
+            with self._place.ledger.held():
+                live = self._place.ledger.find(self._cache_id)
         except FerrumError:
             return False
         return live is not None and live.length == self._num_tokens
 
     def _layer(self, layer: int) -> tuple[Any, Any]:
-        with self._place.sequences.held() as model:
-            current(self, self._place.sequences)
+        with self._place.ledger.held() as model:
+            current(self, self._place.ledger)
             if checked_int("layer", layer, 0) >= self.num_layers:
                 raise RequestValidationError(f"layer is {layer}, the model has {self.num_layers}")
             return model.kv_cache(self._cache_id, layer)
@@ -142,24 +142,24 @@ class LlmKvCacheHandle(KvCacheHandle):
         return f"LlmKvCacheHandle({self._cache_id!r}, num_tokens={self._num_tokens})"
 
 
-def alive(handle: Any, sequences: Sequences) -> LiveSequence:
+def alive(handle: Any, ledger: Ledger) -> TrackedSequence:
     """Gives the live sequence of a handle, whatever the handle's length, or raises."""
     if not isinstance(handle, LlmKvCacheHandle):
         raise RequestValidationError(f"handle {handle!r} is a {type(handle).__name__}, expected one of this executor")
-    if handle._place.sequences is not sequences:
+    if handle._place.ledger is not ledger:
         raise RequestValidationError(f"{handle!r} belongs to another executor")
-    return sequences.find_or_refuse(handle.cache_id)
+    return ledger.find_or_refuse(handle.cache_id)
 
 
-def current(handle: Any, sequences: Sequences) -> LiveSequence:
+def current(handle: Any, ledger: Ledger) -> TrackedSequence:
     """Gives the live sequence of a handle, or raises unless the handle's length is its length."""
-    live = alive(handle, sequences)
+    live = alive(handle, ledger)
     if handle.num_tokens != live.length:
         raise _stale(handle, live)
     return live
 
 
-def _stale(handle: KvCacheHandle, live: LiveSequence) -> RequestValidationError:
+def _stale(handle: KvCacheHandle, live: TrackedSequence) -> RequestValidationError:
     return RequestValidationError(
         f"{handle.cache_id!r}: the handle is stale, it has {handle.num_tokens} positions and the cache {live.length}"
     )

@@ -24,7 +24,7 @@ from ferrum_jax.contract.tensors import (
     UnifiedBatchItem,
 )
 from ferrum_jax.contract.values import ModelInfo
-from ferrum_jax.executor import description, forwards, speculation
+from ferrum_jax.executor import forwards, profile, speculation
 from ferrum_jax.executor.call_queue import CallQueue
 from ferrum_jax.executor.handle import LlmKvCacheHandle, Place, alive
 from ferrum_jax.executor.inputs import (
@@ -72,13 +72,13 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         if not isinstance(model, DecoderOnlyLLM):
             raise RequestValidationError(f"model is a {type(model).__name__}, expected a DecoderOnlyLLM")
         self._model = model
-        self._info = description.describe(model) if info is None else info
-        self._capabilities = description.capabilities(model, self._info)
+        self._info = profile.info(model) if info is None else info
+        self._capabilities = profile.capabilities(model, self._info)
         self._vocab_size = model.config.vocab_size
         self._calls = CallQueue(model, self._capabilities.max_batch_size)
-        self._sequences = self._calls.sequences
+        self._ledger = self._calls.ledger
         per_layer = self._capabilities.memory_requirements.kv_cache_memory_per_token
-        self._place = Place(self._sequences, self._info.device, per_layer * model.config.num_layers)
+        self._place = Place(self._ledger, self._info.device, per_layer * model.config.num_layers)
         self._warm = warm
         self._close = close
 
@@ -208,7 +208,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         A roll back that runs when its caller is cancelled is not taken back: what it dropped is gone.
         """
         length = checked_int("new_len", new_len, 0)
-        await self._calls.run_for_good(lambda: self._sequences.truncate(alive(handle, self._sequences), length))
+        await self._calls.run_for_good(lambda: self._ledger.truncate(alive(handle, self._ledger), length))
 
     async def forward(self, input_ids: Any) -> NDArray[np.float32]:
         """Gives `[batch, seq, vocab]` logits of `[batch, seq]` tokens and keeps nothing.
@@ -225,7 +225,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
     async def warmup(self) -> None:
         """Compiles or loads what calls will need."""
-        await self._calls.run_for_good(self._warm or self._sequences.prepare)
+        await self._calls.run_for_good(self._warm or self._ledger.prepare)
 
     async def shutdown(self) -> None:
         """Lets the running call finish, refuses those that wait, and releases every sequence begun here.
@@ -237,29 +237,29 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
     def handle(self, cache_id: str) -> LlmKvCacheHandle:
         """Gives a handle on a live sequence of this executor, at its length now."""
-        with self._sequences.held():
-            live = self._sequences.find(checked_id(cache_id))
+        with self._ledger.held():
+            live = self._ledger.find(checked_id(cache_id))
             if live is None:
                 raise RequestValidationError(f"{cache_id!r} is no live sequence of this executor")
             return handle_of(self._place, live)
 
     def release_cache(self, cache_id: str) -> None:
         """Frees a sequence; an unknown id is no error. Ids go to the model as they are."""
-        with self._sequences.held():
-            self._sequences.release(checked_id(cache_id))
+        with self._ledger.held():
+            self._ledger.release(checked_id(cache_id))
 
     def truncate_kv_for_cache_id(self, cache_id: str, new_len: int) -> None:
         """Rolls back a sequence of this executor; an unknown id, or a length past its end, is no error."""
         length = checked_int("new_len", new_len, 0)
-        with self._sequences.held():
-            live = self._sequences.find(checked_id(cache_id))
+        with self._ledger.held():
+            live = self._ledger.find(checked_id(cache_id))
             if live is not None:
-                self._sequences.truncate(live, length)
+                self._ledger.truncate(live, length)
 
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions."""
-        self._sequences.refuse_closed()
-        return self._sequences.capacity
+        self._ledger.refuse_closed()
+        return self._ledger.capacity
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
         """Makes positions writable, all or nothing; None where the model does not account for blocks.
@@ -267,28 +267,28 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         An id without a sequence gets an empty one, which `unified_decode` can begin with.
         """
         listed = checked_list("requests", requests, KvSlotRequest)
-        with self._sequences.held():
-            return self._sequences.reserve(listed)
+        with self._ledger.held():
+            return self._ledger.reserve(listed)
 
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot | None:
         """Counts the pool's blocks; None where the model does not account for blocks."""
-        with self._sequences.held() as model:
+        with self._ledger.held() as model:
             return model.kv_slot_capacity_snapshot()
 
     def cache_metrics_snapshot(self) -> Mapping[str, Any]:
         """The model's counters, the fallbacks of this executor among them, and `executor_model_lock`."""
-        with self._sequences.held():
-            return self._sequences.cache_metrics()
+        with self._ledger.held():
+            return self._ledger.cache_metrics()
 
     def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
         """The model's counters of LoRA; None where it keeps none."""
-        with self._sequences.held() as model:
+        with self._ledger.held() as model:
             return model.lora_metrics_snapshot()
 
     def supports_native_unified_decode(self) -> bool:
         """Says whether the model's class has a unified forward of its own."""
-        self._sequences.refuse_closed()
-        return description.overrides(self._model, "unified_forward")
+        self._ledger.refuse_closed()
+        return profile.overrides(self._model, "unified_forward")
 
     def optimal_batch_size(self) -> int:
         """Sequences that are alive and, where the model counts blocks, those that a free block could begin.
@@ -296,18 +296,18 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         At least 1 and at most `max_batch_size`.
         """
         most = self._capabilities.max_batch_size
-        with self._sequences.held() as model:
+        with self._ledger.held() as model:
             pool = model.kv_slot_capacity_snapshot()
-            return max(1, most if pool is None else min(most, self._sequences.count() + pool.free_blocks))
+            return max(1, most if pool is None else min(most, self._ledger.count() + pool.free_blocks))
 
     def supports_batch_size(self, batch_size: int) -> bool:
         """True from 1 to `max_batch_size`: those run as one call of the model, larger ones may take several."""
-        self._sequences.refuse_closed()
+        self._ledger.refuse_closed()
         return 1 <= checked_int("batch_size", batch_size, 0) <= self._capabilities.max_batch_size
 
     async def _run(self, kind: Kind, rows: Sequence[RowInput], work: Callable[[Savepoint], list[T]]) -> list[T]:
         if not rows:
-            self._sequences.refuse_closed()
+            self._ledger.refuse_closed()
             return []
         return await self._calls.run(kind, len(rows), sum(len(row.tokens) for row in rows), work)
 

@@ -8,16 +8,16 @@ from numpy.typing import NDArray
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.contract.tensors import DecodeOutput, PrefillOutput
 from ferrum_jax.executor.handle import LlmKvCacheHandle, Place
-from ferrum_jax.executor.sequences import LiveSequence
+from ferrum_jax.executor.ledger import TrackedSequence
 
 
-def handle_of(place: Place, live: LiveSequence) -> LlmKvCacheHandle:
+def handle_of(place: Place, live: TrackedSequence) -> LlmKvCacheHandle:
     """Gives a handle on a sequence at its length now."""
     return LlmKvCacheHandle(place, live.cache_id, live.length)
 
 
 def prefill_outputs(
-    place: Place, opened: Sequence[LiveSequence], logits: Sequence[NDArray[np.float32]]
+    place: Place, opened: Sequence[TrackedSequence], logits: Sequence[NDArray[np.float32]]
 ) -> list[PrefillOutput]:
     """Gives `[1, n, V]` for every `[n, V]`."""
     return [

@@ -4,7 +4,7 @@ import contextlib
 
 from ferrum_jax.contract.errors import FerrumError, UnsupportedError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.sequences import LiveSequence, Sequences
+from ferrum_jax.executor.ledger import Ledger, TrackedSequence
 
 
 class Savepoint:
@@ -14,52 +14,52 @@ class Savepoint:
     it is released as well, and its handles are stale.
     """
 
-    def __init__(self, sequences: Sequences):
-        self.sequences = sequences
-        self._begun: list[LiveSequence] = []
-        self._noted: list[tuple[LiveSequence, int, ActiveLoraAdapter | None]] = []
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+        self._begun: list[TrackedSequence] = []
+        self._noted: list[tuple[TrackedSequence, int, ActiveLoraAdapter | None]] = []
 
-    def begin(self, cache_id: str | None = None) -> LiveSequence:
+    def begin(self, cache_id: str | None = None) -> TrackedSequence:
         """Begins a sequence that a roll back releases."""
-        live = self.sequences.create(cache_id)
+        live = self.ledger.create(cache_id)
         self._begun.append(live)
         return live
 
-    def begin_passing(self) -> LiveSequence:
+    def begin_passing(self) -> TrackedSequence:
         """Begins a sequence that the call itself releases, by rolling back."""
-        live = self.sequences.create_passing()
+        live = self.ledger.create_passing()
         self._begun.append(live)
         return live
 
-    def note(self, live: LiveSequence) -> None:
+    def note(self, live: TrackedSequence) -> None:
         """Remembers the length and the adapter of a sequence."""
         self._noted.append((live, live.length, live.adapter))
 
     def roll_back(self) -> None:
         """Puts everything back, once; what a failed model refuses is left to its `reset`."""
-        with self.sequences.lock:
+        with self.ledger.lock:
             begun, self._begun = self._begun, []
             noted, self._noted = self._noted, []
-            if self.sequences.is_closed:
+            if self.ledger.is_closed:
                 return  # everything is being dropped
             for live in begun:
                 with contextlib.suppress(FerrumError):
-                    self.sequences.release(live.cache_id)
+                    self.ledger.release(live.cache_id)
             for live, length, adapter in noted:
                 with contextlib.suppress(FerrumError):
                     self._put_back(live.cache_id, length, adapter)
 
     def _put_back(self, cache_id: str, length: int, adapter: ActiveLoraAdapter | None) -> None:
-        live = self.sequences.find(cache_id)
+        live = self.ledger.find(cache_id)
         if live is None:
             return
         try:
-            self.sequences.model.truncate_kv(cache_id, length)  # blocks reserved past the end are freed, too
+            self.ledger.model.truncate_kv(cache_id, length)  # blocks reserved past the end are freed, too
             live.length = min(live.length, length)
         except UnsupportedError:
             if live.length != length:
-                self.sequences.release(cache_id)
+                self.ledger.release(cache_id)
                 return
         if live.adapter != adapter:
-            self.sequences.model.set_lora_adapter_for_cache(cache_id, adapter)
+            self.ledger.model.set_lora_adapter_for_cache(cache_id, adapter)
             live.adapter = adapter

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import forwards
-from ferrum_jax.executor.description import overrides
+from ferrum_jax.executor.ledger import TrackedSequence
+from ferrum_jax.executor.profile import overrides
 from ferrum_jax.executor.savepoint import Savepoint
-from ferrum_jax.executor.sequences import LiveSequence
 
 
 def checked_threshold(threshold: Any) -> float:
@@ -30,13 +30,13 @@ def is_accepted(logits: Logits, token: int, threshold: float) -> bool:
     return bool(np.float64(logits[token]) - np.float64(logits.max()) >= math.log(threshold))
 
 
-def advance(point: Savepoint, live: LiveSequence, tokens: Sequence[int], threshold: float) -> tuple[int, Logits]:
+def advance(point: Savepoint, live: TrackedSequence, tokens: Sequence[int], threshold: float) -> tuple[int, Logits]:
     """Appends the first token and what is accepted of the rest; gives how many were, and the logits after them.
 
     One forward over all of them and a roll back of the rest; token by token where the model cannot roll back.
     """
     draft = tokens[1:]
-    if not overrides(point.sequences.model, "truncate_kv"):
+    if not overrides(point.ledger.model, "truncate_kv"):
         logits = forwards.step(point, live, tokens[0])
         for accepted, drafted in enumerate(draft):
             if not is_accepted(logits, drafted, threshold):
@@ -46,7 +46,7 @@ def advance(point: Savepoint, live: LiveSequence, tokens: Sequence[int], thresho
     end = live.length + 1
     rows = forwards.verify(point, live, np.array(tokens, np.int32))
     accepted = count_accepted(rows, draft, threshold)
-    point.sequences.truncate(live, end + accepted)
+    point.ledger.truncate(live, end + accepted)
     return accepted, rows[accepted]
 
 

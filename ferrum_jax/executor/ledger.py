@@ -1,4 +1,4 @@
-"""The live sequences of one executor: their ids, their lengths, and one caller at a time."""
+"""An executor's account of its sequences: their ids, their lengths, and one caller at a time."""
 
 import contextlib
 import itertools
@@ -18,7 +18,7 @@ _OWN_ID = re.compile(r"llm-(cache|forward)-\d+")
 
 
 @dataclass
-class LiveSequence:
+class TrackedSequence:
     """One sequence of the model, as its executor knows it."""
 
     cache_id: str
@@ -27,7 +27,7 @@ class LiveSequence:
     adapter: ActiveLoraAdapter | None = None
 
 
-class Sequences:
+class Ledger:
     """Owns the ids of one executor and the lock around its model.
 
     The model's `kv_len` decides how long a sequence is; where it tells nothing, what was appended is counted here. All
@@ -38,7 +38,7 @@ class Sequences:
         self.model = model
         self.capacity = model.kv_capacity()
         self.lock = threading.RLock()
-        self._live: dict[str, LiveSequence] = {}
+        self._live: dict[str, TrackedSequence] = {}
         self._cache_numbers = itertools.count()
         self._forward_numbers = itertools.count()
         self.num_fallbacks = 0  # batches that the model could not take in one forward
@@ -80,13 +80,13 @@ class Sequences:
             with contextlib.suppress(FerrumError):
                 self.release(cache_id)
 
-    def create(self, cache_id: str | None = None) -> LiveSequence:
+    def create(self, cache_id: str | None = None) -> TrackedSequence:
         """Begins an empty sequence under a new id, or under one that a caller chose."""
-        live = LiveSequence(self._new_id("cache", self._cache_numbers) if cache_id is None else cache_id)
+        live = TrackedSequence(self._new_id("cache", self._cache_numbers) if cache_id is None else cache_id)
         self._live[live.cache_id] = live
         return live
 
-    def create_passing(self) -> LiveSequence:
+    def create_passing(self) -> TrackedSequence:
         """Begins a sequence that its call releases before it ends."""
         return self.create(self._new_id("forward", self._forward_numbers))
 
@@ -98,7 +98,7 @@ class Sequences:
         finally:
             self.release(live.cache_id)
 
-    def find(self, cache_id: str) -> LiveSequence | None:
+    def find(self, cache_id: str) -> TrackedSequence | None:
         """Gives a sequence with its length as of now, or None if it is not alive here."""
         live = self._live.get(cache_id)
         if live is None:
@@ -111,7 +111,7 @@ class Sequences:
             return None
         return live
 
-    def find_or_refuse(self, cache_id: str) -> LiveSequence:
+    def find_or_refuse(self, cache_id: str) -> TrackedSequence:
         """As `find`, raising for a sequence that is gone."""
         live = self.find(cache_id)
         if live is None:
@@ -125,7 +125,7 @@ class Sequences:
         if self.model.kv_len(cache_id) is not None:
             raise RequestValidationError(f"{cache_id!r} is a sequence of the model that this executor did not begin")
 
-    def advance(self, live: LiveSequence, num_tokens: int) -> None:
+    def advance(self, live: TrackedSequence, num_tokens: int) -> None:
         """Counts tokens that the model has appended."""
         live.length += num_tokens
         live.is_told = live.is_told or self.model.kv_len(live.cache_id) is not None
@@ -135,17 +135,17 @@ class Sequences:
         self._live.pop(cache_id, None)
         self.model.release(cache_id)
 
-    def truncate(self, live: LiveSequence, new_len: int) -> None:
+    def truncate(self, live: TrackedSequence, new_len: int) -> None:
         """Rolls a sequence back; a length past its end is no error."""
         if new_len < live.length:
             self.model.truncate_kv(live.cache_id, new_len)
             live.length = new_len
 
-    def fork(self, live: LiveSequence) -> LiveSequence:
+    def fork(self, live: TrackedSequence) -> TrackedSequence:
         """Makes a copy under a new id that shares blocks until either writes."""
         cache_id = self._new_id("cache", self._cache_numbers)
         self.model.fork(live.cache_id, cache_id)
-        fork = LiveSequence(cache_id, live.length, adapter=live.adapter)
+        fork = TrackedSequence(cache_id, live.length, adapter=live.adapter)
         self._live[cache_id] = fork
         return fork
 

@@ -15,7 +15,7 @@ def overrides(model: DecoderOnlyLLM, *methods: str) -> bool:
     return any(getattr(type(model), name) is not getattr(DecoderOnlyLLM, name) for name in methods)
 
 
-def describe(model: DecoderOnlyLLM) -> ModelInfo:
+def info(model: DecoderOnlyLLM) -> ModelInfo:
     """Gives the model's identity; without its word, the sizes of its configuration and 0 for what they do not say.
 
     The dtype and the device are then those of its logits: float32 on the host.
@@ -40,7 +40,7 @@ def describe(model: DecoderOnlyLLM) -> ModelInfo:
     )
 
 
-def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities:
+def capabilities(model: DecoderOnlyLLM, identity: ModelInfo) -> ExecutorCapabilities:
     """Gives what was built; without the model's word, what its class and its configuration show.
 
     The batch is then 1 row, for nothing says that more would share a forward, and memory per token of activations and
@@ -50,20 +50,20 @@ def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities
     if told is not None:
         return told
     sizes = model.config
-    kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * info.dtype.size_in_bytes
+    kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * identity.dtype.size_in_bytes
     return ExecutorCapabilities(
         max_batch_size=1,
         max_sequence_length=model.kv_capacity(),
-        attention_mechanisms=_attention(info),
+        attention_mechanisms=_attention(identity),
         supports_dynamic_batching=overrides(model, "decode_batch"),
         supports_continuous_batching=overrides(model, "unified_forward"),
         supports_speculative_decoding=overrides(model, "forward_verify"),
         supports_tensor_parallelism=False,
         supports_pipeline_parallelism=False,
-        supported_dtypes=(info.dtype,),
-        supported_devices=(info.device,),
+        supported_dtypes=(identity.dtype,),
+        supported_devices=(identity.device,),
         memory_requirements=MemoryRequirements(
-            parameter_memory=int(info.num_parameters * info.dtype.size_in_bytes),
+            parameter_memory=int(identity.num_parameters * identity.dtype.size_in_bytes),
             activation_memory_per_token=0,
             kv_cache_memory_per_token=int(kv_bytes),
             overhead_memory=0,
@@ -71,9 +71,9 @@ def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities
     )
 
 
-def _attention(info: ModelInfo) -> tuple[AttentionType, ...]:
-    if not info.num_heads:
+def _attention(identity: ModelInfo) -> tuple[AttentionType, ...]:
+    if not identity.num_heads:
         return ()
-    if info.num_heads == info.num_kv_heads:
+    if identity.num_heads == identity.num_kv_heads:
         return (AttentionType.MultiHead,)
-    return (AttentionType.MultiQuery if info.num_kv_heads == 1 else AttentionType.GroupedQuery,)
+    return (AttentionType.MultiQuery if identity.num_kv_heads == 1 else AttentionType.GroupedQuery,)
