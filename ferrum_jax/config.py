@@ -245,13 +245,14 @@ class EngineConfig:
     chunk_rows: tuple[int, ...] | None = None  # ladder of P
     chunk_tokens: tuple[int, ...] | None = None  # ladder of C, tokens
     verify_tokens: tuple[int, ...] | None = None  # ladder of C where every token wants logits
+    verify_rows: tuple[int, ...] | None = None  # ladder of P where every token wants logits
 
     def __post_init__(self):
         for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
             _refuse_below(name, getattr(self, name), 1)
         for name in ("max_loras", "max_lora_rank", "spec_tokens"):
             _refuse_below(name, getattr(self, name), 0)
-        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens"):
+        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
             ladder = getattr(self, name)
             if ladder is None:
                 continue

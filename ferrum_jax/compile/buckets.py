@@ -3,7 +3,7 @@
 import bisect
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ferrum_jax.contract.errors import ConfigError
 
@@ -24,6 +24,12 @@ class StepKey:
     chunk_tokens: int  # C
     table_columns: int  # M blocks per row
     outputs: str = Outputs.LAST.value
+    adapters: bool = False  # whether rows may have a LoRA adapter
+
+    @property
+    def num_logit_rows(self) -> int:
+        """R, the rows of the logits it hands back."""
+        return self.num_tokens if self.outputs == Outputs.ALL.value else self.decode_rows + self.chunk_rows
 
     @property
     def num_tokens(self) -> int:
@@ -31,7 +37,41 @@ class StepKey:
         return self.decode_rows + self.chunk_rows * self.chunk_tokens
 
     def __str__(self) -> str:
-        return f"D{self.decode_rows} P{self.chunk_rows}x{self.chunk_tokens} M{self.table_columns} {self.outputs}"
+        name = f"D{self.decode_rows} P{self.chunk_rows}x{self.chunk_tokens} M{self.table_columns} {self.outputs}"
+        return f"{name} adapters" if self.adapters else name
+
+
+@dataclass(frozen=True, order=True)
+class SelectKey:
+    """The best allowed token of each row of a step's logits, and all logits of one of them."""
+
+    logit_rows: int  # R
+
+    def __str__(self) -> str:
+        return f"select R{self.logit_rows}"
+
+
+@dataclass(frozen=True, order=True)
+class CopyKey:
+    """Copies of up to so many KV blocks, for sequences that stop sharing one."""
+
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"copy {self.blocks} blocks"
+
+
+@dataclass(frozen=True, order=True)
+class GatherKey:
+    """One layer's keys and values of one sequence."""
+
+    table_columns: int  # M blocks
+
+    def __str__(self) -> str:
+        return f"gather M{self.table_columns}"
+
+
+AnyKey = StepKey | SelectKey | CopyKey | GatherKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,38 +84,45 @@ class Ladders:
     verify_tokens: tuple[int, ...]
     max_step_tokens: int  # of chunks in one step: P * C stays within it
     table_columns: int
+    verify_rows: tuple[int, ...] = (1,)
 
     def __post_init__(self):
-        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens"):
+        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
             ladder = getattr(self, name)
             if not ladder or list(ladder) != sorted(set(ladder)) or ladder[0] < 1:
                 raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
-        if self.chunk_tokens[0] > self.max_step_tokens:
-            raise ConfigError(
-                f"the smallest chunk is {self.chunk_tokens[0]} tokens, max_step_tokens is {self.max_step_tokens}"
-            )
-        if not self.row_counts():
-            raise ConfigError(
-                f"the fewest chunks in a step are {self.chunk_rows[0]} of at least {self.chunk_tokens[0]} tokens, "
-                f"max_step_tokens is {self.max_step_tokens}"
-            )
+        for rows, tokens in ((self.chunk_rows[0], self.chunk_tokens[-1]), (self.chunk_rows[-1], self.chunk_tokens[0])):
+            if rows * tokens > self.max_step_tokens:
+                raise ConfigError(
+                    f"no step could hold {rows} chunks of {tokens} tokens, which the ladders chunk_rows and "
+                    f"chunk_tokens ask for: max_step_tokens is {self.max_step_tokens}"
+                )
 
     def widths(self, chunk_rows: int) -> tuple[int, ...]:
         """The chunk sizes C compiled for P rows."""
         return tuple(c for c in self.chunk_tokens if c * chunk_rows <= self.max_step_tokens)
 
-    def row_counts(self) -> tuple[int, ...]:
-        """The row counts P for which at least one chunk size fits."""
-        return tuple(p for p in self.chunk_rows if self.widths(p))
-
-    def declared(self) -> list[StepKey]:
-        """Every step that legal traffic can need, the largest first."""
+    def steps(self, *, adapters: bool = False) -> list[StepKey]:
+        """Every forward that legal traffic can need, the largest first; `adapters`: also for rows that have one."""
         columns, last = self.table_columns, Outputs.LAST.value
         keys = {StepKey(d, 0, 0, columns, last) for d in self.decode_rows}
         for d in (0, self.decode_rows[-1]):
-            keys |= {StepKey(d, p, c, columns, last) for p in self.row_counts() for c in self.widths(p)}
-        keys |= {StepKey(0, 1, c, columns, Outputs.ALL.value) for c in self.verify_tokens}
+            keys |= {StepKey(d, p, c, columns, last) for p in self.chunk_rows for c in self.widths(p)}
+        keys |= {StepKey(0, p, c, columns, Outputs.ALL.value) for p in self.verify_rows for c in self.verify_tokens}
+        if adapters:
+            keys |= {replace(key, adapters=True) for key in keys}
         return sorted(keys, key=lambda key: (-key.num_tokens, key))
+
+    def declared(self, *, adapters: bool = False) -> list[AnyKey]:
+        """Every device call that legal traffic can need: the steps, and the small calls beside them."""
+        steps = self.steps(adapters=adapters)
+        selects = {SelectKey(key.num_logit_rows) for key in steps if key.outputs == Outputs.LAST.value}
+        return [*steps, *sorted(selects), CopyKey(self.max_copies), GatherKey(self.table_columns)]
+
+    @property
+    def max_copies(self) -> int:
+        """Blocks that one device call can copy."""
+        return self.decode_rows[-1]
 
 
 def ladder(maximum: int, start: int = 1, factor: int = 2) -> tuple[int, ...]:
@@ -117,13 +164,13 @@ def plan(counts: Sequence[int], ladders: Ladders) -> list[StepPlan]:
     while pending := [row for row, count in enumerate(counts) if done[row] < count]:
         left = {row: counts[row] - done[row] for row in pending}
         singles = [row for row in pending if left[row] == 1][: ladders.decode_rows[-1]]
-        longer = [row for row in pending if left[row] > 1][: ladders.row_counts()[-1]]
+        longer = [row for row in pending if left[row] > 1][: ladders.chunk_rows[-1]]
         decodes = [Piece(row, done[row], 1) for row in singles]
         if not longer:
             rows = choose_bucket(ladders.decode_rows, len(singles))
             steps.append(StepPlan(StepKey(rows, 0, 0, ladders.table_columns), decodes))
         else:
-            rows = choose_bucket(ladders.row_counts(), len(longer))
+            rows = choose_bucket(ladders.chunk_rows, len(longer))
             width = choose_bucket(ladders.widths(rows), max(left[row] for row in longer))
             chunks = [Piece(row, done[row], min(left[row], width)) for row in longer]
             beside = ladders.decode_rows[-1] if singles else 0
@@ -133,13 +180,17 @@ def plan(counts: Sequence[int], ladders: Ladders) -> list[StepPlan]:
     return steps
 
 
-def plan_verify(count: int, ladders: Ladders) -> list[StepPlan]:
-    """Serves one row whose every token wants logits."""
-    steps, done = [], 0
-    while done < count:
-        width = choose_bucket(ladders.verify_tokens, count - done)
-        piece = Piece(0, done, min(width, count - done))
-        key = StepKey(0, 1, width, ladders.table_columns, Outputs.ALL.value)
-        steps.append(StepPlan(key, chunks=[piece]))
-        done += piece.count
+def plan_verify(counts: Sequence[int], ladders: Ladders) -> list[StepPlan]:
+    """Serves rows whose every token wants logits."""
+    done = [0] * len(counts)
+    steps = []
+    while pending := [row for row, count in enumerate(counts) if done[row] < count]:
+        taken = pending[: ladders.verify_rows[-1]]
+        width = choose_bucket(ladders.verify_tokens, max(counts[row] - done[row] for row in taken))
+        pieces = [Piece(row, done[row], min(counts[row] - done[row], width)) for row in taken]
+        rows = choose_bucket(ladders.verify_rows, len(pieces))
+        key = StepKey(0, rows, width, ladders.table_columns, Outputs.ALL.value)
+        steps.append(StepPlan(key, chunks=pieces))
+        for piece in pieces:
+            done[piece.row] += piece.count
     return steps

@@ -17,7 +17,7 @@ def _groups(key: StepKey) -> list[tuple[int, int]]:
 
 def packed_size(key: StepKey) -> int:
     """Elements of the buffer of one step."""
-    return sum(b * (t + 2 + key.table_columns) for b, t in _groups(key))
+    return sum(b * (t + 2 + key.adapters + key.table_columns) for b, t in _groups(key))
 
 
 def _split(buffer, key: StepKey) -> list[Rows]:

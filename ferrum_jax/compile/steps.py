@@ -5,9 +5,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import flax.struct
 import jax
@@ -22,7 +22,8 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+MOST_THREADS = 16  # that compile at once; each may take gigabytes
 
 
 @flax.struct.dataclass
@@ -50,19 +51,19 @@ def lower_step(cfg: ModelConfig, params: Any, kv: Any, key: StepKey) -> jax.stag
     return jax.jit(pure, donate_argnums=1).lower(params, kv, buffer)
 
 
-class StepCache:
-    """StepKey to executable. A key that is missing is compiled, counted and logged; in strict mode, refused."""
+class StepCache(Generic[Key]):
+    """Keys to executables. A key that is missing is compiled, counted and logged; in strict mode, refused."""
 
-    def __init__(self, lower: Callable[[StepKey], jax.stages.Lowered], *, strict: bool = False):
+    def __init__(self, lower: Callable[[Key], jax.stages.Lowered], *, strict: bool = False):
         self._lower = lower
         self._strict = strict
         self._lock = threading.Lock()
-        self._steps: dict[StepKey, jax.stages.Compiled] = {}
-        self._seconds: dict[StepKey, float] = {}
+        self._steps: dict[Key, jax.stages.Compiled] = {}
+        self._seconds: dict[Key, float] = {}
         self._warm = False
         self._compiled_late = 0
 
-    def get(self, key: StepKey) -> jax.stages.Compiled:
+    def get(self, key: Key) -> jax.stages.Compiled:
         """Gives the executable of a step.
 
         Raises:
@@ -80,12 +81,17 @@ class StepCache:
         self._compiled_late += 1
         return built
 
-    def warmup(self, keys: Iterable[StepKey], track: Callable[[list[StepKey]], Any] | None = None) -> None:
+    def warmup(self, keys: Iterable[Key], track: Callable[[list[Key]], Any] | None = None) -> None:
         """Compiles the given steps on all cores; `track` wraps the list of what is left to show progress."""
         self._build_all([key for key in keys if key not in self._steps], track)
         self._warm = True
 
-    def ensure(self, keys: Iterable[StepKey]) -> None:
+    def drop(self) -> None:
+        """Forgets every executable."""
+        with self._lock:
+            self._steps, self._seconds = {}, {}
+
+    def ensure(self, keys: Iterable[Key]) -> None:
         """Makes the given steps ready, several at a time; raises as `get` does."""
         if self._warm:
             for key in keys:
@@ -93,8 +99,8 @@ class StepCache:
         else:
             self._build_all([key for key in keys if key not in self._steps])
 
-    def _build_all(self, missing: list[StepKey], track: Callable[[list[StepKey]], Any] | None = None) -> None:
-        with ThreadPoolExecutor(max_workers=max(1, os.cpu_count() or 1)) as pool:
+    def _build_all(self, missing: list[Key], track: Callable[[list[Key]], Any] | None = None) -> None:
+        with ThreadPoolExecutor(max_workers=min(MOST_THREADS, _num_cores())) as pool:
             jobs = {key: pool.submit(self._build, key) for key in missing}
             try:
                 for key in missing if track is None else track(missing):
@@ -106,7 +112,10 @@ class StepCache:
     def stats(self) -> dict[str, Any]:
         """Counts of `compile_stats()`; `steps` maps each step to its seconds and bytes."""
         with self._lock:
-            steps = {str(key): {"seconds": self._seconds[key]} | _memory(c) for key, c in sorted(self._steps.items())}
+            steps = {
+                str(key): {"seconds": self._seconds[key]} | _memory(c)
+                for key, c in sorted(self._steps.items(), key=str)
+            }
             return {
                 "compiled": len(steps),
                 "loaded": 0,
@@ -115,7 +124,7 @@ class StepCache:
                 "steps": steps,
             }
 
-    def _build(self, key: StepKey) -> jax.stages.Compiled:
+    def _build(self, key: Key) -> jax.stages.Compiled:
         started = time.perf_counter()
         try:
             executable = self._lower(key).compile()
@@ -124,6 +133,13 @@ class StepCache:
         with self._lock:
             self._seconds[key] = time.perf_counter() - started
             return self._steps.setdefault(key, executable)
+
+
+def _num_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS and Windows have no such call
+        return os.cpu_count() or 1
 
 
 def _memory(executable: jax.stages.Compiled) -> dict[str, int]:

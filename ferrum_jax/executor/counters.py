@@ -22,14 +22,14 @@ class DecodeBatchCounters:
         default_factory=lambda: dict.fromkeys([n for _, n in _BUCKETS] + ["m_gt_32"], 0)
     )
 
-    def count(self, items: int, *, forced: bool = False) -> None:
-        """Counts one batch of at least one row."""
+    def count(self, items: int, *, forced: bool = False, unpadded: bool = False) -> None:
+        """Counts one batch of at least one row; `unpadded`, if its step had room for so many and no more."""
         self.calls += 1
         self.total_items += items
         self.max_items = max(self.max_items, items)
         self.last_items = items
         self.force_full_logits_calls += forced
-        self.singleton_fast_path_calls += items == 1
+        self.singleton_fast_path_calls += items == 1 and unpadded
         self.bucket_calls[next((name for most, name in _BUCKETS if items <= most), "m_gt_32")] += 1
 
     def snapshot(self) -> dict[str, Any]:
@@ -47,3 +47,20 @@ class DecodeBatchCounters:
             "lora_fallback_calls": self.lora_fallback_calls,
             "bucket_calls": dict(self.bucket_calls),
         }
+
+
+@dataclass
+class PrefixCounters:
+    """Counts what prefixes saved. A lookup is a row of several new tokens; it hits if any of them is reused."""
+
+    hits: int = 0
+    misses: int = 0
+    saved_tokens: int = 0
+    evictions: int = 0  # before the last reset; the pool counts those since
+
+    def count(self, tokens: int, reused: int) -> None:
+        """Counts one row that has run."""
+        if tokens > 1 or reused:
+            self.hits += reused > 0
+            self.misses += reused == 0
+            self.saved_tokens += reused

@@ -1,31 +1,40 @@
-"""One model's KV on its device: compiled steps in, logits on the host out."""
+"""One model's KV on its device: compiled steps in, answers on the host out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile import packing, steps
-from ferrum_jax.compile.buckets import Outputs, Piece, StepKey, StepPlan
+from ferrum_jax.compile import packing
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, GatherKey, Outputs, Piece, SelectKey, StepPlan
+from ferrum_jax.compile.lowering import lower
+from ferrum_jax.compile.selecting import Greedy, packed_rows
+from ferrum_jax.compile.steps import StepOutputs
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import BackendError, DeviceError
+from ferrum_jax.contract.errors import BackendError, DeviceError, ResourceExhaustedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import JaxDevice
 
+T = TypeVar("T")
+Answer = NDArray[np.float32] | int
+GetStep = Callable[[AnyKey], jax.stages.Compiled]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Row:
-    """New tokens of one sequence, and where it lies."""
+    """New tokens of one sequence, where it lies, and how it answers."""
 
     tokens: NDArray[np.int32]  # [n]
     length: int  # positions before these tokens
     table: NDArray[np.int32]  # [M]
-    wanted: bool  # whether its logits are wanted
+    wanted: bool  # whether it answers
+    policy: Greedy | None = None  # how, if not with all logits
 
 
 class DeviceKv:
@@ -38,9 +47,13 @@ class DeviceKv:
         )
         empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
         self._empty = empty.lower(spec).compile()
+        self._spec = spec
         self._params = params
         self._cfg = cfg
-        self._kv: KvState[jax.Array] | None = self._empty()
+        self._kv: KvState[jax.Array] | None = None
+        self.fetched_bytes = 0  # that crossed to the host
+        self.last_fetched_bytes = 0  # of them in the last call
+        self.reallocate()
 
     @property
     def kv(self) -> KvState[jax.Array]:
@@ -54,23 +67,48 @@ class DeviceKv:
         """True after a step that took the KV and did not give it back."""
         return self._kv is None
 
-    def lower(self, key: StepKey) -> jax.stages.Lowered:
-        """Lowers one step for these parameters and this KV."""
-        return steps.lower_step(self._cfg, self._params, self._shapes, key)
+    def lower(self, key: AnyKey) -> jax.stages.Lowered:
+        """Lowers one call for these parameters and this KV."""
+        return lower(self._cfg, self._params, self._shapes, key)
 
     def reallocate(self) -> None:
-        """Drops the KV and allocates it anew."""
+        """Drops the KV and allocates it anew.
+
+        Raises:
+            ResourceExhaustedError: the device has not so much memory left.
+        """
         self._kv = None
-        self._kv = self._empty()
+        try:
+            self._kv = jax.block_until_ready(self._empty())
+        except jax.errors.JaxRuntimeError as problem:
+            raise ResourceExhaustedError(
+                f"a KV of {self._spec.num_blocks} blocks ({self._spec.num_bytes:,} bytes) cannot be allocated: "
+                f"{problem}"
+            ) from problem
 
     def drop(self) -> None:
         """Frees the KV and forgets the parameters."""
         self._kv, self._params = None, {}
 
-    def run(
-        self, plan: StepPlan, executable: jax.stages.Compiled, rows: Sequence[Row]
-    ) -> dict[int, NDArray[np.float32]]:
-        """Runs one step; gives, by row, the float32 logits of rows whose last token it held, if wanted.
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], key: CopyKey, get: GetStep) -> None:
+        """Copies blocks, (source, destination) each."""
+        padded = np.zeros((key.blocks, 2), np.int32)
+        padded[: len(pairs)] = pairs
+        self._kv = self._replacing(lambda kv: get(key)(kv, padded, np.int32(len(pairs))), key)
+
+    def gather(
+        self, layer: int, table: NDArray[np.int32], length: int, get: GetStep
+    ) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies one layer's keys and values of a sequence to the host: `[length, K, H]` each."""
+        executable = get(GatherKey(len(table)))
+        try:
+            k, v = executable(self.kv, np.int32(layer), table)
+            return np.asarray(k)[:length].copy(), np.asarray(v)[:length].copy()
+        except jax.errors.JaxRuntimeError as problem:
+            raise DeviceError(f"layer {layer} of a sequence cannot be read: {problem}") from problem
+
+    def run(self, plan: StepPlan, rows: Sequence[Row], get: GetStep) -> dict[int, Answer]:
+        """Runs one step; gives, by row, the answer of rows whose last token it held, if wanted.
 
         For steps with the outputs `ALL`, every piece's logits come back, `[n, V]`.
 
@@ -82,30 +120,77 @@ class DeviceKv:
             _fill(groups[0], at, piece, rows[piece.row])
         for at, piece in enumerate(plan.chunks):
             _fill(groups[-1], at, piece, rows[piece.row])
+        answers: dict[int, Answer] = {}
+
+        def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
+            outputs, written = get(plan.key)(self._params, kv, buffer)
+            answers.update(self._fetch(plan, outputs, rows, get))
+            return written
+
+        self._kv = self._replacing(step, plan.key)
+        return answers
+
+    def _replacing(self, call: Callable[[KvState[jax.Array]], T], key: AnyKey) -> T:
+        """Runs a call that takes the KV and gives another."""
         kv, self._kv = self.kv, None
         try:
-            outputs, self._kv = executable(self._params, kv, buffer)
-            return self._fetch(plan, outputs, rows)
+            return call(kv)
         except jax.errors.JaxRuntimeError as problem:
-            self._kv = None
-            raise DeviceError(f"step {plan.key} failed on the device: {problem}") from problem
+            raise DeviceError(f"step {key} failed on the device: {problem}") from problem
 
-    def _fetch(self, plan: StepPlan, outputs: steps.StepOutputs, rows: Sequence[Row]) -> dict[int, NDArray[np.float32]]:
-        wanted = []
-        for offset, members in ((0, plan.decodes), (plan.key.decode_rows, plan.chunks)):
-            for at, piece in enumerate(members):
-                row = rows[piece.row]
-                if row.wanted and (
-                    plan.key.outputs == Outputs.ALL.value or piece.start + piece.count == len(row.tokens)
-                ):
-                    wanted.append((offset + at, piece))
+    def _fetch(self, plan: StepPlan, outputs: StepOutputs, rows: Sequence[Row], get: GetStep) -> dict[int, Answer]:
+        """Copies what was asked for to the host."""
+        assert outputs.logits is not None
+        self.last_fetched_bytes = 0
+        wanted = _wanted(plan, rows)
         if not wanted:
             jax.block_until_ready(outputs)
             return {}
-        host = np.asarray(outputs.logits)
         if plan.key.outputs == Outputs.ALL.value:
-            return {piece.row: host[: piece.count].copy() for _, piece in wanted}
-        return {piece.row: host[at].copy() for at, piece in wanted}
+            host, width = self._to_host(outputs.logits), plan.key.chunk_tokens
+            return {piece.row: host[at * width : at * width + piece.count].copy() for at, piece in wanted.items()}
+        chosen = {at: piece for at, piece in wanted.items() if rows[piece.row].policy is not None}
+        if not chosen:
+            host = self._to_host(outputs.logits)
+            return {piece.row: host[at].copy() for at, piece in wanted.items()}
+        return self._select(outputs.logits, wanted, rows, get(SelectKey(plan.key.num_logit_rows)))
+
+    def _select(
+        self, logits: jax.Array, wanted: dict[int, Piece], rows: Sequence[Row], select: jax.stages.Compiled
+    ) -> dict[int, Answer]:
+        """Chooses on the device; only ids, and the logits of rows that want all of them, cross to the host."""
+        policies = [rows[wanted[at].row].policy if at in wanted else None for at in range(len(logits))]
+        full = [at for at, piece in wanted.items() if rows[piece.row].policy is None]
+        answers: dict[int, Answer] = {}
+
+        def choose(taken: int) -> tuple[jax.Array, jax.Array]:
+            return select(logits, packed_rows(policies, len(logits), self._cfg.vocab_size, taken))
+
+        ids, taken = choose(full[0] if full else 0)
+        for at in full:
+            answers[wanted[at].row] = self._to_host(taken if at == full[0] else choose(at)[1]).copy()
+        host = self._to_host(ids)
+        for at, piece in wanted.items():
+            if policies[at] is not None:
+                answers[piece.row] = int(host[at])
+        return answers
+
+    def _to_host(self, array: jax.Array) -> NDArray[Any]:
+        host = np.asarray(array)
+        self.fetched_bytes += host.nbytes
+        self.last_fetched_bytes += host.nbytes
+        return host
+
+
+def _wanted(plan: StepPlan, rows: Sequence[Row]) -> dict[int, Piece]:
+    """Logit rows that are wanted: all of a step for verifying, else those of rows that end in it."""
+    found = {}
+    for offset, members in ((0, plan.decodes), (plan.key.decode_rows, plan.chunks)):
+        for at, piece in enumerate(members):
+            ends = piece.start + piece.count == len(rows[piece.row].tokens)
+            if rows[piece.row].wanted and (plan.key.outputs == Outputs.ALL.value or ends):
+                found[offset + at] = piece
+    return found
 
 
 def _fill(group: Rows[NDArray[np.int32]], at: int, piece: Piece, row: Row) -> None:

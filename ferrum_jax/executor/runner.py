@@ -1,54 +1,32 @@
 """`ModelRunner`: the `DecoderOnlyLLM` contract over compiled steps."""
 
-import functools
-import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from collections.abc import Sequence
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import buckets
-from ferrum_jax.compile.buckets import StepPlan
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import (
-    checked_id,
-    checked_int,
-    checked_rows,
-    checked_tokens,
-    refuse_mismatch,
-    refuse_repeated,
-)
-from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, UnsupportedError
-from ferrum_jax.contract.execution import ExecutorState
-from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow
+from ferrum_jax.contract.checks import checked_id, checked_int
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
+from ferrum_jax.contract.handles import BlockTable
+from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow, VerifyRow
+from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.values import LlmRuntimeConfig
+from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
+from ferrum_jax.executor import describe
 from ferrum_jax.executor.counters import DecodeBatchCounters
-from ferrum_jax.executor.device import DeviceKv, Row
+from ferrum_jax.executor.device import Answer, DeviceKv
+from ferrum_jax.executor.lifecycle import Lifecycle, serialised
+from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.kvcache.slots import SlotTable
+from ferrum_jax.executor.work import appended, appended_rows, decode_rows, unified_rows
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
-
-P = ParamSpec("P")
-R = TypeVar("R")
-Method = Callable[Concatenate["ModelRunner", P], R]
-Work = tuple[str, NDArray[np.int32], bool]  # cache id, tokens, whether logits are wanted
-
-
-def _serialised(method: Method[P, R]) -> Method[P, R]:
-    """Lets one thread in at a time, and none after a device failure or `close`."""
-
-    @functools.wraps(method)
-    def guarded(self: "ModelRunner", *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._lock:
-            self._refuse_unless_ready()
-            return method(self, *args, **kwargs)
-
-    return guarded
 
 
 class ModelRunner(DecoderOnlyLLM):
@@ -66,20 +44,21 @@ class ModelRunner(DecoderOnlyLLM):
         *,
         device: JaxDevice,
         strict: bool = False,
+        name: str = "",
     ):
         self.params = params
         self.model_config = model_config
         self.plan = plan
         self.device = device
-        self._lock = threading.RLock()
-        self._state = ExecutorState.Ready
-        self._failure = ""
-        self._device_kv = DeviceKv(params, model_config, plan.cache, device)
-        self._steps = StepCache(self._device_kv.lower, strict=strict)
-        self._slots = self._new_slots()
+        self.name = name or model_config.model_type
+        self._device = DeviceKv(params, model_config, plan.cache, device)
+        self._life = Lifecycle("runner", lambda: self._device.is_lost)
+        self._steps = StepCache(self._device.lower, strict=strict)
+        self._sequences = Sequences(self._device, self._steps, plan)
         self._decode_batches = DecodeBatchCounters()
 
     def __enter__(self) -> Self:
+        self._life.refuse_closed()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -87,246 +66,267 @@ class ModelRunner(DecoderOnlyLLM):
 
     @property
     def config(self) -> LlmRuntimeConfig:
-        """Sizes a scheduler needs."""
-        cfg = self.model_config
-        return LlmRuntimeConfig(
-            hidden_size=cfg.hidden_size,
-            num_layers=cfg.num_hidden_layers,
-            num_kv_heads=cfg.num_key_value_heads,
-            head_dim=cfg.head_dim,
-            vocab_size=cfg.vocab_size,
-            max_seq_len=cfg.max_seq_len,
-        )
+        """Sizes a scheduler needs; answers in every state."""
+        return describe.runtime_config(self.model_config)
 
     @property
     def state(self) -> ExecutorState:
         """Ready, Error or Shutdown."""
-        return self._state
+        return self._life.state
 
-    @_serialised
+    @serialised
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
         """Appends `tokens` (creating the sequence if it is unknown); gives the last one's logits, `[vocab]`."""
-        array = self._tokens(cache_id, tokens)
-        return _found(self._advance([(cache_id, array, True)])[0])
+        return _logits(self._sequences.advance([appended(cache_id, tokens, self._vocab_size)])[0])
 
-    @_serialised
+    @serialised
     def decode(self, cache_id: str, token: int, pos: int) -> Logits:
         """Appends one token at position `pos`, which must be the cache's length; gives `[vocab]`."""
-        return self._decode_rows([(cache_id, token, pos)], forced=False)[0]
+        return _logits(self._decode([(cache_id, token, pos)])[0])
 
-    @_serialised
+    @serialised
     def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Logits]:
         """Decodes one token of each sequence in one forward, answers in the same order."""
-        return self._decode_rows(batch, forced=False)
+        return self.decode_batch_with_full_logits(batch, False)
 
-    @_serialised
+    @serialised
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
         """As `decode_batch`, which always computes all logits; the flag is counted."""
-        return self._decode_rows(batch, forced=bool(force_full_logits))
+        rows = self._decode(batch)
+        self._count_decodes(len(rows), forced=bool(force_full_logits))
+        return [_logits(row) for row in rows]
 
-    @_serialised
+    @serialised
+    def decode_batch_with_logits_policy(
+        self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
+    ) -> list[Logits | int]:
+        """As `decode_batch`; of greedy rows only the token id crosses to the host."""
+        rows = self._decode(batch, policies)
+        self._count_decodes(len(rows))
+        return [_found(row) for row in rows]
+
+    @serialised
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends `tokens` and gives `[n, vocab]`: row i is the distribution after token i."""
-        array = self._tokens(cache_id, tokens)
-        plans = buckets.plan_verify(len(array), self.plan.ladders)
-        return np.concatenate(self._run([(cache_id, array, True)], plans)[0])
+        return self._sequences.verify([appended(cache_id, tokens, self._vocab_size)])[0]
 
-    @_serialised
+    @serialised
+    def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
+        """As `forward_verify` for several sequences, as many in one step as `verify_rows` allow."""
+        return self._sequences.verify(appended_rows(rows, self._vocab_size))
+
+    @serialised
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
-        work = []
-        for cache_id, tokens, offset, is_final in checked_rows("items", items, "cache_id q_tokens pos_offset is_final"):
-            array = self._tokens(cache_id, tokens)
-            refuse_mismatch(cache_id, "pos_offset", offset, self._slots.length(cache_id))
-            work.append((cache_id, array, bool(is_final)))
-        refuse_repeated(cache_id for cache_id, _, _ in work)
-        return self._advance(work)
+        return [None if row is None else _logits(row) for row in self._unify(items)]
 
-    @_serialised
+    @serialised
+    def unified_forward_with_logits_policy(
+        self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
+    ) -> list[Logits | int | None]:
+        """As `unified_forward`; of greedy rows only the token id crosses to the host."""
+        return [*self._unify(items, policies)]
+
+    @serialised
+    def unified_forward_can_return_full_logits(self) -> bool:
+        """True: `unified_forward` gives `[vocab]` logits."""
+        return True
+
+    @serialised
     def release(self, cache_id: str) -> None:
         """Frees the sequence's slot and blocks; an unknown id is no error."""
-        self._slots.release(checked_id(cache_id))
+        self._sequences.slots.release(checked_id(cache_id))
 
-    @_serialised
+    @serialised
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
-        self._slots.truncate(checked_id(cache_id), checked_int("new_len", new_len, 0))
+        self._sequences.slots.truncate(checked_id(cache_id), checked_int("new_len", new_len, 0))
+
+    @serialised
+    def fork(self, cache_id: str, new_cache_id: str) -> None:
+        """Makes `new_cache_id` a copy of a live sequence; the block both would write is copied when one does.
+
+        Raises:
+            RequestValidationError: `cache_id` is unknown, or `new_cache_id` is not.
+            ResourceExhaustedError: no slot is free.
+        """
+        self._sequences.slots.fork(checked_id(cache_id), checked_id(new_cache_id))
 
     def reset(self) -> None:
-        """Drops every sequence; keeps weights and compiled steps. Also the way back from the state Error."""
-        with self._lock:
-            self._refuse_closed()
-            if self._state is ExecutorState.Error:
-                self._device_kv.reallocate()
-            self._slots = self._new_slots()
-            self._state, self._failure = ExecutorState.Ready, ""
+        """Drops every sequence and prefix; keeps weights and compiled steps. Also the way back from the state Error.
 
-    @_serialised
+        Raises:
+            ResourceExhaustedError: a lost KV cannot be allocated again; the state stays Error.
+        """
+        with self._life.lock:
+            self._life.refuse_closed()
+            if self._device.is_lost:
+                self._device.reallocate()
+            self._sequences.clear()
+            self._life.state = ExecutorState.Ready
+
+    @serialised
     def prepare(self, cache_id: str, max_tokens: int) -> None:
-        """Takes the slot and compiles the steps that calls of up to `max_tokens` tokens will need."""
-        length = self._slots.length(checked_id(cache_id))
+        """Takes the slot and compiles the steps for a prompt of `max_tokens` tokens and for decoding after it."""
         count = checked_int("max_tokens", max_tokens, 1)
-        self._slots.refuse_growth([(cache_id, length)])
-        self._refuse_past_capacity(cache_id, count)
+        slots = self._sequences.slots
+        slots.refuse_past_capacity(cache_id, slots.length(checked_id(cache_id)) + count)
+        slots.refuse_newcomers([cache_id])
         plans = [*buckets.plan([count], self.plan.ladders), *buckets.plan([1], self.plan.ladders)]
         self._steps.ensure(dict.fromkeys(plan.key for plan in plans))
-        self._slots.grow([(cache_id, length)])
+        self._sequences.open(cache_id)
 
-    @_serialised
+    @serialised
     def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
         """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
         hint = checked_int("capacity_hint", capacity_hint, 0)
-        self._refuse_past_capacity(checked_id(cache_id), hint)
+        self._sequences.slots.refuse_past_capacity(checked_id(cache_id), hint)
 
-    @_serialised
+    @serialised
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions."""
         return self.plan.kv_capacity
 
-    @_serialised
+    @serialised
     def kv_len(self, cache_id: str) -> int | None:
         """Positions held for `cache_id`, or None for an unknown id."""
-        live = self._slots.get(checked_id(cache_id))
+        live = self._sequences.slots.get(checked_id(cache_id))
         return None if live is None else live.length
 
-    @_serialised
-    def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
-        """Not built yet."""
-        raise UnsupportedError(f"{len(requests)} reservations: reserving KV slots is not built yet")
+    @serialised
+    def kv_block_table(self, cache_id: str) -> BlockTable | None:
+        """Where a sequence's positions lie, reserved ones left out; None for an unknown id."""
+        slots = self._sequences.slots
+        live = slots.get(checked_id(cache_id))
+        if live is None:
+            return None
+        blocks = tuple(live.blocks[: slots.num_blocks(live.length)])
+        return BlockTable(physical_blocks=blocks, sequence_length=live.length, block_size=slots.block_size)
 
-    @_serialised
+    @serialised
+    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies one layer's keys (turned by RoPE) and values of a live sequence: `[positions, kv_heads, head_dim]`."""
+        index = checked_int("layer", layer, 0)
+        if index >= self.model_config.num_hidden_layers:
+            raise RequestValidationError(f"layer is {index}, the model has {self.model_config.num_hidden_layers}")
+        if self._sequences.slots.get(checked_id(cache_id)) is None:
+            raise RequestValidationError(f"{cache_id!r} is unknown, it has no keys and values")
+        return self._sequences.gather(cache_id, index)
+
+    @serialised
+    def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
+        """Makes `target_len` positions of each id writable, all or nothing.
+
+        An id that is unknown gets a slot if it asks for at least one position. A block that is shared is copied now.
+
+        Raises:
+            RequestValidationError: a target is past the capacity.
+            ResourceExhaustedError: slots or blocks are short, for the targets or for the admission targets.
+        """
+        for request in requests:
+            if not isinstance(request, KvSlotRequest):
+                raise RequestValidationError(f"{request!r} is a {type(request).__name__}, expected a KvSlotRequest")
+            checked_id(request.cache_id)
+        return self._sequences.reserve(requests)
+
+    @serialised
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
-        """Counts the pool's blocks."""
-        pool = self._slots.pool
+        """Counts the pool's blocks; those that only a prefix could want are free."""
+        pool = self._sequences.slots.pool
         return KvSlotCapacitySnapshot(
             block_size=self.plan.cache.block_size, total_blocks=pool.num_blocks, free_blocks=pool.num_free
         )
 
-    @_serialised
+    @serialised
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Clears the binding with None; binding an adapter is not built yet."""
         checked_id(cache_id)
         if adapter is not None:
             raise UnsupportedError(f"adapter {adapter.name!r} cannot be bound: LoRA is not built yet")
 
-    @_serialised
+    @serialised
     def load_lora(self, name: str, path: str) -> None:
         """Not built yet."""
         raise UnsupportedError(f"adapter {name!r} ({path}) cannot be loaded: LoRA is not built yet")
 
-    @_serialised
+    @serialised
     def unload_lora(self, name: str) -> None:
         """Not built yet."""
         raise UnsupportedError(f"adapter {name!r} cannot be dropped: LoRA is not built yet")
 
-    @_serialised
+    @serialised
     def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of KV reuse (there is none yet) and of decode batches."""
-        return {
-            "position": "real-kv-reuse",
+        """Counters of KV reuse, of decode batches and of what crossed to the host."""
+        return describe.cache_metrics(self._sequences) | {
             "source": type(self).__name__,
-            "enabled": False,
-            **dict.fromkeys(("hits", "misses", "evictions", "saved_prefill_tokens", "entries", "bytes"), 0),
-            "block_size": self.plan.cache.block_size,
-            "kv_dtype": self.plan.cache.dtype,
             "decode_batch": self._decode_batches.snapshot(),
         }
 
-    @_serialised
+    @serialised
     def lora_metrics_snapshot(self) -> dict[str, Any]:
         """Counters of LoRA: there is none yet."""
         counts = dict.fromkeys(("adapter_count", "active_cache_bindings", "projection_applications"), 0)
         return {"enabled": False, **counts, "position": "real-inference", "source": type(self).__name__}
 
+    @serialised
+    def model_info(self) -> ModelInfo:
+        """Identity and size of the model as it was loaded."""
+        return describe.model_info(self.name, self.model_config, self.plan, self.params, self.device)
+
+    @serialised
+    def capabilities(self) -> ExecutorCapabilities:
+        """What was built for this model on this device."""
+        return describe.capabilities(self.model_config, self.plan, self.params, self.device)
+
+    @serialised
+    def memory_usage(self) -> ExecutorMemoryUsage:
+        """Bytes of the parameters and the KV, and how much of them is in use."""
+        return describe.memory_usage(self._sequences.slots, self.plan, self.params, self.device)
+
+    @serialised
     def warmup(self, *, progress: bool = True) -> None:
         """Compiles every declared step, after which legal calls compile nothing."""
-        with self._lock:
-            self._refuse_unless_ready()
-            track = Track("compiling steps") if progress else None
-            self._steps.warmup(self.plan.ladders.declared(), track)
+        track = Track("compiling steps") if progress else None
+        self._steps.warmup(self.plan.ladders.declared(), track)
 
+    @serialised
     def compile_stats(self) -> dict[str, Any]:
         """Counts compiled steps: compiled, loaded, compile_seconds, compiles_after_warmup, steps."""
         return self._steps.stats()
 
     def close(self) -> None:
-        """Frees the KV and the parameters; closing twice is no error, any other call after it is."""
-        with self._lock:
-            self._state = ExecutorState.Shutdown
-            self._device_kv.drop()
+        """Frees the KV, the parameters and the compiled steps; closing twice is no error, any other call after is."""
+        with self._life.lock:
+            self._life.state = ExecutorState.Shutdown
+            self._device.drop()
+            self._steps.drop()
             self.params = {}
 
-    def _new_slots(self) -> SlotTable:
-        return SlotTable(
-            max_seqs=self.plan.max_seqs,
-            kv_capacity=self.plan.kv_capacity,
-            block_size=self.plan.cache.block_size,
-            num_blocks=self.plan.cache.num_blocks,
-        )
+    @property
+    def _vocab_size(self) -> int:
+        return self.model_config.vocab_size
 
-    def _refuse_closed(self) -> None:
-        if self._state is ExecutorState.Shutdown:
-            raise CancelledError("this runner is closed")
+    def _decode(
+        self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy] | None = None
+    ) -> list[Answer | None]:
+        return self._sequences.advance(decode_rows(batch, policies, self._vocab_size, self._sequences.slots.length))
 
-    def _refuse_unless_ready(self) -> None:
-        self._refuse_closed()
-        if self._state is ExecutorState.Error:
-            raise DeviceError(f"a step failed on the device, only reset() helps: {self._failure}")
+    def _unify(
+        self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy] | None = None
+    ) -> list[Answer | None]:
+        return self._sequences.advance(unified_rows(items, policies, self._vocab_size, self._sequences.slots.length))
 
-    def _refuse_past_capacity(self, cache_id: str, length: int) -> None:
-        if length > self.kv_capacity():
-            raise RequestValidationError(
-                f"{cache_id!r} needs {length} positions, its KV capacity is {self.kv_capacity()}"
-            )
-
-    def _tokens(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.int32]:
-        return checked_tokens(checked_id(cache_id), tokens, self.model_config.vocab_size)
-
-    def _decode_rows(self, batch: Sequence[DecodeRow], *, forced: bool) -> list[Logits]:
-        work = []
-        for cache_id, token, pos in checked_rows("batch", batch, "cache_id token pos"):
-            array = self._tokens(cache_id, [token])
-            refuse_mismatch(cache_id, "pos", pos, self._slots.length(cache_id))
-            work.append((cache_id, array, True))
-        refuse_repeated(cache_id for cache_id, _, _ in work)
-        logits = [_found(row) for row in self._advance(work)]
-        if work:
-            self._decode_batches.count(len(work), forced=forced)
-        return logits
-
-    def _advance(self, work: Sequence[Work]) -> list[Logits | None]:
-        plans = buckets.plan([len(tokens) for _, tokens, _ in work], self.plan.ladders)
-        return [pieces[-1] if pieces else None for pieces in self._run(work, plans)]
-
-    def _run(self, work: Sequence[Work], plans: Sequence[StepPlan]) -> list[list[NDArray[np.float32]]]:
-        """Runs checked work: takes blocks for all of it, steps, and then commits the lengths."""
-        lengths = [self._slots.length(cache_id) for cache_id, _, _ in work]
-        targets = [(w[0], length + len(w[1])) for w, length in zip(work, lengths, strict=True)]
-        self._slots.refuse_growth(targets)
-        executables = [self._steps.get(plan.key) for plan in plans]
-        known = frozenset(self._slots.cache_ids)
-        self._slots.grow(targets)
-        rows, sequences = [], []
-        for (cache_id, tokens, wanted), length in zip(work, lengths, strict=True):
-            live = self._slots.get(cache_id)
-            assert live is not None
-            sequences.append(live)
-            rows.append(Row(tokens, length, self._slots.table[live.slot], wanted))
-        results: list[list[NDArray[np.float32]]] = [[] for _ in work]
-        try:
-            for plan, executable in zip(plans, executables, strict=True):
-                for row, logits in self._device_kv.run(plan, executable, rows).items():
-                    results[row].append(logits)
-        except BaseException as problem:  # an interrupt, too, may have lost the KV
-            if self._device_kv.is_lost:
-                self._state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
-            self._slots.undo_growth(known, [cache_id for cache_id, _, _ in work])
-            raise
-        for live, (_, target) in zip(sequences, targets, strict=True):
-            live.length = target
-        return results
+    def _count_decodes(self, num_rows: int, *, forced: bool = False) -> None:
+        if num_rows:
+            unpadded = num_rows in self.plan.ladders.decode_rows
+            self._decode_batches.count(num_rows, forced=forced, unpadded=unpadded)
 
 
-def _found(logits: Logits | None) -> Logits:
-    assert logits is not None, "a row that wants logits got none"
-    return logits
+def _found(answer: Answer | None) -> Answer:
+    assert answer is not None, "a row that wants an answer got none"
+    return answer
+
+
+def _logits(answer: Answer | None) -> Logits:
+    assert isinstance(answer, np.ndarray), "a row that wants logits got none"
+    return answer

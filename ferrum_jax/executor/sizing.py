@@ -21,6 +21,7 @@ class EnginePlan:
     kv_capacity: int  # positions
     cache: CacheSpec
     ladders: Ladders
+    prefix_cache: bool = False
 
 
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
@@ -76,6 +77,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         kv_capacity=capacity,
         cache=spec(num_blocks),
         ladders=_ladders(engine, max_seqs, capacity, -(-capacity // block_size), platform),
+        prefix_cache=bool(engine.prefix_cache),
     )
 
 
@@ -84,15 +86,19 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
     longest = min(step_tokens, capacity)
     smallest = min(SMALLEST_CHUNK, longest)
     decode_rows = engine.decode_rows or ladder(max_seqs)
-    chunk_rows = engine.chunk_rows or ladder(max_seqs, factor=4)
-    for name, given in (("decode_rows", decode_rows), ("chunk_rows", chunk_rows)):
+    chunk_tokens = engine.chunk_tokens or ladder(longest, start=smallest)
+    chunk_rows = engine.chunk_rows or ladder(max(1, min(max_seqs, step_tokens // chunk_tokens[0])), factor=4)
+    verify_rows = engine.verify_rows or (ladder(max_seqs, factor=4) if engine.spec_tokens else (1,))
+    verify_tokens = engine.verify_tokens or ladder(min(64, longest), start=smallest, factor=4)
+    for name, given in (("decode_rows", decode_rows), ("chunk_rows", chunk_rows), ("verify_rows", verify_rows)):
         if given[-1] > max_seqs:
             raise ConfigError(f"{name} ends in {given[-1]}, max_seqs is {max_seqs}")
     return Ladders(
         decode_rows=decode_rows,
         chunk_rows=chunk_rows,
-        chunk_tokens=engine.chunk_tokens or ladder(longest, start=smallest),
-        verify_tokens=engine.verify_tokens or ladder(min(64, longest), start=smallest, factor=4),
+        chunk_tokens=chunk_tokens,
+        verify_tokens=verify_tokens,
+        verify_rows=verify_rows,
         max_step_tokens=step_tokens,
         table_columns=columns,
     )
@@ -100,8 +106,6 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
 
 def refuse_unbuilt(engine: EngineConfig) -> None:
     """Raises UnsupportedError for settings that ask for what this build does not have."""
-    if engine.prefix_cache:
-        raise UnsupportedError("prefix_cache is on, but prefix reuse is not built yet; leave it off")
     if engine.max_loras or engine.max_lora_rank:
         raise UnsupportedError(
             f"max_loras={engine.max_loras}, max_lora_rank={engine.max_lora_rank}: LoRA is not built yet; leave both 0"

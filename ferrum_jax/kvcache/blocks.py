@@ -1,45 +1,105 @@
-"""Who owns which block of the pool: plain bookkeeping on the host."""
+"""Who holds which block of the pool: plain bookkeeping on the host."""
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 
 from ferrum_jax.contract.errors import InternalError, ResourceExhaustedError
 
 
 class BlockPool:
-    """A fixed number of blocks, each free or owned once. Blocks freed last are handed out first."""
+    """A fixed number of blocks, each held any number of times.
 
-    def __init__(self, num_blocks: int):
+    A block nobody holds is free. A free block that is `kept` (its content may be wanted again) can be held again until
+    it is handed out anew; those without content worth keeping go first, then the one that was freed longest ago.
+    """
+
+    def __init__(self, num_blocks: int, recycled: Callable[[int], None] = lambda _: None):
+        """Makes all blocks free.
+
+        Args:
+            num_blocks: size of the pool.
+            recycled: called with a kept block before it is handed out anew, when it is no longer kept.
+        """
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._owned = [False] * num_blocks
+        self.evictions = 0
+        self._recycled = recycled
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._resting: OrderedDict[int, None] = OrderedDict()  # free and kept, freed longest ago first
+        self._holders = [0] * num_blocks
+        self._kept = [False] * num_blocks
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody owns."""
-        return len(self._free)
+        """Blocks nobody holds."""
+        return len(self._blank) + len(self._resting)
 
-    def refuse_more_than_free(self, needed: int, num_sequences: int) -> None:
-        """Raises ResourceExhausted if `needed` blocks are not to be had; changes nothing."""
-        if needed > len(self._free):
+    def num_holders(self, block: int) -> int:
+        """How many times a block is held."""
+        return self._holders[block]
+
+    def is_kept(self, block: int) -> bool:
+        """True of a block whose content may be wanted again."""
+        return self._kept[block]
+
+    def refuse_more_than_free(self, needed: int, num_sequences: int, resting: int = 0) -> None:
+        """Raises ResourceExhausted if `needed` blocks are not to be had; changes nothing.
+
+        `resting` counts free blocks that are about to be held again and cannot be handed out.
+        """
+        free = self.num_free - resting
+        if needed > free:
             raise ResourceExhaustedError(
-                f"need {needed} KV blocks for {num_sequences} sequences, "
-                f"{len(self._free)} of {self.num_blocks} are free",
+                f"need {needed} KV blocks for {num_sequences} sequences, {free} of {self.num_blocks} are free",
                 needed=needed,
-                free=len(self._free),
+                free=free,
             )
 
     def allocate(self, count: int) -> list[int]:
-        """Hands out `count` blocks, or raises ResourceExhausted and hands out none."""
+        """Hands out `count` blocks, held once each, or raises ResourceExhausted and hands out none."""
         self.refuse_more_than_free(count, 1)
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._take() for _ in range(count)]
         for block in taken:
-            self._owned[block] = True
+            self._holders[block] = 1
         return taken
 
+    def hold(self, block: int) -> None:
+        """Holds a block once more; one that is free must be kept."""
+        if not self._holders[block]:
+            if block not in self._resting:
+                raise InternalError(f"block {block} is free and holds nothing, it cannot be held")
+            del self._resting[block]
+        self._holders[block] += 1
+
     def release(self, blocks: Iterable[int]) -> None:
-        """Takes blocks back."""
-        for block in blocks:
-            if not self._owned[block]:
+        """Gives each block up once. Of those that are kept, the last is handed out anew first."""
+        for block in reversed(list(blocks)):
+            if not self._holders[block]:
                 raise InternalError(f"block {block} was freed twice")
-            self._owned[block] = False
-            self._free.append(block)
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if self._kept[block]:
+                self._resting[block] = None
+            else:
+                self._blank.append(block)
+
+    def keep(self, block: int) -> None:
+        """Marks the content of a held block as worth keeping."""
+        if not self._holders[block]:
+            raise InternalError(f"block {block} is free, its content cannot be kept")
+        self._kept[block] = True
+
+    def discard(self, block: int) -> None:
+        """Marks the content of a block as worth nothing."""
+        self._kept[block] = False
+        if block in self._resting:
+            del self._resting[block]
+            self._blank.append(block)
+
+    def _take(self) -> int:
+        if not self._blank:
+            oldest = next(iter(self._resting))
+            self.evictions += 1
+            self._recycled(oldest)
+            self.discard(oldest)
+        return self._blank.pop()

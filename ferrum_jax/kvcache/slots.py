@@ -1,12 +1,14 @@
 """Which live sequence sits in which slot, how long it is, and which blocks it holds."""
 
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.kvcache.blocks import BlockPool
+from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 
 
 @dataclass
@@ -14,18 +16,37 @@ class LiveSequence:
     """One live sequence."""
 
     slot: int
-    length: int = 0  # positions written
+    tokens: array = field(default_factory=lambda: array("i"))  # those whose keys and values are written
     blocks: list[int] = field(default_factory=list)
+    entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
+    adapter: Hashable = None
+
+    @property
+    def length(self) -> int:
+        """Positions written."""
+        return len(self.tokens)
 
 
 class SlotTable:
-    """Cache ids to slots, and the block table `[max_seqs, M]` whose used rows travel with each batch."""
+    """Cache ids to slots, and the block table `[max_seqs, M]` whose used rows travel with each batch.
 
-    def __init__(self, *, max_seqs: int, kv_capacity: int, block_size: int, num_blocks: int):
+    With `prefixes`, every full block is entered there and stays, after its sequence is gone, until the pool needs it.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_seqs: int,
+        kv_capacity: int,
+        block_size: int,
+        num_blocks: int,
+        prefixes: PrefixIndex | None = None,
+    ):
         self.max_seqs = max_seqs
         self.kv_capacity = kv_capacity
         self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.prefixes = prefixes
+        self.pool = BlockPool(num_blocks, self.forget)
         self.table = np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32)
         self._live: dict[str, LiveSequence] = {}
         self._free_slots = list(range(max_seqs - 1, -1, -1))
@@ -44,54 +65,68 @@ class SlotTable:
         """The live ids, oldest first."""
         return list(self._live)
 
-    def refuse_growth(self, targets: Sequence[tuple[str, int]]) -> None:
-        """Raises if the ids (all different) cannot all reach their target lengths; changes nothing.
+    def num_blocks(self, positions: int) -> int:
+        """Blocks that hold so many positions."""
+        return -(-positions // self.block_size)
 
-        Raises:
-            RequestValidationError: a target is past `kv_capacity`.
-            ResourceExhaustedError: slots or blocks are short.
-        """
-        for cache_id, target in targets:
-            if target > self.kv_capacity:
-                raise RequestValidationError(
-                    f"{cache_id!r} needs {target} positions, its KV capacity is {self.kv_capacity}"
-                )
-        newcomers = sum(cache_id not in self._live for cache_id, _ in targets)
+    def refuse_past_capacity(self, cache_id: str, target: int) -> None:
+        """Raises RequestValidation if a sequence cannot be so long."""
+        if target > self.kv_capacity:
+            raise RequestValidationError(
+                f"{cache_id!r} needs {target} positions, its KV capacity is {self.kv_capacity}"
+            )
+
+    def refuse_newcomers(self, cache_ids: Sequence[str]) -> None:
+        """Raises ResourceExhausted if the ids (all different) that are unknown outnumber the free slots."""
+        newcomers = sum(cache_id not in self._live for cache_id in cache_ids)
         if newcomers > len(self._free_slots):
             raise ResourceExhaustedError(
                 f"need {newcomers} slots for new sequences, {len(self._free_slots)} of {self.max_seqs} are free",
                 needed=newcomers,
                 free=len(self._free_slots),
             )
-        missing = sum(self._missing_blocks(cache_id, target) for cache_id, target in targets)
-        self.pool.refuse_more_than_free(missing, len(targets))
 
-    def grow(self, targets: Sequence[tuple[str, int]]) -> None:
-        """Creates unknown ids and allocates blocks up to each target length: all, or none and an error."""
-        self.refuse_growth(targets)
-        for cache_id, target in targets:
-            missing = self._missing_blocks(cache_id, target)
-            live = self._live.get(cache_id)
-            if live is None:
-                live = self._live[cache_id] = LiveSequence(slot=self._free_slots.pop())
-            if missing:
-                self._attach(live, self.pool.allocate(missing))
+    def open(self, cache_id: str) -> LiveSequence:
+        """Gives the live sequence, created empty if the id is unknown; there must be a free slot."""
+        if cache_id not in self._live:
+            self._live[cache_id] = LiveSequence(slot=self._free_slots.pop())
+        return self._live[cache_id]
 
-    def undo_growth(self, known: Collection[str], cache_ids: Iterable[str]) -> None:
-        """Takes a growth back: ids not `known` before it are forgotten, the others lose blocks past their length."""
-        for cache_id in cache_ids:
-            if cache_id in known:
-                self._detach(self._live[cache_id], self._live[cache_id].length)
-            else:
-                self.release(cache_id)
+    def seat(self, live: LiveSequence, blocks: list[int]) -> None:
+        """Sets the blocks of a sequence, whoever holds them."""
+        live.blocks = blocks
+        self.table[live.slot, : len(blocks)] = blocks
+
+    def fork(self, cache_id: str, new_cache_id: str) -> None:
+        """Makes a new sequence that shares the blocks of a live one.
+
+        Raises:
+            RequestValidationError: the one is unknown, or the other is not.
+            ResourceExhaustedError: no slot is free.
+        """
+        live = self._live.get(cache_id)
+        if live is None:
+            raise RequestValidationError(f"{cache_id!r} is unknown, only a live sequence can be forked")
+        if new_cache_id in self._live:
+            raise RequestValidationError(f"{new_cache_id!r} is a live sequence, a fork needs an id that is unknown")
+        self.refuse_newcomers([new_cache_id])
+        made = self.open(new_cache_id)
+        made.tokens, made.entries, made.adapter = live.tokens[:], live.entries[:], live.adapter
+        shared = live.blocks[: self.num_blocks(live.length)]  # what is reserved beyond stays the other's
+        for block in shared:
+            self.pool.hold(block)
+        self.seat(made, shared)
 
     def truncate(self, cache_id: str, new_len: int) -> None:
         """Rolls a sequence back and frees the blocks wholly past its new end."""
         live = self._live.get(cache_id)
         if live is None or new_len >= live.length:
             return
-        live.length = new_len
-        self._detach(live, new_len)
+        keep = self.num_blocks(new_len)
+        del live.tokens[new_len:]
+        del live.entries[new_len // self.block_size :]
+        self.pool.release(live.blocks[keep:])
+        del live.blocks[keep:]
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence's slot and blocks; an unknown id is no error."""
@@ -100,16 +135,32 @@ class SlotTable:
             self.pool.release(live.blocks)
             self._free_slots.append(live.slot)
 
-    def _missing_blocks(self, cache_id: str, target: int) -> int:
-        live = self._live.get(cache_id)
-        return max(0, -(-target // self.block_size) - (0 if live is None else len(live.blocks)))
+    def enter(self, live: LiveSequence) -> None:
+        """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""
+        if self.prefixes is None:
+            return
+        for at in range(len(live.entries), live.length // self.block_size):
+            tokens = live.tokens[at * self.block_size : (at + 1) * self.block_size].tobytes()
+            above = live.entries[-1] if live.entries else None
+            mine = live.blocks[at]
+            entry = self.prefixes.add(live.adapter, above, tokens, mine)
+            assert entry.block is not None
+            if entry.block == mine:
+                self.pool.keep(mine)
+            else:
+                self.pool.hold(entry.block)
+                self.pool.release([mine])
+                live.blocks[at] = self.table[live.slot, at] = entry.block
+            live.entries.append(entry)
 
-    def _detach(self, live: LiveSequence, length: int) -> None:
-        keep = -(-length // self.block_size)
-        self.pool.release(live.blocks[keep:])
-        del live.blocks[keep:]
+    def forget(self, block: int) -> None:
+        """Drops a block's entry, and those below it, from the prefixes."""
+        if self.prefixes is not None:
+            for dropped in self.prefixes.forget(block):
+                self.pool.discard(dropped)
 
-    def _attach(self, live: LiveSequence, blocks: list[int]) -> None:
-        start = len(live.blocks)
-        live.blocks += blocks
-        self.table[live.slot, start : len(live.blocks)] = blocks
+    def forget_adapter(self, adapter: Hashable) -> None:
+        """Drops every prefix under an adapter."""
+        if self.prefixes is not None:
+            for dropped in self.prefixes.forget_adapter(adapter):
+                self.pool.discard(dropped)

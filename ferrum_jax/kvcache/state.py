@@ -89,3 +89,28 @@ def read(
         kv.k.at[layer, block_ids].get(mode="clip"),
         kv.v.at[layer, block_ids].get(mode="clip"),
     )
+
+
+def copy_blocks(kv: KvState[jax.Array], pairs: Int[Array, "B 2"], count: Int[Array, ""]) -> KvState[jax.Array]:
+    """Copies whole blocks, all layers, one after another: the first `count` of (source, destination)."""
+
+    def copy(index: jax.Array, kv: KvState[jax.Array]) -> KvState[jax.Array]:
+        source, destination = pairs[index, 0], pairs[index, 1]
+
+        def move(leaf: jax.Array) -> jax.Array:
+            block = jax.lax.dynamic_slice_in_dim(leaf, source, 1, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(leaf, block, destination, axis=1)
+
+        return jax.tree.map(move, kv)
+
+    return jax.lax.fori_loop(0, count, copy, kv)
+
+
+def gather_sequence(
+    kv: KvState[jax.Array], layer: Int[Array, ""], table: Int[Array, " M"]
+) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
+    """Copies one layer's keys and values out of a sequence's blocks, in the order of its positions."""
+    k = jax.lax.dynamic_index_in_dim(kv.k, layer, keepdims=False)[table]  # [M, K, H, C]
+    v = jax.lax.dynamic_index_in_dim(kv.v, layer, keepdims=False)[table]  # [M, K, C, H]
+    k, v = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)  # [M, C, K, H]
+    return k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])

@@ -14,7 +14,8 @@ SIZES = st.sets(st.integers(1, 9), min_size=1, max_size=3).map(lambda sizes: tup
 
 
 def fits(ladders: dict[str, tuple[int, ...]], step_tokens: int) -> bool:
-    return ladders["chunk_rows"][0] * ladders["chunk_tokens"][0] <= step_tokens
+    rows, tokens = ladders["chunk_rows"], ladders["chunk_tokens"]
+    return max(rows[0] * tokens[-1], rows[-1] * tokens[0]) <= step_tokens
 
 
 def make(names: dict[str, tuple[int, ...]], step_tokens: int) -> Ladders:
@@ -23,6 +24,7 @@ def make(names: dict[str, tuple[int, ...]], step_tokens: int) -> Ladders:
         chunk_rows=names["chunk_rows"],
         chunk_tokens=names["chunk_tokens"],
         verify_tokens=names["verify_tokens"],
+        verify_rows=names.get("verify_rows", (1,)),
         max_step_tokens=step_tokens,
         table_columns=COLUMNS,
     )
@@ -31,7 +33,7 @@ def make(names: dict[str, tuple[int, ...]], step_tokens: int) -> Ladders:
 LADDERS = (
     st.tuples(
         st.fixed_dictionaries(
-            dict.fromkeys(("decode_rows", "chunk_rows", "verify_tokens"), SIZES)
+            dict.fromkeys(("decode_rows", "chunk_rows", "verify_tokens", "verify_rows"), SIZES)
             | {"chunk_tokens": st.sets(st.integers(2, 20), min_size=1, max_size=3).map(lambda s: tuple(sorted(s)))}
         ),
         st.integers(2, 60),
@@ -93,7 +95,7 @@ def test_a_plan_takes_every_token_of_every_row_once_and_in_order(counts: list[in
 @given(counts=COUNTS.filter(bool), ladders=LADDERS)
 def test_what_fits_in_one_step_takes_one(counts: list[int], ladders: Ladders):
     longer = [count for count in counts if count > 1]
-    buckets = [rows for rows in ladders.row_counts() if rows >= len(longer)]
+    buckets = [rows for rows in ladders.chunk_rows if rows >= len(longer)]
     fits_rows = len(counts) - len(longer) <= ladders.decode_rows[-1]
     fits_chunks = not longer or (bool(buckets) and max(longer) <= ladders.widths(buckets[0])[-1])
     if fits_rows and fits_chunks:
@@ -109,13 +111,13 @@ def test_a_step_is_no_larger_than_its_rows_need(counts: list[int], ladders: Ladd
         else:
             assert bool(step.key.decode_rows) == bool(step.decodes)
             widths = ladders.widths(step.key.chunk_rows)
-            assert step.key.chunk_rows == choose_bucket(ladders.row_counts(), len(step.chunks))
+            assert step.key.chunk_rows == choose_bucket(ladders.chunk_rows, len(step.chunks))
             assert step.key.chunk_tokens == choose_bucket(widths, max(piece.count for piece in step.chunks))
 
 
 @given(ladders=LADDERS)
 def test_no_declared_step_has_more_chunk_tokens_than_the_limit(ladders: Ladders):
-    keys = ladders.declared()
+    keys = ladders.steps()
     last = [key for key in keys if key.outputs == Outputs.LAST.value]
     assert all(key.chunk_rows * key.chunk_tokens <= ladders.max_step_tokens for key in last)
     assert len(set(keys)) == len(keys)
@@ -126,32 +128,36 @@ def test_no_declared_step_has_more_chunk_tokens_than_the_limit(ladders: Ladders)
 
 @given(ladders=LADDERS, data=st.data())
 def test_every_declared_step_is_needed_by_some_traffic(ladders: Ladders, data: st.DataObject):
-    key = data.draw(st.sampled_from(ladders.declared()))
+    key = data.draw(st.sampled_from(ladders.steps()))
     if key.outputs == Outputs.ALL.value:
-        steps = plan_verify(key.chunk_tokens, ladders)
+        steps = plan_verify([key.chunk_tokens] * key.chunk_rows, ladders)
     else:
         singles = 1 if key.chunk_rows and key.decode_rows else key.decode_rows
         steps = plan([1] * singles + [key.chunk_tokens] * key.chunk_rows, ladders)
     assert [step.key for step in steps] == [key]
 
 
-@given(count=st.integers(1, 60), ladders=LADDERS)
-def test_a_verification_takes_every_token_once_and_in_order(count: int, ladders: Ladders):
-    steps = plan_verify(count, ladders)
-    refuse_overfull(steps, ladders)
-    at = 0
+@given(counts=COUNTS, ladders=LADDERS)
+def test_a_verification_takes_every_token_once_and_in_order(counts: list[int], ladders: Ladders):
+    steps = plan_verify(counts, ladders)
+    declared = set(ladders.steps())
+    done = [0] * len(counts)
     for step in steps:
+        assert step.key in declared
         assert step.key.outputs == Outputs.ALL.value
-        (piece,) = step.chunks
-        assert (piece.row, piece.start) == (0, at)
-        at += piece.count
-    assert at == count
-    largest = ladders.verify_tokens[-1]
-    assert len(steps) == -(-count // largest)
+        assert len({piece.row for piece in step.chunks}) == len(step.chunks) <= step.key.chunk_rows
+        for piece in step.chunks:
+            assert piece.start == done[piece.row]
+            assert 1 <= piece.count <= step.key.chunk_tokens
+            done[piece.row] += piece.count
+    assert done == counts
+    if counts and len(counts) <= ladders.verify_rows[-1]:
+        assert len(steps) == -(-max(counts) // ladders.verify_tokens[-1])
 
 
 GOOD: dict[str, tuple[int, ...]] = {
-    "decode_rows": (1, 4), "chunk_rows": (1, 3), "chunk_tokens": (4, 8), "verify_tokens": (6,)
+    "decode_rows": (1, 4), "chunk_rows": (1, 3), "chunk_tokens": (4, 8), "verify_tokens": (6,),
+    "verify_rows": (1, 2),
 }  # fmt: skip
 
 
@@ -163,11 +169,24 @@ def test_ladders_that_do_not_ascend_from_1_are_refused(name: str, sizes: tuple[i
         make(GOOD | {name: sizes}, 24)
 
 
-def test_chunks_that_do_not_fit_in_a_step_are_refused():
-    with pytest.raises(ConfigError, match="the smallest chunk is 4 tokens, max_step_tokens is 3"):
-        make(GOOD, 3)
-    with pytest.raises(ConfigError, match="are 3 of at least 4 tokens, max_step_tokens is 11"):
-        make(GOOD | {"chunk_rows": (3, 5)}, 11)
+def test_sizes_that_no_step_could_have_are_refused():
+    make(GOOD, 12)
+    with pytest.raises(ConfigError, match=r"no step could hold 1 chunks of 8 tokens.* max_step_tokens is 7"):
+        make(GOOD, 7)
+    with pytest.raises(ConfigError, match=r"no step could hold 3 chunks of 4 tokens.* max_step_tokens is 11"):
+        make(GOOD, 11)
+
+
+def test_what_stands_beside_the_steps_is_declared():
+    ladders = make(GOOD, 24)
+    steps, others = ladders.steps(), [str(key) for key in ladders.declared()[len(ladders.steps()) :]]
+    assert ladders.declared()[: len(steps)] == steps
+    assert others == [
+        "select R1", "select R3", "select R4", "select R5", "select R7", "copy 4 blocks", f"gather M{COLUMNS}"
+    ]  # fmt: skip
+    both = ladders.steps(adapters=True)
+    assert {key for key in both if not key.adapters} == set(steps)
+    assert len(both) == 2 * len(steps)
 
 
 def test_a_key_says_its_shape():

@@ -64,8 +64,8 @@ def make_runner(params: ParamTree, engine: EngineConfig = ENGINE, *, strict: boo
 
 def poison(runner: ModelRunner) -> None:
     """Fills the whole KV with NaN: whatever was not written must not matter."""
-    kv = runner._device_kv.kv
-    runner._device_kv._kv = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), kv)
+    kv = runner._device.kv
+    runner._device._kv = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), kv)
 
 
 @pytest.fixture(scope="session")

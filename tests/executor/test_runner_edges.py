@@ -129,8 +129,53 @@ REFUSALS = {
     ),
     "loading an adapter": Refusal(lambda r: r.load_lora("x", "y"), UnsupportedError, "'x'"),
     "dropping an adapter": Refusal(lambda r: r.unload_lora("x"), UnsupportedError, "'x'"),
-    "a reservation": Refusal(
-        lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=12)]), UnsupportedError, "not built yet"
+    "a reservation past the capacity": Refusal(
+        lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=45)]),
+        RequestValidationError,
+        "45 positions",
+    ),
+    "an admission past the capacity": Refusal(
+        lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=4, admission_target_len=45)]),
+        RequestValidationError,
+        "45 positions",
+    ),
+    "a reservation of more blocks than are free": Refusal(
+        lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id=key, target_len=44) for key in "abno"]),
+        ResourceExhaustedError,
+        "need 21 KV blocks for 4 sequences, 15 of 18 are free",
+    ),
+    "an admission that does not fit": Refusal(
+        lambda r: r.reserve_kv_slots(
+            [KvSlotRequest(cache_id=key, target_len=1, admission_target_len=44) for key in "abno"]
+        ),
+        ResourceExhaustedError,
+        "need 21 KV blocks for 4 sequences, 15 of 18 are free",
+    ),
+    "a reservation for more slots than are free": Refusal(
+        lambda r: r.reserve_kv_slots([KvSlotRequest(cache_id=key, target_len=1) for key in "nmo"]),
+        ResourceExhaustedError,
+        "need 3 slots",
+    ),
+    "a reservation that is none": Refusal(
+        lambda r: r.reserve_kv_slots([wrong(("a", 3))]), RequestValidationError, "expected a KvSlotRequest"
+    ),
+    "a fork of an unknown id": Refusal(lambda r: r.fork("n", "m"), RequestValidationError, "'n' is unknown"),
+    "a fork onto a live id": Refusal(lambda r: r.fork("a", "b"), RequestValidationError, "'b' is a live sequence"),
+    "a KV of an unknown id": Refusal(lambda r: r.kv_cache("n", 0), RequestValidationError, "'n' is unknown"),
+    "a KV of a layer that is not there": Refusal(lambda r: r.kv_cache("a", 2), RequestValidationError, "layer is 2"),
+    "verifying an id twice": Refusal(
+        lambda r: r.forward_verify_batch([("a", [1]), ("a", [2])]), RequestValidationError, "'a' occurs twice"
+    ),
+    "prepare past the capacity of a live sequence": Refusal(
+        lambda r: r.prepare("a", 35), RequestValidationError, "needs 45 positions"
+    ),
+    "a mask that allows nothing": Refusal(
+        lambda r: r.decode_batch_with_logits_policy(
+            [("a", 1, 10)],
+            [GreedyArgmax(token_mask=TokenSelectionMask(fingerprint="m", valid_token_mask=np.zeros(37, np.int8)))],
+        ),
+        RequestValidationError,
+        "allows none of 37",
     ),
 }
 
@@ -258,11 +303,11 @@ def test_batches_are_counted_by_size(params: ParamTree):
         runner.decode_batch([("a", 1, 1), ("b", 1, 0), ("c", 1, 0)])
         runner.decode_batch_with_full_logits([("a", 1, 2), ("b", 1, 1)], True)
         counts = runner.cache_metrics_snapshot()["decode_batch"]
-    assert (counts["calls"], counts["total_items"], counts["max_items"], counts["last_items"]) == (3, 6, 3, 2)
-    assert counts["avg_items_per_call"] == 2.0
+    assert (counts["calls"], counts["total_items"], counts["max_items"], counts["last_items"]) == (2, 5, 3, 2)
+    assert counts["avg_items_per_call"] == 2.5
     assert counts["force_full_logits_calls"] == 1
-    assert counts["singleton_fast_path_calls"] == 1
-    assert {name: n for name, n in counts["bucket_calls"].items() if n} == {"m1": 1, "m2": 1, "m3_4": 1}
+    assert counts["singleton_fast_path_calls"] == 0
+    assert {name: n for name, n in counts["bucket_calls"].items() if n} == {"m2": 1, "m3_4": 1}
 
 
 def test_every_call_after_close_says_so(params: ParamTree):
@@ -284,6 +329,17 @@ def test_every_call_after_close_says_so(params: ParamTree):
         runner.warmup,
         runner.kv_slot_capacity_snapshot,
         runner.cache_metrics_snapshot,
+        runner.compile_stats,
+        runner.unified_forward_can_return_full_logits,
+        runner.model_info,
+        runner.capabilities,
+        runner.memory_usage,
+        lambda: runner.fork("a", "b"),
+        lambda: runner.kv_block_table("a"),
+        lambda: runner.kv_cache("a", 0),
+        lambda: runner.reserve_kv_slots([]),
+        lambda: runner.forward_verify_batch([]),
+        lambda: runner.__enter__(),
     ]
     for call in calls:
         with pytest.raises(CancelledError, match="closed"):

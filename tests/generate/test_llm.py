@@ -315,7 +315,7 @@ def test_a_prompt_can_be_prepared_without_a_trace(llm: LLM, runner: ModelRunner)
     before = runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()
     llm.prepare(IDS[1])
     assert (runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()) == before
-    assert not runner._slots.cache_ids
+    assert not runner._sequences.slots.cache_ids
 
 
 def test_warmup_leaves_nothing_to_compile(runner: ModelRunner):

@@ -1,0 +1,29 @@
+"""Every device call of the engine, lowered for one model and its KV."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepKey
+from ferrum_jax.compile.selecting import WORD, select
+from ferrum_jax.compile.steps import lower_step
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache import state
+
+
+def lower(cfg: ModelConfig, params: Any, kv: Any, key: AnyKey) -> jax.stages.Lowered:
+    """Lowers the call that a key stands for; parameters and KV are arrays or their shapes."""
+    if isinstance(key, StepKey):
+        return lower_step(cfg, params, kv, key)
+    if isinstance(key, SelectKey):
+        logits = jax.ShapeDtypeStruct((key.logit_rows, cfg.vocab_size), jnp.float32)
+        words = -(-cfg.vocab_size // WORD)
+        return jax.jit(select).lower(logits, _ints(1 + key.logit_rows * (1 + 2 * words)))
+    if isinstance(key, CopyKey):
+        return jax.jit(state.copy_blocks, donate_argnums=0).lower(kv, _ints(key.blocks, 2), _ints())
+    return jax.jit(state.gather_sequence).lower(kv, _ints(), _ints(key.table_columns))
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,87 @@
+"""Logits policies on the device: one packed buffer says which tokens each row may choose."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from numpy.typing import NDArray
+
+from ferrum_jax.contract.checks import checked_mask, refuse_policy
+from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
+from ferrum_jax.sampling.greedy import choose_greedily
+
+WORD = 32  # tokens per int32 of a mask
+
+
+@dataclass(frozen=True, eq=False)
+class Greedy:
+    """A checked policy: masks as bits, the lowest first; None where a policy has none."""
+
+    allowed: NDArray[np.int32] | None = None  # [V / 32]
+    penalised: NDArray[np.int32] | None = None  # [V / 32]
+    penalty: float = 1.0
+
+
+def checked_policy(policy: LogitsReturnPolicy, vocab_size: int) -> Greedy | None:
+    """Gives a policy ready for the device, None for full logits, or raises RequestValidation."""
+    refuse_policy(policy, vocab_size)
+    if isinstance(policy, FullLogits):
+        return None
+    mask, penalty = policy.token_mask, policy.repetition_penalty
+    allowed = None if mask is None else _bits(checked_mask(mask, vocab_size))
+    if penalty is None or not len(penalty.token_ids):
+        return Greedy(allowed)
+    penalised = np.zeros(vocab_size, np.bool_)
+    penalised[np.asarray(penalty.token_ids)] = True
+    return Greedy(allowed, _bits(penalised), float(penalty.penalty))
+
+
+def _bits(flags: NDArray[np.bool_]) -> NDArray[np.int32]:
+    packed = np.packbits(flags, bitorder="little")
+    return np.pad(packed, (0, -len(packed) % 4)).view(np.int32)
+
+
+def packed_rows(rows: Sequence[Greedy | None], num_rows: int, vocab_size: int, taken: int) -> NDArray[np.int32]:
+    """Packs the policies of a step's logit rows: the row whose logits are taken, penalties, both masks.
+
+    The buffer is `[1 + num_rows * (1 + 2 * V / 32)]`; rows past the given ones are padding.
+    """
+    words = -(-vocab_size // WORD)
+    buffer = np.zeros(1 + num_rows * (1 + 2 * words), np.int32)
+    buffer[0] = taken
+    penalties, allowed, penalised = _split(buffer, num_rows, words)
+    penalties.view(np.float32)[:] = 1.0
+    allowed[:] = -1
+    for at, row in enumerate(rows):
+        if row is None:
+            continue
+        penalties.view(np.float32)[at] = row.penalty
+        if row.allowed is not None:
+            allowed[at] = row.allowed
+        if row.penalised is not None:
+            penalised[at] = row.penalised
+    return buffer
+
+
+def _split(buffer, num_rows: int, words: int):
+    """Cuts the buffer, NumPy or traced, behind its first element; NumPy pieces are views."""
+    size = num_rows * words
+    masks = buffer[1 + num_rows :]
+    return buffer[1 : 1 + num_rows], masks[:size].reshape(-1, words), masks[size:].reshape(-1, words)
+
+
+def select(logits: Float[Array, "R V"], buffer: Int[Array, " size"]) -> tuple[Int[Array, " R"], Float[Array, " V"]]:
+    """Gives each row's best allowed token, and the unchanged logits of the one row the buffer names."""
+    num_rows, vocab_size = logits.shape
+    penalties, allowed, penalised = _split(buffer, num_rows, -(-vocab_size // WORD))
+
+    def flags(words: jax.Array) -> jax.Array:
+        bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.int32)) & 1
+        return bits.reshape(num_rows, -1)[:, :vocab_size] == 1
+
+    penalty = jax.lax.bitcast_convert_type(penalties, jnp.float32)
+    token_ids = choose_greedily(logits, flags(allowed), flags(penalised), penalty)
+    return token_ids, jax.lax.dynamic_index_in_dim(logits, buffer[0], keepdims=False)

@@ -1,0 +1,132 @@
+"""What a loaded model tells of itself."""
+
+from typing import Any
+
+import jax
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.execution import AttentionType, ExecutorCapabilities, ExecutorMemoryUsage, MemoryRequirements
+from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
+from ferrum_jax.executor.sequences import Sequences
+from ferrum_jax.executor.sizing import EnginePlan
+from ferrum_jax.kvcache.slots import SlotTable
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.devices import JaxDevice
+
+_DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
+
+
+def runtime_config(cfg: ModelConfig) -> LlmRuntimeConfig:
+    """Sizes a scheduler needs."""
+    return LlmRuntimeConfig(
+        hidden_size=cfg.hidden_size,
+        num_layers=cfg.num_hidden_layers,
+        num_kv_heads=cfg.num_key_value_heads,
+        head_dim=cfg.head_dim,
+        vocab_size=cfg.vocab_size,
+        max_seq_len=cfg.max_seq_len,
+    )
+
+
+def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ModelInfo:
+    """Identity and size of a model as it was loaded; `max_sequence_length` is what it was loaded for."""
+    leaves = jax.tree.leaves(params)
+    return ModelInfo(
+        model_id=name,
+        model_type=cfg.model_type,
+        num_parameters=sum(leaf.size for leaf in leaves),
+        hidden_size=cfg.hidden_size,
+        num_layers=cfg.num_hidden_layers,
+        num_heads=cfg.num_attention_heads,
+        num_kv_heads=cfg.num_key_value_heads,
+        vocab_size=cfg.vocab_size,
+        max_sequence_length=plan.kv_capacity,
+        dtype=_DTYPES[leaves[0].dtype.name],
+        device=contract_device(device),
+    )
+
+
+def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ExecutorCapabilities:
+    """What was built: continuous batches over a paged KV on one device."""
+    return ExecutorCapabilities(
+        max_batch_size=plan.max_seqs,
+        max_sequence_length=plan.kv_capacity,
+        attention_mechanisms=_attention(cfg),
+        supports_dynamic_batching=True,
+        supports_continuous_batching=True,
+        supports_speculative_decoding=True,
+        supports_tensor_parallelism=False,
+        supports_pipeline_parallelism=False,
+        supported_dtypes=(_DTYPES[jax.tree.leaves(params)[0].dtype.name],),
+        supported_devices=(contract_device(device),),
+        memory_requirements=MemoryRequirements(
+            parameter_memory=_num_bytes(params),
+            activation_memory_per_token=_activation_bytes(cfg, params),
+            kv_cache_memory_per_token=plan.cache.bytes_per_position // plan.cache.num_layers,
+            overhead_memory=0,
+        ),
+    )
+
+
+def memory_usage(slots: SlotTable, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ExecutorMemoryUsage:
+    """Counts parameters and KV: allocated is both, used is the parameters and the blocks that sequences hold.
+
+    The peak is the device's own figure where it keeps one, and what is allocated elsewhere.
+    """
+    weights = _num_bytes(params)
+    block = plan.cache.bytes_per_position * plan.cache.block_size
+    allocated = weights + plan.cache.num_bytes
+    used = weights + (slots.pool.num_blocks - slots.pool.num_free) * block
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", allocated)
+    return ExecutorMemoryUsage(
+        allocated_bytes=allocated,
+        used_bytes=used,
+        peak_bytes=max(int(peak), allocated),
+        utilization_percent=100.0 * used / allocated,
+    )
+
+
+def cache_metrics(sequences: Sequences) -> dict[str, Any]:
+    """Counters of prefix reuse, in the contract's names, and of what crossed to the host."""
+    slots, cache, counts = sequences.slots, sequences.plan.cache, sequences.prefixes
+    entries = 0 if slots.prefixes is None else len(slots.prefixes)
+    return {
+        "position": "real-kv-reuse",
+        "enabled": slots.prefixes is not None,
+        "hits": counts.hits,
+        "misses": counts.misses,
+        "evictions": counts.evictions + slots.pool.evictions,
+        "saved_prefill_tokens": counts.saved_tokens,
+        "entries": entries,
+        "bytes": entries * cache.bytes_per_position * cache.block_size,
+        "block_size": cache.block_size,
+        "kv_dtype": cache.dtype,
+        "device_to_host_bytes": sequences.device.fetched_bytes,
+        "last_step_device_to_host_bytes": sequences.device.last_fetched_bytes,
+    }
+
+
+def contract_device(device: JaxDevice) -> Device:
+    """Names a JAX device as the contract does."""
+    kinds = {"gpu": "rocm" if "amd" in device.device_kind.lower() else "cuda"}
+    kind = kinds.get(device.platform, device.platform)
+    return Device(kind, 0 if kind == "cpu" else device.id)
+
+
+def _attention(cfg: ModelConfig) -> tuple[AttentionType, ...]:
+    heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
+    kind = AttentionType.GroupedQuery if 1 < kv_heads < heads else AttentionType.MultiHead
+    kinds = [AttentionType.MultiQuery if kv_heads == 1 < heads else kind, AttentionType.Paged]
+    if any(window is not None for window in cfg.layer_windows):
+        kinds.append(AttentionType.SlidingWindow)
+    return tuple(kinds)
+
+
+def _num_bytes(params: ParamTree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def _activation_bytes(cfg: ModelConfig, params: ParamTree) -> int:
+    """Bytes of one token's widest layer and of its logits, which are float32."""
+    width = jax.tree.leaves(params)[0].dtype.itemsize
+    return (2 * cfg.hidden_size + 3 * cfg.intermediate_size) * width + 4 * cfg.vocab_size

@@ -1,0 +1,173 @@
+"""The live sequences of one model: new tokens in, answers out, whatever steps that takes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.compile import buckets
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepPlan
+from ferrum_jax.compile.steps import StepCache
+from ferrum_jax.contract.slots import KvSlotAllocation, KvSlotRequest, KvSlotReservation
+from ferrum_jax.executor.counters import PrefixCounters
+from ferrum_jax.executor.device import Answer, DeviceKv, Row
+from ferrum_jax.executor.sizing import EnginePlan
+from ferrum_jax.executor.work import Work
+from ferrum_jax.kvcache.growth import Growth, Want
+from ferrum_jax.kvcache.prefix import PrefixIndex
+from ferrum_jax.kvcache.slots import SlotTable
+
+NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(eq=False)
+class Sequences:
+    """Slots and blocks on the host, keys and values on the device, kept in step.
+
+    Whatever can refuse, a compilation included, does so before anything changes; a call that fails later takes its
+    bookkeeping back.
+    """
+
+    device: DeviceKv
+    steps: StepCache[AnyKey]
+    plan: EnginePlan
+    prefixes: PrefixCounters = field(default_factory=PrefixCounters)
+
+    def __post_init__(self):
+        self.slots = self._empty_slots()
+
+    def clear(self) -> None:
+        """Forgets every sequence and prefix; counters go on."""
+        self.prefixes.evictions += self.slots.pool.evictions
+        self.slots = self._empty_slots()
+
+    def _empty_slots(self) -> SlotTable:
+        return SlotTable(
+            max_seqs=self.plan.max_seqs,
+            kv_capacity=self.plan.kv_capacity,
+            block_size=self.plan.cache.block_size,
+            num_blocks=self.plan.cache.num_blocks,
+            prefixes=PrefixIndex() if self.plan.prefix_cache else None,
+        )
+
+    def advance(self, work: Sequence[Work]) -> list[Answer | None]:
+        """Appends each row's tokens; gives logits `[V]` or a token id per row, None where none is wanted.
+
+        Tokens that a known prefix covers are not computed; the last token of a row that answers always is.
+        """
+        if not work:
+            return []
+        growth = Growth(self.slots, [Want(row.cache_id, row.tokens, len(row.tokens) - row.wanted) for row in work])
+        reused = [growth.reused(index) for index in range(len(work))]
+        left = [index for index, row in enumerate(work) if len(row.tokens) > reused[index]]
+        plans = buckets.plan([len(work[index].tokens) - reused[index] for index in left], self.plan.ladders)
+        answers: list[Answer | None] = [None] * len(work)
+        for index, pieces in zip(left, self._run(growth, work, left, reused, plans), strict=True):
+            answers[index] = pieces[-1] if pieces else None
+        for row, count in zip(work, reused, strict=True):
+            self.prefixes.count(len(row.tokens), count)
+        return answers
+
+    def verify(self, work: Sequence[Work]) -> list[NDArray[np.float32]]:
+        """Appends each row's tokens; gives the logits of every one of them, `[n, V]`."""
+        growth = Growth(self.slots, [Want(row.cache_id, row.tokens) for row in work])
+        plans = buckets.plan_verify([len(row.tokens) for row in work], self.plan.ladders)
+        found = self._run(growth, work, range(len(work)), [0] * len(work), plans)
+        return [np.concatenate([np.asarray(piece) for piece in pieces]) for pieces in found]
+
+    def open(self, cache_id: str) -> None:
+        """Takes a slot for an id, if it has none."""
+        growth = Growth(self.slots, [Want(cache_id, NOTHING)])
+        growth.apply()
+        growth.commit()
+
+    def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
+        """Makes positions writable: all that are asked for, or none and an error."""
+        slots, pool = self.slots, self.slots.pool
+        targets: dict[str, int] = {}
+        admissions: dict[str, int] = {}
+        for request in requests:
+            key, admission = request.cache_id, request.admission_target_len or 0
+            targets[key] = max(targets.get(key, 0), request.target_len)
+            admissions[key] = max(admissions.get(key, 0), admission, targets[key])
+        for cache_id, target in admissions.items():
+            slots.refuse_past_capacity(cache_id, target)
+        slots.refuse_newcomers(list(targets))
+        # An id that is unknown and wants no position yet is admitted, but gets no slot.
+        wants = [key for key, target in targets.items() if target or slots.get(key) is not None]
+        lengths = [max(targets[key], slots.length(key)) for key in wants]
+        growth = Growth(slots, [Want(key, NOTHING) for key in wants], lengths)
+        before = {key: self._num_blocks(key) for key in targets}
+        later = sum(max(0, slots.num_blocks(admissions[key]) - held) for key, held in before.items())
+        pool.refuse_more_than_free(max(growth.num_new_blocks, later + growth.num_copies), len(targets))
+        self._make_ready(self._extra_keys(growth))
+        free, copied = pool.num_free, set(growth.copied_ids)
+        self._run(growth, [], [], [], [])
+        after = {key: self._num_blocks(key) for key in targets}
+        return KvSlotReservation(
+            block_size=self.plan.cache.block_size,
+            total_blocks=pool.num_blocks,
+            free_blocks_before=free,
+            free_blocks_after=pool.num_free,
+            allocations=tuple(
+                KvSlotAllocation(
+                    cache_id=key,
+                    blocks_before=before[key],
+                    blocks_after=after[key],
+                    new_blocks=after[key] - before[key] + (key in copied),
+                )
+                for key in targets
+            ),
+        )
+
+    def gather(self, cache_id: str, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Copies one layer's keys and values of a live sequence: `[length, K, H]` each."""
+        live = self.slots.get(cache_id)
+        assert live is not None
+        return self.device.gather(layer, self.slots.table[live.slot], live.length, self.steps.get)
+
+    def _num_blocks(self, cache_id: str) -> int:
+        live = self.slots.get(cache_id)
+        return 0 if live is None else len(live.blocks)
+
+    def _extra_keys(self, growth: Growth) -> list[AnyKey]:
+        return [CopyKey(self.plan.ladders.max_copies)] if growth.num_copies else []
+
+    def _make_ready(self, keys: Sequence[AnyKey]) -> None:
+        for key in keys:
+            self.steps.get(key)
+
+    def _run(
+        self,
+        growth: Growth,
+        work: Sequence[Work],
+        left: Sequence[int],
+        reused: Sequence[int],
+        plans: Sequence[StepPlan],
+    ) -> list[list[Answer]]:
+        """Takes what was planned, runs the steps over the rows that are `left`, and commits; or takes all back."""
+        chosen = any(row.policy is not None and row.wanted for row in work)
+        selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
+        self._make_ready([*(plan.key for plan in plans), *selects, *self._extra_keys(growth)])
+        answers: list[list[Answer]] = [[] for _ in left]
+        try:
+            self._copy(growth.apply())
+            rows = []
+            for index in left:
+                live, row, skip = growth.live(index), work[index], reused[index]
+                place = self.slots.table[live.slot]
+                rows.append(Row(row.tokens[skip:], live.length + skip, place, row.wanted, row.policy))
+            for plan in plans:
+                for at, answer in self.device.run(plan, rows, self.steps.get).items():
+                    answers[at].append(answer)
+        except BaseException:  # an interrupt, too
+            growth.undo()
+            raise
+        growth.commit()
+        return answers
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        key = CopyKey(self.plan.ladders.max_copies)
+        for start in range(0, len(pairs), key.blocks):
+            self.device.copy_blocks(pairs[start : start + key.blocks], key, self.steps.get)

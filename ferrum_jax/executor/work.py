@@ -1,0 +1,87 @@
+"""Rows of a call, checked: whatever the caller did wrong is found here, before anything changes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.compile.selecting import Greedy, checked_policy
+from ferrum_jax.contract.checks import (
+    checked_id,
+    checked_rows,
+    checked_tokens,
+    refuse_mismatch,
+    refuse_repeated,
+    refuse_unequal,
+)
+from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
+
+FULL = FullLogits()
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Checked new tokens of one sequence, and how it answers."""
+
+    cache_id: str
+    tokens: NDArray[np.int32]  # [n]
+    wanted: bool = True
+    policy: Greedy | None = None  # None: all logits
+
+
+def appended(cache_id: str, tokens: Sequence[int], vocab_size: int) -> Work:
+    """Checks tokens that go to a sequence's end."""
+    return Work(cache_id, checked_tokens(checked_id(cache_id), tokens, vocab_size))
+
+
+def appended_rows(rows: Sequence[Any], vocab_size: int) -> list[Work]:
+    """Checks (cache id, tokens) rows that go to their sequences' ends."""
+    checked = checked_rows("rows", rows, "cache_id tokens")
+    work = [appended(cache_id, tokens, vocab_size) for cache_id, tokens in checked]
+    refuse_repeated(row.cache_id for row in work)
+    return work
+
+
+def decode_rows(
+    batch: Sequence[Any],
+    policies: Sequence[LogitsReturnPolicy] | None,
+    vocab_size: int,
+    length: Callable[[str], int],
+) -> list[Work]:
+    """Checks (cache id, token, position) rows; `length` tells where a sequence ends."""
+    rows = checked_rows("batch", batch, "cache_id token pos")
+    return _placed(
+        [(cache_id, [token], pos, True) for cache_id, token, pos in rows], policies, vocab_size, length, "pos"
+    )
+
+
+def unified_rows(
+    items: Sequence[Any],
+    policies: Sequence[LogitsReturnPolicy] | None,
+    vocab_size: int,
+    length: Callable[[str], int],
+) -> list[Work]:
+    """Checks (cache id, tokens, position offset, is final chunk) rows; `length` tells where a sequence ends."""
+    rows = checked_rows("items", items, "cache_id q_tokens pos_offset is_final_chunk")
+    return _placed(rows, policies, vocab_size, length, "pos_offset")
+
+
+def _placed(
+    rows: Sequence[tuple[Any, ...]],
+    policies: Sequence[LogitsReturnPolicy] | None,
+    vocab_size: int,
+    length: Callable[[str], int],
+    position: str,
+) -> list[Work]:
+    if policies is None:
+        policies = [FULL] * len(rows)
+    refuse_unequal(len(rows), policies)
+    work = []
+    for (cache_id, tokens, at, is_final), policy in zip(rows, policies, strict=True):
+        array = checked_tokens(checked_id(cache_id), tokens, vocab_size)
+        refuse_mismatch(cache_id, position, at, length(cache_id))
+        work.append(Work(cache_id, array, bool(is_final), checked_policy(policy, vocab_size)))
+    refuse_repeated(row.cache_id for row in work)
+    return work

@@ -1,0 +1,69 @@
+"""Which blocks hold the keys and values of which tokens, so that a common prefix is computed once.
+
+A tree: an entry is one full block of tokens after its parent's tokens, under one adapter. Its key is the tokens
+themselves, so a hit has compared all of them. Zheng et al. 2024, "SGLang", section 3 (a radix tree); Kwon et al. 2023,
+"PagedAttention", section 4.4 (shared blocks).
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class PrefixEntry:
+    """One block of tokens at one place; the root of an adapter has no block."""
+
+    block: int | None = None
+    parent: "PrefixEntry | None" = None
+    tokens: bytes = b""  # int32
+    children: "dict[bytes, PrefixEntry]" = field(default_factory=dict)
+
+
+class PrefixIndex:
+    """The entries of every adapter, and of no adapter."""
+
+    def __init__(self):
+        self._roots: dict[Hashable, PrefixEntry] = {}
+        self._by_block: dict[int, PrefixEntry] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_block)
+
+    def root(self, adapter: Hashable) -> PrefixEntry:
+        """Gives where sequences under an adapter begin; None is the bare model."""
+        return self._roots.get(adapter) or PrefixEntry()
+
+    def add(self, adapter: Hashable, parent: PrefixEntry | None, tokens: bytes, block: int) -> PrefixEntry:
+        """Enters a block behind `parent` (None: at the beginning), or gives the entry that is there already."""
+        above = self._roots.setdefault(adapter, PrefixEntry()) if parent is None else parent
+        found = above.children.get(tokens)
+        if found is None:
+            found = above.children[tokens] = PrefixEntry(block, above, tokens)
+            self._by_block[block] = found
+        return found
+
+    def forget(self, block: int) -> list[int]:
+        """Drops a block's entry and all below it; gives their blocks."""
+        entry = self._by_block[block]
+        assert entry.parent is not None
+        del entry.parent.children[entry.tokens]
+        return self._drop(_below(entry))
+
+    def forget_adapter(self, adapter: Hashable) -> list[int]:
+        """Drops every entry under an adapter; gives their blocks."""
+        root = self._roots.pop(adapter, None)
+        return [] if root is None else self._drop(_below(root))
+
+    def _drop(self, entries: Iterator[PrefixEntry]) -> list[int]:
+        blocks = [entry.block for entry in entries if entry.block is not None]
+        for block in blocks:
+            del self._by_block[block]
+        return blocks
+
+
+def _below(entry: PrefixEntry) -> Iterator[PrefixEntry]:
+    stack = [entry]
+    while stack:
+        top = stack.pop()
+        yield top
+        stack.extend(top.children.values())
