@@ -230,6 +230,8 @@ def _refuse_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> N
 
 def _engine(config: ExecutorConfig, options: Mapping[str, Any]) -> EngineConfig:
     memory, kv_dtype = config.memory_config, options.get("kv_dtype")
+    if not isinstance(memory.enable_kv_cache_sharing, bool):
+        raise ConfigError(f"enable_kv_cache_sharing is {memory.enable_kv_cache_sharing!r}, expected True or False")
     if memory.memory_pool_size is not None and options.get("kv_blocks") is not None:
         raise ConfigError(
             f"memory_pool_size is {memory.memory_pool_size} and kv_blocks {options['kv_blocks']}: give one"
