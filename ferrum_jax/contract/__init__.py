@@ -1,5 +1,6 @@
 """The contract: values, errors and abstract classes. Imports no JAX and holds no state."""
 
+from ferrum_jax.contract import errors as errors
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     AuthError,

@@ -1,4 +1,4 @@
-"""Short ways to ask an executor."""
+"""Short ways to ask an executor, also for what it refuses."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ferrum_jax.contract import DecodeInput, KvCacheHandle, PrefillInput, UnifiedBatch, UnifiedBatchItem
+from ferrum_jax.contract import DecodeInput, PrefillInput, UnifiedBatch, UnifiedBatchItem
 
 T = TypeVar("T")
 
@@ -20,15 +20,15 @@ def run(call: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(timed())
 
 
-def prompt(tokens: Sequence[int], handle: KvCacheHandle | None = None, **rest: Any) -> PrefillInput:
+def prompt(tokens: Sequence[int], handle: Any = None, **rest: Any) -> PrefillInput:
     return PrefillInput(input_ids=np.array([tokens], np.int32), kv_cache=handle, **rest)
 
 
-def token(token: int, handle: KvCacheHandle, **rest: Any) -> DecodeInput:
+def token(token: int, handle: Any, **rest: Any) -> DecodeInput:
     return DecodeInput(input_ids=np.array([[token]], np.int32), kv_cache=handle, **rest)
 
 
-def item(seq_id: str, tokens: Sequence[int], offset: int, final: bool = True, **rest: Any) -> UnifiedBatchItem:
+def item(seq_id: Any, tokens: Sequence[int], offset: Any, final: Any = True, **rest: Any) -> UnifiedBatchItem:
     return UnifiedBatchItem(seq_id=seq_id, q_tokens=tokens, pos_offset=offset, is_final_chunk=final, **rest)
 
 

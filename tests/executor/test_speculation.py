@@ -43,7 +43,7 @@ def test_at_threshold_one_the_greedy_prefix_of_the_draft_is_accepted(runner: Mod
 def test_at_threshold_zero_everything_is_accepted(runner: ModelRunner, oracle: Oracle):
     executor = LlmExecutor(runner)
     handle = run(executor.prefill(prompt(PROMPT))).kv_cache
-    out = run(executor.speculative_decode(token(9, handle), np.array([1, 2, 3, 4, 5, 6, 7, 8]), 0.0))
+    out = run(executor.speculative_decode(token(9, handle), [1, 2, 3, 4, 5, 6, 7, 8], 0.0))
     assert list(out.accepted_tokens) == [1, 2, 3, 4, 5, 6, 7, 8]
     np.testing.assert_allclose(out.next_logits, oracle([*PROMPT, 9, 1, 2, 3, 4, 5, 6, 7, 8])[-1:], atol=1e-4)
 
