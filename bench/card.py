@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,16 @@ def _described(card: dict[str, Any]) -> dict[str, str]:
 def console() -> Console:
     """Standard output, wide enough for a table where it is a file."""
     return Console(width=None if sys.stdout.isatty() else WIDTH)
+
+
+def show_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = ()) -> None:
+    """Prints a table of numbers; the columns under the headings in `left` are words."""
+    table = Table(box=None, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    console().print(table, highlight=False)
 
 
 def finish(name: str, found: argparse.Namespace, card: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> None:

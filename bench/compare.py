@@ -17,31 +17,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from rich.table import Table
 
 from bench import card, models
 from bench.floor import Work, decode_work, prefill_work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.timing import Contestant, alternate
-from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
 
 if TYPE_CHECKING:
     from bench.peer import Peer
 
-ENGINE = EngineConfig(
-    dtype="float32",
-    max_seqs=8,
-    kv_capacity=2048,
-    decode_rows=(1, 8),
-    chunk_rows=(1,),
-    chunk_tokens=(128, 512),
-    verify_tokens=(16,),
-)
 DECODES = ((1, 256), (8, 256), (1, 1024), (8, 1024))  # rows, positions they hold
 PREFILLS = (128, 512)  # tokens
 BURST = 4  # decode calls in a row
-TOKEN = 1  # that is decoded
 AIMS = {"decode 1 at 256": 1.5, "decode 8 at 256": 1.0, "prefill 512": 0.9}  # transformers' time over ours, at least
 AGREEMENT = 0.02  # largest difference of logits, which reach 30; float32 sums in another order give a tenth of it
 
@@ -60,7 +48,7 @@ def main() -> None:
     found = card.options(__doc__)
     subject = models.read(found, "float32")
     probes = make_probes("float32", smoke=found.smoke)
-    runner = models.run(subject, ENGINE)
+    runner = models.run(subject, models.WIDE)
     conditions = card.show_card(subject, runner.plan.cache, measure(probes))
     runner.warmup(progress=True)
     peer, note = _peer(subject, runner)
@@ -95,7 +83,9 @@ def _races(runner: ModelRunner, peer: "Peer | None") -> Iterator[Race]:
         prompts = [models.prompt(cfg, context, seed=row) for row in range(rows)]
         contestants = {"ours": _decode(runner, prompts)}
         if peer is not None:
-            contestants |= {kind: peer.decode(kind, prompts, TOKEN, burst=BURST) for kind in ("dynamic", "static")}
+            contestants |= {
+                kind: peer.decode(kind, prompts, models.TOKEN, burst=BURST) for kind in ("dynamic", "static")
+            }
         work = decode_work(cfg, rows=rows, context=context, itemsize=4)
         yield Race(f"decode {rows} at {context}", work, contestants)
         runner.reset()
@@ -113,12 +103,7 @@ def _decode(runner: ModelRunner, prompts: list[list[int]]) -> Contestant:
     context = len(prompts[0])
     for row, ids in enumerate(prompts):
         runner.prefill(str(row), ids)
-    batch = [(str(row), TOKEN, context) for row in range(len(prompts))]
-
-    def restore() -> None:
-        for cache_id, _, _ in batch:
-            runner.truncate_kv(cache_id, context)
-
+    batch, restore = models.decodes(runner, len(prompts), context)
     return Contestant(lambda: np.stack(runner.decode_batch(batch)), restore, BURST)
 
 
@@ -169,20 +154,17 @@ def _largest_difference(race: Race) -> float:
 
 def _show(rows: list[dict[str, Any]]) -> None:
     with_peer = "transformers_ms" in rows[0]
-    table = Table(box=None, header_style="bold")
-    for heading in ("row", "ours ms", "p90", "floor ms", "of", "ours / floor"):
-        table.add_column(heading, justify="left" if heading in ("row", "of") else "right")
-    if with_peer:
-        for heading in ("transformers ms", "p90", "its cache", "transformers / ours"):
-            table.add_column(heading, justify="left" if heading == "its cache" else "right")
+    headings = ["row", "ours ms", "p90", "floor ms", "of", "ours / floor"]
+    headings += ["transformers ms", "p90", "its cache", "transformers / ours"] if with_peer else []
+    lines = []
     for row in rows:
         cells = [row["row"], f"{row['ours_ms']:.1f}", f"{row['ours_p90_ms']:.1f}", f"{row['floor_ms']:.1f}"]
         cells += [_ceiling(row), f"{row['ours_over_floor']:.2f}"]
         if with_peer:
             cells += [f"{row['transformers_ms']:.1f}", f"{row['transformers_p90_ms']:.1f}"]
             cells += [row["transformers_cache"], f"{row['transformers_over_ours']:.2f}"]
-        table.add_row(*cells)
-    card.console().print(table, highlight=False)
+        lines.append(cells)
+    card.show_table(headings, lines, left=("row", "of", "its cache"))
 
 
 def _ceiling(row: dict[str, Any]) -> str:

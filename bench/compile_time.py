@@ -8,7 +8,6 @@ import time
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from bench import card, models
 from ferrum_jax.config import EngineConfig
@@ -39,13 +38,8 @@ def main() -> None:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None, header_style="bold")
-    table.add_column("step")
-    for heading in ("seconds", "temporaries MB"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(row["step"], f"{row['seconds']:.2f}", f"{row.get('temporary_bytes', 0) / 1e6:.1f}")
-    card.console().print(table, highlight=False)
+    lines = [[row["step"], f"{row['seconds']:.2f}", f"{row.get('temporary_bytes', 0) / 1e6:.1f}"] for row in rows]
+    card.show_table(("step", "seconds", "temporaries MB"), lines, left=("step",))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
 from bench import card, models
-from bench.floor import decode_work
+from bench.floor import against_floor, decode_work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile.buckets import StepKey
@@ -62,12 +62,7 @@ def main() -> None:
 def _measure(
     runner: ModelRunner, probes: Probes, bare: Callable[[int], Any], batch: int, context: int, rounds: int
 ) -> dict[str, Any]:
-    decodes = [(str(row), 1, context) for row in range(batch)]
-
-    def restore() -> None:
-        for cache_id, _, _ in decodes:
-            runner.truncate_kv(cache_id, context)
-
+    decodes, restore = models.decodes(runner, batch, context)
     times = alternate(
         {
             "call": Contestant(lambda: runner.decode_batch(decodes), restore, BURST),
@@ -77,20 +72,17 @@ def _measure(
         rounds=rounds,
     )
     restore()
-    itemsize = np.dtype(runner.plan.cache.dtype).itemsize
+    itemsize = jnp.dtype(runner.plan.cache.dtype).itemsize
     work = decode_work(runner.model_config, rows=batch, context=context, itemsize=itemsize)
     machine, call, step = ceilings(probes, times), times["call"], times["bare"]
     return {
         "rows": batch,
         "context": context,
-        "call_ms": call.median,
-        "call_p90_ms": call.p90,
         "step_ms": step.median,
         "host_ms": call.median - step.median,
         "tokens_per_second": batch / call.median * 1e3,
         "read_gb_per_second": work.num_bytes / step.median / 1e6,
-        "floor_ms": work.floor_ms(machine),
-        "call_over_floor": call.median / work.floor_ms(machine),
+        **against_floor(work, machine, call),
     }
 
 
@@ -114,26 +106,14 @@ def _bare_step(runner: ModelRunner, batch: int) -> Callable[[int], Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None, header_style="bold")
-    for heading in (
-        "rows",
-        "context",
-        "call ms",
-        "p90",
-        "step ms",
-        "host ms",
-        "tokens/s",
-        "GB/s",
-        "floor ms",
-        "/ floor",
-    ):
-        table.add_column(heading, justify="right")
+    headings = "rows", "context", "call ms", "p90", "step ms", "host ms", "tokens/s", "GB/s", "floor ms", "/ floor"
+    lines = []
     for row in rows:
         cells = [f"{row['rows']}", f"{row['context']}", f"{row['call_ms']:.2f}", f"{row['call_p90_ms']:.2f}"]
         cells += [f"{row['step_ms']:.2f}", f"{row['host_ms']:.2f}", f"{row['tokens_per_second']:.1f}"]
         cells += [f"{row['read_gb_per_second']:.1f}", f"{row['floor_ms']:.2f}", f"{row['call_over_floor']:.2f}"]
-        table.add_row(*cells)
-    card.console().print(table, highlight=False)
+        lines.append(cells)
+    card.show_table(headings, lines)
 
 
 if __name__ == "__main__":

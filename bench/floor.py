@@ -7,6 +7,7 @@ implementation can reach.
 from dataclasses import dataclass
 
 from bench.machine import Machine
+from bench.timing import Timing
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
@@ -27,6 +28,17 @@ class Work:
         """Which of the two limits a machine."""
         by_products = self.operations / machine.product_rate > self.num_bytes / machine.read_rate
         return "products" if by_products else "reading"
+
+
+def against_floor(work: Work, machine: Machine, call: Timing) -> dict[str, float]:
+    """Gives the times of a call and how far they are above the floor, as a row's columns."""
+    floor = work.floor_ms(machine)
+    return {
+        "call_ms": call.median,
+        "call_p90_ms": call.p90,
+        "floor_ms": floor,
+        "call_over_floor": call.median / floor,
+    }
 
 
 def decode_work(cfg: ModelConfig, *, rows: int, context: int, itemsize: int) -> Work:

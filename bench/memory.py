@@ -9,20 +9,10 @@ from typing import Any
 
 import jax
 import psutil
-from rich.table import Table
 
 from bench import card, models
-from ferrum_jax.config import EngineConfig
 from ferrum_jax.sharding.devices import find_device
 
-ENGINE = EngineConfig(
-    max_seqs=8,
-    kv_capacity=2048,
-    decode_rows=(1, 8),
-    chunk_rows=(1,),
-    chunk_tokens=(128, 512),
-    verify_tokens=(16,),
-)
 PROMPT = 512  # tokens
 
 
@@ -34,7 +24,7 @@ def main() -> None:
     subject = models.read(found)
     jax.block_until_ready(subject.params)
     rows.append(_stage("weights", sum(leaf.nbytes for leaf in jax.tree.leaves(subject.params))))
-    runner = models.run(subject, ENGINE)
+    runner = models.run(subject, models.WIDE)
     rows.append(_stage("KV", runner.plan.cache.num_bytes))
     runner.warmup(progress=True)
     rows.append(_stage("compiled steps", 0))
@@ -60,17 +50,14 @@ def _stage(name: str, expected: int) -> dict[str, Any]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None, header_style="bold")
-    table.add_column("stage")
-    for heading in ("resident MB", "added", "expected", "device MB"):
-        table.add_column(heading, justify="right")
+    lines = []
     before = rows[0]["resident_bytes"]
     for row in rows:
         device = "" if row["device_bytes"] is None else f"{row['device_bytes'] / 1e6:,.1f}"
         added, before = row["resident_bytes"] - before, row["resident_bytes"]
         cells = [row["stage"], f"{row['resident_bytes'] / 1e6:,.1f}", f"{added / 1e6:,.1f}"]
-        table.add_row(*cells, f"{row['expected_bytes'] / 1e6:,.1f}", device)
-    card.console().print(table, highlight=False)
+        lines.append([*cells, f"{row['expected_bytes'] / 1e6:,.1f}", device])
+    card.show_table(("stage", "resident MB", "added", "expected", "device MB"), lines, left=("stage",))
 
 
 if __name__ == "__main__":

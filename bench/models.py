@@ -1,6 +1,7 @@
 """The model under test: SmolLM2, another one, or a tiny random one; and prompts for it."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import numpy as np
 
 from ferrum_jax import hub, models
 from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import load_params
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 
+TOKEN = 1  # that is decoded
 TINY = ModelConfig(
     model_type="llama",
     vocab_size=193,
@@ -27,6 +30,16 @@ TINY = ModelConfig(
     max_position_embeddings=4096,
     tie_word_embeddings=True,
     layer_windows=(None, None),
+)
+
+
+WIDE = EngineConfig(  # eight sequences of 2048 positions, one prompt at a time
+    max_seqs=8,
+    kv_capacity=2048,
+    decode_rows=(1, 8),
+    chunk_rows=(1,),
+    chunk_tokens=(128, 512),
+    verify_tokens=(16,),
 )
 
 
@@ -56,6 +69,17 @@ def run(subject: Subject, engine: EngineConfig) -> ModelRunner:
     settings = engine.over(EngineConfig(dtype=subject.dtype))
     plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
     return ModelRunner(subject.params, subject.config, plan, device=device, strict=True)
+
+
+def decodes(runner: ModelRunner, rows: int, context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
+    """Gives a batch of one token for each of the sequences "0", "1", … of `context` positions, and its undoing."""
+    batch = [(str(row), TOKEN, context) for row in range(rows)]
+
+    def restore() -> None:
+        for cache_id, _, _ in batch:
+            runner.truncate_kv(cache_id, context)
+
+    return batch, restore
 
 
 def prompt(cfg: ModelConfig, count: int, seed: int = 0) -> list[int]:

@@ -7,11 +7,10 @@ chunk runs in several steps.
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from rich.table import Table
+import jax.numpy as jnp
 
 from bench import card, models
-from bench.floor import prefill_work
+from bench.floor import against_floor, prefill_work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile import buckets
@@ -50,29 +49,25 @@ def _measure(runner: ModelRunner, probes: Probes, tokens: int, rounds: int) -> d
     prefill = Contestant(lambda: runner.prefill("a", ids), runner.reset)
     times = alternate({"ours": prefill} | probes.contestants, rounds=rounds, pause=0.0)
     machine, timing = ceilings(probes, times), times["ours"]
-    itemsize = np.dtype(runner.plan.cache.dtype).itemsize
+    itemsize = jnp.dtype(runner.plan.cache.dtype).itemsize
     work = prefill_work(runner.model_config, tokens=tokens, itemsize=itemsize)
     return {
         "tokens": tokens,
         "steps": len(buckets.plan([tokens], runner.plan.ladders)),
-        "call_ms": timing.median,
-        "call_p90_ms": timing.p90,
         "tokens_per_second": tokens / timing.median * 1e3,
         "gflop_per_second": work.operations / timing.median / 1e6,
-        "floor_ms": work.floor_ms(machine),
-        "call_over_floor": timing.median / work.floor_ms(machine),
+        **against_floor(work, machine, timing),
     }
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table(box=None, header_style="bold")
-    for heading in ("tokens", "steps", "call ms", "p90", "tokens/s", "GFLOP/s", "floor ms", "/ floor"):
-        table.add_column(heading, justify="right")
+    headings = "tokens", "steps", "call ms", "p90", "tokens/s", "GFLOP/s", "floor ms", "/ floor"
+    lines = []
     for row in rows:
         cells = [f"{row['tokens']}", f"{row['steps']}", f"{row['call_ms']:.1f}", f"{row['call_p90_ms']:.1f}"]
         cells += [f"{row['tokens_per_second']:.0f}", f"{row['gflop_per_second']:.1f}"]
-        table.add_row(*cells, f"{row['floor_ms']:.1f}", f"{row['call_over_floor']:.2f}")
-    card.console().print(table, highlight=False)
+        lines.append([*cells, f"{row['floor_ms']:.1f}", f"{row['call_over_floor']:.2f}"])
+    card.show_table(headings, lines)
 
 
 if __name__ == "__main__":

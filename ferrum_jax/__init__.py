@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ferrum_jax import models as models
     from ferrum_jax.config import EngineConfig as EngineConfig
     from ferrum_jax.config import ModelConfig as ModelConfig
+    from ferrum_jax.converting import convert as convert
     from ferrum_jax.executor.llm_executor import LlmExecutor as LlmExecutor
     from ferrum_jax.executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "EngineConfig": "ferrum_jax.config",
     "ModelConfig": "ferrum_jax.config",
+    "convert": "ferrum_jax.converting",
     "LlmExecutor": "ferrum_jax.executor.llm_executor",
     "LlmExecutorFactory": "ferrum_jax.factory",
     "LlmExecutorRegistry": "ferrum_jax.executor.registry",

@@ -1,15 +1,20 @@
-"""`ferrum-jax`: generate text, inspect a model, list devices."""
+"""`ferrum-jax`: generate text, inspect or convert a model, list devices."""
 
 import sys
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ferrum_jax.contract.errors import FerrumError
+from ferrum_jax.contract.errors import FerrumError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ferrum_jax.config import EngineConfig, ModelConfig
+    from ferrum_jax.executor.sizing import EnginePlan
+    from ferrum_jax.sharding.devices import JaxDevice
 
 app = typer.Typer(
     name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -53,7 +58,6 @@ def generate(
     kv_capacity: Annotated[int | None, typer.Option(help="Positions the sequence can reach")] = None,
 ) -> None:
     """Answer one prompt, streaming the text as it comes."""
-    from ferrum_jax.contract.errors import UnsupportedError
     from ferrum_jax.generate.llm import LLM
     from ferrum_jax.generate.params import SamplingParams
 
@@ -76,7 +80,7 @@ def generate(
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids = llm.chat_prompt([*messages, {"role": "user", "content": text}]) if templated else text
         with console.status("compiling the steps this prompt needs"):
-            llm.prepare(ids)
+            llm.prepare(ids, params)
         started = time.perf_counter()
         stream = llm.stream(ids, params)
         for piece in stream:
@@ -96,44 +100,80 @@ def generate(
 def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")] = None) -> None:
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
-    from ferrum_jax.executor.sizing import plan_engine
     from ferrum_jax.hub import resolve
-    from ferrum_jax.loading import open_checkpoint
+    from ferrum_jax.loading import open_checkpoint, parameter_bytes
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import num_parameters
-    from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
+    from ferrum_jax.sharding.devices import default_dtype, find_device
 
     source = open_checkpoint(resolve(model))
     cfg, device = source.config, find_device(None)
     settings = EngineConfig.from_environment().over(EngineConfig(dtype=default_dtype(device)))
-    plan = plan_engine(settings, cfg, platform=device.platform, free_bytes=free_bytes(device))
-    parameters = num_parameters(family(cfg).param_specs(cfg))
-    width = {"float32": 4, "float16": 2, "bfloat16": 2}[settings.dtype or "float32"]
+    parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
+    plan, problems = _plan(settings, cfg, device)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
     rows = {
         "model": str(source.path),
         "family": cfg.model_type,
-        "parameters": f"{parameters:,} ({parameters * width / 1e6:,.0f} MB in {settings.dtype})",
+        "parameters": f"{parameters:,} ({parameter_bytes(cfg, dtype) / 1e6:,.0f} MB in {dtype})",
         "layers": f"{cfg.num_hidden_layers} of width {cfg.hidden_size}, feed-forward {cfg.intermediate_size}",
         "attention": f"{cfg.num_attention_heads} heads of {cfg.head_dim}, {cfg.num_key_value_heads} key/value heads"
         + (f", window {', '.join(windows)}" if windows else ""),
         "vocabulary": f"{cfg.vocab_size:,}" + (", head tied to the embeddings" if cfg.tie_word_embeddings else ""),
         "RoPE": f"theta {cfg.rope_theta:g}, " + (cfg.rope_scaling.rope_type if cfg.rope_scaling else "no scaling"),
         "longest sequence": f"{cfg.max_seq_len:,} positions",
-        "KV per position": f"{plan.cache.bytes_per_position:,} bytes in {plan.cache.dtype}",
-        "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, "
-        f"{plan.cache.num_bytes / 1e6:,.0f} MB",
-        "serves": f"{plan.max_seqs} sequences of up to {plan.kv_capacity:,} positions",
         "device": f"{device.platform}:{device.id} {device.device_kind}",
     }
+    if plan is not None:
+        rows |= {
+            "KV per position": f"{plan.cache.bytes_per_position:,} bytes in {plan.cache.dtype}",
+            "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, "
+            f"{plan.cache.num_bytes / 1e6:,.0f} MB",
+            "serves": f"{plan.max_seqs} sequences of up to {plan.kv_capacity:,} positions",
+        }
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
-    keys = plan.ladders.declared()
-    table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, P chunks of C tokens, M blocks a row")
+    for problem in problems:
+        table.add_row("[bold red]refused[/bold red]", escape(str(problem)))
+    keys = plan.ladders.declared() if plan is not None else []
+    if keys:
+        table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, P chunks of C tokens, M blocks a row")
     for key in keys:
         table.add_row("", str(key))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
+
+
+def _plan(
+    settings: "EngineConfig", cfg: "ModelConfig", device: "JaxDevice"
+) -> "tuple[EnginePlan | None, list[FerrumError]]":
+    """Gives the plan that `load` would make, or the one without what is not built, or none; and why."""
+    from dataclasses import replace
+
+    from ferrum_jax.loading import plan_ahead
+
+    problems: list[FerrumError] = []
+    plain = replace(settings, prefix_cache=None, max_loras=None, max_lora_rank=None, spec_tokens=None)
+    for asked in (settings, plain):
+        try:
+            return plan_ahead(asked, cfg, device), problems
+        except FerrumError as problem:
+            problems.append(problem)
+            if not isinstance(problem, UnsupportedError):
+                break
+    return None, problems
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hugging Face id")],
+    folder: Annotated[str, typer.Argument(help="The new folder")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [default: the model's]")] = None,
+) -> None:
+    """Write a model as an Orbax checkpoint, with its tokenizer."""
+    from ferrum_jax import converting
+
+    print(converting.convert(model, folder, dtype))
 
 
 @app.command()

@@ -199,9 +199,14 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     if kind == "default":
         return theta, None, partial
     limit = config["max_position_embeddings"]
-    original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    if kind in ("llama3", "yarn") and original is None:
-        original = limit
+    original = given.get("original_max_position_embeddings")
+    if kind in ("llama3", "yarn"):  # the outer one wins, as in `standardize_rope_params` of transformers
+        outer = config.get("original_max_position_embeddings")
+        original = next((length for length in (outer, original) if length is not None), limit)
+        if not original > 0:
+            raise ConfigError(
+                f"original_max_position_embeddings of the RoPE scaling is {original}, expected more than 0"
+            )
     derived = kind == "yarn" and given.get("factor") is None
     factor = limit / original if derived else given["factor"]
     named = {"rope_type", "factor", "original_max_position_embeddings", "truncate"}

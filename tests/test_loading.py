@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ferrum_jax
-from ferrum_jax import EngineConfig, models
+from ferrum_jax import EngineConfig, loading, models
 from ferrum_jax.contract import Device
 from ferrum_jax.contract.errors import (
     CancelledError,
@@ -116,6 +116,22 @@ def test_what_cannot_be_is_refused(folder: Path, name: str):
     changes, kind, says = REFUSED[name]
     with pytest.raises(kind, match=says):
         ferrum_jax.load(folder, **(SMALL | changes))
+
+
+def test_sizes_are_refused_before_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def read(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(loading, "_read", read)
+    with pytest.raises(ConfigError, match="decode_rows ends in 9, max_seqs is 2"):
+        ferrum_jax.load(folder, engine=EngineConfig(decode_rows=(9,)), **SMALL)
+    weights = sum(tensor.nbytes for tensor in tiny.tensors(tiny.CONFIGS[NAME]).values())
+    monkeypatch.setattr(loading, "free_bytes", lambda _: weights + 5)
+    with pytest.raises(ResourceExhaustedError, match="the 5 free bytes"):
+        ferrum_jax.load(folder, **SMALL)
+    monkeypatch.setattr(loading, "free_bytes", lambda _: weights - 5)
+    with pytest.raises(ResourceExhaustedError, match="the 0 free bytes"):
+        ferrum_jax.load(folder, **SMALL)
 
 
 def test_the_same_setting_given_twice_alike_is_no_contradiction(folder: Path):

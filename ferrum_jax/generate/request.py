@@ -40,12 +40,6 @@ class Request:
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def is_plain_greedy(self) -> bool:
-        """True if the next token is the arg-max of the logits and nothing else is wanted."""
-        params = self.params
-        return params.temperature == 0 and params.repetition_penalty == 1.0 and not params.logprobs
-
-    @property
     def answer(self) -> list[int]:
         """The ids generated so far."""
         return self.tokens[len(self.prompt) :]
@@ -73,18 +67,20 @@ class Request:
         self.num_taken += len(taken)
         return "".join(taken)
 
-    def output(self) -> RequestOutput:
-        """Gives the finished request's output, or raises what made it fail."""
-        if self.error is not None:
+    def output(self, *, return_error: bool = False) -> RequestOutput:
+        """Gives the finished request's output; raises what made it fail, or gives that in the output as well."""
+        if self.error is not None and not return_error:
             raise self.error
-        assert self.finish_reason is not None
+        reason = self.finish_reason if self.error is None else "error"
+        assert reason is not None
         return RequestOutput(
             prompt_token_ids=self.prompt,
             token_ids=self.answer,
             text="".join(self.text),
-            finish_reason=self.finish_reason,
+            finish_reason=reason,
             logprobs=self.logprobs if self.params.logprobs else None,
             time_to_first_token=self.first_token_after,
+            error=self.error,
         )
 
     def _finish(self, reason: FinishReason) -> None:

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.compile.buckets import choose_bucket, ladder
+from ferrum_jax.contract.errors import BackendError, DeviceError
 from ferrum_jax.contract.llm import Logits
+from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
 from ferrum_jax.sampling.sample import SampleInputs, sample
 
@@ -21,13 +23,27 @@ class Sampler:
         self._compiled: dict[int, jax.stages.Compiled] = {}
 
     def warmup(self) -> None:
-        """Compiles every row count."""
+        """Compiles every row count.
+
+        Raises:
+            BackendError: it does not compile.
+        """
         for rows in self._rows:
             self._get(rows)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Compiles what a request that is alone needs: nothing, if it is plainly greedy."""
+        if not params.is_plain_greedy:
+            self._get(choose_bucket(self._rows, 1))
+
     def choose(self, requests: Sequence[Request], logits: Sequence[Logits]) -> list[tuple[int, float | None]]:
-        """Gives each request's next token id, and its log-probability if that is wanted."""
-        if all(request.is_plain_greedy for request in requests):
+        """Gives each request's next token id, and its log-probability if that is wanted.
+
+        Raises:
+            BackendError: the function does not compile for as many rows.
+            DeviceError: the device failed; nothing is lost, as the sampler keeps nothing there.
+        """
+        if all(request.params.is_plain_greedy for request in requests):
             return [(int(np.argmax(row)), None) for row in logits]
         chosen = []
         for start in range(0, len(requests), self._rows[-1]):
@@ -51,8 +67,12 @@ class Sampler:
             inputs.position[at] = len(request.tokens)
             if params.repetition_penalty != 1.0:
                 inputs.seen[at, request.tokens] = True
-        choice = self._get(size)(padded, inputs)
-        ids, logprobs = np.asarray(choice.token_ids), np.asarray(choice.logprobs)
+        executable = self._get(size)
+        try:
+            choice = executable(padded, inputs)
+            ids, logprobs = np.asarray(choice.token_ids), np.asarray(choice.logprobs)
+        except jax.errors.JaxRuntimeError as problem:
+            raise DeviceError(f"sampling {len(requests)} rows failed on the device: {problem}") from problem
         return [
             (int(ids[at]), float(logprobs[at]) if request.params.logprobs else None)
             for at, request in enumerate(requests)
@@ -64,7 +84,10 @@ class Sampler:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _blank_inputs(rows, self._vocab_size)
             )
             logits = jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
-            self._compiled[rows] = jax.jit(sample).lower(logits, shapes).compile()
+            try:
+                self._compiled[rows] = jax.jit(sample).lower(logits, shapes).compile()
+            except jax.errors.JaxRuntimeError as problem:
+                raise BackendError(f"the sampler of {rows} rows does not compile: {problem}") from problem
         return self._compiled[rows]
 
 

@@ -14,6 +14,7 @@ from ferrum_jax.generate.gguf_tokenizer import (
     frame_with_specials,
     named_token_id,
 )
+from ferrum_jax.weights.folder import read_json, read_text
 from ferrum_jax.weights.gguf_file import GgufFile
 
 _OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
@@ -56,12 +57,6 @@ class Tokenizer:
         named = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
         texts = {name: _token_text(named.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         _add_tokens(backend, config, texts, source=folder / "tokenizer_config.json")
-        if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
-            frame_with_specials(
-                backend,
-                bos=texts["bos_token"] if config.get("add_bos_token") else None,
-                eos=texts["eos_token"] if config.get("add_eos_token") else None,
-            )
         eos_token_ids = _model_eos_ids(folder)
         if texts["eos_token"] and (eos_token_id := backend.token_to_id(texts["eos_token"])) is not None:
             eos_token_ids += (eos_token_id,)
@@ -102,6 +97,15 @@ class Tokenizer:
             unk_token=texts["unknown"],
             chat_templates=templates,
         )
+
+    def save(self, folder: Path) -> None:
+        """Writes the files from which `from_folder` makes this tokenizer again."""
+        texts = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        config = {name: text for name, text in (texts | {"unk_token": self.unk_token}).items() if text is not None}
+        named = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
+        self.backend.save(str(folder / "tokenizer.json"))
+        _write_json(folder / "tokenizer_config.json", config | ({"chat_template": named} if named else {}))
+        _write_json(folder / "generation_config.json", {"eos_token_id": list(self.eos_token_ids)})
 
     @property
     def vocab_size(self) -> int:
@@ -184,15 +188,15 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+    """Reads a file that need not be there."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InvalidFormatError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidFormatError(f"{file}: must hold a JSON object, found {type(value).__name__}")
-    return value
+        return read_json(file)
+    except NotFoundError:
+        return {}
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _token_text(value: Any) -> str | None:
@@ -204,7 +208,7 @@ def _token_text(value: Any) -> str | None:
 def _add_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], texts: Mapping[str, str | None], *, source: Path
 ) -> None:
-    """Adds the tokens that the configuration has beyond `tokenizer.json`, in the order of their ids."""
+    """Adds the tokens that the configuration has beyond `tokenizer.json`, by their ids, and frames texts with them."""
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
         declared = sorted((int(key), value) for key, value in config.get("added_tokens_decoder", {}).items())
@@ -213,7 +217,16 @@ def _add_tokens(
         raise InvalidFormatError(f"{source}: added_tokens_decoder: {error!r}") from error
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in known])
+    framing = {name: texts[f"{name}_token"] if config.get(f"add_{name}_token") else None for name in ("bos", "eos")}
+    for name, text in framing.items():
+        if text is not None and backend.token_to_id(text) is None:
+            raise InvalidFormatError(
+                f"{source}: add_{name}_token is on, but {name}_token is {text!r}, which is none of the vocabulary's "
+                f"{backend.get_vocab_size()} tokens"
+            )
     backend.add_special_tokens([text for text in texts.values() if text is not None and text not in known])
+    if any(config.get(f"add_{name}_token") is not None for name in framing):
+        frame_with_specials(backend, **framing)
 
 
 def _model_eos_ids(folder: Path) -> tuple[int, ...]:
@@ -243,11 +256,8 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         except (KeyError, TypeError) as error:
             raise InvalidFormatError(f"{source}: chat_template must be a string or a list of named ones") from error
     files = {file.stem: file for file in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
+    if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
     for name, file in files.items():
-        try:
-            templates[name] = file.read_text(encoding="utf-8")
-        except ValueError as error:
-            raise InvalidFormatError(f"{file}: not UTF-8: {error}") from error
+        templates[name] = read_text(file)
     return templates

@@ -21,7 +21,7 @@ class Want:
 
 
 @dataclass
-class _Row:
+class GrowingRow:
     """What one sequence needs."""
 
     want: Want
@@ -31,7 +31,7 @@ class _Row:
     copies: bool = False  # its last block is shared and must be copied before it is written
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Undo:
     """A sequence as it was."""
 
@@ -59,7 +59,7 @@ class Growth:
         """
         self._slots = slots
         ends = [slots.length(want.cache_id) + len(want.tokens) for want in wants]
-        self._rows = [_Row(want, end) for want, end in zip(wants, targets or ends, strict=True)]
+        self._rows = [GrowingRow(want, end) for want, end in zip(wants, targets or ends, strict=True)]
         self._undo: list[_Undo] = []
         for row in self._rows:
             slots.refuse_past_capacity(row.want.cache_id, row.target)

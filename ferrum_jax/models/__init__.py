@@ -5,7 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.kvcache import state
+from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
 from ferrum_jax.models.batch import Batch as Batch
 from ferrum_jax.models.batch import Rows as Rows
@@ -26,13 +28,23 @@ def forward(
     cfg: ModelConfig,
     *,
     inputs_embeds: Float[Array, "B T D"] | None = None,
+    loras: ParamTree | None = None,
+    adapters: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Runs whole sequences from position 0 and gives the float32 logits of every token.
 
     It is the family's serving forward over a KV of its own, so it may be differentiated, vmapped, scanned and jitted
     (with `cfg` closed over or static). `inputs_embeds`, where given, take the place of the tokens' embeddings. Every
     token counts: to batch sequences of different lengths, pad on the right and ignore the logits there.
+
+    `loras` are stacks of adapters (models/adapters.py) in the parameters' dtype, differentiable like them, and
+    `adapters` says which one each row uses; any index outside the stacks, such as -1, is none.
+
+    Raises:
+        InvalidParameterError: only one of `loras` and `adapters` is given.
     """
+    if (loras is None) != (adapters is None):
+        raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape
     dtype = jax.tree.leaves(params)[0].dtype
     block_size = min(length, 128)
@@ -50,8 +62,9 @@ def forward(
         lengths=jnp.zeros(batch, jnp.int32),
         counts=jnp.full(batch, length, jnp.int32),
         tables=jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns),
+        adapters=None if adapters is None else adapters.astype(jnp.int32),
     )
     step = Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32))
     flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
-    logits, _ = family(cfg).forward(params, state.empty(spec), step, cfg, flat)
+    logits, _ = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras)
     return logits.reshape(batch, length, -1)

@@ -22,6 +22,7 @@ class Rows(Generic[Leaf]):
     lengths: Leaf  # int32 [B]: positions already in the KV
     counts: Leaf  # int32 [B]
     tables: Leaf  # int32 [B, M]
+    adapters: Leaf | None = None  # int32 [B]: row of the adapters' stacks, -1 for none; None where no row has any
 
 
 @flax.struct.dataclass
@@ -48,3 +49,18 @@ def addresses(rows: Rows[jax.Array], block_size: int, num_blocks: int) -> tuple[
     columns = jnp.minimum(at // block_size, rows.tables.shape[1] - 1)
     block_ids = jnp.take_along_axis(rows.tables, columns, axis=1)
     return jnp.where(is_real(rows), block_ids, num_blocks), at % block_size
+
+
+def adapter_of_token(batch: Batch[jax.Array]) -> Int[Array, " X"] | None:
+    """Adapter of each of the concatenated tokens, -1 for none; None where no row of the step has any."""
+    if all(rows.adapters is None for rows in batch.groups):
+        return None
+    none = jnp.int32(-1)
+    return jnp.concatenate(
+        [
+            jnp.repeat(
+                jnp.full(len(rows.tokens), none) if rows.adapters is None else rows.adapters, rows.tokens.shape[1]
+            )
+            for rows in batch.groups
+        ]
+    )

@@ -8,15 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.batch import Batch, addresses, positions
+from ferrum_jax.models.batch import Batch, adapter_of_token, addresses, positions
 from ferrum_jax.models.layers.attention import attend
 from ferrum_jax.models.layers.linear import linear, vocabulary_logits
+from ferrum_jax.models.layers.lora import low_rank, uses
 from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.layers.rope import rotate, rotations
 from ferrum_jax.models.rotary import frequencies
 from ferrum_jax.models.specs import ParamSpec, ParamTree
+
+Lora = tuple[ParamTree, jax.Array] | None  # stacks of one block, and bool [X, A]: which adapter each token uses
 
 
 def param_specs(cfg: ModelConfig) -> ParamTree:
@@ -79,10 +83,15 @@ def forward(
     batch: Batch[jax.Array],
     cfg: ModelConfig,
     inputs_embeds: jax.Array | None = None,
+    loras: ParamTree | None = None,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     """Runs all new tokens of a batch; gives float32 logits `[R, V]` of the rows asked for, and the KV written.
 
-    `inputs_embeds` `[X, D]`, where given, take the place of the tokens' embeddings.
+    `inputs_embeds` `[X, D]`, where given, take the place of the tokens' embeddings. `loras` are the stacks of
+    models/adapters.py, in the parameters' dtype; they count where rows of the batch have adapters.
+
+    Raises:
+        InvalidParameterError: rows have adapters, but there are no `loras`.
     """
     tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
     at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
@@ -90,19 +99,34 @@ def forward(
     block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in places]) for i in (0, 1))
     turn = rotations(at, *frequencies(cfg))
     x = embed(params, tokens) if inputs_embeds is None else inputs_embeds
+    adapted = _adapted(loras, batch, cfg)
     for index, layer in enumerate(params["model"]["layers"]):
         normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
-        mixed, kv = _attention(layer["self_attn"], normed, turn, kv, index, batch, (block_ids, offsets), cfg)
+        lora, places = adapted[index]["self_attn"], (block_ids, offsets)
+        mixed, kv = _attention(layer["self_attn"], lora, normed, turn, kv, index, batch, places, cfg)
         x = x + mixed
         normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
-        x = x + _mlp(layer["mlp"], normed)
+        x = x + _mlp(layer["mlp"], adapted[index]["mlp"], normed)
     x = rms_norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
     head = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
     return vocabulary_logits(x, head["weight"]), kv
 
 
+def _adapted(loras: ParamTree | None, batch: Batch[jax.Array], cfg: ModelConfig) -> list[dict[str, Lora]]:
+    """Gives each layer what its two blocks add to their products: None where the step has no adapters."""
+    adapters = adapter_of_token(batch)
+    if adapters is None:
+        return [{"self_attn": None, "mlp": None}] * cfg.num_hidden_layers
+    if loras is None:
+        raise InvalidParameterError("rows of the batch have adapters, but no stacks of adapters are given")
+    layers = loras["model"]["layers"]
+    used = uses(adapters, layers[0]["self_attn"]["q_proj"]["down"].shape[0])
+    return [{name: (stacks, used) for name, stacks in layer.items()} for layer in layers]
+
+
 def _attention(
     layer: ParamTree,
+    lora: Lora,
     x: jax.Array,  # [X, D]
     turn: tuple[jax.Array, jax.Array],
     kv: KvState[jax.Array],
@@ -112,8 +136,7 @@ def _attention(
     cfg: ModelConfig,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     def heads(name: str) -> jax.Array:
-        projection = layer[name]
-        return linear(x, projection["weight"], projection.get("bias")).reshape(len(x), -1, cfg.head_dim)
+        return _project(x, layer, lora, name).reshape(len(x), -1, cfg.head_dim)
 
     q, k, v = heads("q_proj"), heads("k_proj"), heads("v_proj")  # [X, heads, H]
     if cfg.qk_norm:
@@ -128,11 +151,19 @@ def _attention(
         out = attend(mine, kv, index, rows, scale=cfg.head_dim**-0.5, window=cfg.layer_windows[index])
         outs.append(out.reshape(size, -1))
         start += size
-    out = jnp.concatenate(outs)
-    return linear(out, layer["o_proj"]["weight"], layer["o_proj"].get("bias")), kv
+    return _project(jnp.concatenate(outs), layer, lora, "o_proj"), kv
 
 
-def _mlp(layer: ParamTree, x: jax.Array) -> jax.Array:
-    gate = linear(x, layer["gate_proj"]["weight"], layer["gate_proj"].get("bias"))
-    up = linear(x, layer["up_proj"]["weight"], layer["up_proj"].get("bias"))
-    return linear(jax.nn.silu(gate) * up, layer["down_proj"]["weight"], layer["down_proj"].get("bias"))
+def _mlp(layer: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
+    gate = _project(x, layer, lora, "gate_proj")
+    up = _project(x, layer, lora, "up_proj")
+    return _project(jax.nn.silu(gate) * up, layer, lora, "down_proj")
+
+
+def _project(x: jax.Array, block: ParamTree, lora: Lora, name: str) -> jax.Array:
+    """One product of a block, `[X, in]` to `[X, out]`, and what each token's adapter adds to it."""
+    y = linear(x, block[name]["weight"], block[name].get("bias"))
+    if lora is None:
+        return y
+    stacks, used = lora
+    return y + low_rank(x, stacks[name]["down"], stacks[name]["up"], used)

@@ -13,6 +13,8 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "mlp": "tensor",
     "embed": None,
     "head": None,
+    "adapter": None,
+    "rank": None,
 }
 
 

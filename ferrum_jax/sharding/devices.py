@@ -7,6 +7,7 @@ import psutil
 
 from ferrum_jax.contract.errors import DeviceError
 from ferrum_jax.contract.values import Device
+from ferrum_jax.sharding.cgroups import allowed_bytes
 
 
 class JaxDevice(Protocol):
@@ -22,12 +23,12 @@ class JaxDevice(Protocol):
 
 
 def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
-    """Gives the JAX device of a name; JAX's default device for None."""
-    if device is not None and not isinstance(device, (str, Device)):
+    """Gives the JAX device of a name; for None JAX's default device, as `jax.default_device` and its setting say."""
+    if device is None:
+        return _default_device()
+    if not isinstance(device, (str, Device)):
         return device
     try:
-        if device is None:
-            return jax.local_devices()[0]
         wanted = device if isinstance(device, Device) else Device.parse(device)
         found = jax.local_devices(backend=wanted.kind)
     except RuntimeError as problem:
@@ -37,15 +38,26 @@ def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
     return found[wanted.index]
 
 
+def _default_device() -> JaxDevice:
+    chosen = jax.config.values["jax_default_device"]
+    if chosen is not None and not isinstance(chosen, str):
+        return chosen
+    try:
+        return jax.local_devices(backend=chosen)[0]  # the first of all where nothing was chosen
+    except RuntimeError as problem:
+        raise DeviceError(f"jax_default_device is {chosen!r}: {problem}") from None
+
+
 def default_dtype(device: JaxDevice) -> str:
     """Float32 on CPU, where XLA's narrower products are slow; bfloat16 elsewhere."""
     return "float32" if device.platform == "cpu" else "bfloat16"
 
 
 def free_bytes(device: JaxDevice) -> int:
-    """Memory that is free on a device now."""
+    """Memory that is free on a device now; on a CPU, what the machine has and this process's container allows."""
     if device.platform == "cpu":
-        return psutil.virtual_memory().available
+        available, allowed = psutil.virtual_memory().available, allowed_bytes()
+        return available if allowed is None else min(available, allowed)
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise DeviceError(f"{device} does not tell its free memory: give kv_blocks")

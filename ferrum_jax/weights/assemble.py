@@ -1,6 +1,6 @@
 """Parameter trees out of named tensors, every leaf set exactly once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -66,6 +66,11 @@ def refuse_mismatched(
         if name in found and tuple(found[name]) != spec.shape
     ]
     problems += [f"{name} is unknown" for name in found if name not in wanted and not ignorable(name)]
+    refuse_listed(path, problems)
+
+
+def refuse_listed(path: Path, problems: Sequence[str]) -> None:
+    """Raises one error for all `problems` of the file at `path`, if there are any; a long list is counted."""
     if problems:
         rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise InvalidFormatError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")

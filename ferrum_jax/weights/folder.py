@@ -10,23 +10,56 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    ConfigError,
+    FerrumError,
+    InvalidFormatError,
+    IOError,
+    NotFoundError,
+    UnsupportedError,
+)
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, or raises an error that names the file."""
+    """Reads a JSON object.
+
+    Raises:
+        NotFoundError: there is no such file.
+        IOError: it cannot be read.
+        InvalidFormatError: it holds no JSON object.
+    """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise NotFoundError(f"{path} does not exist") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as problem:
+        value = json.loads(read_text(path))
+    except ValueError as problem:
+        if isinstance(problem, FerrumError):
+            raise
         raise InvalidFormatError(f"{path} is not JSON: {problem}") from None
+    except RecursionError:
+        raise InvalidFormatError(f"{path} is JSON that is nested too deeply to be read") from None
     if not isinstance(value, dict):
         raise InvalidFormatError(f"{path} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def read_text(path: Path) -> str:
+    """Reads a text in UTF-8.
+
+    Raises:
+        NotFoundError: there is no such file.
+        IOError: it cannot be read.
+        InvalidFormatError: it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFoundError(f"{path} does not exist") from None
+    except OSError as problem:
+        raise IOError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except UnicodeDecodeError as problem:
+        raise InvalidFormatError(f"{path} is not UTF-8: {problem}") from None
 
 
 class SafetensorsSource:
@@ -47,30 +80,42 @@ class SafetensorsSource:
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor."""
-        path = self._file_of[name]
-        try:
-            with safe_open(path, framework="numpy") as shard:
-                return shard.get_tensor(name)
-        except (SafetensorError, OSError) as problem:
-            raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
+        return read_tensor(self._file_of[name], name)
 
     def _scan(self, path: Path) -> None:
-        try:
-            with safe_open(path, framework="numpy") as shard:
-                for name in shard.keys():  # noqa: SIM118  # not a mapping
-                    tensor = shard.get_slice(name)
-                    if tensor.get_dtype() not in DTYPES:
-                        raise UnsupportedError(
-                            f"{path}: tensor {name} is {tensor.get_dtype()}, supported are {', '.join(DTYPES)}"
-                        )
-                    if name in self._file_of:
-                        raise InvalidFormatError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
-                    self._file_of[name] = path
-                    self._shapes[name] = tuple(tensor.get_shape())
-        except FileNotFoundError:
-            raise NotFoundError(f"{path}: this shard is missing") from None
-        except (SafetensorError, OSError) as problem:
-            raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
+        for name, shape in read_header(path).items():
+            if name in self._file_of:
+                raise InvalidFormatError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
+            self._file_of[name] = path
+            self._shapes[name] = shape
+
+
+def read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a safetensors file, none of which is read."""
+    shapes = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                tensor = file.get_slice(name)
+                if tensor.get_dtype() not in DTYPES:
+                    raise UnsupportedError(
+                        f"{path}: tensor {name} is {tensor.get_dtype()}, supported are {', '.join(DTYPES)}"
+                    )
+                shapes[name] = tuple(tensor.get_shape())
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as problem:
+        raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
+    return shapes
+
+
+def read_tensor(path: Path, name: str) -> np.ndarray:
+    """Reads one tensor of a safetensors file."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return file.get_tensor(name)
+    except (SafetensorError, OSError) as problem:
+        raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
 
 
 def _read_config(path: Path) -> ModelConfig:

@@ -1,6 +1,7 @@
 """GGUF files, dequantised through the `gguf` package; the configuration comes out of the file itself."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,9 @@ class GgufSource:
         self.path = path
         self.file = GgufFile(path)
         try:
-            self.config = ModelConfig.from_hf(self._hf_config())
+            # One switch of Hugging Face stands for all four projections, and a file may have biases on any.
+            out_bias = any(tensor.name == "blk.0.attn_output.bias" for tensor in self.file.tensors)
+            self.config = replace(ModelConfig.from_hf(self._hf_config()), attention_out_bias=out_bias)
         except (ConfigError, UnsupportedError) as problem:
             raise type(problem)(f"{path}: {problem}") from None
         except (TypeError, ValueError, ZeroDivisionError, IndexError) as problem:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_jax import SamplingParams
-from ferrum_jax.contract.errors import DeviceError, ModelError, ResourceExhaustedError
+from ferrum_jax.contract.errors import DeviceError, ModelError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecodeRow, Logits, UnifiedRow
 from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.request import Request
@@ -290,3 +290,76 @@ def test_an_interrupt_between_forward_and_choice_loses_no_token(monkeypatch: pyt
         engine.step()
     assert one.answer == answer(model, [1, 2, 3], 4)
     assert model.lengths == {}
+
+
+class PickyLLM(CountingLLM):
+    """Refuses every call with the token 13 in it before anything changes, as a model does that checks more."""
+
+    def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
+        if 13 in tokens:
+            raise RequestValidationError(f"{cache_id!r} holds a 13")
+        return super().prefill(cache_id, tokens)
+
+
+class PickyUnifiedLLM(PickyLLM):
+    """The same with a unified forward, all or nothing."""
+
+    def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
+        if any(13 in tokens for _, tokens, _, _ in items):
+            raise RequestValidationError("a row holds a 13")
+        for cache_id, _, offset, _ in items:
+            assert offset == self.lengths.get(cache_id, 0)
+        rows = [self.prefill(cache_id, tokens) for cache_id, tokens, _, _ in items]
+        return [row if item[3] else None for row, item in zip(rows, items, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [PickyLLM, PickyUnifiedLLM])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_request_that_the_model_refuses_fails_alone(kind: type[PickyLLM], at: int):
+    model = kind()
+    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    prompts = [[1, 2], [3, 4, 5], [6] * 9]
+    prompts[at] = [2] * 6 + [13]  # refused once the others are half-way
+    requests = [request(engine, prompt, 5) for prompt in prompts]
+    finish(engine, requests, most=100)
+    for i, prompt in enumerate(prompts):
+        if i != at:
+            assert requests[i].output().token_ids == answer(model, prompt, 5)
+    with pytest.raises(RequestValidationError, match="13"):
+        requests[at].output()
+    assert model.lengths == {}
+
+
+@settings(max_examples=100, deadline=None)
+@given(work=PROMPTS, unified=st.booleans(), max_rows=st.integers(1, 5), chunk=st.integers(1, 9))
+def test_refused_requests_never_change_the_answers_of_others(
+    work: list[tuple[list[int], int]], unified: bool, max_rows: int, chunk: int
+):
+    model = PickyUnifiedLLM() if unified else PickyLLM()
+    engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk)
+    requests = [request(engine, prompt, count) for prompt, count in work]
+    finish(engine, requests)
+    for one, (prompt, count) in zip(requests, work, strict=True):
+        expected = answer(model, prompt, count)
+        if 13 in [*prompt, *expected[:-1]]:  # the last is never read
+            with pytest.raises(RequestValidationError):
+                one.output()
+        else:
+            assert one.output().token_ids == expected
+    assert model.lengths == {}
+
+
+def test_after_a_reset_running_requests_are_read_anew():
+    model = UnifiedLLM(pool=100)
+    engine = Engine(model, max_rows=2, chunk_tokens=8)
+    one = request(engine, [1, 2, 3], 4)
+    engine.submit(one)
+    engine.step()
+    engine.step()
+    model.prefill("somebody else's", [1])
+    model.reset = model.lengths.clear
+    engine.reset()
+    assert model.lengths == {}
+    finish(engine, [request(engine, [4], 2)])
+    assert one.output().token_ids == answer(model, [1, 2, 3], 4)
+    assert model.batches[2] == [5, 1]

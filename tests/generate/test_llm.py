@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LLM, EngineConfig, SamplingParams, models
-from ferrum_jax.contract.errors import CancelledError, FerrumError, ModelError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    DeviceError,
+    FerrumError,
+    ModelError,
+    RequestValidationError,
+    UnsupportedError,
+)
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
@@ -207,6 +214,31 @@ def test_an_error_of_the_model_reaches_who_asked_and_the_llm_goes_on():
     assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
 
 
+@pytest.mark.parametrize("progress", [False, True])
+def test_a_prompt_that_fails_costs_the_others_nothing_if_errors_are_returned(progress: bool):
+    llm, model = counting()
+    prefill = model.prefill
+
+    def picky(cache_id: str, tokens: Sequence[int]) -> Logits:
+        if 22 in tokens:
+            raise RequestValidationError("22 is not to my taste")
+        return prefill(cache_id, tokens)
+
+    model.prefill = picky
+    params = SamplingParams(max_tokens=3)
+    outs = llm.generate(PROMPTS, params, progress=progress, return_errors=True)
+    for out, prompt in zip(outs, PROMPTS, strict=True):
+        if prompt[0] == 22:
+            assert (out.finish_reason, out.token_ids, out.text) == ("error", [], "")
+            assert isinstance(out.error, RequestValidationError)
+        else:
+            assert (out.finish_reason, out.token_ids, out.error) == ("length", answer(model, prompt, 3), None)
+    with pytest.raises(RequestValidationError, match="taste") as refusal:
+        llm.generate(PROMPTS, params, progress=progress)
+    assert refusal.value.__notes__ == ["prompts[3] of 6"]
+    assert model.lengths == {}
+
+
 def test_threads_share_the_batch_and_each_gets_its_own_answers():
     llm, model = counting(max_rows=3, max_seqs=4)
     problems: list[BaseException] = []
@@ -316,6 +348,36 @@ def test_a_prompt_can_be_prepared_without_a_trace(llm: LLM, runner: ModelRunner)
     llm.prepare(IDS[1])
     assert (runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()) == before
     assert not runner._sequences.slots.cache_ids
+
+
+def test_preparing_compiles_the_sampler_where_it_is_needed(runner: ModelRunner):
+    llm = LLM.from_model(runner, max_rows=4)
+    llm.prepare(IDS[1], SamplingParams(top_p=0.5))
+    assert llm._engine.sampler._compiled == {}
+    llm.prepare(IDS[1], SamplingParams(temperature=0.5))
+    assert sorted(llm._engine.sampler._compiled) == [1]
+
+
+def test_a_reset_drops_every_sequence_and_brings_a_failed_model_back(
+    llm: LLM, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+):
+    params = SamplingParams(max_tokens=COUNT)
+    expected = llm.generate(IDS, params)
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: unplugged")
+
+    runner.prefill("by hand", [1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._steps, "get", lambda _: fail)
+        with pytest.raises(DeviceError, match="unplugged"):
+            llm.generate(IDS, params)
+    with pytest.raises(DeviceError, match="reset"):
+        llm.generate(IDS, params)
+    llm.reset()
+    assert runner.kv_len("by hand") is None
+    assert [out.token_ids for out in llm.generate(IDS, params)] == [out.token_ids for out in expected]
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 25
 
 
 def test_warmup_leaves_nothing_to_compile(runner: ModelRunner):

@@ -143,4 +143,4 @@ def test_the_time_to_the_first_token_is_that_of_the_first():
     ],
 )  # fmt: skip
 def test_plain_greedy_is_the_arg_max_and_nothing_else(params: dict[str, Any], plain: bool):
-    assert make(**params).is_plain_greedy is plain
+    assert SamplingParams(**params).is_plain_greedy is plain

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import SamplingParams
+from ferrum_jax.contract.errors import BackendError, DeviceError
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.sampler import Sampler
 from ferrum_jax.generate.stops import StopWatcher
@@ -84,6 +85,29 @@ def test_a_draw_moves_with_the_position(sampler: Sampler):
 def test_top_k_may_exceed_the_vocabulary_and_any_integer_type(sampler: Sampler):
     wide = request(temperature=1.0, top_k=2**40)
     assert sampler.choose([wide], [LOGITS[0]]) == sampler.choose([request(temperature=1.0)], [LOGITS[0]])
+
+
+def test_what_one_request_needs_can_be_compiled_ahead():
+    sampler = Sampler(V, 3)
+    sampler.prepare(SamplingParams(top_k=3))
+    assert sampler._compiled == {}
+    sampler.prepare(SamplingParams(logprobs=True))
+    assert sorted(sampler._compiled) == [1]
+
+
+def test_failures_below_are_errors_of_this_package(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: out of luck")
+
+    sampler = Sampler(V, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.stages.Lowered, "compile", fail)
+        with pytest.raises(BackendError, match=r"the sampler of 1 rows does not compile: .*out of luck"):
+            sampler.choose([request(temperature=1.0)], [LOGITS[0]])
+    sampler.warmup()
+    monkeypatch.setitem(sampler._compiled, 1, fail)
+    with pytest.raises(DeviceError, match=r"sampling 1 rows failed on the device: .*out of luck"):
+        sampler.choose([request(temperature=1.0)], [LOGITS[0]])
 
 
 def test_warmup_compiles_every_bucket():

@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
+from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
 from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 
@@ -354,6 +355,40 @@ def test_special_tokens_come_from_either_file(tmp_path: Path):
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.bos_token, tokenizer.pad_token) == ("<bos>", "<eos>")
     assert tokenizer.encode("a") == [256, *make_backend().encode("a").ids]
+
+
+@pytest.mark.parametrize("token", ["<nowhere>", ""])
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_frame_of_a_token_that_is_not_there_is_refused(tmp_path: Path, name: str, token: str):
+    write_folder(tmp_path, tokenizer_config={f"{name}_token": token, f"add_{name}_token": True})
+    with pytest.raises(InvalidFormatError, match=rf"tokenizer_config\.json: .*{name}_token is '{token}'.* 258 tokens"):
+        load_tokenizer(tmp_path)
+    added = {"258": {"content": token, "special": True}} if token else {}
+    write_folder(
+        tmp_path,
+        tokenizer_config={f"{name}_token": token or None, f"add_{name}_token": True, "added_tokens_decoder": added},
+    )
+    assert (258 in load_tokenizer(tmp_path).encode("a")) == bool(token)
+
+
+UNREADABLE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+
+
+@pytest.mark.parametrize("name", [*UNREADABLE, "chat_template.jinja", "tokenizer.json"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str):
+    write_folder(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(FerrumError, match=re.escape(name)):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_json_that_is_nested_too_deeply_is_refused(tmp_path: Path, name: str):
+    write_folder(tmp_path)
+    (tmp_path / name).write_text('{"a":' + "[" * 100_000)
+    with pytest.raises(InvalidFormatError, match=re.escape(name)):
+        load_tokenizer(tmp_path)
 
 
 def test_tokens_beyond_tokenizer_json_are_added_in_order_of_id(tmp_path: Path):

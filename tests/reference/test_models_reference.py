@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import ferrum_jax
 from ferrum_jax import models
+from ferrum_jax.models.rotary import frequencies
 from scripts.make_references import load_tiny, logits_of
 from tests import tiny
 
@@ -53,6 +55,17 @@ def test_serving_what_transformers_saved_gives_its_logits_at_every_position(name
     engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=(32,))
     with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
         np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("yarn", 4.0), ("yarn", None), ("llama3", 4.0)])
+def test_an_outer_original_length_is_taken_as_transformers_takes_it(kind: str, factor: float | None):
+    scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": 16}
+    scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    settings = tiny.CONFIGS["llama3"] | {"rope_scaling": scaling, "original_max_position_embeddings": 32}
+    found, magnitude = frequencies(ferrum_jax.ModelConfig.from_hf(settings))
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**settings))
+    np.testing.assert_allclose(found, theirs.inv_freq, rtol=1e-6)
+    assert magnitude == pytest.approx(theirs.attention_scaling)
 
 
 @every_model

@@ -32,6 +32,34 @@ def test_a_device_is_found_by_name_by_value_and_by_default():
     assert find_device(given) is given
 
 
+def test_the_default_device_is_the_one_that_jax_was_told(monkeypatch: pytest.MonkeyPatch):
+    asked: list[str | None] = []
+
+    def local_devices(backend: str | None = None) -> list[FakeDevice]:
+        asked.append(backend)
+        if backend == "tpu":
+            raise RuntimeError("no tpu here")
+        return [FakeDevice(device_kind=backend or "first"), FakeDevice(id=1)]
+
+    cpu = jax.local_devices(backend="cpu")[0]
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    assert find_device(None).device_kind == "first"
+    with jax.default_device(cpu):
+        assert find_device(None) is cpu
+    with jax.default_device("cpu"):
+        assert find_device(None).device_kind == "cpu"
+    with jax.default_device("tpu"), pytest.raises(DeviceError, match="jax_default_device is 'tpu': no tpu here"):
+        find_device(None)
+    assert asked == [None, "cpu", "tpu"]
+
+
+def test_a_containers_limit_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ferrum_jax.sharding.devices.allowed_bytes", lambda: 12345)
+    assert free_bytes(find_device("cpu")) == 12345
+    monkeypatch.setattr("ferrum_jax.sharding.devices.allowed_bytes", lambda: 2**62)
+    assert free_bytes(find_device("cpu")) <= psutil.virtual_memory().total
+
+
 @pytest.mark.parametrize("name", ["", "gpu", "cpu:1", "cuda:-1", "CPU", "cuda:0:0"])
 def test_a_name_that_names_no_device_is_refused(name: str):
     with pytest.raises(InvalidParameterError):

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import ferrum_jax
-from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, IOError, NotFoundError, UnsupportedError
 from ferrum_jax.weights.folder import SafetensorsSource
 from tests import tiny
 
@@ -122,6 +122,27 @@ def test_a_corrupted_index_or_configuration_is_refused_by_name(tmp_path: Path):
         ):
             (folder / file).write_bytes(content)
             assert refuse(folder)
+
+
+@pytest.mark.parametrize("name", [INDEX, "config.json"])
+def test_a_json_file_that_cannot_be_read_is_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tiny.write_folder(tmp_path, CONFIG, shards=3)
+    for text in ('{"a":' + "[" * 100_000, '{"a": ' + "1" * 5000 + "}"):
+        (folder / name).write_text(text)
+        assert name in refuse(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(IOError, match=name):
+        ferrum_jax.load_params(folder)
+    (folder / name).rmdir()
+
+    def locked(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    tiny.write_folder(tmp_path, CONFIG, shards=3)
+    monkeypatch.setattr(Path, "read_text", locked)
+    with pytest.raises(IOError, match=r"config\.json cannot be read: Permission denied"):
+        ferrum_jax.load_params(folder)
 
 
 def test_a_missing_shard_is_refused_by_name(tmp_path: Path):

@@ -121,13 +121,29 @@ def refuse(path: Path, kind: type[FerrumError] = FerrumError) -> str:
 @pytest.mark.parametrize("name", ["llama2", "llama3", "llama_biases", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"])
 def test_every_architecture_gives_the_tensors_and_the_configuration_of_the_folder(name: str, tmp_path: Path):
     config = tiny.CONFIGS[name] | ({"mlp_bias": False} if name == "llama_biases" else {})
-    without = tuple(n for n in tiny.tensors(config) if n.endswith("o_proj.bias"))
-    params, cfg = ferrum_jax.load_params(write_gguf(tmp_path / "model.gguf", config, without=()))
+    params, cfg = ferrum_jax.load_params(write_gguf(tmp_path / "model.gguf", config))
     expected = ModelConfig.from_hf(config)
     assert {**vars(cfg), "rms_norm_eps": 0} == {**vars(expected), "rms_norm_eps": 0}
     assert cfg.rms_norm_eps == pytest.approx(expected.rms_norm_eps, rel=1e-6)
     tiny.assert_same_tree(params, tiny.tiny_params(config))
-    assert not without or cfg.attention_out_bias
+
+
+@pytest.mark.parametrize("name", ["llama_biases", "qwen2"])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_output_projection_has_a_bias_where_the_file_has_one(name: str, biased: bool, tmp_path: Path):
+    config = tiny.CONFIGS[name] | {"mlp_bias": False}
+    named = tiny.tensors(config)
+    out = [f"model.layers.{i}.self_attn.o_proj.bias" for i in range(config["num_hidden_layers"])]
+    if biased:
+        named |= {key: tiny.seeded_tensor(tiny.SEED, key, (config["hidden_size"],)) for key in out}
+    extra = {gguf_name(key): named[key] for key in out} if biased and name == "qwen2" else {}
+    path = write_gguf(tmp_path / "model.gguf", config, extra=extra, without=() if biased else tuple(out))
+    params, cfg = ferrum_jax.load_params(path)
+    assert (cfg.attention_bias, cfg.attention_out_bias) == (True, biased)
+    found = named_leaves(params)
+    assert [key in found for key in out] == [biased] * len(out)
+    for key in out if biased else ():
+        np.testing.assert_array_equal(found[key], named[key])
 
 
 def test_a_llama_file_with_a_window_is_a_mistral(tmp_path: Path):

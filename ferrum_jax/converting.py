@@ -1,0 +1,83 @@
+"""Any checkpoint to an Orbax one, with its tokenizer beside it."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from ferrum_jax.config import EngineConfig, dtype_name
+from ferrum_jax.contract.errors import AlreadyExistsError, IOError
+from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.hub import resolve
+from ferrum_jax.loading import load_params, open_checkpoint
+from ferrum_jax.weights import orbax
+from ferrum_jax.weights.gguf import GgufSource
+
+BESIDE = (  # what a Hugging Face folder holds besides its weights; the tokenizer reads ids from the configurations too
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
+)  # fmt: skip
+
+
+def convert(
+    source: str | os.PathLike[str] | None,
+    destination: str | os.PathLike[str],
+    dtype: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Writes a model as an Orbax checkpoint, which loads without any arithmetic, and its tokenizer's files beside it.
+
+    The weights pass through the host's memory, whole. The folder appears at the end or not at all.
+
+    Args:
+        source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
+            model. Quantised weights are written as the numbers they stand for.
+        destination: the new folder.
+        dtype: of the weights; the one that the configuration names if None, float32 for a GGUF.
+        progress: show bars on standard error while working.
+
+    Returns:
+        The folder, which `load`, `load_params` and `LLM` take.
+
+    Raises:
+        AlreadyExistsError: there is something at `destination`; nothing was read.
+        IOError: the folder cannot be written.
+        FerrumError: the model cannot be found or read.
+    """
+    folder = Path(destination).expanduser().absolute()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over what is there")
+    opened = open_checkpoint(resolve(source, progress=progress))
+    dtype = dtype_name(opened.config.dtype if dtype is None else dtype)
+    EngineConfig(dtype=dtype)
+    tokenizer = _gguf_tokenizer(opened) if isinstance(opened, GgufSource) else None
+    params, cfg = load_params(opened, dtype, device="cpu", progress=progress)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-", ignore_cleanup_errors=True) as work:
+            made = Path(work, "checkpoint")
+            orbax.save(made, params, replace(cfg, dtype=dtype))
+            if tokenizer is not None:
+                tokenizer.save(made)
+            elif opened.path.is_dir():
+                _copy_beside(opened.path, made)
+            os.replace(made, folder)
+    except OSError as problem:
+        if isinstance(problem, IOError):
+            raise
+        raise IOError(f"cannot write the checkpoint {folder}: {problem}") from problem
+    return folder
+
+
+def _gguf_tokenizer(source: GgufSource) -> Tokenizer | None:
+    """Reads the vocabulary of a file that has one."""
+    return Tokenizer.from_gguf(source.file) if "tokenizer.ggml.model" in source.file.metadata else None
+
+
+def _copy_beside(source: Path, destination: Path) -> None:
+    for name in BESIDE:
+        if (source / name).is_dir():
+            shutil.copytree(source / name, destination / name)
+        elif (source / name).is_file():
+            shutil.copyfile(source / name, destination / name)

@@ -1,0 +1,114 @@
+"""Adapters (LoRA) before and after they have values: stacks beside a model's parameters, one row for each adapter.
+
+A tree of stacks has the paths of the parameters, down to the projection: `model.layers.3.self_attn.q_proj` holds
+`down` `[A, R, D]` and `up` `[F, A, R]`. An adapter's own tree has the same paths, with `down` `[R, D]` and `up`
+`[F, R]`. Ranks below R are padded with zeros, which changes nothing; the scale (alpha / r) is part of `up`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.models import specs
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamSpec, ParamTree
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSpec:
+    """How many adapters fit beside a model, and up to which rank."""
+
+    max_loras: int  # A
+    max_rank: int  # R
+
+    def __post_init__(self):
+        for name, value in (("max_loras", self.max_loras), ("max_lora_rank", self.max_rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1 where adapters are used")
+
+
+def stack_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
+    """Describes every stack; `specs.initialise` draws what LoRA tuning starts from: `down` normal and `up` zero."""
+
+    def stack(weight: ParamSpec) -> ParamTree:
+        (out_size, in_size), (out_axis, in_axis) = weight.shape, weight.axes
+        adapters, rank = spec.max_loras, spec.max_rank
+        return {
+            "down": ParamSpec((adapters, rank, in_size), ("adapter", "rank", in_axis)),
+            "up": ParamSpec((out_size, adapters, rank), (out_axis, "adapter", "rank"), "zeros"),
+        }
+
+    return _map_projections(cfg, stack)
+
+
+def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
+    """Describes the tree of one adapter, its rank padded to `spec.max_rank`."""
+
+    def halves(weight: ParamSpec) -> ParamTree:
+        (out_size, in_size), (out_axis, in_axis) = weight.shape, weight.axes
+        return {
+            "down": ParamSpec((spec.max_rank, in_size), ("rank", in_axis)),
+            "up": ParamSpec((out_size, spec.max_rank), (out_axis, "rank"), "zeros"),
+        }
+
+    return _map_projections(cfg, halves)
+
+
+def empty(cfg: ModelConfig, spec: LoraSpec, dtype: str) -> ParamTree:
+    """Gives stacks of zeros, whose rows all change nothing. `dtype` must be that of the parameters."""
+    shapes = specs.shapes(stack_specs(cfg, spec), dtype)
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
+    """Puts an adapter's tree into row `index` of the stacks, which must be from 0 to A - 1; it may be traced.
+
+    Pure: donate `stacks` to have it done in place. Leaves of `adapter` may be NumPy's.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, stack, own: stack.at[_row(path, index)].set(own), stacks, adapter
+    )
+
+
+def remove(stacks: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
+    """Puts zeros into row `index` of the stacks, as `install` would."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, stack: stack.at[_row(path, index)].set(jnp.zeros((), stack.dtype)), stacks
+    )
+
+
+def _row(path: tuple[Any, ...], index: int | Int[Array, ""]) -> tuple[Any, ...]:
+    """Where an adapter lies in a stack: on the first axis of `down`, on the second of `up`."""
+    return (index,) if specs.name_of(path[-1:]) == "down" else (slice(None), index)
+
+
+def projections(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """Maps the name of every product that can be adapted, such as `model.layers.3.mlp.up_proj`, to its weight."""
+    weights = specs.named_leaves(_map_projections(cfg, lambda weight: {"weight": weight}))
+    return {name.removesuffix(".weight"): weight for name, weight in weights.items()}
+
+
+def _map_projections(cfg: ModelConfig, function: Callable[[ParamSpec], ParamTree]) -> ParamTree:
+    layers = family(cfg).param_specs(cfg)["model"]["layers"]
+    blocks = ("self_attn", "mlp")
+    return {
+        "model": {
+            "layers": [
+                {
+                    block: {
+                        name: function(layer[block][name]["weight"]) for name in PROJECTIONS if name in layer[block]
+                    }
+                    for block in blocks
+                }
+                for layer in layers
+            ]
+        }
+    }

@@ -1,0 +1,162 @@
+"""Adapters in PEFT's format: a directory of `adapter_config.json` and `adapter_model.safetensors`.
+
+Checked against PEFT itself: tests/models/test_adapters.py, tests/reference/test_adapters_reference.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import (
+    ConfigError,
+    InvalidFormatError,
+    NotFoundError,
+    RequestValidationError,
+    UnsupportedError,
+)
+from ferrum_jax.models import adapters, specs
+from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.weights.assemble import refuse_listed, refuse_mismatched
+from ferrum_jax.weights.folder import read_header, read_json, read_tensor
+from ferrum_jax.weights.peft_config import PeftConfig
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLE = "adapter_model.bin"
+
+Halves = tuple[NDArray[np.float32], NDArray[np.float32]]  # down [r, D], up [F, r]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PeftAdapter:
+    """One adapter of one model, as its directory has it."""
+
+    path: Path
+    cfg: ModelConfig
+    rank: int  # the largest of its projections
+    projections: Mapping[str, Halves]  # such as `model.layers.3.self_attn.q_proj`; the scale is part of `up`
+
+
+def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
+    """Reads an adapter for a model; every tensor must belong to it, and every target have its tensors.
+
+    Raises:
+        NotFoundError: the directory or one of its two files does not exist.
+        UnsupportedError: it changes the model in a way that is not implemented.
+        ConfigError: a setting is missing, has the wrong type or fits no projection of the model.
+        InvalidFormatError: a file is damaged, or tensors are missing, unknown, of a wrong shape or not finite: all of
+            them in one message.
+    """
+    folder = Path(folder)
+    config = _read_config(folder)
+    products = {name: weight for name, weight in adapters.projections(cfg).items() if config.is_target(name)}
+    _refuse_misdirected(folder / CONFIG, config, products)
+    path = _weights_of(folder)
+    tensor_of = _canonical(path, read_header(path))
+    refuse_mismatched(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(config, products))
+    halves = {
+        name: (
+            _read(path, tensor_of[_name(name, "A")][0], 1.0),
+            _read(path, tensor_of[_name(name, "B")][0], config.scale_of(name)),
+        )
+        for name in products
+    }
+    refuse_listed(
+        path,
+        [
+            f"{tensor_of[_name(name, half)][0]} has values that are not finite in float32, its scale included"
+            for name, both in halves.items()
+            for half, values in zip("AB", both, strict=True)
+            if not np.isfinite(values).all()
+        ],
+    )
+    return PeftAdapter(path=folder, cfg=cfg, rank=max(config.rank_of(name) for name in products), projections=halves)
+
+
+def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
+    """Gives the tree of `models.adapters.adapter_specs`, in NumPy: ranks padded with zeros, as are other projections.
+
+    Raises:
+        RequestValidationError: the rank of the adapter is above `spec.max_rank`.
+        InvalidFormatError: values are not finite in `dtype`.
+    """
+    if adapter.rank > spec.max_rank:
+        raise RequestValidationError(
+            f"{adapter.path} has rank {adapter.rank}, more than max_lora_rank, which is {spec.max_rank}"
+        )
+    wanted = specs.named_leaves(adapters.adapter_specs(adapter.cfg, spec))
+    leaves = {name: np.zeros(leaf.shape, jnp.dtype(dtype)) for name, leaf in wanted.items()}
+    problems = []
+    for name, (down, up) in adapter.projections.items():
+        with np.errstate(over="ignore"):
+            leaves[f"{name}.down"][: len(down)] = down.astype(jnp.dtype(dtype))
+            leaves[f"{name}.up"][:, : up.shape[1]] = up.astype(jnp.dtype(dtype))
+        problems += [
+            f"{name}.{half} has values that are not finite in {dtype}"
+            for half in ("down", "up")
+            if not np.isfinite(leaves[f"{name}.{half}"]).all()
+        ]
+    refuse_listed(adapter.path, problems)
+    return specs.from_names(adapters.adapter_specs(adapter.cfg, spec), leaves)
+
+
+def _read_config(folder: Path) -> PeftConfig:
+    if not folder.is_dir():
+        raise NotFoundError(f"{folder} is no directory, expected one with {CONFIG} and {WEIGHTS}")
+    path = folder / CONFIG
+    try:
+        return PeftConfig.from_json(read_json(path))
+    except (ConfigError, UnsupportedError) as problem:
+        raise type(problem)(f"{path}: {problem}") from None
+
+
+def _refuse_misdirected(path: Path, config: PeftConfig, products: Mapping[str, ParamSpec]) -> None:
+    for other in ("lm_head", "model.embed_tokens"):
+        if config.is_target(other):
+            raise UnsupportedError(
+                f"{path}: adapters of {other} are not implemented, only of {', '.join(adapters.PROJECTIONS)}"
+            )
+    if not products:
+        raise ConfigError(f"{path}: target_modules name no projection of this model")
+
+
+def _weights_of(folder: Path) -> Path:
+    path = folder / WEIGHTS
+    if not path.exists() and (folder / PICKLE).exists():
+        raise UnsupportedError(f"{folder / PICKLE} is a pickle, which may run code: save the adapter as {WEIGHTS}")
+    return path
+
+
+def _canonical(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Maps today's name of every tensor to its own name, in which older files say `.default`, and its shape."""
+    named = {}
+    for name, shape in shapes.items():
+        today = name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
+        if today in named:
+            raise InvalidFormatError(f"{path}: {name} is there twice, also as {named[today][0]}")
+        named[today] = (name, shape)
+    return named
+
+
+def _tensors(config: PeftConfig, products: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+    wanted = {}
+    for name, weight in products.items():
+        (out_size, in_size), (out_axis, in_axis), rank = weight.shape, weight.axes, config.rank_of(name)
+        wanted[_name(name, "A")] = ParamSpec((rank, in_size), ("rank", in_axis))
+        wanted[_name(name, "B")] = ParamSpec((out_size, rank), (out_axis, "rank"))
+    return wanted
+
+
+def _name(product: str, half: str) -> str:
+    return f"base_model.model.{product}.lora_{half}.weight"
+
+
+def _read(path: Path, name: str, scale: float) -> NDArray[np.float32]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return read_tensor(path, name).astype(np.float32) * np.float32(scale)

@@ -1,0 +1,339 @@
+"""A state machine that calls every method of a runner in any order, and knows what each must answer."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from ferrum_jax.contract import (
+    FullLogits,
+    GreedyArgmax,
+    GreedyRepetitionPenalty,
+    KvSlotRequest,
+    LogitsReturnPolicy,
+    TokenSelectionMask,
+)
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.llm import choose
+from ferrum_jax.executor import ModelRunner
+from tests.executor.conftest import CAPACITY, CFG, Oracle, poison
+
+NAMES = "abcdef"  # more than the 4 slots
+V = CFG.vocab_size
+TOLERANCE = 1e-4  # float32 sums in another order; logits are of order 10
+BASES = [[(7 * i + 11 * base) % V for i in range(CAPACITY)] for base in range(3)]  # prompts share their beginnings
+IDS = st.sampled_from(NAMES)
+TOKENS = st.one_of(
+    st.builds(lambda base, n, tail: base[:n] + tail, st.sampled_from(BASES), st.integers(1, CAPACITY), st.just([])),
+    st.builds(
+        lambda base, n, tail: base[:n] + tail,
+        st.sampled_from(BASES),
+        st.integers(0, 30),
+        st.lists(st.integers(0, V - 1), min_size=1, max_size=12),
+    ),
+)
+PICK = st.integers(0, 11)
+POLICIES = st.one_of(
+    st.just(FullLogits()),
+    st.just(GreedyArgmax()),
+    st.builds(
+        lambda mask, penalty, ids: GreedyArgmax(
+            token_mask=TokenSelectionMask(fingerprint=len(mask), valid_token_mask=[*mask, 1]),
+            repetition_penalty=GreedyRepetitionPenalty(penalty=penalty, token_ids=ids),
+        ),
+        st.lists(st.integers(0, 1), max_size=V - 1),
+        st.sampled_from([0.5, 1.7]),
+        st.lists(st.integers(0, V - 1), max_size=4),
+    ),
+)
+
+
+def everything(runner: ModelRunner, oracle: Oracle, progress: Callable[[], Any] = lambda: None):
+    """Makes the machine for a runner whose prefixes are reused."""
+
+    class Machine(RuleBasedStateMachine):
+        def __init__(self):
+            super().__init__()
+            runner.reset()
+            poison(runner)
+            self.sequences: dict[str, list[int]] = {}
+            self.reserved: dict[str, int] = {}  # blocks
+            counts = runner.cache_metrics_snapshot()
+            self.lookups = counts["hits"] + counts["misses"]
+
+        def expect(self, answer: Any, tokens: Sequence[int], policy: LogitsReturnPolicy) -> None:
+            expected = oracle(tokens)[-1]
+            if isinstance(policy, FullLogits):
+                np.testing.assert_allclose(answer, expected, atol=TOLERANCE, rtol=0)
+                return
+            best = choose(expected, policy)
+            if answer != best:  # only where two are as good as equal
+                scores = [choose_score(expected, policy, token) for token in (answer, best)]
+                assert abs(scores[0] - scores[1]) <= 4 * TOLERANCE
+
+        def attempt(self, grown: dict[str, list[int]], call: Callable[[], Any]) -> Any:
+            """Runs a call that appends tokens; gives None if it was refused, which must have changed nothing."""
+            progress()
+            before = self.books()
+            if any(len(self.sequences.get(key, [])) + len(new) > CAPACITY for key, new in grown.items()):
+                with pytest.raises(RequestValidationError, match="capacity"):
+                    call()
+                assert self.books() == before
+                return None
+            try:
+                answers = call()
+            except ResourceExhaustedError as problem:
+                refusal = problem
+            else:
+                for key, new in grown.items():
+                    self.sequences[key] = self.sequences.get(key, []) + new
+                return answers
+            assert refusal.needed is not None
+            assert refusal.free is not None
+            assert refusal.needed > refusal.free
+            assert self.books() == before
+            newcomers = sum(key not in self.sequences for key in grown)
+            assert newcomers > 4 - len(self.sequences) or self.could_be_short(grown)
+            return None
+
+        def could_be_short(self, grown: dict[str, list[int]]) -> bool:
+            """Whether the blocks would be short if nothing at all were reused."""
+            held = {block for key in self.sequences for block in live(runner, key).blocks}
+            lacking = sum(
+                max(0, -(-(len(self.sequences.get(key, [])) + len(new)) // 8) - self.num_blocks(key)) + 1
+                for key, new in grown.items()
+            )
+            return len(held) + lacking > 18
+
+        def num_blocks(self, key: str) -> int:
+            return len(live(runner, key).blocks) if key in self.sequences else 0
+
+        def books(self) -> tuple[Any, ...]:
+            slots = runner._sequences.slots
+            rows = [
+                (key, one.slot, list(one.tokens), list(one.blocks))
+                for key in NAMES
+                if (one := slots.get(key)) is not None
+            ]
+            return rows, slots.pool.num_free, runner.cache_metrics_snapshot()
+
+        def live_id(self, pick: int) -> str:
+            """One of the live ids, or one that is unknown if there are none."""
+            known = sorted(self.sequences)
+            return known[pick % len(known)] if known else NAMES[pick % len(NAMES)]
+
+        def at(self, key: str) -> int:
+            return len(self.sequences.get(key, []))
+
+        @rule(key=IDS, tokens=TOKENS)
+        def prefill(self, key: str, tokens: list[int]):
+            tokens = tokens[: max(1, CAPACITY - self.at(key))]
+            answer = self.attempt({key: tokens}, lambda: runner.prefill(key, tokens))
+            if answer is not None:
+                self.lookups += len(tokens) > 1
+                self.expect(answer, self.sequences[key], FullLogits())
+
+        @rule(key=IDS, tokens=TOKENS)
+        def prefill_whatever_the_capacity(self, key: str, tokens: list[int]):
+            answer = self.attempt({key: tokens}, lambda: runner.prefill(key, tokens))
+            if answer is not None:
+                self.lookups += len(tokens) > 1
+                self.expect(answer, self.sequences[key], FullLogits())
+
+        @rule(work=st.dictionaries(IDS, TOKENS, min_size=1, max_size=3))
+        def verify(self, work: dict[str, list[int]]):
+            rows = self.attempt(work, lambda: runner.forward_verify_batch(list(work.items())))
+            for (key, tokens), logits in zip(work.items(), rows or [], strict=rows is not None):
+                expected = oracle(self.sequences[key])[-len(tokens) :]
+                np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+
+        @rule(work=st.dictionaries(IDS, st.tuples(st.integers(0, V - 1), POLICIES)))
+        def decode(self, work: dict[str, tuple[int, LogitsReturnPolicy]]):
+            batch = [(key, token, self.at(key)) for key, (token, _) in work.items()]
+            policies = [policy for _, policy in work.values()]
+            rows = self.attempt(
+                {key: [token] for key, (token, _) in work.items()},
+                lambda: runner.decode_batch_with_logits_policy(batch, policies),
+            )
+            for (key, (_, policy)), answer in zip(work.items(), rows or [], strict=rows is not None):
+                self.expect(answer, self.sequences[key], policy)
+
+        @rule(work=st.dictionaries(IDS, st.tuples(TOKENS, st.booleans(), POLICIES)))
+        def unified(self, work: dict[str, tuple[list[int], bool, LogitsReturnPolicy]]):
+            items = [(key, tokens, self.at(key), last) for key, (tokens, last, _) in work.items()]
+            rows = self.attempt(
+                {key: tokens for key, (tokens, _, _) in work.items()},
+                lambda: runner.unified_forward_with_logits_policy(items, [policy for _, _, policy in work.values()]),
+            )
+            if rows is None:
+                return
+            self.lookups += sum(len(tokens) > 1 for tokens, _, _ in work.values())
+            for (key, (_, last, policy)), answer in zip(work.items(), rows, strict=True):
+                assert (answer is not None) == last
+                if last:
+                    self.expect(answer, self.sequences[key], policy)
+
+        @rule(key=IDS, length=st.integers(0, CAPACITY + 3))
+        def truncate(self, key: str, length: int):
+            progress()
+            runner.truncate_kv(key, length)
+            if key in self.sequences:
+                self.sequences[key] = self.sequences[key][:length]
+
+        @rule(pick=PICK, back=st.integers(1, 12), tokens=TOKENS)
+        def go_back_and_on(self, pick: int, back: int, tokens: list[int]):
+            """What speculation does: some tokens are taken back and others follow."""
+            key = self.live_id(pick)
+            self.truncate(key, max(0, self.at(key) - back))
+            self.prefill(key, tokens)
+
+        @rule(pick=PICK, new=IDS)
+        def fork(self, pick: int, new: str):
+            progress()
+            key = self.live_id(pick)
+            before = self.books()
+            if key not in self.sequences or new in self.sequences:
+                with pytest.raises(RequestValidationError):
+                    runner.fork(key, new)
+            elif len(self.sequences) == 4:
+                with pytest.raises(ResourceExhaustedError, match="slots"):
+                    runner.fork(key, new)
+            else:
+                runner.fork(key, new)
+                self.sequences[new] = list(self.sequences[key])
+                return
+            assert self.books() == before
+
+        @rule(wanted=st.dictionaries(IDS, st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)), max_size=3))
+        def reserve(self, wanted: dict[str, tuple[int, int]]):
+            requests = [
+                KvSlotRequest(cache_id=key, target_len=target, admission_target_len=admission)
+                for key, (target, admission) in wanted.items()
+            ]
+            before = self.books()
+            progress()
+            try:
+                done = runner.reserve_kv_slots(requests)
+            except ResourceExhaustedError:
+                assert self.books() == before
+                return
+            assert done.free_blocks_before - done.free_blocks_after == sum(one.new_blocks for one in done.allocations)
+            assert done.free_blocks_after == runner.kv_slot_capacity_snapshot().free_blocks
+            for key, (target, _) in wanted.items():
+                if target:
+                    self.sequences.setdefault(key, [])
+            again = runner.reserve_kv_slots(requests)
+            assert again.free_blocks_before == again.free_blocks_after
+            # What was reserved can be written, whatever else happens in the pool.
+            for key, (target, _) in wanted.items():
+                for position in range(self.at(key), min(target, self.at(key) + 2)):
+                    logits = runner.decode(key, position % V, position)
+                    self.sequences[key].append(position % V)
+                    self.expect(logits, self.sequences[key], FullLogits())
+
+        @rule(work=st.dictionaries(IDS, TOKENS, min_size=1, max_size=3))
+        def interrupt(self, work: dict[str, list[int]]):
+            """An interrupt between the books and the device takes the books back."""
+            progress()
+            rows, free, _ = self.books()
+            items = [(key, tokens, self.at(key), True) for key, tokens in work.items()]
+
+            def stop(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("ferrum_jax.executor.device.packing.blank", stop)
+                with pytest.raises((KeyboardInterrupt, ResourceExhaustedError, RequestValidationError)):
+                    runner.unified_forward(items)
+            assert self.books()[:2] == (rows, free)
+
+        @rule(key=IDS)
+        def look_at_the_kv(self, key: str):
+            progress()
+            if key in self.sequences:
+                k, v = runner.kv_cache(key, 1)
+                assert k.shape == v.shape == (self.at(key), CFG.num_key_value_heads, CFG.head_dim)
+                assert np.isfinite(k).all()
+                assert np.isfinite(v).all()
+
+        @rule(key=IDS)
+        def release(self, key: str):
+            progress()
+            runner.release(key)
+            self.sequences.pop(key, None)
+
+        @rule(key=IDS, off=st.integers(1, 5), token=st.sampled_from([-1, V, 2**40]))
+        def refuse(self, key: str, off: int, token: int):
+            progress()
+            before = self.books()
+            with pytest.raises(RequestValidationError, match="positions"):
+                runner.decode(key, 0, self.at(key) + off)
+            with pytest.raises(RequestValidationError, match=str(token)):
+                runner.prefill(key, [1, token])
+            assert self.books() == before
+
+        @rule(often=st.integers(0, 9))
+        def reset(self, often: int):
+            progress()
+            if often == 0:
+                runner.reset()
+                poison(runner)
+                self.sequences = {}
+
+        @invariant()
+        def the_books_are_right(self):
+            slots = runner._sequences.slots
+            pool, prefixes = slots.pool, slots.prefixes
+            assert prefixes is not None
+            assert slots.cache_ids == list(self.sequences) or set(slots.cache_ids) == set(self.sequences)
+            holders: Counter[int] = Counter()
+            for key, tokens in self.sequences.items():
+                one = live(runner, key)
+                assert one.tokens.tolist() == tokens
+                assert slots.table[one.slot, : len(one.blocks)].tolist() == one.blocks
+                assert len(one.entries) == len(tokens) // 8
+                assert [entry.block for entry in one.entries] == one.blocks[: len(one.entries)]
+                assert len(one.blocks) >= -(-len(tokens) // 8)
+                if len(tokens) % 8 and pool.is_kept(tail := one.blocks[len(tokens) // 8]):
+                    begun = one.tokens[len(tokens) // 8 * 8 :].tobytes()
+                    assert prefixes._by_block[tail].tokens.startswith(begun)  # what it is known by is what it holds
+                holders.update(one.blocks)
+            assert [pool.num_holders(block) for block in range(18)] == [holders[block] for block in range(18)]
+            assert pool.num_free == 18 - len(holders)
+            assert len(prefixes) == sum(pool.is_kept(block) for block in range(18))
+            counts = runner.cache_metrics_snapshot()
+            assert counts["hits"] + counts["misses"] == self.lookups
+            assert runner._steps._compiled_late == 0
+
+        def teardown(self):
+            for key in NAMES:
+                runner.release(key)
+            assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+            slots = runner._sequences.slots
+            assert slots.cache_ids == []
+            assert sorted(slots._free_slots) == [0, 1, 2, 3]
+
+    return Machine
+
+
+def live(runner: ModelRunner, key: str):
+    """Gives the runner's own record of a sequence that must be there."""
+    found = runner._sequences.slots.get(key)
+    assert found is not None
+    return found
+
+
+def choose_score(logits: np.ndarray, policy: LogitsReturnPolicy, token: Any) -> float:
+    """What a token is worth under a policy; one that is not allowed is worth nothing."""
+    assert isinstance(policy, GreedyArgmax)
+    mask, penalty = policy.token_mask, policy.repetition_penalty
+    if mask is not None and (token >= len(mask.valid_token_mask) or not mask.valid_token_mask[token]):
+        return -np.inf
+    score = float(logits[token])
+    if penalty is not None and token in penalty.token_ids:
+        score = score / penalty.penalty if score > 0 else score * penalty.penalty
+    return score

@@ -1,0 +1,132 @@
+"""Checkpoints of every kind to Orbax: the same numbers, the same text, all or nothing."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ferrum_jax
+from ferrum_jax import EngineConfig, SamplingParams
+from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, FerrumError, IOError, NotFoundError
+from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from ferrum_jax.weights import orbax
+from tests import tiny
+from tests.generate.test_request import letters
+from tests.generate.test_tokenizer import write_gguf as write_vocabulary
+from tests.weights.test_gguf import write_gguf
+
+NAME = "llama_yarn_options"
+TEXTS = ["The capital of France is", "x =  5 ½", "def f(x):\n    return x\n", "<|im_start|>user\nHi<|im_end|>", "é👍🏽"]
+TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = tiny.CONFIGS[NAME] | {"vocab_size": 23, "eos_token_id": 7}
+    path = tiny.write_folder(tmp_path / "folder", config, shards=2)
+    letters().backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "a", "add_bos_token": True}))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (path / "README.md").write_text("not copied")
+    return path
+
+
+def assert_same_tokenizer(found: Tokenizer, expected: Tokenizer) -> None:
+    for name in ("eos_token_ids", "bos_token", "eos_token", "pad_token", "unk_token", "chat_templates", "vocab_size"):
+        assert getattr(found, name) == getattr(expected, name), name
+
+
+def test_a_folder_becomes_a_checkpoint_that_says_the_same(folder: Path, tmp_path: Path):
+    made = ferrum_jax.convert(folder, tmp_path / "new" / "made", progress=False)
+    assert made == tmp_path / "new" / "made"
+    assert orbax.is_checkpoint(made)
+    assert not (made / "README.md").exists()
+    assert list(made.parent.iterdir()) == [made]
+    (params, cfg), (expected, expected_cfg) = (ferrum_jax.load_params(path) for path in (made, folder))
+    assert cfg == expected_cfg
+    tiny.assert_same_tree(params, expected)
+    assert_same_tokenizer(load_tokenizer(made), load_tokenizer(folder))
+    assert load_tokenizer(made).eos_token_ids == (7,)
+    engine = EngineConfig(max_seqs=1, kv_capacity=32, block_size=8, dtype="float32")
+    answers = []
+    for path in (folder, made):
+        with ferrum_jax.LLM(path, engine=engine, progress=False) as llm:
+            answers.append(llm.chat([{"role": "user", "content": "cab"}], SamplingParams(max_tokens=8)))
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].text == answers[1].text != ""
+
+
+def test_a_checkpoint_is_converted_again_and_cast(folder: Path, tmp_path: Path):
+    narrow = ferrum_jax.convert(folder, tmp_path / "narrow", "bf16", progress=False)
+    again = ferrum_jax.convert(narrow, tmp_path / "again", progress=False)
+    (params, cfg), (expected, _) = (ferrum_jax.load_params(path, "float32") for path in (again, folder))
+    assert cfg.dtype == "bfloat16"
+    tiny.assert_same_tree(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), expected))
+    assert_same_tokenizer(load_tokenizer(again), load_tokenizer(folder))
+
+
+def test_a_gguf_becomes_a_checkpoint_with_or_without_a_vocabulary(tmp_path: Path):
+    file = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["qwen3"])
+    made = ferrum_jax.convert(file, tmp_path / "made", progress=False)
+    (params, cfg), (expected, expected_cfg) = (ferrum_jax.load_params(path) for path in (made, file))
+    assert cfg == expected_cfg
+    tiny.assert_same_tree(params, expected)
+    with pytest.raises(NotFoundError, match=r"tokenizer\.json"):
+        load_tokenizer(made)
+
+
+@pytest.mark.parametrize("framed", [True, False])
+def test_a_gguf_vocabulary_that_is_saved_is_the_same(framed: bool, tmp_path: Path):
+    ids = {"ggml_bos_token_id": 0, "ggml_eos_token_id": 1, "ggml_eot_token_id": 2}
+    metadata = {"ggml_add_bos_token": framed, "chat_template": TEMPLATE, "chat_template.rag": "rag"}
+    expected = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", **ids, **metadata))
+    expected.save(tmp_path)
+    found = load_tokenizer(tmp_path)
+    assert_same_tokenizer(found, expected)
+    assert found.eos_token_ids == (1, 2)
+    for text in TEXTS:
+        assert found.encode(text) == expected.encode(text)
+        assert found.decode(found.encode(text)) == expected.decode(found.encode(text))
+
+
+def test_the_real_vocabulary_that_is_saved_is_the_same(smollm2_path: Path, tmp_path: Path):
+    expected = load_tokenizer(smollm2_path)
+    expected.save(tmp_path)
+    found = load_tokenizer(tmp_path)
+    assert_same_tokenizer(found, expected)
+    assert [found.encode(text) for text in TEXTS] == [expected.encode(text) for text in TEXTS]
+
+
+def test_what_cannot_be_converted_is_refused_and_leaves_nothing(folder: Path, tmp_path: Path):
+    taken, file = tmp_path / "taken", tmp_path / "file"
+    taken.mkdir()
+    (taken / "x").touch()
+    file.touch()
+    refused: list[tuple[Path, Path, str | None, type[FerrumError]]] = [
+        (folder, taken, None, AlreadyExistsError),
+        (folder, file, None, AlreadyExistsError),
+        (folder, tmp_path / "new", "int8", ConfigError),
+        (tmp_path / "nowhere", tmp_path / "new", None, NotFoundError),
+        (folder, file / "below", None, IOError),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for source, destination, dtype, kind in refused:
+        with pytest.raises(kind):
+            ferrum_jax.convert(source, destination, dtype, progress=False)
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / "empty").mkdir()
+    assert ferrum_jax.convert(folder, tmp_path / "empty", progress=False) == tmp_path / "empty"
+
+
+def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ferrum_jax.converting._copy_beside", stop)
+    with pytest.raises(KeyboardInterrupt):
+        ferrum_jax.convert(folder, tmp_path / "made", progress=False)
+    assert list(tmp_path.iterdir()) == [folder]
