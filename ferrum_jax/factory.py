@@ -1,6 +1,5 @@
 """From an `ExecutorConfig` to an executor. What each field does is a table in `docs/contract.md`."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -22,10 +21,10 @@ from ferrum_jax.executor.llm_executor import LlmExecutor
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.executor.worker import Worker
-from ferrum_jax.loading import Checkpoint, load, open_checkpoint
+from ferrum_jax.loading import Checkpoint, load, open_checkpoint, plan_ahead
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import named_leaves
-from ferrum_jax.sharding.devices import find_device, free_bytes
+from ferrum_jax.models.specs import num_parameters
+from ferrum_jax.sharding.devices import find_device
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _TYPES = (ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative)
@@ -141,7 +140,7 @@ def _order(config: ExecutorConfig) -> _Order:
     engine = _engine(config, options).over(EngineConfig.from_environment())
     if config.memory_config.memory_pool_size is not None:
         engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
-    plan_engine(engine, source.config, platform=device.platform, free_bytes=free_bytes(device))
+    plan_ahead(engine, source.config, device)
     return _Order(source, config.device, engine, options.get("strict", False), options.get("progress", True), info)
 
 
@@ -180,7 +179,7 @@ def _checked_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
     stated = config.model_info
     truth: dict[str, Any] = {
         "model_type": cfg.model_type,
-        "num_parameters": sum(math.prod(spec.shape) for spec in named_leaves(family(cfg).param_specs(cfg)).values()),
+        "num_parameters": num_parameters(family(cfg).param_specs(cfg)),
         "hidden_size": cfg.hidden_size,
         "num_layers": cfg.num_hidden_layers,
         "num_heads": cfg.num_attention_heads,

@@ -12,6 +12,7 @@ from ferrum_jax.contract import (
     FullLogits,
     GreedyArgmax,
     GreedyRepetitionPenalty,
+    KvSlotAllocation,
     KvSlotRequest,
     PrefillInput,
     TokenSelectionMask,
@@ -239,6 +240,8 @@ def test_blocks_are_reserved_and_counted_through_the_executor(executor: LlmExecu
     reservation = executor.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=9)])
     assert reservation is not None
     assert (reservation.free_blocks_before, reservation.free_blocks_after) == (18, 16)
+    taken = KvSlotAllocation(cache_id="a", blocks_before=0, blocks_after=2, new_blocks=2)
+    assert reservation.allocations == (taken,)
     run(executor.unified_decode(batch(item("a", FIRST, 0))))
     assert executor.handle("a").num_tokens == 5
     executor.release_cache("a")
