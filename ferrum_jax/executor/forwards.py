@@ -172,7 +172,6 @@ def forward(point: Savepoint, rows: Sequence[NDArray[np.int32]]) -> list[NDArray
             if len(given) != len(rows):
                 raise ModelError(f"{type(model).__name__} gave {len(given)} answers for {len(rows)} rows")
             return [_checked_matrix(model, logits, len(tokens)) for logits, tokens in zip(given, rows, strict=True)]
-        point.roll_back()
     answers = []
     for tokens in rows:
         answers.append(verify(point, point.begin_passing(), tokens))

@@ -77,11 +77,11 @@ class LlmKvCacheHandle(KvCacheHandle):
 
     def key_cache(self, layer: int) -> Any:
         """Copies the keys of one layer out of the blocks: `[num_tokens, num_heads, head_dim]`."""
-        return self._layer(layer)[0][: self._num_tokens]
+        return self._layer(layer)[0]
 
     def value_cache(self, layer: int) -> Any:
         """Copies the values of one layer out of the blocks: `[num_tokens, num_heads, head_dim]`."""
-        return self._layer(layer)[1][: self._num_tokens]
+        return self._layer(layer)[1]
 
     def clone_handle(self) -> "LlmKvCacheHandle":
         """Forks the sequence: a new id that shares its blocks until either writes.

@@ -68,6 +68,22 @@ def test_a_batch_that_fails_half_way_leaves_as_much_as_it_can(executor: LlmExecu
     assert kept.cache_id not in model.lengths
 
 
+def test_a_model_that_can_truncate_takes_back_what_it_cannot_count():
+    class Truncating(CountingLLM):
+        def truncate_kv(self, cache_id: str, new_len: int) -> None:
+            self.lengths[cache_id] = min(self.lengths[cache_id], new_len)
+
+    model = Truncating()
+    executor = LlmExecutor(model)
+    one, two = (out.kv_cache for out in run(executor.batch_prefill([prompt([1, 2]), prompt([3])])))
+    model.lengths[two.cache_id] = 7  # the model will refuse the position
+    with pytest.raises(RequestValidationError, match="pos 1, length 7"):
+        run(executor.batch_decode([token(5, one), token(4, two)]))
+    assert model.lengths[one.cache_id] == 2
+    assert one.is_valid()
+    assert run(executor.decode(token(5, one))).kv_cache.num_tokens == 3
+
+
 def test_all_logits_come_token_by_token(executor: LlmExecutor, model: CountingLLM):
     logits = run(executor.forward(np.array([[1, 2, 3], [4, 5, 6]])))
     assert np.argmax(logits, axis=-1).tolist() == [[1, 3, 5], [4, 6, 8]]

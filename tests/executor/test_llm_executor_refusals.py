@@ -281,9 +281,10 @@ def test_a_unified_forward_that_is_unsupported_falls_back_and_other_errors_do_no
     executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle
 ):
     model.failures["unified_forward"] = UnsupportedError("not this time")
-    answers = run(executor.unified_decode(batch(item("a", [4, 5], 0), item("", [6], 3, kv_cache=handle))))
-    assert [int(np.argmax(answer)) for answer in answers] == [9, 12]
-    assert model.calls[-2:] == ["prefill", "decode_batch"]
+    rows = batch(item("a", [4, 5], 0), item("", [6], 3, kv_cache=handle), item("b", [7], 0))
+    answers = run(executor.unified_decode(rows))
+    assert [int(np.argmax(answer)) for answer in answers] == [9, 12, 7]
+    assert model.calls[-3:] == ["prefill", "prefill", "decode_batch"]  # what begins is never decoded
     assert executor.cache_metrics_snapshot()["decode_batch"]["unsupported_fallback_calls"] == 1
     model.failures["unified_forward"] = ResourceExhaustedError("no blocks", needed=2, free=1)
     with pytest.raises(ResourceExhaustedError):
@@ -307,6 +308,20 @@ def test_an_adapter_is_bound_before_the_first_token_and_unbound_on_failure(execu
     handle = run(executor.prefill(prompt([1], metadata=asked))).kv_cache
     assert model.adapters[handle.cache_id].name == "x"
     assert run(executor.decode(token(2, handle, metadata=asked))).kv_cache.num_tokens == 2  # the same one again
+
+
+def test_an_adapter_bound_to_an_emptied_sequence_is_unbound_on_failure(
+    executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle
+):
+    run(executor.truncate_kv(handle, 0))
+    empty = handle.with_sequence_length(0)
+    model.failures["prefill"] = ModelError("injected")
+    asked = {"ferrum_lora_adapter": "x", "ferrum_lora_path": "y"}
+    with pytest.raises(ModelError):
+        run(executor.prefill(prompt([1], empty, metadata=asked)))
+    assert model.adapters == {}
+    run(executor.prefill(prompt([1], empty, metadata=asked)))
+    assert model.adapters[handle.cache_id].name == "x"
 
 
 def test_after_shutdown_every_call_says_so(executor: LlmExecutor, handle: KvCacheHandle):
