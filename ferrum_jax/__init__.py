@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ferrum_jax import contract as contract
 from ferrum_jax.contract import *  # noqa: F403
+from ferrum_jax.contract import IOError as IOError
+from ferrum_jax.contract import TimeoutError as TimeoutError
 from ferrum_jax.contract import errors as errors
 
 if TYPE_CHECKING:
@@ -15,7 +17,10 @@ if TYPE_CHECKING:
     from ferrum_jax.config import EngineConfig as EngineConfig
     from ferrum_jax.config import ModelConfig as ModelConfig
     from ferrum_jax.converting import convert as convert
+    from ferrum_jax.executor.llm_executor import LlmExecutor as LlmExecutor
+    from ferrum_jax.executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
+    from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
     from ferrum_jax.generate.llm import LLM as LLM
     from ferrum_jax.generate.params import SamplingParams as SamplingParams
     from ferrum_jax.loading import load as load
@@ -27,6 +32,9 @@ _LAZY = {
     "EngineConfig": "ferrum_jax.config",
     "ModelConfig": "ferrum_jax.config",
     "convert": "ferrum_jax.converting",
+    "LlmExecutor": "ferrum_jax.executor.llm_executor",
+    "LlmExecutorFactory": "ferrum_jax.factory",
+    "LlmExecutorRegistry": "ferrum_jax.executor.registry",
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
     "SamplingParams": "ferrum_jax.generate.params",

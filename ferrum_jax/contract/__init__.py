@@ -1,39 +1,141 @@
 """The contract: values, errors and abstract classes. Imports no JAX and holds no state."""
 
 from ferrum_jax.contract import errors as errors
-from ferrum_jax.contract.errors import FerrumError as FerrumError
-from ferrum_jax.contract.execution import AttentionType as AttentionType
-from ferrum_jax.contract.execution import ExecutorAttentionConfig as ExecutorAttentionConfig
-from ferrum_jax.contract.execution import ExecutorCapabilities as ExecutorCapabilities
-from ferrum_jax.contract.execution import ExecutorConfig as ExecutorConfig
-from ferrum_jax.contract.execution import ExecutorMemoryConfig as ExecutorMemoryConfig
-from ferrum_jax.contract.execution import ExecutorMemoryUsage as ExecutorMemoryUsage
-from ferrum_jax.contract.execution import ExecutorMetrics as ExecutorMetrics
-from ferrum_jax.contract.execution import ExecutorState as ExecutorState
-from ferrum_jax.contract.execution import ExecutorStatus as ExecutorStatus
-from ferrum_jax.contract.execution import ExecutorType as ExecutorType
-from ferrum_jax.contract.execution import MemoryRequirements as MemoryRequirements
-from ferrum_jax.contract.execution import OptimizationConfig as OptimizationConfig
-from ferrum_jax.contract.handles import BlockTable as BlockTable
-from ferrum_jax.contract.handles import KvCacheHandle as KvCacheHandle
-from ferrum_jax.contract.llm import DecoderOnlyLLM as DecoderOnlyLLM
-from ferrum_jax.contract.policy import FullLogits as FullLogits
-from ferrum_jax.contract.policy import GreedyArgmax as GreedyArgmax
-from ferrum_jax.contract.policy import GreedyRepetitionPenalty as GreedyRepetitionPenalty
-from ferrum_jax.contract.policy import LogitsReturnPolicy as LogitsReturnPolicy
-from ferrum_jax.contract.policy import TokenSelectionMask as TokenSelectionMask
-from ferrum_jax.contract.slots import ActiveLoraAdapter as ActiveLoraAdapter
-from ferrum_jax.contract.slots import KvSlotAllocation as KvSlotAllocation
-from ferrum_jax.contract.slots import KvSlotCapacitySnapshot as KvSlotCapacitySnapshot
-from ferrum_jax.contract.slots import KvSlotRequest as KvSlotRequest
-from ferrum_jax.contract.slots import KvSlotReservation as KvSlotReservation
-from ferrum_jax.contract.tensors import DecodeInput as DecodeInput
-from ferrum_jax.contract.tensors import DecodeOutput as DecodeOutput
-from ferrum_jax.contract.tensors import PrefillInput as PrefillInput
-from ferrum_jax.contract.tensors import PrefillOutput as PrefillOutput
-from ferrum_jax.contract.tensors import UnifiedBatch as UnifiedBatch
-from ferrum_jax.contract.tensors import UnifiedBatchItem as UnifiedBatchItem
-from ferrum_jax.contract.values import DataType as DataType
-from ferrum_jax.contract.values import Device as Device
-from ferrum_jax.contract.values import LlmRuntimeConfig as LlmRuntimeConfig
-from ferrum_jax.contract.values import ModelInfo as ModelInfo
+from ferrum_jax.contract.errors import (
+    AlreadyExistsError,
+    AuthError,
+    BackendError,
+    CancelledError,
+    ConfigError,
+    DeviceError,
+    FerrumError,
+    InternalError,
+    InvalidFormatError,
+    InvalidParameterError,
+    ModelError,
+    NetworkError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    SchedulerError,
+    SerializationError,
+    TokenizerError,
+    UnsupportedError,
+)
+from ferrum_jax.contract.errors import IOError as IOError
+from ferrum_jax.contract.errors import TimeoutError as TimeoutError
+from ferrum_jax.contract.execution import (
+    AttentionType,
+    ExecutorAttentionConfig,
+    ExecutorCapabilities,
+    ExecutorConfig,
+    ExecutorMemoryConfig,
+    ExecutorMemoryUsage,
+    ExecutorMetrics,
+    ExecutorState,
+    ExecutorStatus,
+    ExecutorType,
+    MemoryRequirements,
+    OptimizationConfig,
+)
+from ferrum_jax.contract.executor import (
+    BatchModelExecutor,
+    ExecutorRegistry,
+    ModelExecutor,
+    ModelExecutorFactory,
+    SpeculativeExecutor,
+)
+from ferrum_jax.contract.handles import BlockTable, KvCacheHandle
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.contract.policy import (
+    FullLogits,
+    GreedyArgmax,
+    GreedyRepetitionPenalty,
+    LogitsReturnPolicy,
+    TokenSelectionMask,
+)
+from ferrum_jax.contract.slots import (
+    ActiveLoraAdapter,
+    KvSlotAllocation,
+    KvSlotCapacitySnapshot,
+    KvSlotRequest,
+    KvSlotReservation,
+)
+from ferrum_jax.contract.tensors import (
+    DecodeInput,
+    DecodeOutput,
+    PrefillInput,
+    PrefillOutput,
+    SpeculativeDecodeOutput,
+    UnifiedBatch,
+    UnifiedBatchItem,
+)
+from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
+
+# `IOError` and `TimeoutError` are here too, but `import *` does not bring them: they would hide the builtins.
+__all__ = [
+    "ActiveLoraAdapter",
+    "AlreadyExistsError",
+    "AttentionType",
+    "AuthError",
+    "BackendError",
+    "BatchModelExecutor",
+    "BlockTable",
+    "CancelledError",
+    "ConfigError",
+    "DataType",
+    "DecodeInput",
+    "DecodeOutput",
+    "DecoderOnlyLLM",
+    "Device",
+    "DeviceError",
+    "ExecutorAttentionConfig",
+    "ExecutorCapabilities",
+    "ExecutorConfig",
+    "ExecutorMemoryConfig",
+    "ExecutorMemoryUsage",
+    "ExecutorMetrics",
+    "ExecutorRegistry",
+    "ExecutorState",
+    "ExecutorStatus",
+    "ExecutorType",
+    "FerrumError",
+    "FullLogits",
+    "GreedyArgmax",
+    "GreedyRepetitionPenalty",
+    "InternalError",
+    "InvalidFormatError",
+    "InvalidParameterError",
+    "KvCacheHandle",
+    "KvSlotAllocation",
+    "KvSlotCapacitySnapshot",
+    "KvSlotRequest",
+    "KvSlotReservation",
+    "LlmRuntimeConfig",
+    "LogitsReturnPolicy",
+    "MemoryRequirements",
+    "ModelError",
+    "ModelExecutor",
+    "ModelExecutorFactory",
+    "ModelInfo",
+    "NetworkError",
+    "NotFoundError",
+    "OptimizationConfig",
+    "PermissionDeniedError",
+    "PrefillInput",
+    "PrefillOutput",
+    "RateLimitError",
+    "RequestValidationError",
+    "ResourceExhaustedError",
+    "SchedulerError",
+    "SerializationError",
+    "SpeculativeDecodeOutput",
+    "SpeculativeExecutor",
+    "TokenSelectionMask",
+    "TokenizerError",
+    "UnifiedBatch",
+    "UnifiedBatchItem",
+    "UnsupportedError",
+]

@@ -10,7 +10,10 @@ from ferrum_jax.contract.values import Device
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTable:
-    """Where a sequence's positions lie: position p is in `physical_blocks[p // block_size]`."""
+    """Where a sequence's positions lie: position p is in `physical_blocks[p // block_size]`.
+
+    A model without blocks has no physical blocks, and a block size of 0.
+    """
 
     physical_blocks: tuple[int, ...]
     sequence_length: int  # positions

@@ -78,8 +78,22 @@ class DecodeOutput:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class SpeculativeDecodeOutput:
+    """What became of drafted tokens."""
+
+    accepted_tokens: Sequence[int]  # those drafted tokens that now are in the KV, after the input's own
+    next_logits: Any  # float32 [1, vocab], after the last accepted token
+    kv_cache: KvCacheHandle  # ends with the last accepted token
+    acceptance_count: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class UnifiedBatchItem:
-    """One row of a mixed batch: a decode token or a chunk of a prompt."""
+    """One row of a mixed batch: a decode token or a chunk of a prompt.
+
+    With a handle the row belongs to the handle's sequence and `seq_id` is the caller's own name for it. Without one
+    `seq_id` is the sequence's id: a live one, or, at position 0, one that begins here.
+    """
 
     seq_id: str
     q_tokens: Sequence[int]

@@ -1,0 +1,51 @@
+"""Executors by name, for a process that serves several models."""
+
+import threading
+
+from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError
+from ferrum_jax.contract.execution import ExecutorMetrics
+from ferrum_jax.contract.executor import ExecutorRegistry, ModelExecutor
+
+
+class LlmExecutorRegistry(ExecutorRegistry):
+    """Executors by name; safe to use from several threads. It starts and stops none of them."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._executors: dict[str, ModelExecutor] = {}
+
+    def register(self, name: str, executor: ModelExecutor) -> None:
+        """Adds an executor; a name that is taken is AlreadyExists."""
+        if not isinstance(name, str) or not name:
+            raise RequestValidationError(f"executor name {name!r}: expected a string that is not empty")
+        if not isinstance(executor, ModelExecutor):
+            raise RequestValidationError(f"{name!r}: a {type(executor).__name__} is no ModelExecutor")
+        with self._mutex:
+            if name in self._executors:
+                raise AlreadyExistsError(f"an executor named {name!r} is registered already")
+            self._executors[name] = executor
+
+    def get(self, name: str) -> ModelExecutor:
+        """Gives the executor of a name, or raises NotFound."""
+        with self._mutex:
+            self._refuse_unknown(name)
+            return self._executors[name]
+
+    def remove(self, name: str) -> ModelExecutor:
+        """Takes an executor out and gives it, running as it was; an unknown name is NotFound."""
+        with self._mutex:
+            self._refuse_unknown(name)
+            return self._executors.pop(name)
+
+    def list_names(self) -> list[str]:
+        """Names in the order they were registered."""
+        with self._mutex:
+            return list(self._executors)
+
+    def get_metrics(self, name: str) -> ExecutorMetrics:
+        """Metrics of the executor of a name, or NotFound."""
+        return self.get(name).metrics()
+
+    def _refuse_unknown(self, name: str) -> None:
+        if not isinstance(name, str) or name not in self._executors:
+            raise NotFoundError(f"no executor is named {name!r}, registered are {list(self._executors)}")

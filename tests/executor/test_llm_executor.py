@@ -1,0 +1,295 @@
+"""Every method of `LlmExecutor` over the real runner, against the forward that keeps no cache."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ferrum_jax import LlmExecutor
+from ferrum_jax.contract import (
+    ExecutorState,
+    FullLogits,
+    GreedyArgmax,
+    GreedyRepetitionPenalty,
+    KvSlotAllocation,
+    KvSlotRequest,
+    PrefillInput,
+    TokenSelectionMask,
+)
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
+from ferrum_jax.executor import ModelRunner
+from tests.executor.asking import batch, item, prompt, run, token
+from tests.executor.conftest import CAPACITY, Oracle
+
+ATOL = 1e-4  # float32 sums in another order
+FIRST, SECOND = [3, 1, 4, 1, 5], [9, 2, 6]
+
+
+@pytest.fixture
+def executor(runner: ModelRunner) -> LlmExecutor:
+    return LlmExecutor(runner)
+
+
+def test_ids_are_counted_and_never_reused(executor: LlmExecutor):
+    first = run(executor.prefill(prompt(FIRST))).kv_cache
+    executor.release_cache(first.cache_id)
+    second = run(executor.prefill(prompt(FIRST))).kv_cache
+    assert (first.cache_id, second.cache_id) == ("llm-cache-0", "llm-cache-1")
+
+
+def test_two_executors_of_one_model_do_not_share_an_id(executor: LlmExecutor, runner: ModelRunner):
+    first = run(executor.prefill(prompt(FIRST))).kv_cache
+    other = LlmExecutor(runner)
+    assert run(other.prefill(prompt(SECOND))).kv_cache.cache_id != first.cache_id
+    assert runner.kv_len(first.cache_id) == 5
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, jnp.int32])
+def test_a_prompt_gives_the_last_tokens_logits(executor: LlmExecutor, oracle: Oracle, kind: type):
+    make = jnp.asarray if kind is jnp.int32 else np.asarray
+    out = run(executor.prefill(PrefillInput(input_ids=make([FIRST], kind))))
+    assert out.logits.shape == (1, 1, 37)
+    assert out.logits.dtype == np.float32
+    np.testing.assert_allclose(out.last_token_logits()[0], oracle(FIRST)[-1], atol=ATOL)
+    assert out.kv_cache.num_tokens == 5
+    assert (out.hidden_states, out.attention_weights) == (None, None)
+
+
+def test_a_prompt_in_chunks_is_the_prompt_at_once(executor: LlmExecutor, oracle: Oracle):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    positions, mask = np.array([[5, 6, 7]]), np.ones((1, 3))
+    out = run(executor.prefill(prompt(SECOND, handle, position_ids=positions, attention_mask=mask)))
+    np.testing.assert_allclose(out.logits[0, 0], oracle(FIRST + SECOND)[-1], atol=ATOL)
+    assert (out.kv_cache.cache_id, out.kv_cache.num_tokens) == (handle.cache_id, 8)
+
+
+def test_all_positions_logits_are_given_where_asked_for(executor: LlmExecutor, oracle: Oracle):
+    asked = {"ferrum_require_full_logits": True, "mine": "ignored"}
+    out = run(executor.prefill(prompt(FIRST, metadata=asked)))
+    assert out.logits.shape == (1, 5, 37)
+    np.testing.assert_allclose(out.logits[0], oracle(FIRST), atol=ATOL)
+    both = run(executor.batch_prefill([prompt(SECOND), prompt(FIRST, metadata=asked), prompt(FIRST)]))
+    assert [out.logits.shape for out in both] == [(1, 1, 37), (1, 5, 37), (1, 1, 37)]
+    np.testing.assert_allclose(both[0].logits[0, 0], oracle(SECOND)[-1], atol=ATOL)
+    np.testing.assert_allclose(both[1].logits[0], oracle(FIRST), atol=ATOL)
+
+
+def test_a_cohort_of_prompts_is_each_alone(executor: LlmExecutor, oracle: Oracle):
+    begun = run(executor.prefill(prompt(FIRST))).kv_cache
+    outs = run(executor.batch_prefill([prompt(SECOND), prompt(SECOND, begun), prompt([7])]))
+    for out, tokens in zip(outs, (SECOND, FIRST + SECOND, [7]), strict=True):
+        np.testing.assert_allclose(out.logits[0, 0], oracle(tokens)[-1], atol=ATOL)
+        assert out.kv_cache.is_valid()
+        assert out.kv_cache.num_tokens == len(tokens)
+    assert run(executor.batch_prefill([])) == []
+
+
+def test_a_cohort_that_does_not_fit_leaves_nothing(executor: LlmExecutor, runner: ModelRunner):
+    before = runner.kv_slot_capacity_snapshot()
+    with pytest.raises(ResourceExhaustedError) as caught:
+        run(executor.batch_prefill([prompt(FIRST)] * 5))
+    assert (caught.value.needed, caught.value.free) == (5, 4)
+    assert runner.kv_slot_capacity_snapshot() == before
+    assert executor.status().prefill_operations == 0
+
+
+def test_decoding_goes_on_from_the_handle(executor: LlmExecutor, oracle: Oracle):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    out = run(executor.decode(token(9, handle, position_ids=np.array([[5]]))))
+    assert out.logits.shape == (1, 37)
+    np.testing.assert_allclose(out.logits[0], oracle([*FIRST, 9])[-1], atol=ATOL)
+    assert (handle.num_tokens, out.kv_cache.num_tokens) == (5, 6)
+    assert not handle.is_valid()
+    assert handle.block_table.sequence_length == 5
+
+
+def test_a_batch_answers_in_order_and_as_its_policies_ask(executor: LlmExecutor, oracle: Oracle):
+    one, two, three = (
+        out.kv_cache for out in run(executor.batch_prefill([prompt(FIRST), prompt(SECOND), prompt([7])]))
+    )
+    expected = oracle([*SECOND, 8])[-1]
+    mask = np.ones(37, np.int8)
+    mask[int(np.argmax(expected))] = 0
+    allowed = TokenSelectionMask(fingerprint=1, valid_token_mask=mask)
+    penalty = GreedyRepetitionPenalty(penalty=2.0, token_ids=[1, 2, 3])
+    outs = run(
+        executor.batch_decode(
+            [
+                token(6, three, logits_policy=GreedyArgmax(repetition_penalty=penalty)),
+                token(8, two, logits_policy=GreedyArgmax(token_mask=allowed)),
+                token(9, one),
+            ]
+        )
+    )
+    penalised = oracle([7, 6])[-1].copy()
+    penalised[[1, 2, 3]] *= np.where(penalised[[1, 2, 3]] > 0, 0.5, 2.0)
+    assert outs[0].logits.tolist() == [[int(np.argmax(penalised))]]
+    assert outs[1].logits.tolist() == [[int(np.argmax(np.where(mask, expected, -np.inf)))]]
+    assert outs[1].logits.dtype == np.int32
+    np.testing.assert_allclose(outs[2].logits[0], oracle([*FIRST, 9])[-1], atol=ATOL)
+    assert [out.kv_cache.num_tokens for out in outs] == [2, 4, 6]
+    assert run(executor.batch_decode([])) == []
+
+
+def test_full_logits_of_a_decode_are_counted_as_forced(executor: LlmExecutor, runner: ModelRunner):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    before = runner.cache_metrics_snapshot()["decode_batch"]["force_full_logits_calls"]
+    run(executor.decode(token(9, handle, metadata={"ferrum_require_full_logits": True})))
+    assert runner.cache_metrics_snapshot()["decode_batch"]["force_full_logits_calls"] == before + 1
+
+
+def test_a_mixed_batch_is_its_rows_alone(executor: LlmExecutor, oracle: Oracle):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    answers = run(
+        executor.unified_decode(
+            batch(
+                item("mine", [9], 5, kv_cache=handle),
+                item("b", SECOND, 0, final=False),
+                item("c", SECOND, 0, logits_policy=GreedyArgmax()),
+            )
+        )
+    )
+    np.testing.assert_allclose(answers[0], oracle([*FIRST, 9])[-1], atol=ATOL)
+    assert answers[1:] == [None, int(np.argmax(oracle(SECOND)[-1]))]
+    assert executor.handle("b").num_tokens == 3
+    (last,) = run(executor.unified_decode(batch(item("b", FIRST, 3))))
+    np.testing.assert_allclose(last, oracle(SECOND + FIRST)[-1], atol=ATOL)
+    on = run(executor.decode(token(2, handle.with_sequence_length(6))))
+    np.testing.assert_allclose(on.logits[0], oracle([*FIRST, 9, 2])[-1], atol=ATOL)
+    executor.release_cache("b")
+    with pytest.raises(RequestValidationError, match="'b' is no live sequence"):
+        executor.handle("b")
+    assert run(executor.unified_decode(batch())) == []
+
+
+def test_verifying_gives_every_position_and_its_handle(executor: LlmExecutor, oracle: Oracle):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    policies = [FullLogits(), GreedyArgmax(), FullLogits()]
+    outs = run(
+        executor.forward_verify([token(t, handle, logits_policy=p) for t, p in zip(SECOND, policies, strict=True)])
+    )
+    expected = oracle(FIRST + SECOND)[5:]
+    np.testing.assert_allclose(outs[0].logits[0], expected[0], atol=ATOL)
+    assert outs[1].logits.tolist() == [[int(np.argmax(expected[1]))]]
+    np.testing.assert_allclose(outs[2].logits[0], expected[2], atol=ATOL)
+    assert [out.kv_cache.num_tokens for out in outs] == [6, 7, 8]
+    assert [out.kv_cache.is_valid() for out in outs] == [False, False, True]
+    run(executor.truncate_kv(handle, 6))
+    assert outs[0].kv_cache.is_valid()
+    on = run(executor.decode(token(8, outs[0].kv_cache)))
+    np.testing.assert_allclose(on.logits[0], oracle([*FIRST, SECOND[0], 8])[-1], atol=ATOL)
+
+
+def test_truncating_takes_any_handle_of_a_live_sequence(executor: LlmExecutor, oracle: Oracle):
+    old = run(executor.prefill(prompt(FIRST))).kv_cache
+    run(executor.decode(token(9, old)))
+    run(executor.truncate_kv(old, 100))
+    assert executor.handle(old.cache_id).num_tokens == 6
+    run(executor.truncate_kv(old, 2))
+    executor.truncate_kv_for_cache_id(old.cache_id, 50)
+    executor.truncate_kv_for_cache_id("unknown", 0)
+    out = run(executor.decode(token(7, old.with_sequence_length(2))))
+    np.testing.assert_allclose(out.logits[0], oracle([*FIRST[:2], 7])[-1], atol=ATOL)
+    executor.truncate_kv_for_cache_id(old.cache_id, 1)
+    assert executor.handle(old.cache_id).num_tokens == 1
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_a_forward_without_a_cache_keeps_nothing(
+    executor: LlmExecutor, runner: ModelRunner, oracle: Oracle, taken: int
+):
+    for at in range(taken):
+        runner.prefill(f"other-{at}", [1])
+    before = runner.kv_slot_capacity_snapshot()
+    rows = np.array([FIRST, FIRST[::-1]])
+    logits = run(executor.forward(rows))
+    assert logits.shape == (2, 5, 37)
+    for row, expected in zip(logits, rows.tolist(), strict=True):
+        np.testing.assert_allclose(row, oracle(expected), atol=ATOL)
+    assert runner.kv_slot_capacity_snapshot() == before
+    assert run(executor.prefill(prompt(FIRST))).kv_cache.cache_id == "llm-cache-0"
+
+
+def test_warming_up_leaves_no_trace(executor: LlmExecutor, runner: ModelRunner):
+    before = runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()
+    run(executor.warmup())
+    assert (runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()) == before
+    warmed = []
+    run(LlmExecutor(runner, warm=lambda: warmed.append(True)).warmup())
+    assert warmed == [True]
+
+
+def test_shutting_down_releases_what_was_begun_here_and_nothing_else(runner: ModelRunner):
+    closed = []
+    executor = LlmExecutor(runner, close=lambda: closed.append(True))
+    runner.prefill("theirs", [1])
+    run(executor.prefill(prompt(FIRST)))
+    run(executor.shutdown())
+    run(executor.shutdown())
+    assert closed == [True]
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 17
+    assert runner.kv_len("theirs") == 1
+    assert executor.status().state is ExecutorState.Shutdown
+
+
+def test_blocks_are_reserved_and_counted_through_the_executor(executor: LlmExecutor):
+    pool = executor.kv_slot_capacity_snapshot()
+    assert pool is not None
+    assert (pool.block_size, pool.free_blocks) == (8, 18)
+    reservation = executor.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=9)])
+    assert reservation is not None
+    assert (reservation.free_blocks_before, reservation.free_blocks_after) == (18, 16)
+    taken = KvSlotAllocation(cache_id="a", blocks_before=0, blocks_after=2, new_blocks=2)
+    assert reservation.allocations == (taken,)
+    run(executor.unified_decode(batch(item("a", FIRST, 0))))
+    assert executor.handle("a").num_tokens == 5
+    executor.release_cache("a")
+    assert executor.kv_slot_capacity_snapshot() == pool
+    assert executor.kv_capacity() == CAPACITY
+
+
+def test_admission_is_checked_before_a_prompt_is_read(executor: LlmExecutor, runner: ModelRunner):
+    out = run(executor.prefill(prompt(FIRST, metadata={"ferrum_kv_admission_target_len": 40})))
+    assert out.kv_cache.stats()["num_blocks"] == 1
+    hint = {"ferrum_kv_capacity_hint": CAPACITY + 1}
+    with pytest.raises(RequestValidationError, match="45 positions"):
+        run(executor.prefill(prompt(SECOND, metadata=hint)))
+    others = [run(executor.prefill(prompt(list(range(30))))).kv_cache for _ in range(3)]
+    free = runner.kv_slot_capacity_snapshot().free_blocks
+    assert free == 5
+    whole = {"ferrum_kv_admission_target_len": 44}
+    cohort = [prompt([1] * 9, handle, metadata=whole) for handle in (out.kv_cache, *others[:2])]
+    with pytest.raises(ResourceExhaustedError):
+        run(executor.batch_prefill(cohort))
+    assert runner.kv_slot_capacity_snapshot().free_blocks == free
+    assert all(handle.is_valid() for handle in [out.kv_cache, *others])
+
+
+def test_metrics_of_the_cache_count_waits_for_the_model(executor: LlmExecutor):
+    run(executor.prefill(prompt(FIRST)))
+    metrics = executor.cache_metrics_snapshot()
+    lock = metrics["executor_model_lock"]
+    assert lock["schema_version"] == 1
+    assert lock["samples"] == 2  # the prompt and this question
+    assert lock["total_wait_time_us"] >= 0
+    assert lock["avg_wait_time_ms"] == pytest.approx(lock["total_wait_time_us"] / 2000, abs=1e-3)
+    assert metrics["position"] == "real-kv-reuse"
+    assert metrics["decode_batch"]["unsupported_fallback_calls"] == 0
+    lora = executor.lora_metrics_snapshot()
+    assert lora is not None
+    assert lora["position"] == "real-inference"
+
+
+def test_the_model_tells_what_it_is_and_what_it_can(executor: LlmExecutor, runner: ModelRunner):
+    assert executor.info() == runner.model_info()
+    assert executor.capabilities() == runner.capabilities()
+    assert executor.supports_native_unified_decode()
+    assert executor.optimal_batch_size() == 4
+    sizes = (1, 4, 5, 0)
+    assert [executor.supports_batch_size(size) for size in sizes] == [True, True, False, False]
+    given = executor.info()
+    assert LlmExecutor(runner, given).info() is given
+    wrong: Any = 3
+    with pytest.raises(RequestValidationError, match="int, expected a DecoderOnlyLLM"):
+        LlmExecutor(wrong)

@@ -1,0 +1,57 @@
+"""`docs/contract.md` has a row for every public name of the contract, and every row names a test that is there."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import ferrum_jax
+from ferrum_jax import LlmExecutor, LlmExecutorFactory, LlmExecutorRegistry, contract
+
+ROOT = Path(ferrum_jax.__file__).parents[1]
+PAGE = ROOT / "docs" / "contract.md"
+ROW = re.compile(r"^\| `(\w+(?:\.\w+)?)` \| (.+) \| \[(\w+)\]\(\.\./(tests/\S+\.py)\) \|$", flags=re.MULTILINE)
+ROWS = {row[1]: row for row in ROW.finditer(PAGE.read_text())}
+INTERFACES = [
+    contract.DecoderOnlyLLM,
+    contract.KvCacheHandle,
+    contract.ModelExecutor,
+    contract.BatchModelExecutor,
+    contract.SpeculativeExecutor,
+    contract.ModelExecutorFactory,
+    contract.ExecutorRegistry,
+]
+IMPLEMENTATIONS = [LlmExecutor, LlmExecutorFactory, LlmExecutorRegistry]
+
+
+def _public(kind: type) -> set[str]:
+    return {f"{kind.__name__}.{name}" for name in vars(kind) if not name.startswith("_")}
+
+
+def _own(kind: type) -> set[str]:
+    """Public names that no interface above has."""
+    inherited = {name for base in kind.__mro__[1:] for name in vars(base)}
+    return {name for name in _public(kind) if name.partition(".")[2] not in inherited}
+
+
+def test_every_public_name_of_the_contract_has_a_row():
+    names = {*contract.__all__, "IOError", "TimeoutError"}
+    names |= set().union(*map(_public, INTERFACES))
+    names |= {kind.__name__ for kind in IMPLEMENTATIONS}.union(*map(_own, IMPLEMENTATIONS))
+    assert names - ROWS.keys() == set()
+    assert ROWS.keys() - names == set()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_links_to_a_test_that_is_there(name: str):
+    row = ROWS[name]
+    source = (ROOT / row[4]).read_text()
+    tests = {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    assert row[3] in tests
+    assert row[3].startswith("test_")
+
+
+def test_no_row_is_written_twice_or_in_another_form():
+    lines = [line for line in PAGE.read_text().splitlines() if "](../tests/" in line and line.startswith("| `")]
+    assert len(lines) == len(ROWS)

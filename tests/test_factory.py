@@ -1,0 +1,260 @@
+"""From a configuration to an executor; a field that cannot be honoured is an error, and a table says when."""
+
+import asyncio
+import re
+import threading
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ferrum_jax
+from ferrum_jax import EngineConfig, LlmExecutor, LlmExecutorFactory, models
+from ferrum_jax.contract import (
+    AttentionType,
+    DataType,
+    Device,
+    ExecutorAttentionConfig,
+    ExecutorConfig,
+    ExecutorMemoryConfig,
+    ExecutorState,
+    ExecutorType,
+    FerrumError,
+    ModelInfo,
+    OptimizationConfig,
+)
+from ferrum_jax.contract.errors import (
+    ConfigError,
+    DeviceError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
+from tests import tiny
+from tests.executor.asking import prompt, run
+
+NAME = "qwen3_window_biases"
+LADDERS = EngineConfig(decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(8,), verify_tokens=(8,))
+TABLE = Path(ferrum_jax.__file__).parents[1] / "docs" / "contract.md"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ExecutorConfig:
+    folder = tiny.write_folder(tmp_path_factory.mktemp("models") / NAME, tiny.CONFIGS[NAME], shards=1)
+    return ExecutorConfig(
+        model_info=ModelInfo(
+            model_id=str(folder), model_type="", num_parameters=0, hidden_size=0, num_layers=0, num_heads=0,
+            num_kv_heads=0, vocab_size=0, max_sequence_length=0, dtype=DataType.FP32, device=Device("cpu"),
+            version="1", metadata={"mine": True},
+        ),
+        device=Device("cpu"),
+        dtype=DataType.FP32,
+        max_batch_size=2,
+        max_sequence_length=24,
+        attention_config=ExecutorAttentionConfig(block_size=8),
+        executor_options={"engine": LADDERS, "progress": False},
+    )  # fmt: skip
+
+
+def _with(config: ExecutorConfig, name: str, value: Any) -> ExecutorConfig:
+    """Replaces a field, or with a dot a field of a part."""
+    part, _, field = name.partition(".")
+    return replace(config, **{part: replace(getattr(config, part), **{field: value}) if field else value})
+
+
+def test_an_executor_runs_the_model_of_its_configuration(config: ExecutorConfig):
+    executor = run(LlmExecutorFactory().create_executor(config))
+    tokens = tiny.prompt(NAME)[:8]
+    params, cfg = ferrum_jax.load_params(config.model_info.model_id)
+    expected = jax.jit(models.forward, static_argnums=2)(params, jnp.array([tokens]), cfg)[0, -1]
+    out = run(executor.prefill(prompt(tokens)))
+    np.testing.assert_allclose(out.logits[0, 0], expected, atol=1e-4)
+    assert executor.kv_capacity() == 24
+    assert executor.capabilities().max_batch_size == 2
+    pool = executor.kv_slot_capacity_snapshot()
+    assert pool is not None
+    assert (pool.block_size, pool.total_blocks) == (8, 6)
+    info = executor.info()
+    assert (info.model_type, info.version, info.metadata) == ("qwen3", "1", {"mine": True})
+    assert info.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert (info.num_heads, info.num_kv_heads, info.vocab_size) == (8, 2, 97)
+    run(executor.warmup())
+    run(executor.shutdown())
+    assert executor.status().state is ExecutorState.Shutdown
+
+
+def test_a_batch_executor_is_one_as_well(config: ExecutorConfig):
+    executor = run(LlmExecutorFactory().create_batch_executor(config))
+    assert isinstance(executor, LlmExecutor)
+    assert executor.supports_batch_size(2)
+    run(executor.shutdown())
+    kinds = {ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative}
+    assert set(LlmExecutorFactory().supported_types()) == kinds
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_info.num_layers", 3),
+        ("model_info.vocab_size", 97),
+        ("model_info.max_sequence_length", 160),
+        ("attention_config.attention_type", AttentionType.Paged),
+        ("attention_config.attention_type", AttentionType.SlidingWindow),
+        ("attention_config.sliding_window_size", 9),
+        ("memory_config.max_memory_usage", 0.1),
+        ("memory_config.max_memory_usage", 1),
+        ("executor_options", {}),
+        ("executor_options", {"kv_blocks": 3, "kv_dtype": "bf16", "max_step_tokens": 16, "engine": None}),
+        ("executor_options", {"strict": True, "progress": True, "max_loras": 0, "max_lora_rank": 0}),
+        ("executor_options", {"executor_type": ExecutorType.Speculative}),
+        ("dtype", DataType.BF16),
+    ],
+)
+def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: str, value: Any):
+    changed = _with(config, field, value)
+    if field == "dtype":
+        changed = _with(changed, "model_info.dtype", value)
+    LlmExecutorFactory().validate_config(changed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind", "match"),
+    [
+        ("model_info", None, ConfigError, "expected a ModelInfo"),
+        ("model_info.model_id", "", ConfigError, "expected the path"),
+        ("model_info.model_id", "/nowhere", NotFoundError, "nowhere does not exist"),
+        ("model_info.model_type", "llama", ConfigError, "model_type is 'llama', the checkpoint has 'qwen3'"),
+        ("model_info.num_parameters", 7, ConfigError, "num_parameters is 7"),
+        ("model_info.hidden_size", 7, ConfigError, "hidden_size is 7, the checkpoint has 48"),
+        ("model_info.num_layers", 4, ConfigError, "num_layers is 4"),
+        ("model_info.num_heads", 4, ConfigError, "num_heads is 4"),
+        ("model_info.num_kv_heads", 4, ConfigError, "num_kv_heads is 4"),
+        ("model_info.vocab_size", 98, ConfigError, "vocab_size is 98"),
+        ("model_info.max_sequence_length", 161, ConfigError, "the model can reach 160"),
+        ("model_info.dtype", DataType.BF16, ConfigError, "model_info.dtype"),
+        ("model_info.device", Device("cuda"), ConfigError, "model_info.device is cuda:0, device is cpu"),
+        ("device", "cpu", ConfigError, "expected a Device"),
+        ("dtype", "float32", ConfigError, "expected a DataType"),
+        ("dtype", DataType.INT8, UnsupportedError, "dtype INT8"),
+        ("max_batch_size", 0, ConfigError, "max_seqs is 0"),
+        ("max_batch_size", True, ConfigError, "max_seqs is True"),
+        ("max_sequence_length", 0, ConfigError, "kv_capacity is 0"),
+        ("max_sequence_length", 161, ConfigError, "max_sequence_length is 161, the model can reach 160"),
+        ("attention_config", None, ConfigError, "expected a ExecutorAttentionConfig"),
+        ("attention_config.attention_type", AttentionType.MultiHead, ConfigError, "8 heads, 2 key/value heads"),
+        ("attention_config.attention_type", AttentionType.MultiQuery, ConfigError, "8 heads"),
+        ("attention_config.attention_type", AttentionType.Flash, UnsupportedError, "no flash"),
+        ("attention_config.attention_type", "paged", ConfigError, "attention_type is 'paged'"),
+        ("attention_config.enable_flash_attention", True, UnsupportedError, "no flash"),
+        ("attention_config.enable_flash_attention", 0, ConfigError, "expected a bool"),
+        ("attention_config.enable_paged_attention", False, UnsupportedError, "always paged"),
+        ("attention_config.block_size", 0, ConfigError, "block_size is 0"),
+        ("attention_config.sliding_window_size", 8, ConfigError, r"sliding_window_size is 8, the model has \[9\]"),
+        ("memory_config", {}, ConfigError, "expected a ExecutorMemoryConfig"),
+        ("memory_config.enable_memory_pooling", False, UnsupportedError, "preallocated pool"),
+        ("memory_config.memory_pool_size", 100, ConfigError, "one KV block takes"),
+        ("memory_config.memory_pool_size", 1e9, ConfigError, "expected a number of bytes"),
+        ("memory_config.memory_pool_size", 2**50, ResourceExhaustedError, "blocks"),
+        ("memory_config.enable_kv_cache_sharing", None, ConfigError, "expected True or False"),
+        ("memory_config.max_memory_usage", 0, ConfigError, "memory_fraction is 0"),
+        ("memory_config.max_memory_usage", 1.5, ConfigError, "memory_fraction is 1.5"),
+        ("optimization_config", None, ConfigError, "expected a OptimizationConfig"),
+        ("optimization_config.enable_cuda_graphs", True, UnsupportedError, "command buffers"),
+        ("optimization_config.enable_kernel_fusion", False, UnsupportedError, "always fuses"),
+        ("optimization_config.enable_mixed_precision", True, UnsupportedError, "share `dtype`"),
+        ("optimization_config.optimization_level", 3, UnsupportedError, "only 2"),
+        ("optimization_config.optimization_level", 2.0, ConfigError, "expected a int"),
+        ("optimization_config.custom_flags", {"fast": True}, UnsupportedError, "fast"),
+        ("executor_options", [], ConfigError, "expected a Mapping"),
+        ("executor_options", {"typo": 1}, ConfigError, "'typo'.* is unknown, known are"),
+        ("executor_options", {"dtype": "float32"}, ConfigError, "set dtype instead"),
+        ("executor_options", {"max_seqs": 3}, ConfigError, "set max_batch_size instead"),
+        ("executor_options", {"strict": 1}, ConfigError, "expected True or False"),
+        ("executor_options", {"engine": 1}, ConfigError, "expected an EngineConfig"),
+        ("executor_options", {"engine": EngineConfig(max_seqs=3)}, ConfigError, "max_seqs is 2 in the conf"),
+        ("executor_options", {"kv_dtype": 3}, ConfigError, "dtype is 3"),
+        ("executor_options", {"kv_blocks": 0}, ConfigError, "kv_blocks is 0"),
+        ("executor_options", {"executor_type": "batch"}, ConfigError, "expected an ExecutorType"),
+        ("executor_options", {"executor_type": ExecutorType.TensorParallel}, UnsupportedError, "TensorParallel"),
+        ("executor_options", {"executor_type": ExecutorType.PipelineParallel}, UnsupportedError, "Pipeline"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_refused(
+    config: ExecutorConfig, field: str, value: Any, kind: type[FerrumError], match: str
+):
+    changed = _with(config, field, value)
+    with pytest.raises(kind, match=match):
+        LlmExecutorFactory().validate_config(changed)
+    with pytest.raises(kind, match=match):
+        run(LlmExecutorFactory().create_executor(changed))
+
+
+def test_a_device_that_is_not_there_is_refused(config: ExecutorConfig):
+    changed = replace(config, device=Device("tpu", 3), model_info=replace(config.model_info, device=Device("tpu", 3)))
+    with pytest.raises(DeviceError, match="tpu:3"):
+        LlmExecutorFactory().validate_config(changed)
+    wrong: Any = {"device": "cpu"}
+    with pytest.raises(ConfigError, match="dict, expected an ExecutorConfig"):
+        LlmExecutorFactory().validate_config(wrong)
+
+
+def test_a_pool_is_as_large_as_its_bytes(config: ExecutorConfig):
+    block = 8 * 2 * 3 * 2 * 20 * 4  # positions, keys and values, layers, heads, width, bytes
+    sized = _with(config, "memory_config.memory_pool_size", 3 * block + 1)
+    executor = run(LlmExecutorFactory().create_executor(sized))
+    pool = executor.kv_slot_capacity_snapshot()
+    assert pool is not None
+    assert pool.total_blocks == 3
+    run(executor.shutdown())
+    both = _with(sized, "executor_options", {"kv_blocks": 3})
+    with pytest.raises(ConfigError, match="give one"):
+        LlmExecutorFactory().validate_config(both)
+
+
+def test_sharing_is_prefix_reuse(config: ExecutorConfig):
+    shared = _with(config, "memory_config.enable_kv_cache_sharing", True)
+    executor = run(LlmExecutorFactory().create_executor(shared))
+    assert executor.cache_metrics_snapshot()["enabled"]
+    run(executor.shutdown())
+
+
+def test_a_cancelled_load_frees_what_it_loaded(config: ExecutorConfig, monkeypatch: pytest.MonkeyPatch):
+    begun, gate, loaded = threading.Event(), threading.Event(), []
+    load = ferrum_jax.load
+
+    def slow(*args: Any, **settings: Any) -> Any:
+        begun.set()
+        assert gate.wait(30)
+        loaded.append(load(*args, **settings))
+        return loaded[0]
+
+    monkeypatch.setattr("ferrum_jax.factory.load", slow)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(LlmExecutorFactory().create_executor(config))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(scenario())
+    assert loaded[0].state is ExecutorState.Shutdown
+
+
+def test_the_table_of_the_documents_has_a_row_for_every_field():
+    rows = set(re.findall(r"^\| `([a-z_.]+)`", TABLE.read_text(), flags=re.MULTILINE))
+    parts = {
+        "attention_config": ExecutorAttentionConfig,
+        "memory_config": ExecutorMemoryConfig,
+        "optimization_config": OptimizationConfig,
+    }
+    expected = {field.name for field in fields(ExecutorConfig)} - set(parts)
+    for part, kind in parts.items():
+        expected |= {f"{part}.{field.name}" for field in fields(kind)}
+    assert expected <= rows
