@@ -134,7 +134,7 @@ class ModelRunner(DecoderOnlyLLM):
 
     @serialised
     def unified_forward_can_return_full_logits(self) -> bool:
-        """True: `unified_forward` gives `[vocab]` logits."""
+        """Says that it can."""
         return True
 
     @serialised
@@ -262,8 +262,7 @@ class ModelRunner(DecoderOnlyLLM):
         """Drops an adapter and its prefixes.
 
         Raises:
-            NotFoundError: it is not loaded.
-            RequestValidationError: a sequence is bound to it; release that first.
+            NotFoundError, RequestValidationError: it is not loaded, or a sequence is bound to it.
         """
         self._sequences.unload(name)
 
