@@ -135,6 +135,10 @@ class DecoderOnlyLLM(abc.ABC):
         """Drops every sequence; keeps weights, loaded adapters and compiled steps."""
         return None
 
+    def warmup(self, *, progress: bool = True) -> None:
+        """Compiles or loads everything that calls will need, with a bar if asked; the default has nothing to do."""
+        return None
+
     def prepare(self, cache_id: str, max_tokens: int) -> None:
         """Gets ready for calls of up to `max_tokens` tokens on `cache_id`; changes no KV and no counter."""
         return None

@@ -90,14 +90,6 @@ class Ledger:
         """Begins a sequence that its call releases before it ends."""
         return self.create(self._new_id("forward", self._forward_numbers))
 
-    def prepare(self) -> None:
-        """Gets the model ready for a sequence of the whole capacity, and keeps none."""
-        live = self.create_passing()
-        try:
-            self.model.prepare(live.cache_id, self.capacity)
-        finally:
-            self.release(live.cache_id)
-
     def find(self, cache_id: str) -> TrackedSequence | None:
         """Gives a sequence with its length as of now, or None if it is not alive here."""
         live = self._live.get(cache_id)

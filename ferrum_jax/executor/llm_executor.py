@@ -66,7 +66,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         Args:
             model: stays the caller's; `shutdown` releases the sequences begun here and no others.
             info: what `info` tells; the model's own word if None.
-            warm: what `warmup` calls; without it, `model.prepare` for one sequence of the full capacity.
+            warm: what `warmup` calls; the model's own, without a bar, if None.
             close: what `shutdown` calls last, for an executor that owns its model.
         """
         if not isinstance(model, DecoderOnlyLLM):
@@ -224,8 +224,8 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         )
 
     async def warmup(self) -> None:
-        """Compiles or loads what calls will need."""
-        await self._calls.run_for_good(self._warm or self._ledger.prepare)
+        """Compiles or loads everything that calls will need."""
+        await self._calls.run_for_good(self._warm or (lambda: self._model.warmup(progress=False)))
 
     async def shutdown(self) -> None:
         """Lets the running call finish, refuses those that wait, and releases every sequence begun here.

@@ -215,6 +215,7 @@ def test_warming_up_leaves_no_trace(executor: LlmExecutor, runner: ModelRunner):
     before = runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()
     run(executor.warmup())
     assert (runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()) == before
+    assert runner.compile_stats()["compiled"] == len(runner.plan.ladders.declared())
     warmed = []
     run(LlmExecutor(runner, warm=lambda: warmed.append(True)).warmup())
     assert warmed == [True]
