@@ -51,6 +51,18 @@ def test_a_sweep_ends_in_a_json_line(name: str, row: set[str], count: int, tmp_p
         assert found["call_ms"] > 0
 
 
+def test_prefix_ends_in_a_json_line_that_counts_what_was_reused(tmp_path: Path):
+    row = _smoke("prefix", tmp_path / "out.json", "--rounds", "1")["rows"][0]
+    assert (row["tokens"], row["reused"]) == (128, 112)
+    assert row["ratio"] == pytest.approx(row["cold_ms"] / row["reused_ms"])
+
+
+def test_adapters_ends_in_a_json_line(tmp_path: Path):
+    row = _smoke("adapters", tmp_path / "out.json", "--rounds", "1")["rows"][0]
+    assert (row["rows"], row["adapters"], row["rank"]) == (8, 5, 8)
+    assert row["ratio"] == pytest.approx(row["mixed_ms"] / row["bare_ms"])
+
+
 def test_compare_ends_in_a_json_line_with_or_without_the_peer(tmp_path: Path):
     result = _smoke("compare", tmp_path / "out.json", "--rounds", "1")
     assert set(result["card"]) == CARD | CEILING

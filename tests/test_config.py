@@ -389,6 +389,6 @@ def test_adapters_need_a_number_and_a_rank(half: dict[str, Any]):
 def test_stacks_of_adapters_take_room_from_the_pool():
     plain, adapted = (
         planned(free_bytes=10**9, memory_fraction=1.0, max_seqs=600),
-        planned(free_bytes=10**9, memory_fraction=1.0, max_seqs=600, max_loras=64, max_lora_rank=32),
+        planned(free_bytes=10**9, memory_fraction=1.0, max_seqs=600, max_loras=8, max_lora_rank=8),
     )
     assert adapted.cache.num_bytes < plain.cache.num_bytes

@@ -62,7 +62,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         )
 
     loras = _lora_spec(engine)
-    free_bytes -= _stack_bytes(cfg, loras, spec(1).dtype if engine.dtype is None else engine.dtype)
+    free_bytes = max(0, free_bytes - _stack_bytes(cfg, loras, engine.dtype or spec(1).dtype))
     fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
     block_bytes = spec(1).num_bytes
     affordable = int(free_bytes * fraction) // block_bytes

@@ -1,0 +1,73 @@
+"""What does a prompt of 1,024 tokens cost when 1,008 of them are reused, beside the same prompt cold?
+
+The contract's `prefill`, cold into a pool that holds no prefix, and again after the same prompt but for its last 16
+tokens was there. Blocks of 16 positions, so that 63 of them are the 1,008.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from bench import card, models
+from bench.machine import make_probes, measure
+from bench.timing import Contestant, alternate
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.executor.runner import ModelRunner
+
+BLOCK = 16  # positions
+ENGINE = EngineConfig(
+    max_seqs=2,
+    kv_capacity=1024,
+    block_size=BLOCK,
+    prefix_cache=True,
+    decode_rows=(1,),
+    chunk_rows=(1,),
+    chunk_tokens=(16, 512),
+    verify_tokens=(16,),
+)
+SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, chunk_tokens=(16, 128))
+
+
+def main() -> None:
+    """Times both prefills in turn and prints the table and the JSON line."""
+    found = card.options(__doc__)
+    subject = models.read(found)
+    probes = make_probes(subject.dtype, smoke=found.smoke)
+    runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
+    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
+    runner.warmup(progress=True)
+    rows = [_measure(runner, found.rounds)]
+    row = rows[0]
+    cells = [f"{row['tokens']}", f"{row['reused']}", f"{row['cold_ms']:.1f}", f"{row['reused_ms']:.1f}"]
+    card.show_table(("tokens", "reused", "cold ms", "reused ms", "cold / reused"), [[*cells, f"{row['ratio']:.1f}"]])
+    card.finish("prefix", found, conditions, rows)
+
+
+def _measure(runner: ModelRunner, rounds: int) -> dict[str, Any]:
+    ids = models.prompt(runner.model_config, runner.plan.kv_capacity)
+    family = [*ids[:-BLOCK], *reversed(ids[-BLOCK:])]
+
+    def leave_the_prefix() -> None:
+        runner.reset()
+        runner.prefill("first", family)
+        runner.release("first")
+
+    contestants = {
+        "cold": Contestant(lambda: runner.prefill("cold", ids), runner.reset),
+        "reused": Contestant(lambda: runner.prefill("again", ids), leave_the_prefix),
+    }
+    times = alternate(contestants, rounds=rounds, pause=0.0)
+    before = runner.cache_metrics_snapshot()["saved_prefill_tokens"]
+    contestants["reused"].restore()
+    runner.prefill("again", ids)
+    return {
+        "tokens": len(ids),
+        "reused": runner.cache_metrics_snapshot()["saved_prefill_tokens"] - before,
+        "cold_ms": times["cold"].median,
+        "reused_ms": times["reused"].median,
+        "reused_p90_ms": times["reused"].p90,
+        "ratio": times["cold"].median / times["reused"].median,
+    }
+
+
+if __name__ == "__main__":
+    main()
