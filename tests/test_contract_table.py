@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import ferrum_jax
-from ferrum_jax import LlmExecutor, LlmExecutorFactory, LlmExecutorRegistry, contract
+from ferrum_jax import LlmExecutor, LlmExecutorFactory, LlmExecutorRegistry, ModelRunner, contract
 
 ROOT = Path(ferrum_jax.__file__).parents[1]
 PAGE = ROOT / "docs" / "contract.md"
@@ -22,7 +22,7 @@ INTERFACES = [
     contract.ModelExecutorFactory,
     contract.ExecutorRegistry,
 ]
-IMPLEMENTATIONS = [LlmExecutor, LlmExecutorFactory, LlmExecutorRegistry]
+IMPLEMENTATIONS = [ModelRunner, LlmExecutor, LlmExecutorFactory, LlmExecutorRegistry]
 
 
 def _public(kind: type) -> set[str]:

@@ -118,9 +118,12 @@ class SlotTable:
         self.seat(made, shared)
 
     def truncate(self, cache_id: str, new_len: int) -> None:
-        """Rolls a sequence back and frees the blocks wholly past its new end."""
+        """Rolls a sequence back and frees the blocks wholly past its new end, reserved ones too.
+
+        An unknown id, or a length past the sequence's end, is no error and changes nothing.
+        """
         live = self._live.get(cache_id)
-        if live is None or new_len >= live.length:
+        if live is None or new_len > live.length:
             return
         keep = self.num_blocks(new_len)
         del live.tokens[new_len:]
