@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from ferrum_jax.compile.buckets import InstallKey
 from ferrum_jax.compile.steps import StepCache
@@ -94,7 +95,7 @@ class Adapters:
         row = min(set(range(self.spec.max_loras)) - used)
         install = self.steps.get(InstallKey(self.spec.max_loras, self.spec.max_rank))
         try:
-            stacks = jax.block_until_ready(install(self.stacks, tree, jax.numpy.int32(row)))
+            stacks = jax.block_until_ready(install(self.stacks, tree, np.int32(row)))
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"adapter {name!r} cannot be put on the device: {problem}") from problem
         self.stacks = stacks

@@ -41,8 +41,10 @@ def forward(
     `adapters` says which one each row uses; any index outside the stacks, such as -1, is none.
 
     Raises:
-        InvalidParameterError: only one of `loras` and `adapters` is given.
+        InvalidParameterError: only one of `loras` and `adapters` is given, or `tokens` are not `[B, T]` of at least 1.
     """
+    if jnp.ndim(tokens) != 2 or 0 in jnp.shape(tokens):
+        raise InvalidParameterError(f"tokens have shape {list(jnp.shape(tokens))}, expected [B, T] of at least 1 each")
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape

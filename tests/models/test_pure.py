@@ -1,5 +1,6 @@
 """The pure forward under JAX's transformations, with no engine around it."""
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from ferrum_jax import models
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models.layers.linear import linear
 from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.specs import ParamTree, named_leaves
@@ -149,3 +151,10 @@ def test_a_call_against_the_shapes_of_a_signature_is_refused_while_testing():
         linear(jnp.ones((3, 4)), jnp.ones((5, 6)))
     with pytest.raises(jaxtyping.TypeCheckError):
         rms_norm(jnp.ones((3, 4)), jnp.ones(5), 1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
+def test_tokens_of_no_row_or_no_column_are_refused(shape: tuple[int, int]):
+    cfg = tiny.model_config("llama3")
+    with pytest.raises(InvalidParameterError, match=re.escape(f"shape {list(shape)}")):
+        models.forward(tiny.tiny_params(tiny.CONFIGS["llama3"]), jnp.zeros(shape, jnp.int32), cfg)

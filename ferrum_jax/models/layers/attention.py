@@ -35,12 +35,12 @@ def attend(
     kv_heads = kv.k.shape[2]
     size = min(tokens, QUERY_BLOCK)
     pad = -tokens % size
-    q = jnp.pad(q * jnp.asarray(scale, q.dtype), ((0, 0), (0, pad), (0, 0), (0, 0)))
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
     q = q.reshape(batch, (tokens + pad) // size, size, kv_heads, heads // kv_heads, head_dim)
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [T/size, B, K, G, size, H]
 
     def attend_block(start: jax.Array, q: jax.Array) -> jax.Array:
-        return _walk(q, kv, layer, rows, start, window)
+        return _walk(q, kv, layer, rows, start, scale, window)
 
     if q.shape[0] == 1:
         out = attend_block(jnp.int32(0), q[0])[None]
@@ -57,6 +57,7 @@ def _walk(
     layer: int,
     rows: Rows[jax.Array],
     start: Int[Array, ""],
+    scale: float,
     window: int | None,
 ) -> Float[Array, "B K G T H"]:
     """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
@@ -81,7 +82,7 @@ def _walk(
         scores = jnp.einsum(
             "BKGTH,BKHC->BKGTC", q, k.astype(q.dtype), precision=high, preferred_element_type=jnp.float32
         )
-        scores = jnp.where(seen, scores, -jnp.inf)
+        scores = jnp.where(seen, scores * scale, -jnp.inf)
         new_best = jnp.maximum(best, scores.max(axis=-1))
         finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
         weights = jnp.where(seen, jnp.exp(scores - finite[..., None]), 0.0)
