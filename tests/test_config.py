@@ -359,7 +359,7 @@ def test_more_memory_may_be_taken_of_a_gpu_and_as_much_as_is_said():
 
 def test_ladders_end_in_the_largest_that_can_be_asked_for():
     ladders = planned(max_seqs=6, kv_capacity=100, max_step_tokens=512).ladders
-    assert ladders.decode_rows == (1, 2, 4, 6)
+    assert ladders.decode_rows == (1, 4, 6)
     assert ladders.chunk_rows == (1, 4, 6)
     assert ladders.chunk_tokens[-1] == 100
     assert planned(max_seqs=6, kv_capacity=1000, max_step_tokens=64).ladders.chunk_tokens[-1] == 64
@@ -392,3 +392,8 @@ def test_stacks_of_adapters_take_room_from_the_pool():
         planned(free_bytes=10**9, memory_fraction=1.0, max_seqs=600, max_loras=8, max_lora_rank=8),
     )
     assert adapted.cache.num_bytes < plain.cache.num_bytes
+
+
+def test_eight_sequences_of_2048_positions_take_at_most_40_device_calls():
+    plan = planned(max_seqs=8, kv_capacity=2048)
+    assert len(plan.ladders.declared()) <= 40

@@ -121,7 +121,8 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
     step_tokens = engine.max_step_tokens or (512 if platform == "cpu" else 2048)
     longest = min(step_tokens, capacity)
     smallest = min(SMALLEST_CHUNK, longest)
-    decode_rows = engine.decode_rows or ladder(max_seqs)
+    # Two rows cost little less than four, whose weights are as many: a bucket of two is not worth its warm-up.
+    decode_rows = engine.decode_rows or tuple(n for n in ladder(max_seqs) if n != 2 or max_seqs == 2)
     chunk_tokens = engine.chunk_tokens or ladder(longest, start=smallest)
     chunk_rows = engine.chunk_rows or ladder(max(1, min(max_seqs, step_tokens // chunk_tokens[0])), factor=4)
     verify_rows = engine.verify_rows or (ladder(max_seqs, factor=4) if engine.spec_tokens else (1,))
