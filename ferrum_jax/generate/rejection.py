@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Distributions = NDArray[np.float64]  # [n, V], each row sums to 1
 
 
-class Purpose(enum.IntEnum):
+class Purpose(enum.Enum):
     """What a random number is for: each purpose has its own, so that none is used twice."""
 
     PROPOSE = 0
@@ -23,7 +23,7 @@ class Purpose(enum.IntEnum):
 
 def uniform(seed: int, position: int, purpose: Purpose) -> float:
     """Gives the number in [0, 1) that belongs to a seed, a position and a purpose."""
-    return float(np.random.default_rng([seed, position, int(purpose)]).random())
+    return float(np.random.default_rng([seed, position, purpose.value]).random())
 
 
 def draw(weights: NDArray[np.float64], number: float) -> int:

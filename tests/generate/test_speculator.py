@@ -297,7 +297,7 @@ def test_drafts_of_their_own_are_the_same_alone_and_in_a_batch_and_have_right_lo
         for one in requests:
             rows = model.table[one.tokens[1:-1]]
             logprobs = rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
-            np.testing.assert_allclose(one.logprobs, logprobs[np.arange(25), one.answer], atol=1e-5)
+            np.testing.assert_allclose(np.array(one.logprobs), logprobs[np.arange(25), one.answer], atol=1e-5)
         return {one.seed: (one.answer, one.logprobs) for one in requests}
 
     together = run(range(6))
