@@ -111,8 +111,8 @@ class ModelDraft(DraftSource):
 
     def release(self, cache_id: str) -> None:
         """Frees the sequence of a request."""
+        self._room = None
         if self._held.pop(cache_id, None) is not None:
-            self._room = None
             with contextlib.suppress(FerrumError):  # a model that failed refuses this too; its reset frees everything
                 self.model.release(self._id(cache_id))
 

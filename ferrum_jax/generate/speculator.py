@@ -1,13 +1,14 @@
 """Several tokens in one forward: drafts, their verification, and the way back from what was wrong."""
 
 import contextlib
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
-from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.rejection import accept
@@ -105,28 +106,19 @@ class Speculator:
         self, drafted: Sequence[tuple[Request, Draft]], logits: Sequence[NDArray[np.float32]]
     ) -> list[list[Choice]]:
         """Gives the tokens that each request gets: accepted ones, and the one after them."""
-        turns, rows = [], []
-        for (request, draft), found in zip(drafted, logits, strict=True):
-            turns.append(_turns(request, draft))
-            rows.append(found)
-        plain = [at for at, (_, draft) in enumerate(drafted) if draft.probabilities is None]
-        chosen = iter(
-            self._sampler.choose(
-                [turn for at in plain for turn in turns[at]], [row for at in plain for row in rows[at]]
-            )
-        )
+        turns = [_turns(request, draft) for request, draft in drafted]
+        owned = [draft.probabilities is not None for _, draft in drafted]
+        chosen = iter(self._sampler.choose(*_joined(turns, logits, [not own for own in owned])))
+        laws = iter(self._sampler.distributions(*_joined(turns, logits, owned)) if any(owned) else ())
         verdicts = []
-        for at, (request, draft) in enumerate(drafted):
+        for (request, draft), rows in zip(drafted, logits, strict=True):
             if draft.probabilities is None:
-                verdicts.append(_agreed(draft.tokens, [next(chosen) for _ in rows[at]]))
+                verdicts.append(_agreed(draft.tokens, list(itertools.islice(chosen, len(rows)))))
                 continue
-            target = self._sampler.distributions(turns[at], list(rows[at]))
+            target = np.stack(list(itertools.islice(laws, len(rows))))
             tokens = accept(draft.tokens, draft.probabilities, target, seed=request.seed, position=len(request.tokens))
             verdicts.append(
-                [
-                    (token, _logprob(request, row, token))
-                    for token, row in zip(tokens, rows[at][: len(tokens)], strict=True)
-                ]
+                [(token, _logprob(request, row, token)) for token, row in zip(tokens, rows[: len(tokens)], strict=True)]
             )
         return verdicts
 
@@ -154,6 +146,16 @@ def _turns(request: Request, draft: Draft) -> list[Turn]:
         Turn(request.params, request.seed, [*request.tokens, *draft.tokens[:count]])
         for count in range(len(draft.tokens) + 1)
     ]
+
+
+def _joined(
+    turns: Sequence[Sequence[Turn]], logits: Sequence[NDArray[np.float32]], wanted: Sequence[bool]
+) -> tuple[list[Turn], list[Logits]]:
+    """Gives the turns and rows of logits of the wanted drafts, one after the other."""
+    return (
+        [turn for each, want in zip(turns, wanted, strict=True) if want for turn in each],
+        [row for each, want in zip(logits, wanted, strict=True) if want for row in each],
+    )
 
 
 def _agreed(tokens: Sequence[int], choices: Sequence[Choice]) -> list[Choice]:

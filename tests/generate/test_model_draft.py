@@ -138,6 +138,15 @@ def test_who_finds_no_room_in_the_draft_goes_on_without(slots: int):
     assert draft.lengths == {}
 
 
+def test_one_too_long_for_the_draft_does_not_end_drafting_for_others():
+    draft = WatchedDraft(pool=12)
+    engine = Engine(MarkovLLM(V, seed=3), max_rows=4, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    long, short = request(engine, [1, 2] * 10, 9), request(engine, [1, 2], 8)
+    finish(engine, [long])
+    finish(engine, [short])
+    assert (long.drafted > 0, short.drafted > 0) == (False, True)
+
+
 def test_a_dead_draft_is_left_alone_until_a_reset():
     draft = WatchedDraft()
     working = draft.unified_forward

@@ -126,7 +126,14 @@ def test_after_warmup_speculation_compiles_nothing(llms: dict[str, LLM], compile
     compiles.clear()
     for name, llm in llms.items():
         asked = [
-            SamplingParams(max_tokens=COUNT, temperature=at % 2, top_k=5 * at, seed=at, logprobs=at == 2)
+            SamplingParams(
+                max_tokens=COUNT,
+                temperature=at % 2,
+                top_k=5 * at,
+                seed=at,
+                logprobs=at == 2,
+                repetition_penalty=1 + at % 3,
+            )
             for at in range(5)
         ]
         llm.generate([[1, 2, 1, 2], [3] * 11, [4, 5], [6, 7, 8], [9]], asked)
