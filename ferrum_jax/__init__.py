@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
     from ferrum_jax.generate.llm import LLM as LLM
     from ferrum_jax.generate.params import SamplingParams as SamplingParams
+    from ferrum_jax.generate.speculation import Speculation as Speculation
     from ferrum_jax.loading import load as load
     from ferrum_jax.loading import load_params as load_params
 
@@ -38,6 +39,7 @@ _LAZY = {
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
     "SamplingParams": "ferrum_jax.generate.params",
+    "Speculation": "ferrum_jax.generate.speculation",
     "load": "ferrum_jax.loading",
     "load_params": "ferrum_jax.loading",
     "models": "ferrum_jax.models",

@@ -54,10 +54,14 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
     kv_capacity: Annotated[int | None, typer.Option(help="Positions the sequence can reach")] = None,
+    speculate: Annotated[
+        int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
+    ] = None,
 ) -> None:
     """Answer one prompt, streaming the text as it comes."""
     from ferrum_jax.generate.llm import LLM
     from ferrum_jax.generate.params import SamplingParams
+    from ferrum_jax.generate.speculation import Speculation
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -70,8 +74,9 @@ def generate(
         stop=tuple(stop or ()),
     )
     text = sys.stdin.read() if prompt == "-" else prompt
+    speculation = None if speculate is None else Speculation(num_tokens=speculate)
     console = Console(stderr=True)
-    with LLM(model, dtype=dtype, device=device, kv_capacity=kv_capacity, max_seqs=1) as llm:
+    with LLM(model, dtype=dtype, device=device, kv_capacity=kv_capacity, max_seqs=1, speculation=speculation) as llm:
         templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if system is not None and not templated:
             raise UnsupportedError("--system needs a chat template, and none is in use")
@@ -87,9 +92,10 @@ def generate(
         seconds, output = time.perf_counter() - started, stream.output()
     count, first = len(output.token_ids), output.time_to_first_token
     rate = f"{(count - 1) / (seconds - first):.1f} tokens/s" if count > 1 else "one token"
+    agreed = f" · {output.accepted} of {output.drafted} drafted tokens accepted" if output.drafted else ""
     console.print(
         f"[dim]{count} tokens · {rate} · time to first token {first * 1e3:.0f} ms "
-        f"({len(output.prompt_token_ids)} prompt tokens) · {output.finish_reason}[/dim]",
+        f"({len(output.prompt_token_ids)} prompt tokens) · {output.finish_reason}{agreed}[/dim]",
         highlight=False,
     )
 

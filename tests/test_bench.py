@@ -25,6 +25,8 @@ PREFILL = {"tokens", "steps", "call_ms", "call_p90_ms", "tokens_per_second", "gf
            "call_over_floor"}  # fmt: skip
 COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "product_rate", "read_rate", "ours_over_floor",
            "calls"}  # fmt: skip
+SPECULATIVE = {"task", "batch", "num_tokens", "drafted", "accepted", "acceptance_rate", "plain_tokens_per_second",
+               "tokens_per_second", "plain_over_speculative", "answers_equal"}  # fmt: skip
 THEIRS = {"transformers_ms", "transformers_p90_ms", "transformers_cache", "transformers_all_ms",
           "transformers_over_ours", "logits_difference"}  # fmt: skip
 
@@ -71,6 +73,16 @@ def test_compare_ends_in_a_json_line_with_or_without_the_peer(tmp_path: Path):
     assert result["farthest_from_floor"] in {row["row"] for row in result["rows"]}
     for aim in result["aims"]:
         assert (aim["ratio"] is None) == bool(result["note"])
+
+
+def test_speculative_ends_in_a_json_line(tmp_path: Path):
+    result = _smoke("speculative", tmp_path / "out.json", "--rounds", "1")
+    assert set(result["card"]) == CARD
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        assert set(row) == SPECULATIVE
+        assert row["answers_equal"]
+        assert 0 <= row["accepted"] <= row["drafted"]
 
 
 def test_compile_time_ends_in_a_json_line(tmp_path: Path):

@@ -11,6 +11,7 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams, cli
 from ferrum_jax.config import EngineConfig
+from ferrum_jax.generate.speculation import Speculation
 from tests import tiny
 from tests.generate.test_request import letters
 
@@ -74,16 +75,28 @@ def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder:
         monkeypatch.setattr(sys, "stdin", io.StringIO("cab"))
         options = ["--temperature", "2", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--seed", "3"]
         place = ["--model", "m", "--dtype", "float32", "--device", "cpu", "--kv-capacity", "32", "--max-tokens", "9"]
+        place += ["--speculate", "2"]
         code, out, err = run("generate", *place, *options, "--stop", sampled[4:7], "--stop", "!", "--", "-")
         assert (code, out) == (0, sampled.partition(sampled[4:7])[0] + "\n")
         assert "stop" in err
-        assert loaded == [("m", {"dtype": "float32", "device": "cpu", "kv_capacity": 32, "max_seqs": 1})]
+        assert loaded == [("m", {"dtype": "float32", "device": "cpu", "kv_capacity": 32, "max_seqs": 1,
+                                    "speculation": Speculation(num_tokens=2)})]  # fmt: skip
+
+
+def test_generate_speculates_where_it_is_asked_to(run: Run, folder: Path):
+    options = ["-m", folder, "--max-tokens", "20", "--kv-capacity", "32", "cab"]
+    _, plain, err = run("generate", *options)
+    assert "drafted" not in err
+    code, out, err = run("generate", *options, "--speculate", "3")
+    assert (code, out) == (0, plain)
+    assert "drafted tokens accepted" in " ".join(err.split())
 
 
 def test_generate_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Path):
     model = ["--model", folder]
     refused(run("generate", "cab", *model, "--top-p", "2"), "InvalidParameter", "top_p is 2.0")
     refused(run("generate", "cab", *model, "--max-tokens", "0"), "InvalidParameter", "max_tokens is 0")
+    refused(run("generate", "cab", *model, "--speculate", "0"), "InvalidParameter", "num_tokens is 0")
     refused(run("generate", "cab", *model, "--dtype", "int3"), "Config", "dtype is 'int3'")
     refused(run("generate", "cab", *model, "--device", "tpu:0"), "Device", "tpu:0")
     refused(run("generate", "cab", *model, "--kv-capacity", "2"), "RequestValidation", "3")

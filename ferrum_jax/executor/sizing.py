@@ -30,6 +30,7 @@ class EnginePlan:
     ladders: Ladders
     prefix_cache: bool = False
     loras: LoraSpec | None = None
+    spec_tokens: int = 0  # drafted at a time; 0: no speculation
 
 
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
@@ -88,6 +89,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         ladders=_ladders(engine, max_seqs, capacity, -(-capacity // block_size), platform),
         prefix_cache=bool(engine.prefix_cache),
         loras=loras,
+        spec_tokens=engine.spec_tokens or 0,
     )
 
 
@@ -127,6 +129,8 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
     chunk_rows = engine.chunk_rows or ladder(max(1, min(max_seqs, step_tokens // chunk_tokens[0])), factor=4)
     verify_rows = engine.verify_rows or (ladder(max_seqs, factor=4) if engine.spec_tokens else (1,))
     verify_tokens = engine.verify_tokens or ladder(min(64, longest), start=smallest, factor=4)
+    if engine.spec_tokens and engine.verify_tokens is None:  # a draft and the token before it, without padding
+        verify_tokens = tuple(sorted({min(engine.spec_tokens + 1, longest), *verify_tokens}))
     for name, given in (("decode_rows", decode_rows), ("chunk_rows", chunk_rows), ("verify_rows", verify_rows)):
         if given[-1] > max_seqs:
             raise ConfigError(f"{name} ends in {given[-1]}, max_seqs is {max_seqs}")

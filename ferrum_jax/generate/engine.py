@@ -10,8 +10,11 @@ from collections.abc import Sequence
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, UnifiedRow
+from ferrum_jax.generate.drafts import DraftSource
+from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.sampler import Sampler
+from ferrum_jax.generate.speculator import Speculator
 
 
 class Engine:
@@ -21,9 +24,15 @@ class Engine:
     blocks run short, the request that joined last gives its place up and is read anew later: its answer stays the same.
     """
 
-    def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int):
+    def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
+        """Gets ready; with `drafts`, what they propose is verified beside the ordinary rows of a step.
+
+        Raises:
+            UnsupportedError, ConfigError: drafts and model do not go together, as `Speculator` says.
+        """
         self.model = model
-        self.sampler = Sampler(model.config.vocab_size, max_rows)
+        self.sampler = Sampler(model.config.vocab_size, max_rows * (1 if drafts is None else drafts.num_tokens + 1))
+        self.speculator = None if drafts is None else Speculator(model, drafts, self.sampler)
         self._max_rows = max_rows
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
         self._chunk_tokens = chunk_tokens
@@ -34,6 +43,20 @@ class Engine:
         self._has_run = False  # a unified forward has succeeded, so a later refusal is not about the method
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count()
+
+    def warmup(self, *, progress: bool = True) -> None:
+        """Compiles what choosing and drafting may need; the model's own steps are its owner's business."""
+        source = None if self.speculator is None else self.speculator.source
+        self.sampler.warmup(distributions=source is not None and source.has_probabilities)
+        if source is not None:
+            source.warmup(progress=progress)
+
+    def prepare(self, cache_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Compiles what choosing and verifying need for one request; the caller releases `cache_id` afterwards."""
+        if self.speculator is None:
+            self.sampler.prepare(params)
+        else:
+            self.speculator.prepare(cache_id, prompt, params)
 
     def new_cache_id(self) -> str:
         """Gives an id that no other request has."""
@@ -56,6 +79,8 @@ class Engine:
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token.
 
+        Requests for which something was drafted are verified in a forward of their own and get one token or more.
+
         Where the model refuses the batch for what one request asks, the requests run one by one and only those that it
         refuses alone fail. Any other error of the model is stored in every request of the batch. The owners raise it.
         After anything else, an interrupt say, the requests of the batch are read anew by the next step.
@@ -71,6 +96,8 @@ class Engine:
             self.model.reset()
             self._read_anew(self._running)
             self._room = self._max_rows
+            if self.speculator is not None:
+                self.speculator.source.reset()
 
     def _attempt(self, batch: Sequence[Request]) -> None:
         try:
@@ -98,14 +125,19 @@ class Engine:
                 self._attempt([request])
 
     def _advance(self, batch: Sequence[Request]) -> None:
+        if self.speculator is not None:
+            ahead = self.speculator.advance(batch)
+            self._leave_if_done(ahead)
+            batch = [request for request in batch if request not in ahead]
+        if not batch:
+            return
         rows, logits = self._forward(batch)
         ready = [(request, row) for request, row in zip(rows, logits, strict=True) if row is not None]
         if ready:
             choices = self.sampler.choose([request for request, _ in ready], [row for _, row in ready])
             for (request, _), (token, logprob) in zip(ready, choices, strict=True):
                 request.append(token, logprob)
-        for request in [request for request in batch if request.is_done]:
-            self._leave(request)
+        self._leave_if_done(batch)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room:
@@ -168,15 +200,24 @@ class Engine:
     def _read_anew(self, requests: Sequence[Request]) -> None:
         for request in requests:
             request.num_read = 0
-            with contextlib.suppress(FerrumError):
-                self.model.release(request.cache_id)
+            self._release(request)
+
+    def _leave_if_done(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.is_done:
+                self._leave(request)
 
     def _leave(self, request: Request) -> None:
         self._running.remove(request)
         self._room = self._max_rows
+        self._release(request)
+
+    def _release(self, request: Request) -> None:
         # A model that failed or was closed refuses this too; its reset frees everything.
         with contextlib.suppress(FerrumError):
             self.model.release(request.cache_id)
+        if self.speculator is not None:
+            self.speculator.forget(request.cache_id)
 
     def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
         for request in list(requests):

@@ -7,14 +7,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.detokenize import Detokenizer
+from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.params import RequestOutput, SamplingParams
 from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.hub import resolve
@@ -69,31 +71,63 @@ class LLM:
     Calls from several threads share the batch. Prompts are texts or lists of token ids.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, **settings: Any):
+    def __init__(
+        self, path: str | os.PathLike[str] | None = None, *, speculation: Speculation | None = None, **settings: Any
+    ):
         """Loads a model: a folder, a `.gguf` file, a Hugging Face id, or the default model for None.
 
         Args:
             path: the model.
+            speculation: draft several tokens at a time and verify them together; if None, prompt lookup drafts where
+                the engine's `spec_tokens` or `FERRUM_SPEC_N` says how many, and nobody otherwise.
             **settings: as for `ferrum_jax.load`.
         """
+        if speculation is not None:
+            settings["engine"] = speculation.settle(settings.get("engine"))
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
         tokenizer = Tokenizer.from_gguf(source.file) if isinstance(source, GgufSource) else load_tokenizer(source.path)
         runner = load(source, **settings)
-        self._setup(runner, tokenizer, max_rows=runner.plan.max_seqs, chunk=runner.plan.ladders.max_step_tokens)
+        plan = runner.plan
+        try:
+            drafts = make_drafts(speculation or Speculation(), runner, plan.spec_tokens, plan.max_seqs)
+            self._setup(runner, tokenizer, plan.max_seqs, plan.ladders.max_step_tokens, drafts)
+        except BaseException:
+            runner.close()
+            raise
 
     @classmethod
     def from_model(
-        cls, model: DecoderOnlyLLM, tokenizer: Tokenizer | None = None, *, max_rows: int = 8, chunk_tokens: int = 512
+        cls,
+        model: DecoderOnlyLLM,
+        tokenizer: Tokenizer | None = None,
+        *,
+        max_rows: int = 8,
+        chunk_tokens: int = 512,
+        speculation: Speculation | None = None,
     ) -> Self:
         """Generates with any `DecoderOnlyLLM`; without a tokenizer, prompts are token ids and texts stay empty."""
         made = cls.__new__(cls)
-        made._setup(model, tokenizer, max_rows=max_rows, chunk=chunk_tokens)
+        tokens = 0 if speculation is None else speculation.asked_tokens or DEFAULT_TOKENS
+        drafts = make_drafts(speculation or Speculation(), model, tokens, max_rows)
+        made._setup(model, tokenizer, max_rows, chunk_tokens, drafts)
         return made
 
-    def _setup(self, model: DecoderOnlyLLM, tokenizer: Tokenizer | None, *, max_rows: int, chunk: int) -> None:
+    def _setup(
+        self,
+        model: DecoderOnlyLLM,
+        tokenizer: Tokenizer | None,
+        max_rows: int,
+        chunk_tokens: int,
+        drafts: DraftSource | None,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self._engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk)
+        try:
+            self._engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk_tokens, drafts=drafts)
+        except FerrumError:
+            if drafts is not None:
+                drafts.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -108,10 +142,16 @@ class LLM:
             raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
         return self.model
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that came to stand in an answer; 0 before there were any."""
+        speculator = self._engine.speculator
+        return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
+
     def warmup(self, *, progress: bool = True) -> None:
         """Compiles everything that serving may need, the sampler included."""
         self.runner.warmup(progress=progress)
-        self._engine.sampler.warmup()
+        self._engine.warmup(progress=progress)
 
     def reset(self) -> None:
         """Drops every sequence of the model; also the way back after a step that failed on the device.
@@ -121,7 +161,9 @@ class LLM:
         self._engine.reset()
 
     def close(self) -> None:
-        """Frees the model."""
+        """Frees the model, and the draft model if it was loaded with it."""
+        if self._engine.speculator is not None:
+            self._engine.speculator.source.close()
         if isinstance(self.model, ModelRunner):
             self.model.close()
 
@@ -179,9 +221,9 @@ class LLM:
         cache_id = self._engine.new_cache_id()
         try:
             self.model.prepare(cache_id, len(ids))
+            self._engine.prepare(cache_id, ids, params or SamplingParams())
         finally:
             self.model.release(cache_id)
-        self._engine.sampler.prepare(params or SamplingParams())
 
     def chat(
         self,

@@ -97,7 +97,8 @@ class RequestOutput:
 
     `token_ids` holds everything generated, the token that stopped it included; `text` leaves special tokens and the
     stop text out. `logprobs` has one figure per id, or is None where it was not asked for. `error` is what ended a
-    generation whose `finish_reason` is `error`: the rest is then what there was before it.
+    generation whose `finish_reason` is `error`: the rest is then what there was before it. With speculation, `drafted`
+    counts the tokens that were proposed and verified, and `accepted` those of them that stand in the answer.
     """
 
     prompt_token_ids: list[int]
@@ -107,3 +108,5 @@ class RequestOutput:
     logprobs: list[float] | None = None
     time_to_first_token: float = 0.0  # seconds since the request was submitted
     error: FerrumError | None = None
+    drafted: int = 0
+    accepted: int = 0

@@ -26,6 +26,8 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # pieces; grows only, since another thread may be taking them
     num_taken: int = 0  # pieces of `text` that were taken
+    drafted: int = 0  # tokens that were proposed and verified
+    accepted: int = 0  # of those, the ones that stand in the answer
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
     submitted: float = field(default_factory=time.perf_counter)
@@ -81,6 +83,8 @@ class Request:
             logprobs=self.logprobs if self.params.logprobs else None,
             time_to_first_token=self.first_token_after,
             error=self.error,
+            drafted=self.drafted,
+            accepted=self.accepted,
         )
 
     def _finish(self, reason: FinishReason) -> None:

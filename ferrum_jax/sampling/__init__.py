@@ -2,4 +2,5 @@
 
 from ferrum_jax.sampling.sample import Choice as Choice
 from ferrum_jax.sampling.sample import SampleInputs as SampleInputs
+from ferrum_jax.sampling.sample import distribution as distribution
 from ferrum_jax.sampling.sample import sample as sample

@@ -42,11 +42,7 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     The order is: repetition penalty, temperature, top-k, top-p, min-p, draw. The draw of a row depends on its seed and
     position alone, never on the rows beside it. `logprobs` are those of the unchanged logits: what `forward` gives.
     """
-    scores = lax.cond(
-        jnp.any(inputs.repetition_penalty != 1.0),
-        lambda: penalise_repetition(logits, inputs.seen, inputs.repetition_penalty),
-        lambda: logits,
-    )
+    scores = _penalise(logits, inputs)
     greedy = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     drawn = lax.cond(jnp.any(inputs.temperature > 0), lambda: _draw(scores, inputs), lambda: greedy)
     token_ids = jnp.where(inputs.temperature > 0, drawn, greedy)
@@ -54,16 +50,34 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     return Choice(token_ids=token_ids, logprobs=chosen - jax.nn.logsumexp(logits, axis=-1))
 
 
-def _draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
+def distribution(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
+    """Gives the probabilities with which `sample` draws each token; a row of temperature 0 is taken at 1."""
+    return jax.nn.softmax(_shape(_penalise(logits, inputs), inputs), axis=-1)
+
+
+def _penalise(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
+    return lax.cond(
+        jnp.any(inputs.repetition_penalty != 1.0),
+        lambda: penalise_repetition(logits, inputs.seen, inputs.repetition_penalty),
+        lambda: logits,
+    )
+
+
+def _shape(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
+    """Gives the logits of the distribution that is drawn from."""
     warm = inputs.temperature > 0
     # Relative to the best, so that a tiny temperature cannot overflow.
     scaled = (scores - scores.max(axis=-1, keepdims=True)) / jnp.where(warm, inputs.temperature, 1.0)[:, None]
     filtered = warm & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
-    scaled = lax.cond(
+    return lax.cond(
         jnp.any(filtered),
         lambda: filter_logits(scaled, inputs.top_k, inputs.top_p, inputs.min_p),
         lambda: scaled,
     )
+
+
+def _draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
+    scaled = _shape(scores, inputs)
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
         inputs.seed, inputs.position
     )

@@ -1,0 +1,89 @@
+"""Whether and how an `LLM` speculates."""
+
+import os
+from dataclasses import dataclass, replace
+
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.drafts import DraftSource, checked_count
+from ferrum_jax.generate.model_draft import Drawing, ModelDraft
+from ferrum_jax.generate.prompt_lookup import PromptLookup
+from ferrum_jax.hub import resolve
+from ferrum_jax.loading import load
+
+PROMPT_LOOKUP = "prompt-lookup"
+DEFAULT_TOKENS = 4
+NO_SPECULATION = EngineConfig(spec_tokens=0)  # of the draft model itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Who drafts tokens, and how many at a time.
+
+    Args:
+        draft: `prompt-lookup`; or the path or Hugging Face id of a smaller model with the same vocabulary; or such a
+            model, which is then not closed with the `LLM`; or any `DraftSource`.
+        num_tokens: drafted at a time; `spec_tokens` of the engine, `FERRUM_SPEC_N` or 4 if None.
+        max_ngram: of prompt lookup: the longest run of tokens that is looked up.
+        drawing: of a model, for requests that draw: see `ModelDraft`.
+    """
+
+    draft: str | os.PathLike[str] | DecoderOnlyLLM | DraftSource = PROMPT_LOOKUP
+    num_tokens: int | None = None
+    max_ngram: int = 3
+    drawing: Drawing = "shared"
+
+    def __post_init__(self):
+        if not isinstance(self.draft, (str, os.PathLike, DecoderOnlyLLM, DraftSource)):
+            raise InvalidParameterError(
+                f"draft is a {type(self.draft).__name__}, expected {PROMPT_LOOKUP!r}, a path, a model or a DraftSource"
+            )
+        checked_count("max_ngram", self.max_ngram)
+        if self.num_tokens is not None:
+            checked_count("num_tokens", self.num_tokens)
+        if isinstance(self.draft, DraftSource) and self.num_tokens not in (None, self.draft.num_tokens):
+            raise ConfigError(f"num_tokens is {self.num_tokens}, the draft's own is {self.draft.num_tokens}")
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Tokens drafted at a time, if this says it."""
+        return self.draft.num_tokens if isinstance(self.draft, DraftSource) else self.num_tokens
+
+    def settle(self, engine: EngineConfig | None) -> EngineConfig:
+        """Gives the settings with the number of drafted tokens in them.
+
+        Raises:
+            ConfigError: both say it, and differently.
+        """
+        asked, mine = engine or EngineConfig(), self.asked_tokens
+        if mine is not None and asked.spec_tokens not in (None, mine):
+            raise ConfigError(f"num_tokens is {mine}, spec_tokens of the engine is {asked.spec_tokens}: give it once")
+        found = asked.over(EngineConfig.from_environment()).spec_tokens
+        return replace(asked, spec_tokens=mine or found or DEFAULT_TOKENS)
+
+
+def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: int, max_rows: int) -> DraftSource | None:
+    """Makes what drafts for a target, a model being loaded for it if need be; None if no tokens are to be drafted.
+
+    Raises:
+        FerrumError: the draft cannot be loaded, or makes no sense for this target.
+    """
+    draft, drawing = speculation.draft, speculation.drawing
+    if num_tokens == 0:
+        return None
+    if isinstance(draft, DraftSource):
+        return draft
+    if isinstance(draft, DecoderOnlyLLM):
+        return ModelDraft(draft, num_tokens, drawing=drawing, max_rows=max_rows)
+    if draft == PROMPT_LOOKUP:
+        return PromptLookup(speculation.max_ngram, num_tokens)
+    if isinstance(target, ModelRunner):  # as many sequences as the target, and as long
+        plan, device = target.plan, target.device
+        model = load(
+            resolve(draft), max_seqs=plan.max_seqs, kv_capacity=plan.kv_capacity, device=device, engine=NO_SPECULATION
+        )
+    else:
+        model = load(resolve(draft), max_seqs=max_rows, kv_capacity=target.kv_capacity(), engine=NO_SPECULATION)
+    return ModelDraft(model, num_tokens, drawing=drawing, max_rows=max_rows, is_owner=True)

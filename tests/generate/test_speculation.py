@@ -1,0 +1,250 @@
+"""`LLM` with speculation: over tiny runners, and how it is asked for."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ferrum_jax import LLM, EngineConfig, SamplingParams, models
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    ConfigError,
+    InvalidParameterError,
+    NotFoundError,
+    UnsupportedError,
+)
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.model_draft import ModelDraft
+from ferrum_jax.generate.prompt_lookup import PromptLookup
+from ferrum_jax.generate.speculation import Speculation
+from ferrum_jax.models.specs import ParamTree
+from tests import tiny
+from tests.executor.conftest import CFG, make_runner
+from tests.fake import CountingLLM
+from tests.generate.drafting import RollingLLM
+from tests.generate.test_request import letters
+
+ENGINE = EngineConfig(
+    dtype="float32", max_seqs=4, kv_capacity=40, block_size=8, kv_blocks=16, max_step_tokens=16,
+    decode_rows=(4,), chunk_rows=(2,), chunk_tokens=(8,), verify_rows=(4,), verify_tokens=(4,), spec_tokens=3,
+)  # fmt: skip
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def params() -> ParamTree:
+    # Small weights: the answers repeat themselves, so that lookup finds something.
+    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.2)
+
+
+@pytest.fixture(scope="module")
+def runner(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, ENGINE, strict=True) as runner:
+        runner.warmup()
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def twin(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, ENGINE, strict=True) as runner:
+        runner.warmup()
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def llms(runner: ModelRunner, twin: ModelRunner) -> dict[str, LLM]:
+    """The same model without speculation, with prompt lookup, and with its twin as the draft."""
+    asked = {
+        "plain": None,
+        "lookup": Speculation(num_tokens=3),
+        "twin": Speculation(draft=twin, num_tokens=3),
+        "own": Speculation(draft=twin, num_tokens=3, drawing="own"),
+    }
+    return {
+        name: LLM.from_model(runner, letters(), max_rows=4, chunk_tokens=16, speculation=one)
+        for name, one in asked.items()
+    }
+
+
+PROMPTS = st.lists(st.lists(st.integers(0, 22), min_size=1, max_size=12), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(prompts=PROMPTS, temperature=st.sampled_from([0.0, 0.0, 0.7]), penalty=st.sampled_from([1.0, 1.0, 1.2]))
+def test_answers_are_those_without_speculation(
+    llms: dict[str, LLM], twin: ModelRunner, prompts: list[list[int]], temperature: float, penalty: float
+):
+    asked = [
+        SamplingParams(
+            temperature=temperature,
+            repetition_penalty=penalty,
+            seed=at,
+            max_tokens=COUNT,
+            stop_token_ids=(3,),
+            stop="fb",
+        )
+        for at in range(len(prompts))
+    ]
+    plain, *others = (llms[name].generate(prompts, asked) for name in ("plain", "lookup", "twin"))
+    for outs in others:
+        for out, expected in zip(outs, plain, strict=True):
+            changed = {"time_to_first_token": out.time_to_first_token, "drafted": out.drafted, "accepted": out.accepted}
+            assert out == replace(expected, **changed)
+    for llm in llms.values():
+        assert llm.runner.kv_slot_capacity_snapshot().free_blocks == 16
+    assert twin.kv_slot_capacity_snapshot().free_blocks == 16
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("twin", 0.0), ("twin", 0.8), ("own", 0.8)])
+def test_a_draft_equal_to_the_target_is_accepted_whole(name: str, temperature: float, llms: dict[str, LLM]):
+    asked = [SamplingParams(temperature=temperature, seed=at, max_tokens=21, ignore_eos=True) for at in range(5)]
+    outs = llms[name].generate([[at, 1, 4] for at in range(5)], asked)
+    assert all(out.drafted == out.accepted == 15 for out in outs)
+    assert llms[name].acceptance_rate > 0
+
+
+def test_logprobs_are_those_without_speculation(llms: dict[str, LLM]):
+    asked = SamplingParams(max_tokens=COUNT, logprobs=True)
+    plain, lookup = (llms[name].generate([[3, 1, 4], [1] * 9], asked) for name in ("plain", "lookup"))
+    assert sum(out.accepted for out in lookup) > 0
+    for out, expected in zip(lookup, plain, strict=True):
+        assert out.token_ids == expected.token_ids
+        np.testing.assert_allclose(
+            np.array(out.logprobs), np.array(expected.logprobs), atol=1e-5
+        )  # float32 sums in another order
+
+
+def test_after_warmup_speculation_compiles_nothing(llms: dict[str, LLM], compiles: list[str]):
+    for llm in llms.values():
+        llm.warmup(progress=False)
+    compiles.clear()
+    for name, llm in llms.items():
+        asked = [
+            SamplingParams(
+                max_tokens=COUNT,
+                temperature=at % 2,
+                top_k=5 * at,
+                seed=at,
+                logprobs=at == 2,
+                repetition_penalty=1 + at % 3,
+            )
+            for at in range(5)
+        ]
+        llm.generate([[1, 2, 1, 2], [3] * 11, [4, 5], [6, 7, 8], [9]], asked)
+        assert llm.runner.compile_stats()["compiles_after_warmup"] == 0, name
+    assert compiles == []
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """Every backend compilation of the process."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_an_abandoned_stream_frees_the_draft_too(llms: dict[str, LLM], twin: ModelRunner):
+    stream = llms["twin"].stream([1, 2, 3], SamplingParams(max_tokens=COUNT))
+    for _ in range(3):
+        next(stream)
+    assert twin.kv_slot_capacity_snapshot().free_blocks < 16
+    stream.close()
+    assert twin.kv_slot_capacity_snapshot().free_blocks == 16
+
+
+def test_preparing_compiles_what_verifying_needs_and_leaves_no_trace(params: ParamTree):
+    with make_runner(params, ENGINE) as runner:
+        llm = LLM.from_model(runner, max_rows=1, speculation=Speculation(num_tokens=3))
+        llm.prepare([1, 2], SamplingParams(temperature=1.0))
+        assert runner.kv_slot_capacity_snapshot().free_blocks == 16
+        assert not runner._sequences.slots.cache_ids
+        assert sorted(llm._engine.sampler._compiled) == [1, 4]
+        count = runner.compile_stats()["compiled"]
+        llm.generate([[1, 2]], SamplingParams(max_tokens=COUNT))
+        assert runner.compile_stats()["compiled"] == count
+
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 23, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 1,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 20, "max_position_embeddings": 160,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+}  # fmt: skip
+LADDERS = EngineConfig(decode_rows=(1,), chunk_rows=(1,), chunk_tokens=(16,))
+SIZES: dict[str, Any] = {"max_seqs": 1, "kv_capacity": 32, "engine": LADDERS, "progress": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.write_folder(tmp_path_factory.mktemp("tiny"), CONFIG)
+    letters().backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def source_of(llm: LLM) -> Any:
+    return None if llm._engine.speculator is None else llm._engine.speculator.source
+
+
+def test_the_variable_alone_means_prompt_lookup(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    with LLM(folder, **SIZES) as llm:
+        assert source_of(llm) is None
+        assert llm.acceptance_rate == 0
+        plain = llm.generate("cab", SamplingParams(max_tokens=COUNT))[0]
+    monkeypatch.setenv("FERRUM_SPEC_N", "5")
+    with LLM(folder, **SIZES) as llm:
+        assert isinstance(source_of(llm), PromptLookup)
+        assert source_of(llm).num_tokens == 5
+        assert llm.runner.plan.ladders.verify_tokens[0] == 6
+        assert llm.generate("cab", SamplingParams(max_tokens=COUNT))[0].text == plain.text
+    with LLM(folder, speculation=Speculation(num_tokens=2), **SIZES) as llm:
+        assert source_of(llm).num_tokens == 2  # an argument goes before the variable
+    monkeypatch.setenv("FERRUM_SPEC_N", "0")
+    with LLM(folder, **SIZES) as llm:
+        assert source_of(llm) is None
+
+
+def test_a_path_loads_a_draft_that_goes_with_the_llm(folder: Path):
+    with LLM(folder, speculation=Speculation(draft=folder), **SIZES) as llm:
+        source = source_of(llm)
+        assert isinstance(source, ModelDraft)
+        out = llm.generate("cab", SamplingParams(max_tokens=11))[0]
+        assert (out.drafted, out.accepted) == (8, 8)  # 4 at a time where nothing is said
+    with pytest.raises(CancelledError, match="closed"):
+        source.model.prefill("a", [1])
+
+
+def test_a_model_that_was_given_is_not_closed(twin: ModelRunner, params: ParamTree):
+    with make_runner(params, ENGINE) as runner:
+        LLM.from_model(runner, speculation=Speculation(draft=twin)).close()
+    assert twin.kv_len("anything") is None
+
+
+def test_what_makes_no_sense_is_refused(folder: Path, tmp_path: Path):
+    wrong: Any = 3
+    with pytest.raises(InvalidParameterError, match="draft is a int, expected 'prompt-lookup'"):
+        Speculation(draft=wrong)
+    with pytest.raises(InvalidParameterError, match="num_tokens is 0"):
+        Speculation(num_tokens=0)
+    with pytest.raises(InvalidParameterError, match="max_ngram is 0"):
+        Speculation(max_ngram=0)
+    with pytest.raises(ConfigError, match="num_tokens is 3, the draft's own is 4"):
+        Speculation(draft=PromptLookup(), num_tokens=3)
+    with pytest.raises(ConfigError, match="num_tokens is 3, spec_tokens of the engine is 5: give it once"):
+        Speculation(num_tokens=3).settle(EngineConfig(spec_tokens=5))
+    with pytest.raises(NotFoundError, match="nowhere"):
+        LLM(folder, speculation=Speculation(draft=tmp_path / "nowhere"), **SIZES)
+    with pytest.raises(UnsupportedError, match="CountingLLM cannot roll its KV back"):
+        LLM.from_model(CountingLLM(), speculation=Speculation())
+    with pytest.raises(ConfigError, match="vocabulary of 7 tokens, the target one of 23"):
+        LLM(folder, speculation=Speculation(draft=RollingLLM(vocab_size=7)), **SIZES)
