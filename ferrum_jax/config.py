@@ -1,12 +1,12 @@
 """Settings: what a model is (`ModelConfig`) and how the engine should run it (`EngineConfig`)."""
 
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MOST_LAYERS = 10_000  # a damaged count would otherwise be counted to
@@ -35,10 +35,18 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self):
-        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} of the RoPE scaling is {value!r}, expected more than 0")
+        if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_TYPES:
+            raise UnsupportedError(f"rope_type {shown(self.rope_type)}: supported are {', '.join(ROPE_TYPES)}")
+        _refuse_not_positive("factor of the RoPE scaling", self.factor)
+        for name in (
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "low_freq_factor",
+            "high_freq_factor",
+        ):
+            if getattr(self, name) is not None:
+                _refuse_not_positive(f"{name} of the RoPE scaling", getattr(self, name))
         if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
             raise ConfigError(
                 f"high_freq_factor of the RoPE scaling is {self.high_freq_factor}, expected more than "
@@ -73,22 +81,21 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
+            _refuse_no_count(name, getattr(self, name), 1)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key/value heads"
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
+        if not isinstance(self.layer_windows, tuple):
+            raise ConfigError(f"layer_windows is {shown(self.layer_windows)}, expected a tuple")
         if len(self.layer_windows) != self.num_hidden_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
         for window in self.layer_windows:
             _refuse_below("sliding_window", window, 1)
         for name in ("rope_theta", "rms_norm_eps"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected more than 0")
+            _refuse_not_positive(name, getattr(self, name))
 
     @property
     def max_seq_len(self) -> int:
@@ -107,11 +114,13 @@ class ModelConfig:
             UnsupportedError: the family, a RoPE type, an activation or another setting is not implemented.
             ConfigError: a field is missing, has the wrong type, or contradicts another.
         """
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"a configuration is a {type(config).__name__}, expected a mapping")
         try:
             return cls(**_hf_fields(config))
         except KeyError as missing:
             raise ConfigError(f"no field {missing.args[0]!r}") from None
-        except (TypeError, ValueError, ArithmeticError) as wrong:
+        except (TypeError, ValueError, ArithmeticError, RuntimeError) as wrong:
             if isinstance(wrong, (ConfigError, UnsupportedError)):
                 raise
             raise ConfigError(f"a field of the wrong type: {wrong}") from None
@@ -261,18 +270,21 @@ class EngineConfig:
             ladder = getattr(self, name)
             if ladder is None:
                 continue
+            if not isinstance(ladder, (tuple, list)):
+                raise ConfigError(f"{name} is {shown(ladder)}, expected ascending sizes of at least 1")
             for size in ladder:
                 _refuse_below(f"a size in {name}", size, 1)
             if not ladder or list(ladder) != sorted(set(ladder)):
                 raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
         fraction = self.memory_fraction
         if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
-            raise ConfigError(f"memory_fraction is {fraction!r}, expected more than 0 and at most 1")
+            raise ConfigError(f"memory_fraction is {shown(fraction)}, expected more than 0 and at most 1")
         if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache is {self.prefix_cache!r}, expected True or False")
+            raise ConfigError(f"prefix_cache is {shown(self.prefix_cache)}, expected True or False")
         for name in ("dtype", "kv_dtype"):
-            if getattr(self, name) not in (None, "float32", "float16", "bfloat16"):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}, expected float32, float16 or bfloat16")
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value in ("float32", "float16", "bfloat16")):
+                raise ConfigError(f"{name} is {shown(value)}, expected float32, float16 or bfloat16")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -296,9 +308,19 @@ class EngineConfig:
         return replace(other, **mine)
 
 
+def _refuse_no_count(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} is {shown(value)}, expected an integer of at least {least}")
+
+
 def _refuse_below(name: str, value: Any, least: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise ConfigError(f"{name} is {value!r}, expected an integer of at least {least}")
+    if value is not None:
+        _refuse_no_count(name, value, least)
+
+
+def _refuse_not_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{name} is {shown(value)}, expected more than 0")
 
 
 def _flag(text: str) -> bool:
@@ -310,7 +332,7 @@ def _flag(text: str) -> bool:
 def dtype_name(text: str) -> str:
     """Gives the full name of a floating dtype: `bf16` is `bfloat16`."""
     if not isinstance(text, str):
-        raise ConfigError(f"dtype is {text!r}, expected a name such as 'float32'")
+        raise ConfigError(f"dtype is {shown(text)}, expected a name such as 'float32'")
     short = {"fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16"}
     return (short | {"bf16": "bfloat16"}).get(text.lower(), text.lower())
 

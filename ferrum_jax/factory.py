@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 from ferrum_jax.contract.execution import (
     AttentionType,
     ExecutorAttentionConfig,
@@ -123,11 +123,14 @@ def _order(config: ExecutorConfig) -> _Order:
         raise ConfigError(f"config is a {type(config).__name__}, expected an ExecutorConfig")
     for name, kind in _PARTS:
         if not isinstance(getattr(config, name), kind):
-            raise ConfigError(f"{name} is {getattr(config, name)!r}, expected a {kind.__name__}")
+            raise ConfigError(f"{name} is {shown(getattr(config, name))}, expected a {kind.__name__}")
     for part, name, only, why in _ONLY:
         _refuse_other(f"{part}.{name}", getattr(getattr(config, part), name), only, why)
-    if config.optimization_config.custom_flags != {}:
-        raise UnsupportedError(f"custom_flags {config.optimization_config.custom_flags!r}: there are none to set")
+    flags = config.optimization_config.custom_flags
+    if not isinstance(flags, Mapping):
+        raise ConfigError(f"custom_flags is {shown(flags)}, expected a mapping")
+    if flags:
+        raise UnsupportedError(f"custom_flags {shown(flags)}: there are none to set")
     if config.dtype not in _DTYPES:
         raise UnsupportedError(
             f"dtype {config.dtype.name}: weights are computed in {', '.join(d.name for d in _DTYPES)}"
@@ -146,14 +149,14 @@ def _order(config: ExecutorConfig) -> _Order:
 
 def _refuse_other(name: str, value: Any, only: Any, why: str) -> None:
     if type(value) is not type(only):
-        raise ConfigError(f"{name} is {value!r}, expected a {type(only).__name__}")
+        raise ConfigError(f"{name} is {shown(value)}, expected a {type(only).__name__}")
     if value != only:
-        raise UnsupportedError(f"{name} is {value!r}, only {only!r} can be honoured: {why}")
+        raise UnsupportedError(f"{name} is {shown(value)}, only {only!r} can be honoured: {why}")
 
 
 def _checked_path(path: Any) -> str:
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"model_info.model_id is {path!r}, expected the path of a model")
+        raise ConfigError(f"model_info.model_id is {shown(path)}, expected the path of a model")
     return path
 
 
@@ -162,13 +165,13 @@ def _checked_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
         if name in _FIELD_OF:
             raise ConfigError(f"executor_options[{name!r}]: set {_FIELD_OF[name]} instead")
         if name not in _OPTIONS:
-            raise ConfigError(f"executor_options[{name!r}] is unknown, known are {', '.join(_OPTIONS)}")
+            raise ConfigError(f"executor_options[{shown(name)}] is unknown, known are {', '.join(_OPTIONS)}")
         if name in ("strict", "progress") and not isinstance(value, bool):
-            raise ConfigError(f"executor_options[{name!r}] is {value!r}, expected True or False")
+            raise ConfigError(f"executor_options[{name!r}] is {shown(value)}, expected True or False")
         if name == "engine" and not isinstance(value, EngineConfig | None):
             raise ConfigError(f"executor_options['engine'] is a {type(value).__name__}, expected an EngineConfig")
         if name == "executor_type" and not isinstance(value, ExecutorType):
-            raise ConfigError(f"executor_options['executor_type'] is {value!r}, expected an ExecutorType")
+            raise ConfigError(f"executor_options['executor_type'] is {shown(value)}, expected an ExecutorType")
         if name == "executor_type" and value not in _TYPES:
             raise UnsupportedError(f"executor_type {value}: built are {', '.join(kind.name for kind in _TYPES)}")
     return options
@@ -187,16 +190,21 @@ def _checked_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
         "vocab_size": cfg.vocab_size,
     }
     for name, found in truth.items():
-        if getattr(stated, name) not in (0, "", found):
-            raise ConfigError(f"model_info.{name} is {getattr(stated, name)!r}, the checkpoint has {found!r}")
+        value = getattr(stated, name)
+        if not isinstance(value, (int, str)) or value not in (0, "", found):
+            raise ConfigError(f"model_info.{name} is {shown(value)}, the checkpoint has {found!r}")
     for name, length in (
         ("model_info.max_sequence_length", stated.max_sequence_length),
         ("max_sequence_length", config.max_sequence_length),
     ):
         if not isinstance(length, int) or length > cfg.max_seq_len:
-            raise ConfigError(f"{name} is {length!r}, the model can reach {cfg.max_seq_len}")
+            raise ConfigError(f"{name} is {shown(length)}, the model can reach {cfg.max_seq_len}")
+    if not isinstance(stated.device, Device):
+        raise ConfigError(f"model_info.device is {shown(stated.device)}, expected a Device")
     if stated.device != config.device:
         raise ConfigError(f"model_info.device is {stated.device}, device is {config.device}")
+    if not isinstance(stated.dtype, DataType):
+        raise ConfigError(f"model_info.dtype is {shown(stated.dtype)}, expected a DataType")
     if stated.dtype is not config.dtype and _DTYPES.get(stated.dtype) != cfg.dtype:
         raise ConfigError(
             f"model_info.dtype is {stated.dtype}, expected {config.dtype} or the checkpoint's {cfg.dtype}"
@@ -209,6 +217,8 @@ def _checked_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
 def _refuse_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> None:
     kind, heads, kv_heads = attention.attention_type, cfg.num_attention_heads, cfg.num_key_value_heads
     windows = {window for window in cfg.layer_windows if window is not None}
+    if not isinstance(kind, AttentionType):
+        raise ConfigError(f"attention_type is {shown(kind)}, expected an AttentionType")
     if kind is AttentionType.Flash:
         raise UnsupportedError("attention_type Flash: there is no flash attention kernel")
     possible = {
@@ -218,22 +228,24 @@ def _refuse_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> N
         AttentionType.Paged: True,
         AttentionType.SlidingWindow: bool(windows),
     }
-    if not possible.get(kind, False):
+    if not possible[kind]:
         raise ConfigError(
             f"attention_type is {kind!r}, the model has {heads} heads, {kv_heads} key/value heads and windows "
             f"{sorted(windows)}"
         )
-    if attention.sliding_window_size is not None and windows != {attention.sliding_window_size}:
-        raise ConfigError(f"sliding_window_size is {attention.sliding_window_size}, the model has {sorted(windows)}")
+    size = attention.sliding_window_size
+    if size is not None and not (isinstance(size, int) and windows == {size}):
+        raise ConfigError(f"sliding_window_size is {shown(size)}, the model has {sorted(windows)}")
 
 
 def _engine(config: ExecutorConfig, options: Mapping[str, Any]) -> EngineConfig:
     memory, kv_dtype = config.memory_config, options.get("kv_dtype")
     if not isinstance(memory.enable_kv_cache_sharing, bool):
-        raise ConfigError(f"enable_kv_cache_sharing is {memory.enable_kv_cache_sharing!r}, expected True or False")
+        raise ConfigError(f"enable_kv_cache_sharing is {shown(memory.enable_kv_cache_sharing)}, expected True or False")
     if memory.memory_pool_size is not None and options.get("kv_blocks") is not None:
         raise ConfigError(
-            f"memory_pool_size is {memory.memory_pool_size} and kv_blocks {options['kv_blocks']}: give one"
+            f"memory_pool_size is {shown(memory.memory_pool_size)} and kv_blocks is {shown(options['kv_blocks'])}: "
+            "give one"
         )
     asked = EngineConfig(
         dtype=_DTYPES[config.dtype],
@@ -256,8 +268,8 @@ def _engine(config: ExecutorConfig, options: Mapping[str, Any]) -> EngineConfig:
 def _sized(engine: EngineConfig, pool_bytes: Any, cfg: ModelConfig, platform: str) -> EngineConfig:
     """Gives the pool as many blocks as its bytes hold."""
     if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, int):
-        raise ConfigError(f"memory_pool_size is {pool_bytes!r}, expected a number of bytes")
+        raise ConfigError(f"memory_pool_size is {shown(pool_bytes)}, expected a number of bytes")
     block_bytes = plan_engine(replace(engine, kv_blocks=1), cfg, platform=platform, free_bytes=2**62).cache.num_bytes
     if pool_bytes < block_bytes:
-        raise ConfigError(f"memory_pool_size is {pool_bytes}, one KV block takes {block_bytes} bytes")
+        raise ConfigError(f"memory_pool_size is {shown(pool_bytes)}, one KV block takes {block_bytes} bytes")
     return replace(engine, kv_blocks=pool_bytes // block_bytes)

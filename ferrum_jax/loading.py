@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
-from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
@@ -74,7 +74,8 @@ def load(
     if mesh is not None:
         raise UnsupportedError("mesh: several devices are not built yet, pass a device")
     if artifacts is not None:
-        raise UnsupportedError(f"artifacts={os.fspath(artifacts)!r}: compiled steps on disk are not built yet")
+        folder = os.fspath(artifacts) if isinstance(artifacts, (str, os.PathLike)) else artifacts
+        raise UnsupportedError(f"artifacts={shown(folder)}: compiled steps on disk are not built yet")
     asked = EngineConfig(
         dtype=None if dtype is None else dtype_name(dtype),
         kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
@@ -85,8 +86,8 @@ def load(
         kv_blocks=kv_blocks,
         memory_fraction=memory_fraction,
         max_step_tokens=max_step_tokens,
-        max_loras=max_loras or None,
-        max_lora_rank=max_lora_rank or None,
+        max_loras=_unless_zero(max_loras),
+        max_lora_rank=_unless_zero(max_lora_rank),
     )
     settings = _merge(asked, engine).over(EngineConfig.from_environment())
     target = find_device(device)
@@ -116,8 +117,14 @@ def load_params(
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
     """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration, no weights."""
-    place = Path(path).expanduser()
-    if not place.exists():
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"path is {shown(path)}, expected the path of a model")
+    try:
+        place = Path(path).expanduser()
+        found = place.exists()
+    except (OSError, RuntimeError) as problem:  # too long a name, or nobody's home
+        raise NotFoundError(f"{path} cannot be found: {problem}") from None
+    if not found:
         raise NotFoundError(f"{place} does not exist")
     if place.is_file():
         return GgufSource(place)
@@ -173,9 +180,15 @@ def _ignorable(name: str, cfg: ModelConfig) -> bool:
     return name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
 
 
+def _unless_zero(count: int) -> int | None:
+    return None if isinstance(count, int) and count == 0 else count
+
+
 def _merge(asked: EngineConfig, engine: EngineConfig | None) -> EngineConfig:
     if engine is None:
         return asked
+    if not isinstance(engine, EngineConfig):
+        raise ConfigError(f"engine is {shown(engine)}, expected an EngineConfig")
     for field in fields(EngineConfig):
         mine, theirs = getattr(asked, field.name), getattr(engine, field.name)
         if mine is not None and theirs is not None and mine != theirs:

@@ -35,7 +35,7 @@ def checked_policy(policy: LogitsReturnPolicy, vocab_size: int) -> Greedy | None
     if penalty is None or not len(penalty.token_ids):
         return Greedy(allowed)
     penalised = np.zeros(vocab_size, np.bool_)
-    penalised[np.asarray(penalty.token_ids)] = True
+    penalised[np.asarray(penalty.token_ids, np.int64)] = True
     return Greedy(allowed, _bits(penalised), float(penalty.penalty))
 
 

@@ -7,14 +7,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import RequestValidationError
-from ferrum_jax.contract.policy import FullLogits, GreedyArgmax, LogitsReturnPolicy
+from ferrum_jax.contract.errors import RequestValidationError, shown
+from ferrum_jax.contract.policy import (
+    FullLogits,
+    GreedyArgmax,
+    GreedyRepetitionPenalty,
+    LogitsReturnPolicy,
+    TokenSelectionMask,
+)
 
 
 def checked_id(cache_id: Any) -> str:
     """Gives the cache id, or raises if it is no string."""
     if not isinstance(cache_id, str):
-        raise RequestValidationError(f"cache id {cache_id!r} is a {type(cache_id).__name__}, expected a string")
+        raise RequestValidationError(f"cache id {shown(cache_id)} is a {type(cache_id).__name__}, expected a string")
     return cache_id
 
 
@@ -22,10 +28,10 @@ def checked_int(name: str, value: Any, least: int) -> int:
     """Gives an integer of at least `least`, or raises."""
     try:
         number = operator.index(value)
-    except TypeError:
-        raise RequestValidationError(f"{name} is {value!r}, expected an integer") from None
+    except (RuntimeError, TypeError, ValueError):  # RuntimeError: a deleted array
+        raise RequestValidationError(f"{name} is {shown(value)}, expected an integer") from None
     if isinstance(value, (bool, np.bool_)) or number < least:
-        raise RequestValidationError(f"{name} is {value!r}, expected an integer of at least {least}")
+        raise RequestValidationError(f"{name} is {shown(value)}, expected an integer of at least {least}")
     return number
 
 
@@ -35,7 +41,7 @@ def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDA
         raise RequestValidationError(f"{cache_id!r}: tokens are text, expected token ids")
     try:
         array = np.asarray(tokens)
-    except (TypeError, ValueError) as problem:
+    except (RuntimeError, TypeError, ValueError) as problem:
         raise RequestValidationError(f"{cache_id!r}: tokens are no sequence of ids: {problem}") from None
     if array.ndim != 1:
         raise RequestValidationError(f"{cache_id!r}: tokens have shape {list(array.shape)}, expected one dimension")
@@ -45,13 +51,13 @@ def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDA
         for position, token in enumerate(tokens):
             if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
                 raise RequestValidationError(
-                    f"{cache_id!r}: the token at position {position} is {token!r}, expected an integer id"
+                    f"{cache_id!r}: the token at position {position} is {shown(token)}, expected an integer id"
                 )
             if not 0 <= token < vocab_size:
                 raise _outside(cache_id, position, token, vocab_size)
     wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
     if len(wrong):
-        raise _outside(cache_id, int(wrong[0]), array[wrong[0]], vocab_size)
+        raise _outside(cache_id, int(wrong[0]), array[wrong[0]].item(), vocab_size)
     return array.astype(np.int32)
 
 
@@ -61,7 +67,7 @@ def _has_bool(tokens: Iterable[Any]) -> bool:
 
 def _outside(cache_id: str, position: int, token: Any, vocab_size: int) -> RequestValidationError:
     return RequestValidationError(
-        f"{cache_id!r}: the token at position {position} is {token}, ids go from 0 to {vocab_size - 1}"
+        f"{cache_id!r}: the token at position {position} is {shown(token)}, ids go from 0 to {vocab_size - 1}"
     )
 
 
@@ -77,7 +83,7 @@ def refuse_repeated(cache_ids: Iterable[str]) -> None:
 def refuse_mismatch(cache_id: str, name: str, given: Any, length: int) -> None:
     """Raises unless the caller's position is the cache's length."""
     if checked_int(f"{cache_id!r}: {name}", given, -(2**63)) != length:
-        raise RequestValidationError(f"{cache_id!r}: {name} is {given}, the cache holds {length} positions")
+        raise RequestValidationError(f"{cache_id!r}: {name} is {shown(given)}, the cache holds {length} positions")
 
 
 def checked_rows(name: str, rows: Iterable[Any], fields: str) -> list[tuple[Any, ...]]:
@@ -91,22 +97,26 @@ def checked_rows(name: str, rows: Iterable[Any], fields: str) -> list[tuple[Any,
     width = len(fields.split())
     try:
         listed = list(rows)
-    except TypeError:
+    except (RuntimeError, TypeError):
         raise RequestValidationError(f"{name} is a {type(rows).__name__}, expected a sequence of rows") from None
     for at, row in enumerate(listed):
         if not isinstance(row, (tuple, list)) or len(row) != width:
-            raise RequestValidationError(f"row {at} of {name} is {row!r}, expected ({', '.join(fields.split())})")
+            raise RequestValidationError(f"row {at} of {name} is {shown(row)}, expected ({', '.join(fields.split())})")
     return [tuple(row) for row in listed]
 
 
 def refuse_unequal(num_rows: int, policies: Sequence[Any]) -> None:
     """Raises RequestValidation unless there is one policy per row."""
-    try:
-        given = len(policies)
-    except TypeError:
-        raise RequestValidationError(f"policies are a {type(policies).__name__}, expected a sequence") from None
+    given = _count("policies", policies)
     if num_rows != given:
         raise RequestValidationError(f"{num_rows} rows need as many policies, {given} were given")
+
+
+def _count(name: str, given: Any) -> int:
+    try:
+        return len(given)
+    except (RuntimeError, TypeError):
+        raise RequestValidationError(f"{name} are a {type(given).__name__}, expected a sequence") from None
 
 
 def checked_mask(mask: Any, vocab_size: int) -> NDArray[np.bool_]:
@@ -114,19 +124,21 @@ def checked_mask(mask: Any, vocab_size: int) -> NDArray[np.bool_]:
 
     Ids past the mask's end are not allowed; a mask that is longer than the vocabulary is cut.
     """
-    label = getattr(mask, "fingerprint", None)
+    if not isinstance(mask, TokenSelectionMask):
+        raise RequestValidationError(f"token mask {shown(mask)}: expected a TokenSelectionMask")
+    label = shown(mask.fingerprint)
     try:
         given = np.asarray(mask.valid_token_mask)
-    except (AttributeError, TypeError, ValueError) as problem:
-        raise RequestValidationError(f"token mask {mask!r}: expected a TokenSelectionMask: {problem}") from None
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise RequestValidationError(f"mask {label} is no array: {problem}") from None
     if given.ndim != 1 or given.dtype.kind not in "iub":
         raise RequestValidationError(
-            f"mask {label!r} is {given.dtype} of shape {list(given.shape)}, expected integers of one dimension"
+            f"mask {label} is {given.dtype} of shape {list(given.shape)}, expected integers of one dimension"
         )
     allowed = np.zeros(vocab_size, np.bool_)
     allowed[: len(given)] = given[:vocab_size] != 0
     if not allowed.any():
-        raise RequestValidationError(f"mask {label!r} allows none of {vocab_size} tokens")
+        raise RequestValidationError(f"mask {label} allows none of {vocab_size} tokens")
     return allowed
 
 
@@ -135,13 +147,12 @@ def refuse_policy(policy: LogitsReturnPolicy, vocab_size: int) -> None:
     if isinstance(policy, FullLogits):
         return
     if not isinstance(policy, GreedyArgmax):
-        raise RequestValidationError(f"logits policy {policy!r}: expected FullLogits or GreedyArgmax")
+        raise RequestValidationError(f"logits policy {shown(policy)}: expected FullLogits or GreedyArgmax")
     penalty, mask = policy.repetition_penalty, policy.token_mask
     if penalty is not None:
-        ids = getattr(penalty, "token_ids", None)
-        if ids is None or not isinstance(getattr(penalty, "penalty", None), (int, float, np.floating)):
-            raise RequestValidationError(f"repetition penalty {penalty!r}: expected a GreedyRepetitionPenalty")
-        if len(ids):
-            checked_tokens("repetition penalty", ids, vocab_size)
+        if not isinstance(penalty, GreedyRepetitionPenalty):
+            raise RequestValidationError(f"repetition penalty {shown(penalty)}: expected a GreedyRepetitionPenalty")
+        if _count("token ids of a repetition penalty", penalty.token_ids):
+            checked_tokens("repetition penalty", penalty.token_ids, vocab_size)
     if mask is not None:
         checked_mask(mask, vocab_size)

@@ -151,3 +151,11 @@ class InvalidFormatError(FerrumError, ValueError):
 
 class InvalidParameterError(FerrumError, ValueError):
     """A parameter outside its range."""
+
+
+def shown(value: object) -> str:
+    """Gives how a message shows what was handed in; its type alone where it cannot be shown, as a deleted array."""
+    try:
+        return repr(value)
+    except (RuntimeError, TypeError, ValueError):  # ValueError: an integer of thousands of digits
+        return f"a {type(value).__name__} that cannot be shown"

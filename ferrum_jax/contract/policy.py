@@ -6,7 +6,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, shown
+
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,10 +34,10 @@ class GreedyRepetitionPenalty:
     token_ids: Sequence[int]
 
     def __post_init__(self):
-        number = isinstance(self.penalty, (int, float, np.number)) and not isinstance(self.penalty, bool)
-        if not number or not 0.0 < self.penalty < float("inf"):
+        number = isinstance(self.penalty, (int, float, np.integer, np.floating)) and not isinstance(self.penalty, bool)
+        if not number or not _LEAST <= self.penalty <= _MOST:
             raise RequestValidationError(
-                f"repetition penalty is {self.penalty!r}, it must be a positive and finite number"
+                f"repetition penalty is {shown(self.penalty)}, it must be a positive and finite number in float32"
             )
 
 

@@ -1,8 +1,10 @@
 """Requests for, and reports on, slots and blocks of the KV; and the adapter bound to a slot."""
 
+import os
 from dataclasses import dataclass
 
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.checks import checked_int
+from ferrum_jax.contract.errors import RequestValidationError, shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +19,9 @@ class KvSlotRequest:
     admission_target_len: int | None = None  # positions
 
     def __post_init__(self):
-        for name in ("target_len", "admission_target_len"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise RequestValidationError(f"{self.cache_id!r}: {name} is {value}, the least is 0")
+        checked_int(f"{shown(self.cache_id)}: target_len", self.target_len, 0)
+        if self.admission_target_len is not None:
+            checked_int(f"{shown(self.cache_id)}: admission_target_len", self.admission_target_len, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +60,9 @@ class ActiveLoraAdapter:
 
     name: str
     path: str
+
+    def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise RequestValidationError(f"adapter name {shown(self.name)}: expected a string")
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise RequestValidationError(f"path of adapter {self.name!r} is {shown(self.path)}, expected a path")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import InvalidParameterError, shown
 
 
 class DataType(enum.Enum):
@@ -62,19 +62,19 @@ class Device:
     index: int = 0
 
     def __post_init__(self):
-        if self.kind not in ("cpu", "cuda", "tpu", "rocm"):
-            raise InvalidParameterError(f"device kind {self.kind!r}: expected cpu, cuda, tpu or rocm")
+        if not isinstance(self.kind, str) or self.kind not in ("cpu", "cuda", "tpu", "rocm"):
+            raise InvalidParameterError(f"device kind {shown(self.kind)}: expected cpu, cuda, tpu or rocm")
         if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
-            raise InvalidParameterError(f"device index {self.index!r}: expected an integer of at least 0")
+            raise InvalidParameterError(f"device index {shown(self.index)}: expected an integer of at least 0")
         if self.kind == "cpu" and self.index:
             raise InvalidParameterError(f"device cpu:{self.index}: the cpu device has no index")
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Reads `cpu`, `cuda:0` and the like; a missing index is 0."""
-        found = re.fullmatch(r"(cpu|cuda|tpu|rocm)(?::(\d+))?", text)
+        found = re.fullmatch(r"(cpu|cuda|tpu|rocm)(?::(\d{1,9}))?", text) if isinstance(text, str) else None
         if found is None:
-            raise InvalidParameterError(f"device {text!r}: expected cpu, cuda:N, tpu:N or rocm:N")
+            raise InvalidParameterError(f"device {shown(text)}: expected cpu, cuda:N, tpu:N or rocm:N")
         return cls(found[1], int(found[2] or 0))
 
     def __str__(self) -> str:

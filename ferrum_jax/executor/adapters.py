@@ -18,6 +18,7 @@ from ferrum_jax.contract.errors import (
     RequestValidationError,
     ResourceExhaustedError,
     UnsupportedError,
+    shown,
 )
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.models import adapters
@@ -69,12 +70,15 @@ class Adapters:
         return NONE if found is None else found.row
 
     def refuse_without_room(self, name: str) -> None:
-        """Raises UnsupportedError where no adapter can ever be loaded."""
+        """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for what is no name."""
+        _refuse_nameless(name)
         if self.spec is None:
             raise UnsupportedError(f"adapter {name!r} cannot be used: this model was loaded with max_loras=0")
 
     def read(self, path: str | os.PathLike[str]) -> PeftAdapter:
         """Reads an adapter's files; raises as `read_adapter` does."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise RequestValidationError(f"path of an adapter is {shown(path)}, expected a path")
         return read_adapter(os.fspath(path), self.cfg)
 
     def load(self, name: str, read: PeftAdapter, path: str, *, is_pinned: bool) -> list[LoadedAdapter]:
@@ -106,6 +110,7 @@ class Adapters:
 
     def unload(self, name: str) -> LoadedAdapter:
         """Forgets an adapter that no sequence is bound to."""
+        _refuse_nameless(name)
         found = self._loaded.get(name)
         if found is None:
             raise NotFoundError(f"adapter {name!r} is not loaded, {sorted(self._loaded)} are")
@@ -172,6 +177,11 @@ class Adapters:
             needed=1,
             free=0,
         )
+
+
+def _refuse_nameless(name: Any) -> None:
+    if not isinstance(name, str):
+        raise RequestValidationError(f"adapter name {shown(name)}: expected a string")
 
 
 def _called(name: str | None) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferrum_jax.contract.checks import checked_int
-from ferrum_jax.contract.errors import FerrumError, RequestValidationError
+from ferrum_jax.contract.errors import FerrumError, RequestValidationError, shown
 from ferrum_jax.contract.handles import BlockTable, KvCacheHandle
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.values import Device
@@ -145,7 +145,9 @@ class LlmKvCacheHandle(KvCacheHandle):
 def alive(handle: Any, ledger: Ledger) -> TrackedSequence:
     """Gives the live sequence of a handle, whatever the handle's length, or raises."""
     if not isinstance(handle, LlmKvCacheHandle):
-        raise RequestValidationError(f"handle {handle!r} is a {type(handle).__name__}, expected one of this executor")
+        raise RequestValidationError(
+            f"handle {shown(handle)} is a {type(handle).__name__}, expected one of this executor"
+        )
     if handle._place.ledger is not ledger:
         raise RequestValidationError(f"{handle!r} belongs to another executor")
     return ledger.find_or_refuse(handle.cache_id)

@@ -1,6 +1,6 @@
 """From what a caller hands in to checked rows of tokens. Nothing here knows a sequence's length."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.contract.checks import checked_id, checked_int, checked_tokens, refuse_policy
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, shown
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.tensors import DecodeInput, PrefillInput, UnifiedBatchItem
 from ferrum_jax.executor.metadata import FULL_LOGITS, Options, read_options
@@ -33,9 +33,10 @@ class RowInput:
 
 def checked_list(name: str, given: Any, kind: type[T]) -> list[T]:
     """Gives the items as a list, or raises naming the first that is of another type."""
-    if not isinstance(given, Iterable):
-        raise RequestValidationError(f"{name} is a {type(given).__name__}, expected a sequence")
-    listed = list(given)
+    try:
+        listed = list(given)
+    except (RuntimeError, TypeError):
+        raise RequestValidationError(f"{name} is a {type(given).__name__}, expected a sequence") from None
     for at, item in enumerate(listed):
         if not isinstance(item, kind):
             raise RequestValidationError(f"{name}[{at}] is a {type(item).__name__}, expected a {kind.__name__}")
@@ -77,7 +78,7 @@ def decode_row(label: str, given: DecodeInput, vocab_size: int) -> RowInput:
 def unified_row(label: str, given: UnifiedBatchItem, vocab_size: int) -> RowInput:
     """Reads one row of a mixed batch."""
     if not isinstance(given.is_final_chunk, bool | np.bool_):
-        raise RequestValidationError(f"{label}.is_final_chunk is {given.is_final_chunk!r}, expected True or False")
+        raise RequestValidationError(f"{label}.is_final_chunk is {shown(given.is_final_chunk)}, expected True or False")
     options = read_options(label, given.metadata)
     _refuse_contradiction(label, given.logits_policy, options, vocab_size)
     return RowInput(

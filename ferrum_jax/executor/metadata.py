@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ferrum_jax.contract.checks import checked_int
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, shown
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 
 PREFIX = "ferrum_"
@@ -41,7 +41,7 @@ def read_options(label: str, metadata: Any) -> Options:
         raise RequestValidationError(f"{label}: metadata keys {unknown} are unknown, known are {', '.join(KEYS)}")
     full_logits = ours.get(FULL_LOGITS)
     if not isinstance(full_logits, bool | None):
-        raise RequestValidationError(f"{label}: {FULL_LOGITS} is {full_logits!r}, expected True or False")
+        raise RequestValidationError(f"{label}: {FULL_LOGITS} is {shown(full_logits)}, expected True or False")
     return Options(
         adapter=_adapter(label, ours.get(LORA_ADAPTER), ours.get(LORA_PATH)),
         full_logits=bool(full_logits),
@@ -55,7 +55,8 @@ def _adapter(label: str, name: Any, path: Any) -> ActiveLoraAdapter | None:
         return None
     if not (isinstance(name, str) and isinstance(path, str) and name and path):
         raise RequestValidationError(
-            f"{label}: {LORA_ADAPTER} is {name!r} and {LORA_PATH} is {path!r}, expected both or neither, as strings"
+            f"{label}: {LORA_ADAPTER} is {shown(name)} and {LORA_PATH} is {shown(path)}, expected both or neither, "
+            "as strings"
         )
     return ActiveLoraAdapter(name=name, path=path)
 

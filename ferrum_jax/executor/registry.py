@@ -2,7 +2,7 @@
 
 import threading
 
-from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError
+from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError, shown
 from ferrum_jax.contract.execution import ExecutorMetrics
 from ferrum_jax.contract.executor import ExecutorRegistry, ModelExecutor
 
@@ -17,7 +17,7 @@ class LlmExecutorRegistry(ExecutorRegistry):
     def register(self, name: str, executor: ModelExecutor) -> None:
         """Adds an executor; a name that is taken is AlreadyExists."""
         if not isinstance(name, str) or not name:
-            raise RequestValidationError(f"executor name {name!r}: expected a string that is not empty")
+            raise RequestValidationError(f"executor name {shown(name)}: expected a string that is not empty")
         if not isinstance(executor, ModelExecutor):
             raise RequestValidationError(f"{name!r}: a {type(executor).__name__} is no ModelExecutor")
         with self._mutex:
@@ -48,4 +48,4 @@ class LlmExecutorRegistry(ExecutorRegistry):
 
     def _refuse_unknown(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._executors:
-            raise NotFoundError(f"no executor is named {name!r}, registered are {list(self._executors)}")
+            raise NotFoundError(f"no executor is named {shown(name)}, registered are {list(self._executors)}")

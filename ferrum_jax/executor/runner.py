@@ -12,7 +12,7 @@ from ferrum_jax.compile.buckets import AnyKey, InstallKey
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import checked_id, checked_int
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, shown
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow, VerifyRow
@@ -238,7 +238,7 @@ class ModelRunner(DecoderOnlyLLM):
             NotFoundError, InvalidFormatError, UnsupportedError, …: it is not loaded and cannot be.
         """
         if adapter is not None and not isinstance(adapter, ActiveLoraAdapter):
-            raise RequestValidationError(f"adapter {adapter!r}: expected an ActiveLoraAdapter or None")
+            raise RequestValidationError(f"adapter {shown(adapter)}: expected an ActiveLoraAdapter or None")
         self._sequences.bind(checked_id(cache_id), adapter)
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:

@@ -16,7 +16,7 @@ from ferrum_jax.executor.adapters import NONE, Adapters
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, Row
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.executor.work import Work, refuse_no_requests
+from ferrum_jax.executor.work import Work, checked_requests
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.slots import SlotTable
@@ -96,11 +96,10 @@ class Sequences:
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Makes positions writable: all that are asked for, or none and an error."""
-        refuse_no_requests(requests)
         slots, pool = self.slots, self.slots.pool
         targets: dict[str, int] = {}
         admissions: dict[str, int] = {}
-        for request in requests:
+        for request in checked_requests(requests):
             key, admission = request.cache_id, request.admission_target_len or 0
             targets[key] = max(targets.get(key, 0), request.target_len)
             admissions[key] = max(admissions.get(key, 0), admission, targets[key])

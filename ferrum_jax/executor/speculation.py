@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, shown
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import forwards
 from ferrum_jax.executor.ledger import TrackedSequence
@@ -19,7 +19,7 @@ def checked_threshold(threshold: Any) -> float:
     """Gives an acceptance threshold between 0 and 1, or raises."""
     number = isinstance(threshold, int | float | np.integer | np.floating) and not isinstance(threshold, bool)
     if not number or not 0 <= threshold <= 1:
-        raise RequestValidationError(f"acceptance_threshold is {threshold!r}, expected a number from 0 to 1")
+        raise RequestValidationError(f"acceptance_threshold is {shown(threshold)}, expected a number from 0 to 1")
     return float(threshold)
 
 

@@ -1,6 +1,6 @@
 """Rows of a call, checked: whatever the caller did wrong is found here, before anything changes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ferrum_jax.contract.checks import (
     refuse_repeated,
     refuse_unequal,
 )
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, shown
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.slots import KvSlotRequest
 
@@ -70,12 +70,17 @@ def unified_rows(
     return _placed(rows, policies, vocab_size, length, "pos_offset")
 
 
-def refuse_no_requests(requests: Sequence[Any]) -> None:
-    """Raises RequestValidation unless every element is a `KvSlotRequest` for a string id."""
-    for request in requests:
+def checked_requests(requests: Iterable[Any]) -> list[KvSlotRequest]:
+    """Gives the requests as a list, or raises unless every one is a `KvSlotRequest` for a string id."""
+    try:
+        listed = list(requests)
+    except (RuntimeError, TypeError):
+        raise RequestValidationError(f"requests are a {type(requests).__name__}, expected a sequence") from None
+    for request in listed:
         if not isinstance(request, KvSlotRequest):
-            raise RequestValidationError(f"{request!r} is a {type(request).__name__}, expected a KvSlotRequest")
+            raise RequestValidationError(f"{shown(request)} is a {type(request).__name__}, expected a KvSlotRequest")
         checked_id(request.cache_id)
+    return listed
 
 
 def _placed(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ferrum_jax.contract.errors import FerrumError, InvalidParameterError
+from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, shown
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -41,12 +41,12 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self):
-        finite = float("inf")
-        _refuse_unless("temperature", self, lambda x: _is_real(x) and 0 <= x < finite, "a number of at least 0")
+        most = 3e38  # in float32
+        _refuse_unless("temperature", self, lambda x: _is_real(x) and 0 <= x <= most, "a number of at least 0")
         _refuse_unless("top_k", self, lambda x: _is_integer(x) and x >= 0, "an integer of at least 0")
         _refuse_unless("top_p", self, lambda x: _is_real(x) and 0 < x <= 1, "more than 0 and at most 1")
         _refuse_unless("min_p", self, lambda x: _is_real(x) and 0 <= x <= 1, "from 0 to 1")
-        _refuse_unless("repetition_penalty", self, lambda x: _is_real(x) and 0 < x < finite, "a positive number")
+        _refuse_unless("repetition_penalty", self, lambda x: _is_real(x) and 0 < x <= most, "a positive number")
         _refuse_unless(
             "seed", self, lambda x: x is None or (_is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1"
         )
@@ -88,7 +88,7 @@ def _is_integer(value: Any) -> bool:
 def _refuse_unless(name: str, params: SamplingParams, holds: Callable[[Any], bool], expected: str) -> None:
     value = getattr(params, name)
     if not holds(value):
-        raise InvalidParameterError(f"{name} is {value!r}, expected {expected}")
+        raise InvalidParameterError(f"{name} is {shown(value)}, expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,16 @@
 """The machine's devices: by name, with their free memory and the dtype that suits them."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import psutil
 
-from ferrum_jax.contract.errors import DeviceError
+from ferrum_jax.contract.errors import DeviceError, InvalidParameterError, shown
 from ferrum_jax.contract.values import Device
 from ferrum_jax.sharding.cgroups import allowed_bytes
 
 
+@runtime_checkable
 class JaxDevice(Protocol):
     """What this package uses of a `jax.Device`, which has no type of its own."""
 
@@ -26,8 +27,10 @@ def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
     """Gives the JAX device of a name; for None JAX's default device, as `jax.default_device` and its setting say."""
     if device is None:
         return _default_device()
-    if not isinstance(device, (str, Device)):
+    if isinstance(device, JaxDevice):
         return device
+    if not isinstance(device, (str, Device)):
+        raise InvalidParameterError(f"device is {shown(device)}, expected a name, a Device or one of JAX's")
     try:
         wanted = device if isinstance(device, Device) else Device.parse(device)
         found = jax.local_devices(backend=wanted.kind)

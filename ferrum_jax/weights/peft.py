@@ -107,7 +107,11 @@ def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
 
 
 def _read_config(folder: Path) -> PeftConfig:
-    if not folder.is_dir():
+    try:
+        found = folder.is_dir()
+    except OSError as problem:  # too long a name
+        raise NotFoundError(f"{folder} cannot be found: {problem.strerror}") from None
+    if not found:
         raise NotFoundError(f"{folder} is no directory, expected one with {CONFIG} and {WEIGHTS}")
     path = folder / CONFIG
     try:
