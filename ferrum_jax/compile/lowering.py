@@ -15,7 +15,10 @@ from ferrum_jax.models.adapters import LoraSpec
 
 
 def lower(cfg: ModelConfig, params: Any, kv: Any, loras: Any, key: AnyKey) -> jax.stages.Lowered:
-    """Lowers the call that a key stands for; parameters, KV and stacks of adapters are arrays or their shapes."""
+    """Lowers the call that a key stands for.
+
+    Parameters, KV and stacks of adapters are arrays or their shapes; where the KV's shapes lie, the call runs.
+    """
     if isinstance(key, StepKey):
         return lower_step(cfg, params, kv, key, loras)
     if isinstance(key, InstallKey):
@@ -23,7 +26,8 @@ def lower(cfg: ModelConfig, params: Any, kv: Any, loras: Any, key: AnyKey) -> ja
         spec = LoraSpec(max_loras=key.max_loras, max_rank=key.max_rank)
         return jax.jit(adapters.install).lower(loras, specs.shapes(adapters.adapter_specs(cfg, spec), dtype), _ints())
     if isinstance(key, SelectKey):
-        logits = jax.ShapeDtypeStruct((key.logit_rows, cfg.vocab_size), jnp.float32)
+        placed = jax.tree.leaves(kv)[0].sharding
+        logits = jax.ShapeDtypeStruct((key.logit_rows, cfg.vocab_size), jnp.float32, sharding=placed)
         words = -(-cfg.vocab_size // WORD)
         return jax.jit(select).lower(logits, _ints(1 + key.logit_rows * (1 + 2 * words)))
     if isinstance(key, CopyKey):

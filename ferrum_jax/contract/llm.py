@@ -210,7 +210,9 @@ def choose(logits: Logits, policy: LogitsReturnPolicy) -> Logits | int:
     penalty = policy.repetition_penalty
     if penalty is not None and len(penalty.token_ids):
         ids = np.unique(np.asarray(penalty.token_ids, np.int64))
-        scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty.penalty, scores[ids] * penalty.penalty)
+        with np.errstate(over="ignore"):
+            scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty.penalty, scores[ids] * penalty.penalty)
+    scores = np.maximum(scores, np.finfo(np.float32).min)  # above what is not allowed
     if policy.token_mask is not None:
         scores[~checked_mask(policy.token_mask, len(scores))] = -np.inf
     return int(np.argmax(scores))

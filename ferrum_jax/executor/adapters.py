@@ -57,8 +57,7 @@ class Adapters:
 
     def __post_init__(self):
         if self.spec is not None:
-            with jax.default_device(self.device):
-                self.stacks = adapters.empty(self.cfg, self.spec, self.dtype)
+            self.stacks = jax.device_put(adapters.empty(self.cfg, self.spec, self.dtype), self.device)
 
     def of(self, cache_id: str) -> LoadedAdapter | None:
         """Gives the adapter that an id is bound to."""

@@ -8,7 +8,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.execution import AttentionType, ExecutorCapabilities, ExecutorMemoryUsage, MemoryRequirements
 from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
 from ferrum_jax.executor.sequences import Sequences
-from ferrum_jax.executor.sizing import EnginePlan
+from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
 from ferrum_jax.kvcache.slots import SlotTable
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import JaxDevice
@@ -48,6 +48,7 @@ def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree,
 
 def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ExecutorCapabilities:
     """What was built: continuous batches over a paged KV on one device."""
+    leaf = jax.tree.leaves(params)[0]
     return ExecutorCapabilities(
         max_batch_size=plan.max_seqs,
         max_sequence_length=plan.kv_capacity,
@@ -57,23 +58,25 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: 
         supports_speculative_decoding=True,
         supports_tensor_parallelism=False,
         supports_pipeline_parallelism=False,
-        supported_dtypes=(_DTYPES[jax.tree.leaves(params)[0].dtype.name],),
+        supported_dtypes=(_DTYPES[leaf.dtype.name],),
         supported_devices=(contract_device(device),),
         memory_requirements=MemoryRequirements(
             parameter_memory=_num_bytes(params),
             activation_memory_per_token=_activation_bytes(cfg, params),
             kv_cache_memory_per_token=plan.cache.bytes_per_position // plan.cache.num_layers,
-            overhead_memory=0,
+            overhead_memory=stack_bytes(cfg, plan.loras, leaf.dtype.name),
         ),
     )
 
 
-def memory_usage(slots: SlotTable, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ExecutorMemoryUsage:
-    """Counts parameters and KV: allocated is both, used is the parameters and the blocks that sequences hold.
+def memory_usage(
+    slots: SlotTable, plan: EnginePlan, cfg: ModelConfig, params: ParamTree, device: JaxDevice
+) -> ExecutorMemoryUsage:
+    """Counts parameters, stacks of adapters and KV; of the KV, used is what sequences hold.
 
     The peak is the device's own figure where it keeps one, and what is allocated elsewhere.
     """
-    weights = _num_bytes(params)
+    weights = _num_bytes(params) + stack_bytes(cfg, plan.loras, jax.tree.leaves(params)[0].dtype.name)
     block = plan.cache.bytes_per_position * plan.cache.block_size
     allocated = weights + plan.cache.num_bytes
     used = weights + (slots.pool.num_blocks - slots.pool.num_free) * block

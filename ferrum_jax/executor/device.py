@@ -87,6 +87,10 @@ class DeviceKv:
                 f"{problem}"
             ) from problem
 
+    def give_up(self) -> None:
+        """Counts the KV as lost: what the host knows of it may no longer be true."""
+        self._kv = None
+
     def drop(self) -> None:
         """Frees the KV and forgets the parameters."""
         self._kv, self._params = None, {}
@@ -95,7 +99,8 @@ class DeviceKv:
         """Copies blocks, (source, destination) each."""
         padded = np.zeros((key.blocks, 2), np.int32)
         padded[: len(pairs)] = pairs
-        self._kv = self._replacing(lambda kv: get(key)(kv, padded, np.int32(len(pairs))), key)
+        copy = get(key)
+        self._kv = self._replacing(lambda kv: jax.block_until_ready(copy(kv, padded, np.int32(len(pairs)))), key)
 
     def gather(
         self, layer: int, table: NDArray[np.int32], length: int, get: GetStep
@@ -106,6 +111,7 @@ class DeviceKv:
             k, v = executable(self.kv, np.int32(layer), table)
             return np.asarray(k)[:length].copy(), np.asarray(v)[:length].copy()
         except jax.errors.JaxRuntimeError as problem:
+            self._kv = None
             raise DeviceError(f"layer {layer} of a sequence cannot be read: {problem}") from problem
 
     def run(

@@ -292,7 +292,7 @@ class ModelRunner(DecoderOnlyLLM):
     @serialised
     def memory_usage(self) -> ExecutorMemoryUsage:
         """Bytes of the parameters and the KV, and how much of them is in use."""
-        return describe.memory_usage(self._sequences.slots, self.plan, self.params, self.device)
+        return describe.memory_usage(self._sequences.slots, self.plan, self.model_config, self.params, self.device)
 
     @serialised
     def warmup(self, *, progress: bool = True) -> None:

@@ -54,7 +54,7 @@ class Savepoint:
         if live is None:
             return
         try:
-            self.ledger.model.truncate_kv(cache_id, length)  # blocks reserved past the end are freed, too
+            self.ledger.model.truncate_kv(cache_id, length)
             live.length = min(live.length, length)
         except UnsupportedError:
             if live.length != length:

@@ -73,8 +73,9 @@ class Sequences:
         answers: list[Answer | None] = [None] * len(work)
         for index, pieces in zip(left, self._run(growth, work, left, reused, plans), strict=True):
             answers[index] = pieces[-1] if pieces else None
-        for row, count in zip(work, reused, strict=True):
-            self.prefixes.count(len(row.tokens), count)
+        if self.slots.prefixes is not None:
+            for row, count in zip(work, reused, strict=True):
+                self.prefixes.count(len(row.tokens), count)
         return answers
 
     def verify(self, work: Sequence[Work]) -> list[NDArray[np.float32]]:
@@ -90,7 +91,9 @@ class Sequences:
         growth = Growth(self.slots, [self._want(cache_id)])
         adapters = self.adapters.of(cache_id) is not None
         plans = [*buckets.plan([count], self.plan.ladders), *buckets.plan([1], self.plan.ladders)]
-        self.steps.ensure(dict.fromkeys(replace(plan.key, adapters=adapters) for plan in plans))
+        keys: list[AnyKey] = [replace(plan.key, adapters=adapters) for plan in plans]
+        keys += [SelectKey(plan.key.num_logit_rows) for plan in plans]
+        self.steps.ensure(dict.fromkeys([*keys, CopyKey(self.plan.ladders.max_copies)]))
         growth.apply()
         growth.commit()
 
@@ -149,6 +152,8 @@ class Sequences:
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes a sequence that shares another's blocks and adapter; raises as `SlotTable.fork` does."""
+        if self.adapters.of(new_cache_id) not in (None, self.adapters.of(cache_id)):
+            raise RequestValidationError(f"{new_cache_id!r} is bound to another adapter than {cache_id!r}")
         self.slots.fork(cache_id, new_cache_id)
         self.adapters.bind(new_cache_id, self.adapters.of(cache_id))
 
@@ -216,7 +221,11 @@ class Sequences:
         except BaseException:  # an interrupt, too
             growth.undo()
             raise
-        growth.commit()
+        try:
+            growth.commit()
+        except BaseException:  # half of the books are written, half are not
+            self.device.give_up()
+            raise
         self.adapters.count(row.cache_id for row in work)
         return answers
 

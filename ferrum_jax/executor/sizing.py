@@ -1,10 +1,11 @@
 """How large everything is: an `EngineConfig` made concrete for one model on one device."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
-from ferrum_jax.compile.buckets import Ladders, ladder
+from ferrum_jax.compile.buckets import Ladders, StepKey, ladder
 from ferrum_jax.compile.steps import lower_step
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import BackendError, ConfigError, ResourceExhaustedError
@@ -63,7 +64,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         )
 
     loras = _lora_spec(engine)
-    free_bytes = max(0, free_bytes - _stack_bytes(cfg, loras, engine.dtype or spec(1).dtype))
+    free_bytes = max(0, free_bytes - 2 * stack_bytes(cfg, loras, engine.dtype or spec(1).dtype))
     fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
     block_bytes = spec(1).num_bytes
     affordable = int(free_bytes * fraction) // block_bytes
@@ -98,8 +99,8 @@ def plan_beside(
 ) -> EnginePlan:
     """As `plan_engine`, for parameters that are on their device, leaving room for what the steps need while they run.
 
-    A pool of at most half the free memory leaves enough. For a larger one the largest step is compiled, which tells
-    its temporary memory, and the pool is planned anew in what is left.
+    A pool of at most half the free memory leaves enough. For a larger one the largest steps are compiled, which tells
+    their temporary memory, and the pool is planned anew in what is left.
     """
     plan = plan_engine(engine, cfg, platform=platform, free_bytes=free_bytes)
     if 2 * plan.cache.num_bytes <= free_bytes:
@@ -107,16 +108,22 @@ def plan_beside(
     stacks = None
     if plan.loras is not None:
         stacks = specs.shapes(adapters.stack_specs(cfg, plan.loras), jax.tree.leaves(params)[0].dtype.name)
-    largest = plan.ladders.steps(adapters=stacks is not None)[0]
-    try:
-        executable = lower_step(cfg, params, state.shapes(plan.cache), largest, stacks).compile()
-    except jax.errors.JaxRuntimeError as problem:
-        raise BackendError(f"step {largest} does not compile: {problem}") from problem
-    memory = executable.memory_analysis()
-    taken = (
-        0 if memory is None else memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    )
+    steps = plan.ladders.steps(adapters=stacks is not None)
+    largest = {key.outputs: key for key in reversed(steps)}  # those that give all logits may take more
+    taken = max(_temporary_bytes(cfg, params, plan, key, stacks) for key in largest.values())
     return plan_engine(engine, cfg, platform=platform, free_bytes=max(0, free_bytes - taken))
+
+
+def _temporary_bytes(cfg: ModelConfig, params: ParamTree, plan: EnginePlan, key: StepKey, stacks: Any) -> int:
+    """Bytes that a step takes beside its parameters and its KV."""
+    try:
+        executable = lower_step(cfg, params, state.shapes(plan.cache), key, stacks).compile()
+    except jax.errors.JaxRuntimeError as problem:
+        raise BackendError(f"step {key} does not compile: {problem}") from problem
+    memory = executable.memory_analysis()
+    if memory is None:
+        return 0
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Ladders:
@@ -156,7 +163,8 @@ def _lora_spec(engine: EngineConfig) -> LoraSpec | None:
     return LoraSpec(max_loras=engine.max_loras, max_rank=engine.max_lora_rank)
 
 
-def _stack_bytes(cfg: ModelConfig, spec: LoraSpec | None, dtype: str) -> int:
+def stack_bytes(cfg: ModelConfig, spec: LoraSpec | None, dtype: str) -> int:
+    """Bytes of the stacks of adapters; while one is loaded, they are there twice."""
     if spec is None:
         return 0
     leaves = jax.tree.leaves(specs.shapes(adapters.stack_specs(cfg, spec), dtype))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
+from ferrum_jax.contract.errors import CancelledError
+
 T = TypeVar("T")
 
 
@@ -58,7 +60,10 @@ class Worker:
             take_back: undoes a call that succeeded, given its result; called in the thread, at most once.
         """
         job = _Job(call, take_back)
-        future = self._pool.submit(job.run)
+        with self._mutex:
+            if self._closing is not None:
+                raise CancelledError("this executor is shut down")
+            future = self._pool.submit(job.run)
         try:
             await _end(future)
         except BaseException as reason:  # cancelled, or the loop is gone and closes its coroutines

@@ -30,6 +30,7 @@ class GrowingRow:
     hits: list[PrefixEntry] = field(default_factory=list)
     new_blocks: int = 0
     copies: bool = False  # its last block is shared and must be copied before it is written
+    overwrites: bool = False  # its last block is its own, and what is entered of it is about to change
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,27 +98,29 @@ class Growth:
     def apply(self) -> list[tuple[int, int]]:
         """Takes slots and blocks; gives the (source, destination) of blocks to be copied now."""
         slots, pool, copies = self._slots, self._slots.pool, []
-        for entry in (entry for row in self._rows for entry in row.hits):
-            pool.hold(_block(entry))  # all of them before any block is handed out anew
-        for row in self._rows:
-            cache_id = row.want.cache_id
-            is_new = slots.get(cache_id) is None
-            live = slots.open(cache_id)
+        for row in self._rows:  # all hits are held before any block is handed out anew
+            is_new = slots.get(row.want.cache_id) is None
+            live = slots.open(row.want.cache_id)
+            self._undo.append(_Undo(row.want.cache_id, is_new, live.blocks, [], []))
+            for entry in row.hits:
+                pool.hold(_block(entry))
+                self._undo[-1].gained.append(_block(entry))
+        for row, undo in zip(self._rows, self._undo, strict=True):
+            live = slots.open(row.want.cache_id)
             live.adapter = row.want.adapter
-            before, blocks = live.blocks, live.blocks[:]
+            blocks = live.blocks[:]
             at = live.length // slots.block_size
             hits = [_block(entry) for entry in row.hits]
-            lost = blocks[at : at + len(hits)]
+            undo.lost.extend(blocks[at : at + len(hits)])
             blocks[at : at + len(hits)] = hits
             fresh = pool.allocate(row.new_blocks + row.copies)
-            gained = hits + fresh
+            undo.gained.extend(fresh)
             if row.copies:
                 copies.append((blocks[at], fresh[-1]))
-                lost.append(blocks[at])
+                undo.lost.append(blocks[at])
                 blocks[at] = fresh.pop()
-            elif live.length % slots.block_size and not hits and pool.is_kept(blocks[at]):
-                slots.forget(blocks[at])  # truncated into, and about to hold other tokens
-            self._undo.append(_Undo(cache_id, is_new, before, gained, lost))
+            elif row.overwrites:
+                slots.forget(blocks[at])
             slots.seat(live, blocks + fresh)
         return copies
 
@@ -178,6 +181,8 @@ class Growth:
                 if self._slots.pool.num_holders(block) + sharers[block] > 1:
                     row.copies = True
                     sharers[block] -= 1
+                else:
+                    row.overwrites = self._slots.pool.is_kept(block)
 
     def _holders(self, entry: PrefixEntry) -> int:
         return self._slots.pool.num_holders(_block(entry))

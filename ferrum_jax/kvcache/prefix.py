@@ -55,7 +55,10 @@ class PrefixIndex:
         return [] if root is None else self._drop(_below(root))
 
     def _drop(self, entries: Iterator[PrefixEntry]) -> list[int]:
-        blocks = [entry.block for entry in entries if entry.block is not None]
+        dropped = list(entries)
+        blocks = [entry.block for entry in dropped if entry.block is not None]
+        for entry in dropped:
+            entry.children.clear()
         for block in blocks:
             del self._by_block[block]
         return blocks

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.errors import InternalError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.kvcache.blocks import BlockPool
 from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 
@@ -70,11 +70,14 @@ class SlotTable:
         return -(-positions // self.block_size)
 
     def refuse_past_capacity(self, cache_id: str, target: int) -> None:
-        """Raises RequestValidation if a sequence cannot be so long."""
+        """Raises RequestValidation if a sequence cannot be so long, were it the only one."""
+        room = self.pool.num_blocks * self.block_size
         if target > self.kv_capacity:
             raise RequestValidationError(
                 f"{cache_id!r} needs {target} positions, its KV capacity is {self.kv_capacity}"
             )
+        if target > room:
+            raise RequestValidationError(f"{cache_id!r} needs {target} positions, the whole pool holds {room}")
 
     def refuse_newcomers(self, cache_ids: Sequence[str]) -> None:
         """Raises ResourceExhausted if the ids (all different) that are unknown outnumber the free slots."""
@@ -120,10 +123,10 @@ class SlotTable:
     def truncate(self, cache_id: str, new_len: int) -> None:
         """Rolls a sequence back and frees the blocks wholly past its new end, reserved ones too.
 
-        An unknown id, or a length past the sequence's end, is no error and changes nothing.
+        An unknown id, or a length not before the sequence's end, is no error and changes nothing.
         """
         live = self._live.get(cache_id)
-        if live is None or new_len > live.length:
+        if live is None or new_len >= live.length:
             return
         keep = self.num_blocks(new_len)
         del live.tokens[new_len:]
@@ -160,6 +163,8 @@ class SlotTable:
         """Drops a block's entry, and those below it, from the prefixes."""
         if self.prefixes is not None:
             for dropped in self.prefixes.forget(block):
+                if dropped != block and self.pool.num_holders(dropped):
+                    raise InternalError(f"block {dropped} is in use, and so is the prefix before it, block {block}")
                 self.pool.discard(dropped)
 
     def forget_adapter(self, adapter: Hashable) -> None:

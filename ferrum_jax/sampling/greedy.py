@@ -12,6 +12,9 @@ def choose_greedily(
     penalised: Bool[Array, "R V"],
     penalty: Float[Array, " R"],
 ) -> Int[Array, " R"]:
-    """Gives the arg-max of the allowed tokens, after those `penalised` have been; the first of equals."""
-    scores = jnp.where(allowed, penalise_repetition(logits, penalised, penalty), -jnp.inf)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    """Gives the arg-max of the allowed tokens, after those `penalised` have been; the first of equals.
+
+    A penalty that takes a logit to -inf leaves it the least finite number, above what is not allowed.
+    """
+    scores = jnp.maximum(penalise_repetition(logits, penalised, penalty), jnp.finfo(jnp.float32).min)
+    return jnp.argmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(jnp.int32)

@@ -265,6 +265,18 @@ def everything(
                     runner.unified_forward(items)
             assert self.books()[:2] == (rows, free)
 
+        @rule(pick=PICK, back=st.integers(0, 12))
+        def prepare(self, pick: int, back: int):
+            """Getting ready, and reserving what is there, change nothing."""
+            key = self.live_id(pick)
+            if key not in self.sequences or self.at(key) == CAPACITY:
+                return
+            self.truncate(key, max(0, self.at(key) - back))
+            before = self.books()
+            runner.prepare(key, 1)
+            runner.reserve_kv_slots([KvSlotRequest(cache_id=key, target_len=self.at(key))])
+            assert self.books() == before
+
         @rule(key=IDS)
         def look_at_the_kv(self, key: str):
             progress()

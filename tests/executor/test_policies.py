@@ -90,3 +90,13 @@ def test_a_penalty_divides_positive_and_multiplies_negative_logits(runner: Model
     chosen = runner.decode_batch_with_logits_policy([("a", 1, 0)], [GreedyArgmax(repetition_penalty=penalty)])
     assert chosen == [choose(logits, GreedyArgmax(repetition_penalty=penalty))]
     assert chosen != [best]
+
+
+def test_a_penalty_past_all_numbers_never_makes_room_for_what_is_not_allowed(runner: ModelRunner):
+    worst = GreedyRepetitionPenalty(penalty=3e38, token_ids=list(range(V)))
+    for allowed in (3, 17, 36):
+        mask = TokenSelectionMask(fingerprint=0, valid_token_mask=[at == allowed for at in range(V)])
+        policy = GreedyArgmax(token_mask=mask, repetition_penalty=worst)
+        runner.release("a")
+        assert runner.decode_batch_with_logits_policy([("a", 1, 0)], [policy]) == [allowed]
+        assert choose(np.full(V, -20.0, np.float32), policy) == allowed

@@ -9,6 +9,7 @@ import pytest
 
 from ferrum_jax.contract import ActiveLoraAdapter, KvSlotRequest
 from ferrum_jax.contract.errors import ResourceExhaustedError
+from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CFG, ENGINE, Oracle, make_runner, poison
@@ -190,3 +191,36 @@ def test_an_adapter_that_is_loaded_anew_finds_no_prefix_of_the_old_one(
     assert computed == [20]
     reusing.release("b")
     reusing.unload_lora("one")
+
+
+def test_what_writes_nothing_forgets_nothing(reusing: ModelRunner, oracle: Oracle):
+    reusing.prefill("a", PROMPT[:16])
+    reusing.fork("a", "b")
+    reusing.truncate_kv("b", 12)
+    reusing.prefill("a", PROMPT[16:24])
+    entries = reusing.cache_metrics_snapshot()["entries"]
+    reusing.prepare("b", 1)
+    reusing.reserve_kv_slots([KvSlotRequest(cache_id="b", target_len=12)])
+    assert reusing.cache_metrics_snapshot()["entries"] == entries
+    reusing.truncate_kv("a", 16)
+    reusing.prefill("x", [9] * 20)
+    logits = reusing.prefill("a", PROMPT[16:26])
+    np.testing.assert_allclose(logits, oracle(PROMPT[:26])[-1], atol=1e-4, rtol=0)
+    logits = reusing.prefill("b", [1, 2])
+    np.testing.assert_allclose(logits, oracle([*PROMPT[:12], 1, 2])[-1], atol=1e-4, rtol=0)
+
+
+def test_an_interrupt_while_the_books_are_closed_is_an_error_state(
+    reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch
+):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reusing._sequences.slots, "enter", stop)
+    with pytest.raises(KeyboardInterrupt):
+        reusing.prefill("a", PROMPT[:9])
+    assert reusing.state is ExecutorState.Error
+    monkeypatch.undo()
+    reusing.reset()
+    assert reusing.kv_len("a") is None
+    assert reusing.kv_slot_capacity_snapshot().free_blocks == 18

@@ -66,7 +66,7 @@ class Books(RuleBasedStateMachine):
     @rule(key=IDS, new_len=st.integers(0, CAPACITY))
     def truncate(self, key: str, new_len: int):
         self.slots.truncate(key, new_len)
-        if new_len <= self.lengths.get(key, -1):
+        if new_len < self.lengths.get(key, 0):
             self.lengths[key] = new_len
             self.held[key] = -(-new_len // BLOCK)
 
