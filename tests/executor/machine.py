@@ -207,7 +207,8 @@ def everything(
             progress()
             key = self.live_id(pick)
             before = self.books()
-            if key not in self.sequences or new in self.sequences:
+            elsewhere = new in self.bound and self.bound[new] != self.bound.get(key)
+            if key not in self.sequences or new in self.sequences or elsewhere:
                 with pytest.raises(RequestValidationError):
                     runner.fork(key, new)
             elif len(self.sequences) == 4:

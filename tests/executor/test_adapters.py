@@ -78,6 +78,10 @@ def test_a_fork_goes_on_under_the_same_adapter(runner: ModelRunner, oracles: Ora
     np.testing.assert_allclose(logits, oracles["one"]([*TOKENS, 7])[-1], atol=1e-4, rtol=0)
     with pytest.raises(RequestValidationError, match="in use by"):
         runner.unload_lora("one")
+    runner.set_lora_adapter_for_cache("c", active("two", adapter_folders))
+    with pytest.raises(RequestValidationError, match="'c' is bound to another adapter"):
+        runner.fork("a", "c")
+    assert runner.kv_len("c") is None
 
 
 def test_a_sequence_with_positions_keeps_its_adapter(runner: ModelRunner, adapter_folders: dict[str, str]):
