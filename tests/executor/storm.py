@@ -104,6 +104,7 @@ class ThreadClient(Client):
         unknown = [key for key in self.ids if key not in self.held]
         if self.held and unknown:
             source = self.draw.choice(list(self.held))
+            self.runner.release(unknown[0])  # which may be bound to an adapter by a call that was refused
             self.runner.fork(source, unknown[0])
             self.held[unknown[0]] = self.held[source]
 
