@@ -3,6 +3,7 @@
 import importlib.util
 from pathlib import Path
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -13,8 +14,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Checks shapes and dtypes in signatures, in what is imported from here on.
 jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.kvcache.state"], "beartype.beartype")
 
+# The same examples in every run, unless --hypothesis-seed asks for others.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+
 # Their imports need the extra `reference`; without it they are not there to be selected.
 collect_ignore = [] if all(importlib.util.find_spec(name) for name in ("torch", "transformers")) else ["reference"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-seed") is None:
+        hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

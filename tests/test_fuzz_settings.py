@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import ferrum_jax
@@ -19,6 +18,7 @@ from ferrum_jax.contract import DataType, Device, ExecutorConfig, FerrumError, M
 from tests import tiny
 from tests.executor.conftest import CFG
 from tests.executor.junk import JSON, JUNK, maybe, spoiled
+from tests.long import SECONDS, SEED
 
 NAME = "qwen3_window_biases"
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -188,11 +188,12 @@ def test_an_executor_configuration_of_wrong_types_is_refused_or_possible(
 
 @pytest.mark.slow
 def test_minutes_of_settings_of_wrong_types_are_refused_or_usable(model: str):
-    end = time.monotonic() + float(os.environ.get("SECONDS", "300"))
+    end = time.monotonic() + SECONDS
     rounds = 0
     while time.monotonic() < end:
-        test_a_value_built_of_junk_is_refused_or_built()
-        test_settings_of_wrong_types_are_refused_or_usable()
-        test_an_executor_configuration_of_wrong_types_is_refused_or_possible(model=model)
+        again = seed(SEED + rounds)
+        again(test_a_value_built_of_junk_is_refused_or_built)()
+        again(test_settings_of_wrong_types_are_refused_or_usable)()
+        again(test_an_executor_configuration_of_wrong_types_is_refused_or_possible)(model=model)
         rounds += 1
-    print(f"{900 * rounds:,} examples")
+    print(f"{900 * rounds:,} examples, seed {SEED}")

@@ -35,6 +35,13 @@ def checked_int(name: str, value: Any, least: int) -> int:
     return number
 
 
+def checked_flag(name: str, value: Any) -> bool:
+    """Gives a truth value, or raises if it is none."""
+    if not isinstance(value, bool | np.bool_):
+        raise RequestValidationError(f"{name} is {shown(value)}, expected True or False")
+    return bool(value)
+
+
 def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     """Gives the tokens as an array, or raises naming the first wrong position and what stands there."""
     if isinstance(tokens, (str, bytes)):

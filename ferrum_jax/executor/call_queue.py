@@ -23,7 +23,7 @@ class CallQueue:
         self.ledger = Ledger(model)
         self._model = model
         self._meter = Meter(max_batch_size)
-        self._worker = Worker("llm-executor")
+        self._worker = Worker("llm-executor", self.ledger.lock)
         self._memory = UNKNOWN_MEMORY
 
     async def run(self, kind: Kind, num_rows: int, num_tokens: int, work: Callable[[Savepoint], T]) -> T:
@@ -42,12 +42,14 @@ class CallQueue:
         def call() -> T:
             with self.ledger.held(asked), self._meter.measured(kind, num_rows, num_tokens):
                 try:
-                    return work(point)
+                    result = work(point)
                 except BaseException:
                     point.roll_back()
                     raise
+                point.settle()
+                return result
 
-        return await self._worker.run(call, lambda _: point.roll_back())
+        return await self._worker.run(call, lambda _: point.take_back())
 
     async def run_for_good(self, work: Callable[[], None]) -> None:
         """Runs `work` off the event loop, uncounted; once it has begun it is not taken back."""
@@ -72,7 +74,7 @@ class CallQueue:
         await self._worker.close(drop)
 
     def status(self) -> ExecutorStatus:
-        """How things are now; waits for nothing."""
+        """How things are now; waits for no call of this executor."""
         state = self._state()
         self._refresh_memory()
         return ExecutorStatus(
@@ -88,7 +90,7 @@ class CallQueue:
         )
 
     def metrics(self) -> ExecutorMetrics:
-        """Latencies and rates so far; waits for nothing."""
+        """Latencies and rates so far; waits for no call of this executor."""
         self._refresh_memory()
         return self._meter.metrics(self._memory)
 

@@ -26,7 +26,10 @@ Prefill = Callable[[Savepoint, Sequence[TrackedSequence], Sequence[RowInput]], l
 
 
 def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequence]:
-    """Finds or begins the sequence of every row, binds adapters, reserves KV. All checks come before any change."""
+    """Finds or begins the sequence of every row, binds adapters, asks whether the KV has room for what may come.
+
+    Nothing is reserved: the forward takes what it needs, and a call that is refused leaves no block behind.
+    """
     ledger = point.ledger
     found = [_find(ledger, row) for row in rows]
     for row, live in zip(rows, found, strict=True):
@@ -47,10 +50,8 @@ def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequenc
         if options.capacity_hint is not None:
             model.prepare_kv_capacity(live.cache_id, options.capacity_hint)
         if options.admission_target is not None:
-            target = live.length + len(row.tokens)
-            requests.append(
-                KvSlotRequest(cache_id=live.cache_id, target_len=target, admission_target_len=options.admission_target)
-            )
+            most = max(options.admission_target, live.length + len(row.tokens))
+            requests.append(KvSlotRequest(cache_id=live.cache_id, target_len=live.length, admission_target_len=most))
     if requests:
         ledger.model.reserve_kv_slots(requests)
     return opened

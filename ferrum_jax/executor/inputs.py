@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.checks import checked_id, checked_int, checked_tokens, refuse_policy
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, shown
+from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int, checked_tokens, refuse_policy
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.tensors import DecodeInput, PrefillInput, UnifiedBatchItem
 from ferrum_jax.executor.metadata import FULL_LOGITS, Options, read_options
@@ -77,8 +77,6 @@ def decode_row(label: str, given: DecodeInput, vocab_size: int) -> RowInput:
 
 def unified_row(label: str, given: UnifiedBatchItem, vocab_size: int) -> RowInput:
     """Reads one row of a mixed batch."""
-    if not isinstance(given.is_final_chunk, bool | np.bool_):
-        raise RequestValidationError(f"{label}.is_final_chunk is {shown(given.is_final_chunk)}, expected True or False")
     options = read_options(label, given.metadata)
     _refuse_contradiction(label, given.logits_policy, options, vocab_size)
     return RowInput(
@@ -87,7 +85,7 @@ def unified_row(label: str, given: UnifiedBatchItem, vocab_size: int) -> RowInpu
         handle=given.kv_cache,
         name=checked_id(given.seq_id) if given.kv_cache is None else None,
         offset=checked_int(f"{label}.pos_offset", given.pos_offset, 0),
-        is_final=bool(given.is_final_chunk),
+        is_final=checked_flag(f"{label}.is_final_chunk", given.is_final_chunk),
         policy=given.logits_policy,
         options=options,
     )

@@ -91,7 +91,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         return self._capabilities
 
     def status(self) -> ExecutorStatus:
-        """How the executor is doing now; answers in every state and waits for nothing.
+        """How the executor is doing now; answers in every state and waits for no call made here.
 
         Ready and Busy, where calls queue, are both `is_ready`. Memory is as of the last time this was asked while no
         call ran; zeros where the model tells none.
@@ -211,7 +211,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         await self._calls.run_for_good(lambda: self._ledger.truncate(alive(handle, self._ledger), length))
 
     async def forward(self, input_ids: Any) -> NDArray[np.float32]:
-        """Gives `[batch, seq, vocab]` logits of `[batch, seq]` tokens and keeps nothing.
+        """Gives `[batch, seq, vocab]` logits of `[batch, seq]` tokens and keeps no sequence.
 
         Rows run together where the model and its free slots allow it, else one after another.
         """

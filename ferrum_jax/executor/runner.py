@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.buckets import AnyKey, InstallKey
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import checked_id, checked_int
+from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int
 from ferrum_jax.contract.errors import RequestValidationError, shown
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
@@ -97,8 +97,8 @@ class ModelRunner(DecoderOnlyLLM):
     @serialised
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
         """As `decode_batch`, which always computes all logits; the flag is counted."""
-        rows = self._decode(batch)
-        self._count_decodes(len(rows), forced=bool(force_full_logits))
+        forced, rows = checked_flag("force_full_logits", force_full_logits), self._decode(batch)
+        self._count_decodes(len(rows), forced=forced)
         return [_logits(row) for row in rows]
 
     @serialised

@@ -18,6 +18,7 @@ class Savepoint:
         self.ledger = ledger
         self._begun: list[TrackedSequence] = []
         self._noted: list[tuple[TrackedSequence, int, ActiveLoraAdapter | None]] = []
+        self._left: dict[str, int] = {}  # lengths, by cache id, as the call left them
 
     def begin(self, cache_id: str | None = None) -> TrackedSequence:
         """Begins a sequence that a roll back releases."""
@@ -35,6 +36,19 @@ class Savepoint:
         """Remembers the length and the adapter of a sequence."""
         self._noted.append((live, live.length, live.adapter))
 
+    def settle(self) -> None:
+        """Remembers how long the call left every sequence."""
+        self._left = {live.cache_id: live.length for live in [*self._begun, *(one for one, *_ in self._noted)]}
+
+    def take_back(self) -> None:
+        """Rolls a call back that had succeeded, but for sequences that have moved on since: those are others' now."""
+        with self.ledger.lock:
+            if self.ledger.is_closed:
+                return
+            self._begun = [live for live in self._begun if self._is_as_left(live)]
+            self._noted = [noted for noted in self._noted if self._is_as_left(noted[0])]
+            self.roll_back()
+
     def roll_back(self) -> None:
         """Puts everything back, once; what a failed model refuses is left to its `reset`."""
         with self.ledger.lock:
@@ -48,6 +62,10 @@ class Savepoint:
             for live, length, adapter in noted:
                 with contextlib.suppress(FerrumError):
                     self._put_back(live.cache_id, length, adapter)
+
+    def _is_as_left(self, live: TrackedSequence) -> bool:
+        found = self.ledger.find(live.cache_id)
+        return found is live and live.length == self._left.get(live.cache_id)
 
     def _put_back(self, cache_id: str, length: int, adapter: ActiveLoraAdapter | None) -> None:
         live = self.ledger.find(cache_id)

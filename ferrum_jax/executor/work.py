@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile.selecting import Greedy, checked_policy
 from ferrum_jax.contract.checks import (
+    checked_flag,
     checked_id,
     checked_rows,
     checked_tokens,
@@ -97,6 +98,13 @@ def _placed(
     for (cache_id, tokens, at, is_final), policy in zip(rows, policies, strict=True):
         array = checked_tokens(checked_id(cache_id), tokens, vocab_size)
         refuse_mismatch(cache_id, position, at, length(cache_id))
-        work.append(Work(cache_id, array, bool(is_final), checked_policy(policy, vocab_size)))
+        work.append(
+            Work(
+                cache_id,
+                array,
+                checked_flag(f"{cache_id!r}: is_final_chunk", is_final),
+                checked_policy(policy, vocab_size),
+            )
+        )
     refuse_repeated(row.cache_id for row in work)
     return work

@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
 from ferrum_jax.contract.errors import CancelledError
@@ -15,7 +16,8 @@ T = TypeVar("T")
 class _Job(Generic[T]):
     """One call, which its caller may abandon at any time."""
 
-    def __init__(self, call: Callable[[], T], take_back: Callable[[T], None]):
+    def __init__(self, call: Callable[[], T], take_back: Callable[[T], None], lock: AbstractContextManager[Any]):
+        self._lock = lock
         self._call = call
         self._take_back = take_back
         self._mutex = threading.Lock()
@@ -23,12 +25,13 @@ class _Job(Generic[T]):
         self._results: list[T] = []  # of the call, once it is done
 
     def run(self) -> T:
-        result = self._call()
-        with self._mutex:
-            self._results.append(result)
-            is_abandoned = self._is_abandoned
-        if is_abandoned:
-            self.take_back()
+        with self._lock:  # so that nobody sees what is about to be taken back
+            result = self._call()
+            with self._mutex:
+                self._results.append(result)
+                is_abandoned = self._is_abandoned
+            if is_abandoned:
+                self.take_back()
         return result
 
     def abandon(self) -> bool:
@@ -47,7 +50,14 @@ class Worker:
     A caller that is cancelled waits until its call is over and taken back; a call that has not begun never begins.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, lock: AbstractContextManager[Any] | None = None):
+        """Starts no thread yet.
+
+        Args:
+            name: what its thread is called.
+            lock: re-entrant; held through a call and its taking back, if given.
+        """
+        self._lock = contextlib.nullcontext() if lock is None else lock
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._mutex = threading.Lock()
         self._closing: Future[None] | None = None
@@ -59,7 +69,7 @@ class Worker:
             call: must leave everything as it was if it raises.
             take_back: undoes a call that succeeded, given its result; called in the thread, at most once.
         """
-        job = _Job(call, take_back)
+        job = _Job(call, take_back, self._lock)
         with self._mutex:
             if self._closing is not None:
                 raise CancelledError("this executor is shut down")

@@ -95,8 +95,7 @@ class ModelDraft(DraftSource):
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compiles the draft model's steps and what drawing needs."""
-        if isinstance(self.model, ModelRunner):
-            self.model.warmup(progress=progress)
+        self.model.warmup(progress=progress)
         self._sampler.warmup(distributions=self.has_probabilities)
 
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:

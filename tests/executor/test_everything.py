@@ -1,17 +1,17 @@
 """Every method in any order, prefixes reused, forks sharing blocks: still the logits of the cache-free forward."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import ENGINE, Oracle, make_runner
 from tests.executor.machine import everything
+from tests.long import OPERATIONS, SEED
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +29,19 @@ Oracles = dict[str | None, Oracle]
 
 def _run(runner: ModelRunner, oracles: Oracles, folders: dict[str, str], operations: int, steps: int) -> int:
     """Runs examples of `steps` operations until there were so many operations; gives their number."""
-    done = 0
+    done, rounds = 0, 0
 
     def count() -> None:
         nonlocal done
         done += 1
 
-    machine = everything(runner, oracles, folders, count)
     while done < operations:
+        machine = seed(SEED + rounds)(everything(runner, oracles, folders, count))
+        rounds += 1
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=max(1, (operations - done) // steps),
+                max_examples=min(max(1, (operations - done) // steps), 50),
                 stateful_step_count=steps,
                 deadline=None,
                 database=None,
@@ -58,5 +59,4 @@ def test_any_sequence_of_calls_gives_the_logits_of_the_cache_free_forward(
 
 @pytest.mark.slow
 def test_very_many_sequences_of_calls_do(reusing: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]):
-    operations = int(os.environ.get("OPERATIONS", "20000"))
-    print(f"{_run(reusing, oracles, adapter_folders, operations, steps=100):,} operations")
+    print(f"{_run(reusing, oracles, adapter_folders, OPERATIONS, steps=100):,} operations, seed {SEED}")

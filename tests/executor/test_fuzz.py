@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from ferrum_jax import LlmExecutor
@@ -22,6 +21,7 @@ from tests.executor.asking import prompt
 from tests.executor.conftest import ENGINE, make_runner
 from tests.executor.junk import JSON, spoiled
 from tests.executor.malformed import CALLS, HELD, Asked, Scene
+from tests.long import SECONDS, SEED
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
 
@@ -101,7 +101,8 @@ def _refused_or_right(scene: Scene, loop: asyncio.Runner, call: Callable[[], Any
     assert scene.runner.state is ExecutorState.Ready
 
 
-def _fuzz(scene: Scene, loop: asyncio.Runner, examples: int) -> None:
+def _fuzz(scene: Scene, loop: asyncio.Runner, examples: int, nth: int = 0) -> None:
+    @seed(SEED + nth)
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=QUIET)
     @given(CALLS)
     def ask(asked: Asked) -> None:
@@ -122,9 +123,10 @@ PEFT = {
 }  # fmt: skip
 
 
-def _fuzz_folders(scene: Scene, loop: asyncio.Runner, folder: Path, examples: int) -> None:
+def _fuzz_folders(scene: Scene, loop: asyncio.Runner, folder: Path, examples: int, nth: int = 0) -> None:
     weights = Path(scene.folder, "adapter_model.safetensors").read_bytes()
 
+    @seed(SEED + nth)
     @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=QUIET)
     @given(spoiled(PEFT, JSON), st.integers(0, 400), st.binary(max_size=9), st.booleans())
     def load(config: dict[str, Any], at: int, junk: bytes, in_config: bool) -> None:
@@ -143,10 +145,10 @@ def test_a_damaged_adapter_is_refused_and_changes_nothing(scene: Scene, loop: as
 
 @pytest.mark.slow
 def test_minutes_of_malformed_calls_and_folders_change_nothing(scene: Scene, loop: asyncio.Runner, tmp_path: Path):
-    end = time.monotonic() + float(os.environ.get("SECONDS", "300"))
+    end = time.monotonic() + SECONDS
     rounds = 0
     while time.monotonic() < end:
-        _fuzz(scene, loop, 1000)
-        _fuzz_folders(scene, loop, tmp_path, 200)
+        _fuzz(scene, loop, 1000, rounds)
+        _fuzz_folders(scene, loop, tmp_path, 200, rounds)
         rounds += 1
-    print(f"{1200 * rounds:,} examples")
+    print(f"{1200 * rounds:,} examples, seed {SEED}")

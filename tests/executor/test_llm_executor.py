@@ -267,6 +267,17 @@ def test_admission_is_checked_before_a_prompt_is_read(executor: LlmExecutor, run
     assert all(handle.is_valid() for handle in [out.kv_cache, *others])
 
 
+def test_a_refused_call_leaves_what_was_reserved_before(executor: LlmExecutor, runner: ModelRunner):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=24)])
+    reserved = runner.kv_slot_capacity_snapshot()
+    for options in ({"ferrum_kv_capacity_hint": 10**6}, {"ferrum_kv_admission_target_len": CAPACITY + 1}):
+        with pytest.raises(RequestValidationError, match="positions"):
+            run(executor.prefill(prompt(SECOND, handle, metadata=options)))
+        assert runner.kv_slot_capacity_snapshot() == reserved
+    assert handle.is_valid()
+
+
 def test_metrics_of_the_cache_count_waits_for_the_model(executor: LlmExecutor):
     run(executor.prefill(prompt(FIRST)))
     metrics = executor.cache_metrics_snapshot()

@@ -12,7 +12,9 @@ import pytest
 
 from ferrum_jax import LlmExecutor, errors
 from ferrum_jax.contract import ExecutorState, FerrumError, KvCacheHandle
-from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor import ModelRunner, forwards
+from ferrum_jax.executor.ledger import Ledger
+from ferrum_jax.executor.savepoint import Savepoint
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import Oracle
 from tests.fake import CountingLLM, SummingLLM
@@ -308,3 +310,41 @@ def test_threads_with_loops_of_their_own_share_an_executor():
     assert failures == []
     assert model.tokens == {}
     assert executor.cache_metrics_snapshot()["executor_model_lock"]["total_wait_time_us"] > 0
+
+
+def test_nobody_sees_what_a_cancelled_call_is_about_to_take_back():
+    model = SummingLLM()
+    executor = LlmExecutor(model)
+    first = run(executor.prefill(prompt([1, 2]))).kv_cache
+    seen: list[int] = []
+
+    async def scenario() -> None:
+        model.gate.clear()
+        model.entered.clear()
+        running = asyncio.create_task(executor.prefill(prompt([3, 4, 5], first)))
+        await _until(model.entered.is_set)
+        looker = threading.Thread(target=lambda: seen.append(executor.handle(first.cache_id).num_tokens))
+        looker.start()
+        running.cancel()
+        await asyncio.sleep(0.01)
+        model.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        looker.join()
+
+    run(scenario())
+    assert seen == [2]
+    assert first.is_valid()
+
+
+def test_a_sequence_that_has_moved_on_is_not_taken_back():
+    model = SummingLLM()
+    ledger = Ledger(model)
+    point = Savepoint(ledger)
+    kept, gone = point.begin(), point.begin()
+    for live in (kept, gone):
+        forwards.step(point, live, 5)
+    point.settle()
+    forwards.step(point, kept, 6)
+    point.take_back()
+    assert model.tokens == {kept.cache_id: [5, 6]}

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import os
 import sys
 import threading
 import time
@@ -22,10 +21,10 @@ from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import ADAPTER_NAMES, ENGINE, Oracle, make_runner, poison
 from tests.executor.storm import TaskClient, ThreadClient
 from tests.executor.streams import Client, Truth
+from tests.long import SECONDS, SEED
 
 THREADS, TASKS = 8, 50
 SLOTS, BLOCKS = 12, 40
-SEED = 20
 PATIENCE = 60  # seconds that the last calls may take
 Oracles = dict[str | None, Oracle]
 
@@ -147,7 +146,6 @@ def test_a_crowd_gets_the_logits_of_the_cache_free_forward_and_leaves_nothing_be
 def test_a_crowd_of_minutes_does_and_its_memory_does_not_grow(
     crowded: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
 ):
-    seconds = float(os.environ.get("SECONDS", "300"))
-    growth, counts = _blow(crowded, oracles, adapter_folders, seconds)
-    print(f"seed {SEED}, {seconds:g} s: {dict(counts)}, memory grew by {growth:.2%}")
+    growth, counts = _blow(crowded, oracles, adapter_folders, SECONDS)
+    print(f"seed {SEED}, {SECONDS:g} s: {dict(counts)}, memory grew by {growth:.2%}")
     assert growth < 0.01
