@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from bench import card, models
-from bench.machine import make_probes, measure
+from bench.setting import start
 from bench.timing import Contestant, alternate
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.slots import ActiveLoraAdapter
@@ -39,18 +39,14 @@ SMOKE_ENGINE = replace(ENGINE, kv_capacity=64, chunk_tokens=(32,))
 
 def main() -> None:
     """Times both batches in turn and prints the table and the JSON line."""
-    found = card.options(__doc__)
-    subject = models.read(found)
-    probes = make_probes(subject.dtype, smoke=found.smoke)
-    runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
-    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
-    runner.warmup(progress=True)
+    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    found, runner = setting.found, setting.runner
     with tempfile.TemporaryDirectory() as folder:
         row = _measure(runner, Path(folder), SMOKE_CONTEXT if found.smoke else CONTEXT, found.rounds)
     cells = [f"{ROWS}", f"{ADAPTERS}", f"{RANK}", f"{row['bare_ms']:.1f}", f"{row['mixed_ms']:.1f}"]
     headings = "rows", "adapters", "rank", "bare ms", "mixed ms", "mixed / bare"
     card.show_table(headings, [[*cells, f"{row['ratio']:.2f}"]])
-    card.finish("adapters", found, conditions, [row])
+    setting.finish("adapters", [row])
 
 
 def write_adapter(folder: Path, cfg: ModelConfig, seed: int) -> Path:

@@ -15,7 +15,8 @@ import numpy as np
 
 from bench import card, models
 from bench.floor import against_floor, decode_work
-from bench.machine import Probes, ceilings, make_probes, measure
+from bench.machine import Probes, ceilings
+from bench.setting import start
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.packing import blank
@@ -41,22 +42,18 @@ BURST = 4  # calls in a row
 
 def main() -> None:
     """Runs the sweep and prints the table and the JSON line."""
-    found = card.options(__doc__)
-    subject = models.read(found)
-    probes = make_probes(subject.dtype, smoke=found.smoke)
-    runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
-    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
-    runner.warmup(progress=True)
+    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    found, runner = setting.found, setting.runner
     batches, contexts = (SMOKE_BATCHES, SMOKE_CONTEXTS) if found.smoke else (BATCHES, CONTEXTS)
     bare = {batch: _bare_step(runner, batch) for batch in batches}
     rows = []
     for context in contexts:
         for row in range(max(batches)):
             runner.prefill(str(row), models.prompt(runner.model_config, context, seed=row))
-        rows += [_measure(runner, probes, bare[batch], batch, context, found.rounds) for batch in batches]
+        rows += [_measure(runner, setting.probes, bare[batch], batch, context, found.rounds) for batch in batches]
         runner.reset()
     _show(rows)
-    card.finish("decode", found, conditions, rows)
+    setting.finish("decode", rows)
 
 
 def _measure(

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from bench import card, models
 from bench.floor import against_floor, prefill_work
-from bench.machine import Probes, ceilings, make_probes, measure
+from bench.machine import Probes, ceilings
+from bench.setting import start
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile import buckets
 from ferrum_jax.config import EngineConfig
@@ -32,16 +33,12 @@ SMOKE_ENGINE = replace(ENGINE, kv_capacity=256, chunk_tokens=(32, 128))
 
 def main() -> None:
     """Runs every length and prints the table and the JSON line."""
-    found = card.options(__doc__)
-    subject = models.read(found)
-    probes = make_probes(subject.dtype, smoke=found.smoke)
-    runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
-    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
-    runner.warmup(progress=True)
+    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    found, runner = setting.found, setting.runner
     lengths = SMOKE_LENGTHS if found.smoke else LENGTHS
-    rows = [_measure(runner, probes, tokens, found.rounds) for tokens in lengths]
+    rows = [_measure(runner, setting.probes, tokens, found.rounds) for tokens in lengths]
     _show(rows)
-    card.finish("prefill", found, conditions, rows)
+    setting.finish("prefill", rows)
 
 
 def _measure(runner: ModelRunner, probes: Probes, tokens: int, rounds: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench import card, models
-from bench.machine import make_probes, measure
+from bench.setting import start
 from bench.timing import Contestant, alternate
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
@@ -29,17 +29,13 @@ SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, chunk_tokens=(16, 128))
 
 def main() -> None:
     """Times both prefills in turn and prints the table and the JSON line."""
-    found = card.options(__doc__)
-    subject = models.read(found)
-    probes = make_probes(subject.dtype, smoke=found.smoke)
-    runner = models.run(subject, SMOKE_ENGINE if found.smoke else ENGINE)
-    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
-    runner.warmup(progress=True)
+    setting = start(__doc__, ENGINE, SMOKE_ENGINE)
+    found, runner = setting.found, setting.runner
     rows = [_measure(runner, found.rounds)]
     row = rows[0]
     cells = [f"{row['tokens']}", f"{row['reused']}", f"{row['cold_ms']:.1f}", f"{row['reused_ms']:.1f}"]
     card.show_table(("tokens", "reused", "cold ms", "reused ms", "cold / reused"), [[*cells, f"{row['ratio']:.1f}"]])
-    card.finish("prefix", found, conditions, rows)
+    setting.finish("prefix", rows)
 
 
 def _measure(runner: ModelRunner, rounds: int) -> dict[str, Any]:

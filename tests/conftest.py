@@ -1,6 +1,7 @@
 """Fixtures that several rooms share."""
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -30,3 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def smollm2_path() -> Path:
     """The real model's file: fetched once, then taken from the user's cache."""
     return hub.resolve(None, progress=False)
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """Every backend compilation of the process, whatever asked for it."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -19,7 +19,6 @@ from ferrum_jax.contract.errors import (
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import ENGINE, Oracle, make_runner
-from tests.executor.test_no_recompiles import compiles as compiles
 
 Oracles = dict[str | None, Oracle]
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

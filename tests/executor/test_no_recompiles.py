@@ -1,7 +1,6 @@
 """Laws 5 and 7: after warm-up nothing compiles, and the KV is written in place."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import jax
@@ -42,20 +41,6 @@ SMOLLM2 = ModelConfig(
     tie_word_embeddings=True,
     layer_windows=(None,) * 30,
 )
-
-
-@pytest.fixture
-def compiles() -> Iterator[list[str]]:
-    """Every backend compilation of the process, whatever asked for it."""
-    seen: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_a_compilation_is_counted(compiles: list[str]):

@@ -1,19 +1,16 @@
 """Continuous batching over hand-computable models: right answers, everything released, no livelock."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_jax import SamplingParams
 from ferrum_jax.contract.errors import DeviceError, ModelError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecodeRow, Logits, UnifiedRow
 from ferrum_jax.generate.engine import Engine
-from ferrum_jax.generate.request import Request
-from ferrum_jax.generate.stops import StopWatcher
 from tests.fake import CountingLLM, answer
+from tests.generate.drafting import finish, request
 
 
 class PooledLLM(CountingLLM):
@@ -54,30 +51,6 @@ class UnifiedLLM(PooledLLM):
 
     def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Logits]:
         raise AssertionError("a model with a unified forward is served by it alone")
-
-
-def request(engine: Engine, prompt: Sequence[int], count: int, **params: Any) -> Request:
-    return Request(
-        cache_id=engine.new_cache_id(),
-        prompt=list(prompt),
-        params=SamplingParams(**params),
-        seed=0,
-        stop_ids=frozenset(),
-        limit=count,
-        detokenizer=None,
-        watcher=StopWatcher(()),
-    )
-
-
-def finish(engine: Engine, requests: Sequence[Request], most: int = 5000) -> None:
-    """Steps until all are done; `most` steps prove that there is no livelock."""
-    for one in requests:
-        engine.submit(one)
-    for _ in range(most):
-        if all(one.is_done for one in requests):
-            return
-        engine.step()
-    raise AssertionError(f"not done after {most} steps")
 
 
 PROMPTS = st.lists(

@@ -141,20 +141,6 @@ def test_after_warmup_speculation_compiles_nothing(llms: dict[str, LLM], compile
     assert compiles == []
 
 
-@pytest.fixture
-def compiles() -> Iterator[list[str]]:
-    """Every backend compilation of the process."""
-    seen: list[str] = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_an_abandoned_stream_frees_the_draft_too(llms: dict[str, LLM], twin: ModelRunner):
     stream = llms["twin"].stream([1, 2, 3], SamplingParams(max_tokens=COUNT))
     for _ in range(3):
