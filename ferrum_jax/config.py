@@ -255,6 +255,7 @@ class EngineConfig:
     max_loras: int | None = None
     max_lora_rank: int | None = None
     spec_tokens: int | None = None  # drafted tokens per round
+    loop_tokens: int | None = None  # tokens that one device call of `decode_n` chooses for each row; 0: none
     decode_rows: tuple[int, ...] | None = None  # ladder of D
     chunk_rows: tuple[int, ...] | None = None  # ladder of P
     chunk_tokens: tuple[int, ...] | None = None  # ladder of C, tokens
@@ -264,7 +265,7 @@ class EngineConfig:
     def __post_init__(self):
         for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
             _refuse_below(name, getattr(self, name), 1)
-        for name in ("max_loras", "max_lora_rank", "spec_tokens"):
+        for name in ("max_loras", "max_lora_rank", "spec_tokens", "loop_tokens"):
             _refuse_below(name, getattr(self, name), 0)
         for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
             ladder = getattr(self, name)

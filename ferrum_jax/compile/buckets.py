@@ -42,6 +42,20 @@ class StepKey:
 
 
 @dataclass(frozen=True, order=True)
+class LoopKey:
+    """Up to so many decode steps in one device call, the tokens chosen there."""
+
+    rows: int  # D
+    tokens: int  # N, chosen for each row at most
+    table_columns: int  # M blocks per row
+    adapters: bool = False  # whether rows may have a LoRA adapter
+
+    def __str__(self) -> str:
+        name = f"loop D{self.rows} N{self.tokens} M{self.table_columns}"
+        return f"{name} adapters" if self.adapters else name
+
+
+@dataclass(frozen=True, order=True)
 class SelectKey:
     """The best allowed token of each row of a step's logits, and all logits of one of them."""
 
@@ -82,7 +96,7 @@ class InstallKey:
         return f"install A{self.max_loras} R{self.max_rank}"
 
 
-AnyKey = StepKey | SelectKey | CopyKey | GatherKey | InstallKey
+AnyKey = StepKey | LoopKey | SelectKey | CopyKey | GatherKey | InstallKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +110,7 @@ class Ladders:
     max_step_tokens: int  # of chunks in one step: P * C stays within it
     table_columns: int
     verify_rows: tuple[int, ...] = (1,)
+    loop_tokens: int = 0  # that one loop chooses for each row; 0: there are no loops
 
     def __post_init__(self):
         for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
@@ -124,11 +139,24 @@ class Ladders:
             keys |= {replace(key, adapters=True) for key in keys}
         return sorted(keys, key=lambda key: (-key.num_tokens, key))
 
+    def loops(self, *, adapters: bool = False) -> list[LoopKey]:
+        """Every loop that `decode_n` can need; `adapters`: also for rows that have one."""
+        if not self.loop_tokens:
+            return []
+        kinds = (False, True) if adapters else (False,)
+        return [LoopKey(d, self.loop_tokens, self.table_columns, kind) for d in self.decode_rows for kind in kinds]
+
     def declared(self, *, adapters: bool = False) -> list[AnyKey]:
         """Every device call that legal traffic can need: the steps, and the small calls beside them."""
         steps = self.steps(adapters=adapters)
         selects = {SelectKey(key.num_logit_rows) for key in steps if key.outputs == Outputs.LAST.value}
-        return [*steps, *sorted(selects), CopyKey(self.max_copies), GatherKey(self.table_columns)]
+        return [
+            *steps,
+            *self.loops(adapters=adapters),
+            *sorted(selects),
+            CopyKey(self.max_copies),
+            GatherKey(self.table_columns),
+        ]
 
     @property
     def max_copies(self) -> int:

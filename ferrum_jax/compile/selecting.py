@@ -9,11 +9,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
+from ferrum_jax.compile.bits import num_words, pack_flags, unpack_flags
 from ferrum_jax.contract.checks import checked_mask, refuse_policy
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 from ferrum_jax.sampling.greedy import choose_greedily
-
-WORD = 32  # tokens per int32 of a mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,17 +30,12 @@ def checked_policy(policy: LogitsReturnPolicy, vocab_size: int) -> Greedy | None
     if isinstance(policy, FullLogits):
         return None
     mask, penalty = policy.token_mask, policy.repetition_penalty
-    allowed = None if mask is None else _bits(checked_mask(mask, vocab_size))
+    allowed = None if mask is None else pack_flags(checked_mask(mask, vocab_size))
     if penalty is None or not len(penalty.token_ids):
         return Greedy(allowed)
     penalised = np.zeros(vocab_size, np.bool_)
     penalised[np.asarray(penalty.token_ids, np.int64)] = True
-    return Greedy(allowed, _bits(penalised), float(penalty.penalty))
-
-
-def _bits(flags: NDArray[np.bool_]) -> NDArray[np.int32]:
-    packed = np.packbits(flags, bitorder="little")
-    return np.pad(packed, (0, -len(packed) % 4)).view(np.int32)
+    return Greedy(allowed, pack_flags(penalised), float(penalty.penalty))
 
 
 def packed_rows(rows: Sequence[Greedy | None], num_rows: int, vocab_size: int, taken: int) -> NDArray[np.int32]:
@@ -49,7 +43,7 @@ def packed_rows(rows: Sequence[Greedy | None], num_rows: int, vocab_size: int, t
 
     The buffer is `[1 + num_rows * (1 + 2 * V / 32)]`; rows past the given ones are padding.
     """
-    words = -(-vocab_size // WORD)
+    words = num_words(vocab_size)
     buffer = np.zeros(1 + num_rows * (1 + 2 * words), np.int32)
     buffer[0] = taken
     penalties, allowed, penalised = _split(buffer, num_rows, words)
@@ -76,12 +70,8 @@ def _split(buffer, num_rows: int, words: int):
 def select(logits: Float[Array, "R V"], buffer: Int[Array, " size"]) -> tuple[Int[Array, " R"], Float[Array, " V"]]:
     """Gives each row's best allowed token, and the unchanged logits of the one row the buffer names."""
     num_rows, vocab_size = logits.shape
-    penalties, allowed, penalised = _split(buffer, num_rows, -(-vocab_size // WORD))
-
-    def flags(words: jax.Array) -> jax.Array:
-        bits = (words[:, :, None] >> jnp.arange(WORD, dtype=jnp.int32)) & 1
-        return bits.reshape(num_rows, -1)[:, :vocab_size] == 1
+    penalties, allowed, penalised = _split(buffer, num_rows, num_words(vocab_size))
 
     penalty = jax.lax.bitcast_convert_type(penalties, jnp.float32)
-    token_ids = choose_greedily(logits, flags(allowed), flags(penalised), penalty)
+    token_ids = choose_greedily(logits, unpack_flags(allowed, vocab_size), unpack_flags(penalised, vocab_size), penalty)
     return token_ids, jax.lax.dynamic_index_in_dim(logits, buffer[0], keepdims=False)

@@ -1,6 +1,7 @@
 """The contract: values, errors and abstract classes. Imports no JAX and holds no state."""
 
 from ferrum_jax.contract import errors as errors
+from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, Sampling
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     AuthError,
@@ -88,6 +89,8 @@ __all__ = [
     "DataType",
     "DecodeInput",
     "DecodeOutput",
+    "DecodeRun",
+    "DecodedRun",
     "DecoderOnlyLLM",
     "Device",
     "DeviceError",
@@ -129,6 +132,7 @@ __all__ = [
     "RateLimitError",
     "RequestValidationError",
     "ResourceExhaustedError",
+    "Sampling",
     "SchedulerError",
     "SerializationError",
     "SpeculativeDecodeOutput",

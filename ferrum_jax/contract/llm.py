@@ -15,6 +15,7 @@ from ferrum_jax.contract.checks import (
     refuse_repeated,
     refuse_unequal,
 )
+from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
@@ -118,6 +119,19 @@ class DecoderOnlyLLM(abc.ABC):
             refuse_policy(policy, self.config.vocab_size)
         rows = self.unified_forward(items)
         return [None if row is None else choose(row, policy) for row, policy in zip(rows, policies, strict=True)]
+
+    def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
+        """Decodes up to `max_tokens` tokens of each live sequence in one call, in order.
+
+        What it gives equals decoding token by token. A run ends with a stop id, which it gives, or at its limit;
+        `until_one_ends`, all end with the first that does.
+        """
+        raise UnsupportedError(f"{type(self).__name__} decodes token by token")
+
+    @property
+    def loop_tokens(self) -> int:
+        """Tokens that `decode_n` best gives each row in one call; 0 where the model has no such thing."""
+        return 0
 
     def unified_forward_can_return_full_logits(self) -> bool:
         """Says whether `unified_forward` gives `[vocab]` logits rather than token ids."""

@@ -9,11 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import packing
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, GatherKey, Outputs, Piece, SelectKey, StepPlan
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, GatherKey, LoopKey, Outputs, Piece, SelectKey, StepPlan
+from ferrum_jax.compile.looping import LoopRow, pack_loop
 from ferrum_jax.compile.lowering import lower
 from ferrum_jax.compile.selecting import Greedy, packed_rows
 from ferrum_jax.compile.steps import StepOutputs
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.decoding import DecodedRun
 from ferrum_jax.contract.errors import BackendError, DeviceError, ResourceExhaustedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
@@ -139,6 +141,28 @@ class DeviceKv:
         self._kv = self._replacing(step, plan.key)
         return answers
 
+    def run_loop(
+        self, key: LoopKey, rows: Sequence[LoopRow], get: GetStep, loras: ParamTree | None, *, until_one_ends: bool
+    ) -> list[DecodedRun]:
+        """Runs one loop; gives what was chosen for each row.
+
+        Raises:
+            DeviceError: the device failed; the KV is lost.
+        """
+        buffer = pack_loop(rows, key, self._cfg.vocab_size, until_one_ends=until_one_ends)
+        found: list[NDArray[Any]] = []
+
+        def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
+            chosen, written = get(key)(self._params, kv, buffer, *([loras] if key.adapters else []))
+            self.last_fetched_bytes = 0
+            found.append(self._to_host(chosen))
+            return written
+
+        self._kv = self._replacing(step, key)
+        ids, logprobs = found[0][0], found[0][1].view(np.float32)  # [N, D] each
+        counts = (ids[:, : len(rows)] >= 0).sum(axis=0)
+        return [DecodedRun(ids[:n, at].tolist(), logprobs[:n, at].tolist()) for at, n in enumerate(counts)]
+
     def _replacing(self, call: Callable[[KvState[jax.Array]], T], key: AnyKey) -> T:
         """Runs a call that takes the KV and gives another."""
         kv, self._kv = self.kv, None
@@ -189,6 +213,18 @@ class DeviceKv:
         self.fetched_bytes += host.nbytes
         self.last_fetched_bytes += host.nbytes
         return host
+
+
+def expected(answer: Answer | None) -> Answer:
+    """Gives the answer of a row that wanted one."""
+    assert answer is not None, "a row that wants an answer got none"
+    return answer
+
+
+def expected_logits(answer: Answer | None) -> NDArray[np.float32]:
+    """Gives the logits `[V]` of a row that wanted them."""
+    assert isinstance(answer, np.ndarray), "a row that wants logits got none"
+    return answer
 
 
 def _wanted(plan: StepPlan, rows: Sequence[Row]) -> dict[int, Piece]:

@@ -3,7 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ferrum_jax.contract.errors import CancelledError, DeviceError
 from ferrum_jax.contract.execution import ExecutorState
@@ -43,6 +43,20 @@ class Lifecycle:
         """Enters the state Error if a problem lost what is on the device."""
         if self._is_lost():
             self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
+
+
+class Closing:
+    """Something that a `with` block closes at its end."""
+
+    _life: Lifecycle
+    close: Callable[..., None]
+
+    def __enter__(self) -> Self:
+        self._life.refuse_closed()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class HasLifecycle(Protocol):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from ferrum_jax.compile.buckets import AnyKey, InstallKey
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int
+from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
 from ferrum_jax.contract.errors import RequestValidationError, shown
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
@@ -22,8 +23,9 @@ from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
 from ferrum_jax.executor import describe
 from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.executor.counters import DecodeBatchCounters
-from ferrum_jax.executor.device import Answer, DeviceKv
-from ferrum_jax.executor.lifecycle import Lifecycle, serialised
+from ferrum_jax.executor.device import Answer, DeviceKv, expected, expected_logits
+from ferrum_jax.executor.lifecycle import Closing, Lifecycle, serialised
+from ferrum_jax.executor.loops import Loops
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.executor.work import appended, appended_rows, decode_rows, unified_rows
@@ -32,7 +34,7 @@ from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
 
-class ModelRunner(DecoderOnlyLLM):
+class ModelRunner(Closing, DecoderOnlyLLM):
     """Live sequences of one model on one device.
 
     Calls from several threads are serialised. Whatever can refuse does so before anything changes; a device failure
@@ -60,14 +62,9 @@ class ModelRunner(DecoderOnlyLLM):
         dtype = jax.tree.leaves(params)[0].dtype.name
         self._adapters = Adapters(model_config, plan.loras, dtype, device, self._steps)
         self._sequences = Sequences(self._device, self._steps, plan, self._adapters)
+        self._vocab_size = model_config.vocab_size
+        self._loops = Loops(self._sequences, self._vocab_size)
         self._decode_batches = DecodeBatchCounters()
-
-    def __enter__(self) -> Self:
-        self._life.refuse_closed()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def config(self) -> LlmRuntimeConfig:
@@ -82,12 +79,12 @@ class ModelRunner(DecoderOnlyLLM):
     @serialised
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
         """Appends `tokens` (creating the sequence if it is unknown); gives the last one's logits, `[vocab]`."""
-        return _logits(self._sequences.advance([appended(cache_id, tokens, self._vocab_size)])[0])
+        return expected_logits(self._sequences.advance([appended(cache_id, tokens, self._vocab_size)])[0])
 
     @serialised
     def decode(self, cache_id: str, token: int, pos: int) -> Logits:
         """Appends one token at position `pos`, which must be the cache's length; gives `[vocab]`."""
-        return _logits(self._decode([(cache_id, token, pos)])[0])
+        return expected_logits(self._decode([(cache_id, token, pos)])[0])
 
     @serialised
     def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Logits]:
@@ -99,7 +96,7 @@ class ModelRunner(DecoderOnlyLLM):
         """As `decode_batch`, which always computes all logits; the flag is counted."""
         forced, rows = checked_flag("force_full_logits", force_full_logits), self._decode(batch)
         self._count_decodes(len(rows), forced=forced)
-        return [_logits(row) for row in rows]
+        return [expected_logits(row) for row in rows]
 
     @serialised
     def decode_batch_with_logits_policy(
@@ -108,7 +105,7 @@ class ModelRunner(DecoderOnlyLLM):
         """As `decode_batch`; of greedy rows only the token id crosses to the host."""
         rows = self._decode(batch, policies)
         self._count_decodes(len(rows))
-        return [_found(row) for row in rows]
+        return [expected(row) for row in rows]
 
     @serialised
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -123,7 +120,7 @@ class ModelRunner(DecoderOnlyLLM):
     @serialised
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
-        return [None if row is None else _logits(row) for row in self._unify(items)]
+        return [None if row is None else expected_logits(row) for row in self._unify(items)]
 
     @serialised
     def unified_forward_with_logits_policy(
@@ -131,6 +128,20 @@ class ModelRunner(DecoderOnlyLLM):
     ) -> list[Logits | int | None]:
         """As `unified_forward`; of greedy rows only the token id crosses to the host."""
         return [*self._unify(items, policies)]
+
+    @serialised
+    def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
+        """Decodes up to `max_tokens` tokens of each sequence, chosen on the device, `loop_tokens` in one call of it.
+
+        What it gives is what `decode` token by token and `sampling.sample` give. The KV of all tokens is reserved
+        first, so that a call that runs short of blocks changes nothing.
+        """
+        return self._loops.decode(runs, until_one_ends=checked_flag("until_one_ends", until_one_ends))
+
+    @property
+    def loop_tokens(self) -> int:
+        """Tokens that one device call of `decode_n` gives each row; 0 where there are no loops."""
+        return self.plan.ladders.loop_tokens
 
     @serialised
     def unified_forward_can_return_full_logits(self) -> bool:
@@ -320,10 +331,6 @@ class ModelRunner(DecoderOnlyLLM):
     def _lower(self, key: AnyKey) -> jax.stages.Lowered:
         return self._device.lower(key, self._adapters.stacks)
 
-    @property
-    def _vocab_size(self) -> int:
-        return self.model_config.vocab_size
-
     def _decode(
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy] | None = None
     ) -> list[Answer | None]:
@@ -338,13 +345,3 @@ class ModelRunner(DecoderOnlyLLM):
         if num_rows:
             unpadded = num_rows in self.plan.ladders.decode_rows
             self._decode_batches.count(num_rows, forced=forced, unpadded=unpadded)
-
-
-def _found(answer: Answer | None) -> Answer:
-    assert answer is not None, "a row that wants an answer got none"
-    return answer
-
-
-def _logits(answer: Answer | None) -> Logits:
-    assert isinstance(answer, np.ndarray), "a row that wants logits got none"
-    return answer

@@ -1,7 +1,7 @@
 """The live sequences of one model: new tokens in, answers out, whatever steps that takes."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -116,7 +116,7 @@ class Sequences:
         before = {key: self._num_blocks(key) for key in targets}
         later = sum(max(0, slots.num_blocks(admissions[key]) - held) for key, held in before.items())
         pool.refuse_more_than_free(max(growth.num_new_blocks, later + growth.num_copies), len(targets))
-        self._make_ready(self._extra_keys(growth))
+        self.make_ready(self.extra_keys(growth))
         free, copied = pool.num_free, set(growth.copied_ids)
         self._run(growth, [], [], [], [])
         after = {key: self._num_blocks(key) for key in targets}
@@ -186,10 +186,12 @@ class Sequences:
         live = self.slots.get(cache_id)
         return 0 if live is None else len(live.blocks)
 
-    def _extra_keys(self, growth: Growth) -> list[AnyKey]:
+    def extra_keys(self, growth: Growth) -> list[AnyKey]:
+        """The calls beside the steps that a growth needs."""
         return [CopyKey(self.plan.ladders.max_copies)] if growth.num_copies else []
 
-    def _make_ready(self, keys: Sequence[AnyKey]) -> None:
+    def make_ready(self, keys: Sequence[AnyKey]) -> None:
+        """Compiles what is not there yet, before anything changes."""
         for key in keys:
             self.steps.get(key)
 
@@ -206,10 +208,10 @@ class Sequences:
         plans = [_with_adapters(plan, [uses[index] for index in left]) for plan in plans]
         chosen = any(row.policy is not None and row.wanted for row in work)
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
-        self._make_ready([*(plan.key for plan in plans), *selects, *self._extra_keys(growth)])
+        self.make_ready([*(plan.key for plan in plans), *selects, *self.extra_keys(growth)])
         answers: list[list[Answer]] = [[] for _ in left]
-        try:
-            self._copy(growth.apply())
+
+        def forward() -> None:
             rows = []
             for index in left:
                 live, row, skip = growth.live(index), work[index], reused[index]
@@ -218,16 +220,24 @@ class Sequences:
             for plan in plans:
                 for at, answer in self.device.run(plan, rows, self.steps.get, self.adapters.stacks).items():
                     answers[at].append(answer)
+
+        self.perform(growth, forward)
+        self.adapters.count(row.cache_id for row in work)
+        return answers
+
+    def perform(self, growth: Growth, work: Callable[[], Sequence[NDArray[np.int32]] | None]) -> None:
+        """Takes what was planned, does the work, and commits what it says was written; or takes all back."""
+        try:
+            self._copy(growth.apply())
+            written = work()
         except BaseException:  # an interrupt, too
             growth.undo()
             raise
         try:
-            growth.commit()
+            growth.commit(written)
         except BaseException:  # half of the books are written, half are not
             self.device.give_up()
             raise
-        self.adapters.count(row.cache_id for row in work)
-        return answers
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         key = CopyKey(self.plan.ladders.max_copies)

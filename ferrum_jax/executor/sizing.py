@@ -149,6 +149,7 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
         verify_rows=verify_rows,
         max_step_tokens=step_tokens,
         table_columns=columns,
+        loop_tokens=engine.loop_tokens or 0,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, UnifiedRow
+from ferrum_jax.generate import bursts
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
@@ -77,7 +78,9 @@ class Engine:
                 self._waiting.remove(request)
 
     def step(self) -> None:
-        """Runs one forward for as many requests as fit and hands each its next token.
+        """Runs one forward for as many requests as fit and hands each its next token, or several.
+
+        Several, in one call of the model, where it has loops and every prompt is read.
 
         Requests for which something was drafted are verified in a forward of their own and get one token or more.
 
@@ -130,6 +133,9 @@ class Engine:
             self._leave_if_done(ahead)
             batch = [request for request in batch if request not in ahead]
         if not batch:
+            return
+        if self.speculator is None and bursts.advance(self.model, batch, until_one_ends=bool(self._waiting)):
+            self._leave_if_done(batch)
             return
         rows, logits = self._forward(batch)
         ready = [(request, row) for request, row in zip(rows, logits, strict=True) if row is not None]

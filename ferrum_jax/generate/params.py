@@ -1,17 +1,16 @@
 """What a caller asks of a generation, and what they get."""
 
-import numbers
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, shown
+from ferrum_jax.contract.decoding import Sampling, is_integer, refuse_unless
+from ferrum_jax.contract.errors import FerrumError
 
 FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(Sampling):
     """How tokens are chosen and when to stop. The defaults are greedy.
 
     Args:
@@ -28,11 +27,6 @@ class SamplingParams:
         logprobs: also give each token's log-probability under the model's own distribution.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
     seed: int | None = None
     max_tokens: int | None = 256
     stop: str | tuple[str, ...] | list[str] = ()
@@ -41,28 +35,23 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self):
-        most = 3e38  # in float32
-        _refuse_unless("temperature", self, lambda x: _is_real(x) and 0 <= x <= most, "a number of at least 0")
-        _refuse_unless("top_k", self, lambda x: _is_integer(x) and x >= 0, "an integer of at least 0")
-        _refuse_unless("top_p", self, lambda x: _is_real(x) and 0 < x <= 1, "more than 0 and at most 1")
-        _refuse_unless("min_p", self, lambda x: _is_real(x) and 0 <= x <= 1, "from 0 to 1")
-        _refuse_unless("repetition_penalty", self, lambda x: _is_real(x) and 0 < x <= most, "a positive number")
-        _refuse_unless(
-            "seed", self, lambda x: x is None or (_is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1"
+        super().__post_init__()
+        refuse_unless(
+            "seed", self, lambda x: x is None or (is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1"
         )
-        _refuse_unless(
-            "max_tokens", self, lambda x: x is None or (_is_integer(x) and x >= 1), "an integer of at least 1, or None"
+        refuse_unless(
+            "max_tokens", self, lambda x: x is None or (is_integer(x) and x >= 1), "an integer of at least 1, or None"
         )
-        _refuse_unless(
+        refuse_unless(
             "stop",
             self,
             lambda x: isinstance(x, (str, tuple, list)) and all(isinstance(t, str) and t for t in self.stop_texts),
             "texts that are not empty",
         )
-        _refuse_unless(
+        refuse_unless(
             "stop_token_ids",
             self,
-            lambda x: isinstance(x, (tuple, list)) and all(_is_integer(i) and i >= 0 for i in x),
+            lambda x: isinstance(x, (tuple, list)) and all(is_integer(i) and i >= 0 for i in x),
             "token ids",
         )
 
@@ -75,20 +64,6 @@ class SamplingParams:
     def stop_texts(self) -> tuple[str, ...]:
         """The stop texts, as a tuple whatever was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
-def _refuse_unless(name: str, params: SamplingParams, holds: Callable[[Any], bool], expected: str) -> None:
-    value = getattr(params, name)
-    if not holds(value):
-        raise InvalidParameterError(f"{name} is {shown(value)}, expected {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,11 +130,19 @@ class Growth:
         assert found is not None
         return found
 
-    def commit(self) -> None:
-        """Counts the new tokens as written and enters the blocks they fill."""
+    def commit(self, written: Sequence[NDArray[np.int32]] | None = None) -> None:
+        """Counts the new tokens as written and enters the blocks they fill.
+
+        `written`, where given, are the tokens that each sequence has come to hold instead of those it was to; blocks
+        that were taken for more are given back.
+        """
         for index, (row, undo) in enumerate(zip(self._rows, self._undo, strict=True)):
             live = self.live(index)
-            live.tokens.frombytes(row.want.tokens.tobytes())
+            live.tokens.frombytes((row.want.tokens if written is None else written[index]).tobytes())
+            if written is not None:
+                needed = max(self._slots.num_blocks(live.length), len(undo.blocks))
+                undo.lost.extend(live.blocks[needed:])
+                self._slots.seat(live, live.blocks[:needed])
             live.entries += row.hits
             self._slots.pool.release(undo.lost)
             self._slots.enter(live)
