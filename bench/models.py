@@ -1,4 +1,4 @@
-"""The model under test: SmolLM2, another one, or a tiny random one; and prompts for it."""
+"""The model under test: SmolLM2, another one, or a random one, of a known shape or tiny; and prompts for it."""
 
 import argparse
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from bench.shapes import SHAPES
 from ferrum_jax import hub, models
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.llm import DecodeRow
@@ -57,10 +58,17 @@ def read(options: argparse.Namespace, dtype: str | None = None) -> Subject:
     """Reads the model that the options ask for; `dtype` is the device's own if None."""
     dtype = dtype or default_dtype(find_device(None))
     if options.smoke:
-        return Subject("tiny random", models.init_params(TINY, jax.random.key(0), dtype), TINY, dtype)
+        return random("tiny random", TINY, dtype)
+    if options.model in SHAPES:
+        return random(f"{options.model}, random weights", ModelConfig.from_hf(SHAPES[options.model]), dtype)
     path = hub.resolve(options.model)
     params, cfg = load_params(path, dtype, progress=True)
     return Subject(Path(path).name, params, cfg, dtype)
+
+
+def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:
+    """Draws random weights on the device; the matrices are drawn in float32 one by one, and then rounded."""
+    return Subject(name, models.init_params(cfg, jax.random.key(0), dtype), cfg, dtype)
 
 
 def run(subject: Subject, engine: EngineConfig) -> ModelRunner:
@@ -80,6 +88,15 @@ def decodes(runner: ModelRunner, rows: int, context: int) -> tuple[list[DecodeRo
             runner.truncate_kv(cache_id, context)
 
     return batch, restore
+
+
+def prefilled(runner: ModelRunner, rows: int, context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
+    """As `decodes`, with the sequences read first; those that are there already stay."""
+    for row in range(rows):
+        if runner.kv_len(str(row)) != context:
+            runner.release(str(row))
+            runner.prefill(str(row), prompt(runner.model_config, context, seed=row))
+    return decodes(runner, rows, context)
 
 
 def prompt(cfg: ModelConfig, count: int, seed: int = 0) -> list[int]:
