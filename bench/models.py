@@ -1,7 +1,7 @@
 """The model under test: SmolLM2, another one, or a random one, of a known shape or tiny; and prompts for it."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,24 +79,24 @@ def run(subject: Subject, engine: EngineConfig) -> ModelRunner:
     return ModelRunner(subject.params, subject.config, plan, device=device, strict=True)
 
 
-def decodes(runner: ModelRunner, rows: int, context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
-    """Gives a batch of one token for each of the sequences "0", "1", … of `context` positions, and its undoing."""
-    batch = [(str(row), TOKEN, context) for row in range(rows)]
+def decodes(runner: ModelRunner, cache_ids: Sequence[str], context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
+    """Gives a batch of one token for each of some sequences of `context` positions, and its undoing."""
 
     def restore() -> None:
-        for cache_id, _, _ in batch:
+        for cache_id in cache_ids:
             runner.truncate_kv(cache_id, context)
 
-    return batch, restore
+    return [(cache_id, TOKEN, context) for cache_id in cache_ids], restore
 
 
 def prefilled(runner: ModelRunner, rows: int, context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
-    """As `decodes`, with the sequences read first; those that are there already stay."""
-    for row in range(rows):
-        if runner.kv_len(str(row)) != context:
-            runner.release(str(row))
-            runner.prefill(str(row), prompt(runner.model_config, context, seed=row))
-    return decodes(runner, rows, context)
+    """As `decodes`, of the sequences "0", "1", …, which are read unless they are there already."""
+    cache_ids = [str(row) for row in range(rows)]
+    for row, cache_id in enumerate(cache_ids):
+        if runner.kv_len(cache_id) != context:
+            runner.release(cache_id)
+            runner.prefill(cache_id, prompt(runner.model_config, context, seed=row))
+    return decodes(runner, cache_ids, context)
 
 
 def prompt(cfg: ModelConfig, count: int, seed: int = 0) -> list[int]:
