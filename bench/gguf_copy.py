@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.models import Subject
+from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.specs import named_leaves
 
 
@@ -24,16 +25,8 @@ def write(subject: Subject, path: Path) -> None:
         raise NotImplementedError(f"{subject.name}: only Llama without RoPE scaling is written, not {cfg.model_type}")
     writer = GGUFWriter(path, "llama")
     writer.add_name(subject.name)
-    writer.add_vocab_size(cfg.vocab_size)
-    writer.add_context_length(cfg.max_position_embeddings)
-    writer.add_embedding_length(cfg.hidden_size)
-    writer.add_block_count(cfg.num_hidden_layers)
-    writer.add_feed_forward_length(cfg.intermediate_size)
-    writer.add_head_count(cfg.num_attention_heads)
-    writer.add_head_count_kv(cfg.num_key_value_heads)
-    writer.add_key_length(cfg.head_dim)
-    writer.add_value_length(cfg.head_dim)
-    writer.add_rope_dimension_count(cfg.head_dim)
+    for key, value in _counts(cfg).items():
+        writer.add_uint32(f"llama.{key}", value)
     writer.add_rope_freq_base(cfg.rope_theta)
     writer.add_layer_norm_rms_eps(cfg.rms_norm_eps)
     writer.add_file_type(0)  # all float32
@@ -52,6 +45,21 @@ def write(subject: Subject, path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _counts(cfg: ModelConfig) -> dict[str, int]:
+    return {
+        "vocab_size": cfg.vocab_size,
+        "context_length": cfg.max_position_embeddings,
+        "embedding_length": cfg.hidden_size,
+        "block_count": cfg.num_hidden_layers,
+        "feed_forward_length": cfg.intermediate_size,
+        "attention.head_count": cfg.num_attention_heads,
+        "attention.head_count_kv": cfg.num_key_value_heads,
+        "attention.key_length": cfg.head_dim,
+        "attention.value_length": cfg.head_dim,
+        "rope.dimension_count": cfg.head_dim,
+    }
 
 
 def _interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -27,7 +27,7 @@ RESULTS, IMAGES = Path("bench/results"), Path("docs/images")
 SOURCES = ("decode", "prefill", "scaling", "compare")  # benchmarks that are drawn
 INK, OURS, FLOOR = "#222222", "#0072b2", "#999999"
 THEIRS = {"transformers": "#e69f00", "llama_cpp": "#009e73"}
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
