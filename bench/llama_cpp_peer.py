@@ -1,9 +1,10 @@
 """llama.cpp over the same float32 weights, through the low-level calls of llama-cpp-python.
 
-As many threads as cores, for one token and for many; keys and values in float32 like the weights; a context of its own
-for each row of the table, no larger than the row needs; whole prompts in one logical batch. Decoding runs with and
-without flash attention; prefill also with physical batches of 128 and of 512 tokens (`n_ubatch`). Batches are filled
-before they are timed. The package is no dependency of this one: see docs/benchmarks.md.
+As many threads as cores, for one token and for many; a context of its own for each row of the table, no larger than the
+row needs; whole prompts in one logical batch. Both run with and without flash attention, prefill also with physical
+batches of 128 and of 512 tokens (`n_ubatch`). Without it, keys and values are float32 like the weights; with it they
+are float16, llama.cpp's own choice, as it would otherwise cast all of them in every step. Batches are filled before
+they are timed. The package is no dependency of this one: see docs/benchmarks.md.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ from bench import gguf_copy
 from bench.models import Subject
 from bench.timing import Contestant
 
-ATTENTIONS = {"plain": 0, "flash": 1}  # enum llama_flash_attn_type
+PLAIN, FLASH = "plain", "flash, float16 KV"
+ATTENTIONS = {PLAIN: (0, "GGML_TYPE_F32"), FLASH: (1, "GGML_TYPE_F16")}  # llama_flash_attn_type, type of the KV
 UBATCHES = (128, 512)  # tokens
 
 _Row = tuple[int, Sequence[int], int]  # sequence, tokens, position of the first
@@ -71,13 +73,17 @@ class LlamaCppPeer:
             found[attention] = Contestant(run, lambda context=context: context.truncate(length), burst)
         return found
 
+    def precision(self, kind: str) -> str:
+        """Gives float16 where keys and values are."""
+        return "float16" if kind.startswith(FLASH) else "float32"
+
     def _context(self, sequences: int, positions: int, attention: str, ubatch: int) -> "_Context":
         params = self._lib.llama_context_default_params()
         params.n_seq_max, params.n_ctx = sequences, sequences * positions
         params.n_batch, params.n_ubatch = max(positions, ubatch), ubatch
         params.n_threads = params.n_threads_batch = os.cpu_count() or 1
-        params.flash_attn_type = ATTENTIONS[attention]
-        params.type_k = params.type_v = self._lib.GGML_TYPE_F32
+        params.flash_attn_type, kept = ATTENTIONS[attention]
+        params.type_k = params.type_v = getattr(self._lib, kept)
         params.kv_unified = False  # sequences share nothing: each attends to its own positions alone
         params.no_perf = True
         return _Context(self._lib, self._model, params, self._vocab_size)

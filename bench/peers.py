@@ -21,6 +21,10 @@ class Peer(Protocol):
         """A token for each of some sequences of one length, by setting; a call gives `[B, V]`."""
         ...
 
+    def precision(self, kind: str) -> str:
+        """Gives the narrowest dtype that anything is kept in under one of these settings."""
+        ...
+
 
 def find_peers(subject: Subject, device: JaxDevice) -> tuple[dict[str, Peer], dict[str, str]]:
     """Gives the peers that can run here, and of each that cannot, why."""

@@ -33,6 +33,7 @@ class TransformersPeer:
         if platform not in DEVICES or (platform == "gpu" and not torch.cuda.is_available()):
             raise NotImplementedError(f"this is a {platform}, and torch has none")
         torch.set_num_threads(os.cpu_count() or 1)
+        self._dtype = subject.dtype
         self._device = torch.device(DEVICES[platform])
         dtype = getattr(torch, subject.dtype)
         with self._device:
@@ -62,6 +63,10 @@ class TransformersPeer:
     def decode(self, prompts: list[list[int]], token: int, *, burst: int) -> dict[str, Contestant]:
         """A token for each of some sequences of one length, by kind of cache."""
         return {kind: self._decode(kind, prompts, token, burst) for kind in self._forwards}
+
+    def precision(self, kind: str) -> str:
+        """Gives the dtype of the weights, in which everything is kept."""
+        return self._dtype
 
     def _decode(self, kind: str, prompts: list[list[int]], token: int, burst: int) -> Contestant:
         context = len(prompts[0])
