@@ -31,8 +31,8 @@ SMOKE_ENGINE = EngineConfig(
     kv_capacity=32,
     max_step_tokens=SMOKE_CHUNK,
     decode_rows=(4,),
-    chunk_rows=(1, 4),
-    chunk_tokens=(8, 32),
+    chunk_rows=(1,),
+    chunk_tokens=(SMOKE_CHUNK,),
     verify_tokens=(8,),
 )
 

@@ -16,7 +16,7 @@ import psutil
 
 from bench import card, models
 from bench.setting import start
-from bench.timing import count_compiles, fit_line
+from bench.timing import count_compiles, fit_line, summarise
 from bench.traffic import Arrival, Traffic
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
@@ -38,7 +38,14 @@ ENGINE = EngineConfig(
     verify_tokens=(16,),
 )
 SMOKE_ENGINE = replace(
-    ENGINE, max_seqs=4, kv_capacity=64, kv_blocks=8, max_step_tokens=64, decode_rows=(4,), chunk_tokens=(16, 64)
+    ENGINE,
+    max_seqs=4,
+    kv_capacity=64,
+    kv_blocks=8,
+    max_step_tokens=64,
+    decode_rows=(4,),
+    chunk_rows=(1,),
+    chunk_tokens=(64,),
 )
 GIVEN_UP = 0.002  # share of the steps after which somebody leaves
 
@@ -99,13 +106,15 @@ def main() -> None:
     rows: list[dict[str, Any]] = [vars(window) for window in windows]
     later = rows[len(rows) // 2 :]
     growth = fit_line([row["minutes"] / 60 for row in later], [row["resident_bytes"] for row in later]).slope
+    lost = blocks.total_blocks - blocks.free_blocks
+    speeds = [summarise([row["tokens_per_second"] for row in part]).median for part in (rows[: len(rows) // 2], later)]
     _show(rows)
     print(
-        f"{len(compiled)} compiles, {blocks.total_blocks - blocks.free_blocks} of {blocks.total_blocks} blocks lost, "
-        f"resident set grows by {growth / 1e6:+.1f} MB an hour over the second half"
+        f"{len(compiled)} compiles, {lost} of {blocks.total_blocks} blocks lost; in the second half the resident set "
+        f"grows by {growth / 1e6:+.1f} MB an hour, and speed is {speeds[1] / speeds[0]:.2f} times that of the first"
     )
-    lost = blocks.total_blocks - blocks.free_blocks
-    setting.finish("soak", rows, compiles=len(compiled), lost_blocks=lost, growth_bytes_per_hour=growth)
+    figures = {"compiles": len(compiled), "lost_blocks": lost, "growth_bytes_per_hour": growth}
+    setting.finish("soak", rows, **figures, later_over_earlier=speeds[1] / speeds[0])
     if compiled or lost:
         raise SystemExit(1)
 
