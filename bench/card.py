@@ -31,6 +31,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
+def above_zero(text: str) -> float:
+    """Reads the value of an option, a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def options(
     description: str | None, *, timed: bool = True, more: Callable[[argparse.ArgumentParser], None] | None = None
 ) -> argparse.Namespace:

@@ -42,7 +42,9 @@ def main() -> None:
     setting = start(__doc__, _engine(), SMOKE_ENGINE, timed=False, more=_more)
     found, runner = setting.found, setting.runner
     chunk = SMOKE_CHUNK if found.smoke else CHUNK
-    count = found.requests or (8 if found.smoke else 100)
+    count = (8 if found.smoke else 100) if found.requests is None else found.requests
+    if count < 1:
+        raise SystemExit(f"--requests is {count}, expected at least 1")
     engine = Engine(runner, max_rows=runner.plan.max_seqs, chunk_tokens=chunk)
     at_once = _arrivals(runner, [0.0] * count, smoke=found.smoke)
     serve(engine, at_once[: runner.plan.max_seqs])  # warms
@@ -64,8 +66,8 @@ def main() -> None:
 
 def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="that arrive at each rate [100]")
-    parser.add_argument("--ttft-limit", type=float, default=1000.0, metavar="MS", help="[1000]")
-    parser.add_argument("--tpot-limit", type=float, default=100.0, metavar="MS", help="[100]")
+    parser.add_argument("--ttft-limit", type=card.above_zero, default=1000.0, metavar="MS", help="[1000]")
+    parser.add_argument("--tpot-limit", type=card.above_zero, default=100.0, metavar="MS", help="[100]")
 
 
 def _engine() -> EngineConfig:

@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, help="of traffic [60]")
+    parser.add_argument("--minutes", type=card.above_zero, help="of traffic [60]")
 
 
 def _run(engine: Engine, runner: ModelRunner, minutes: float) -> list[Window]:
