@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,29 +17,51 @@ from rich.table import Table
 
 from bench.machine import Machine
 from bench.models import Subject
+from bench.shapes import SHAPES
 from ferrum_jax.kvcache.state import CacheSpec
 
-PACKAGES = ("ferrum-jax", "jax", "jaxlib", "torch", "transformers")
+PACKAGES = ("ferrum-jax", "jax", "jaxlib", "torch", "transformers", "llama-cpp-python")
 WIDTH = 150  # columns, where the output is no terminal
 
 
-def options(description: str | None, *, timed: bool = True) -> argparse.Namespace:
-    """Reads the options that all benchmarks share; those that are `timed` have `--rounds` as well."""
-    parser = argparse.ArgumentParser(
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Gives a parser whose help is a benchmark's docstring."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", help="folder, .gguf file or Hugging Face id [SmolLM2-135M-Instruct]")
+
+
+def above_zero(text: str) -> float:
+    """Reads the value of an option, a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
+def options(
+    description: str | None, *, timed: bool = True, more: Callable[[argparse.ArgumentParser], None] | None = None
+) -> argparse.Namespace:
+    """Reads the options that all benchmarks share, and those that `more` adds; `timed` ones have `--rounds`, too."""
+    reader = parser(description)
+    named = ", ".join(SHAPES)
+    reader.add_argument(
+        "--model",
+        help=f"folder, .gguf file, Hugging Face id, or random weights as {named} [SmolLM2-135M-Instruct]",
+    )
+    if more is not None:
+        more(reader)
     if timed:
-        parser.add_argument("--rounds", type=int, help="turns of each contestant that count [12]")
-    parser.add_argument("--smoke", action="store_true", help="a tiny random model and two rounds: shows that it runs")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
-    found = parser.parse_args()
+        reader.add_argument("--rounds", type=int, help="turns of each contestant that count [12]")
+    reader.add_argument("--smoke", action="store_true", help="a tiny random model and two rounds: shows that it runs")
+    reader.add_argument("--json", type=Path, metavar="PATH", help="write the JSON object there as well")
+    found = reader.parse_args()
     if found.smoke and found.model is not None:
-        parser.error(f"--smoke takes its own model, --model {found.model} contradicts it")
+        reader.error(f"--smoke takes its own model, --model {found.model} contradicts it")
     if timed and found.rounds is None:
         found.rounds = 2 if found.smoke else 12
     if timed and found.rounds < 1:
-        parser.error(f"--rounds is {found.rounds}, expected at least 1")
+        reader.error(f"--rounds is {found.rounds}, expected at least 1")
     return found
 
 

@@ -1,29 +1,23 @@
 """What does a decode step cost by batch and context, and how much of that is the host's?
 
 The contract's call (`decode_batch`: checks, one upload, the step, logits in NumPy) takes turns with the bare compiled
-step on a KV of its own, whose input is packed already and whose output stays where it is. The difference of the medians
-is the host's share. Each step is rolled back, so that the context stays where it is.
+step on a KV of its own, whose input is on the device already and whose output stays there. The difference of the
+medians is the host's share. Each step is rolled back, so that the context stays where it is.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from bench import card, models
+from bench.bare import BareStep
 from bench.floor import against_floor, decode_work
 from bench.machine import Probes, ceilings
 from bench.setting import start
 from bench.timing import Contestant, alternate
-from ferrum_jax.compile.buckets import StepKey
-from ferrum_jax.compile.packing import blank
-from ferrum_jax.compile.steps import lower_step
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.kvcache import state
 
 BATCHES = (1, 2, 4, 8)  # rows
 CONTEXTS = (128, 512, 1536)  # positions
@@ -45,11 +39,9 @@ def main() -> None:
     setting = start(__doc__, ENGINE, SMOKE_ENGINE)
     found, runner = setting.found, setting.runner
     batches, contexts = (SMOKE_BATCHES, SMOKE_CONTEXTS) if found.smoke else (BATCHES, CONTEXTS)
-    bare = {batch: _bare_step(runner, batch) for batch in batches}
+    bare = {batch: BareStep(runner, batch) for batch in batches}
     rows = []
     for context in contexts:
-        for row in range(max(batches)):
-            runner.prefill(str(row), models.prompt(runner.model_config, context, seed=row))
         rows += [_measure(runner, setting.probes, bare[batch], batch, context, found.rounds) for batch in batches]
         runner.reset()
     _show(rows)
@@ -57,13 +49,13 @@ def main() -> None:
 
 
 def _measure(
-    runner: ModelRunner, probes: Probes, bare: Callable[[int], Any], batch: int, context: int, rounds: int
+    runner: ModelRunner, probes: Probes, bare: BareStep, batch: int, context: int, rounds: int
 ) -> dict[str, Any]:
-    decodes, restore = models.decodes(runner, batch, context)
+    decodes, restore = models.prefilled(runner, batch, context)
     times = alternate(
         {
             "call": Contestant(lambda: runner.decode_batch(decodes), restore, BURST),
-            "bare": Contestant(lambda: bare(context), burst=BURST),
+            "bare": Contestant(bare.at(context), burst=BURST),
         }
         | probes.contestants,
         rounds=rounds,
@@ -81,25 +73,6 @@ def _measure(
         "read_gb_per_second": work.num_bytes / step.median / 1e6,
         **against_floor(work, machine, call),
     }
-
-
-def _bare_step(runner: ModelRunner, batch: int) -> Callable[[int], Any]:
-    """Compiles one decode step; gives a function that runs it, its KV going round, at a context."""
-    spec, columns = runner.plan.cache, runner.plan.ladders.table_columns
-    key = StepKey(batch, 0, 0, columns)
-    executable = lower_step(runner.model_config, runner.params, state.shapes(spec), key).compile()
-    buffer, (group,) = blank(key)
-    group.tokens[:], group.counts[:] = 1, 1
-    group.tables[:] = np.arange(batch * columns).reshape(batch, columns) % spec.num_blocks
-    kv = state.empty(spec)
-
-    def run(context: int) -> Any:
-        nonlocal kv
-        group.lengths[:] = context
-        outputs, kv = executable(runner.params, kv, buffer)
-        return jax.block_until_ready(outputs)
-
-    return run
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

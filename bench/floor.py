@@ -4,6 +4,7 @@ Attention counts the positions that are seen, and no softmax, norm or rotation i
 implementation can reach.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.machine import Machine
@@ -31,44 +32,56 @@ class Work:
 
 
 def against_floor(work: Work, machine: Machine, call: Timing) -> dict[str, float]:
-    """Gives the times of a call and how far they are above the floor, as a row's columns."""
+    """Gives the times of a call, its work and how far it is above the floor, as a row's columns."""
     floor = work.floor_ms(machine)
     return {
         "call_ms": call.median,
         "call_p90_ms": call.p90,
         "floor_ms": floor,
         "call_over_floor": call.median / floor,
+        **place(work, machine),
+    }
+
+
+def place(work: Work, machine: Machine) -> dict[str, float]:
+    """Says where a call stands on the roofline of the machine as it was then, as a row's columns."""
+    return {
+        "operations": work.operations,
+        "num_bytes": work.num_bytes,
+        "product_rate": round(machine.product_rate),
+        "read_rate": round(machine.read_rate),
     }
 
 
 def decode_work(cfg: ModelConfig, *, rows: int, context: int, itemsize: int) -> Work:
     """Work of one token for each of `rows` sequences that hold `context` positions already."""
-    return _work(cfg, starts=[context] * rows, each=1, itemsize=itemsize)
+    return step_work(cfg, [(context, 1)] * rows, itemsize=itemsize)
 
 
 def prefill_work(cfg: ModelConfig, *, tokens: int, itemsize: int) -> Work:
     """Work of a prompt from position 0, of whose tokens only the last wants logits."""
-    return _work(cfg, starts=[0], each=tokens, itemsize=itemsize)
+    return step_work(cfg, [(0, tokens)], itemsize=itemsize)
 
 
-def _work(cfg: ModelConfig, *, starts: list[int], each: int, itemsize: int) -> Work:
-    """Work of `each` new tokens of sequences that hold `starts` positions; each sequence's last token wants logits."""
-    leaves = named_leaves(family(cfg).param_specs(cfg)).items()
-    products = sum(
-        spec.shape[0] * spec.shape[1]
-        for name, spec in leaves
-        if name.startswith("model.layers.") and len(spec.shape) == 2
-    )
+def step_work(cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: int) -> Work:
+    """Work of a step: each row holds some positions and has some new tokens, of which the last wants logits."""
+    named = named_leaves(family(cfg).param_specs(cfg)).items()
+    leaves = {name: spec.shape for name, spec in named if name.startswith("model.layers.")}
+    stacked = [name for name, shape in leaves.items() if len(shape) > 2]
+    if stacked:
+        raise NotImplementedError(f"the floor counts dense products, {stacked[0]} is a stack of them")
+    products = sum(shape[0] * shape[1] for shape in leaves.values() if len(shape) == 2)
     head = cfg.vocab_size * cfg.hidden_size
     seen, held = 0, 0  # positions, summed over layers: by every token, and by any
     for window in cfg.layer_windows:
-        for start in starts:
-            spans = [min(at + 1, window or at + 1) for at in range(start, start + each)]
+        for start, count in rows:
+            spans = [min(at + 1, window or at + 1) for at in range(start, start + count)]
             seen += sum(spans)
-            held += min(start + each, spans[0] + each - 1)
+            held += min(start + count, spans[0] + count - 1)
     attention = 4 * cfg.num_attention_heads * cfg.head_dim * seen
     cached = 2 * cfg.num_key_value_heads * cfg.head_dim * held
+    tokens = sum(count for _, count in rows)
     return Work(
-        operations=2 * products * len(starts) * each + 2 * head * len(starts) + attention,
+        operations=2 * products * tokens + 2 * head * len(rows) + attention,
         num_bytes=itemsize * (products + head + cached),
     )

@@ -2,7 +2,9 @@
 
 The resident set of the process (which counts the pages of a mapped checkpoint, too) and, where the device tells, its
 memory in use: at the start, with the weights, with the KV, with every step compiled, and after a prompt and a decoded
-token. Memory is no distribution: each figure is read once.
+token. Memory is no distribution: each figure is read once. What may be taken at the end is what interpreter and JAX
+took at the start, the parameters, the KV, the largest temporaries of a step, and 300 MB for everything else; the last
+ratio is of what is taken to that, in the device's memory where it has its own.
 """
 
 from typing import Any
@@ -14,6 +16,7 @@ from bench import card, models
 from ferrum_jax.sharding.devices import find_device
 
 PROMPT = 512  # tokens
+ALLOWANCE = 300_000_000  # bytes of compiled steps, tokenizers, allocators
 
 
 def main() -> None:
@@ -35,7 +38,20 @@ def main() -> None:
     conditions = card.show_card(subject, runner.plan.cache)
     _show(rows)
     print("expected: bytes that a stage must add; of the last, the largest temporaries of a step at most")
-    card.finish("memory", found, conditions, rows)
+    taken, allowed = _judge(rows)
+    card.finish("memory", found, conditions, rows, taken_bytes=taken, allowed_bytes=allowed, ratio=taken / allowed)
+
+
+def _judge(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """Prints whether the whole stays within what may be taken, and gives both in bytes."""
+    kind = "resident_bytes" if rows[-1]["device_bytes"] is None else "device_bytes"
+    taken = rows[-1][kind]
+    allowed = rows[0][kind] + sum(row["expected_bytes"] for row in rows) + ALLOWANCE
+    print(
+        f"taken {taken / 1e6:,.1f} MB of the {allowed / 1e6:,.1f} MB that start, weights, KV, temporaries and "
+        f"{ALLOWANCE / 1e6:.0f} MB make: {taken / allowed:.2f}, {'within' if taken <= allowed else 'above'}"
+    )
+    return taken, allowed
 
 
 def _stage(name: str, expected: int) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""The model under test: SmolLM2, another one, or a tiny random one; and prompts for it."""
+"""The model under test: SmolLM2, another one, or a random one, of a known shape or tiny; and prompts for it."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from bench.shapes import SHAPES
 from ferrum_jax import hub, models
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.llm import DecodeRow
@@ -57,10 +58,17 @@ def read(options: argparse.Namespace, dtype: str | None = None) -> Subject:
     """Reads the model that the options ask for; `dtype` is the device's own if None."""
     dtype = dtype or default_dtype(find_device(None))
     if options.smoke:
-        return Subject("tiny random", models.init_params(TINY, jax.random.key(0), dtype), TINY, dtype)
+        return random("tiny random", TINY, dtype)
+    if options.model in SHAPES:
+        return random(f"{options.model}, random weights", ModelConfig.from_hf(SHAPES[options.model]), dtype)
     path = hub.resolve(options.model)
     params, cfg = load_params(path, dtype, progress=True)
     return Subject(Path(path).name, params, cfg, dtype)
+
+
+def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:
+    """Draws random weights on the device; the matrices are drawn in float32 one by one, and then rounded."""
+    return Subject(name, models.init_params(cfg, jax.random.key(0), dtype), cfg, dtype)
 
 
 def run(subject: Subject, engine: EngineConfig) -> ModelRunner:
@@ -71,15 +79,24 @@ def run(subject: Subject, engine: EngineConfig) -> ModelRunner:
     return ModelRunner(subject.params, subject.config, plan, device=device, strict=True)
 
 
-def decodes(runner: ModelRunner, rows: int, context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
-    """Gives a batch of one token for each of the sequences "0", "1", … of `context` positions, and its undoing."""
-    batch = [(str(row), TOKEN, context) for row in range(rows)]
+def decodes(runner: ModelRunner, cache_ids: Sequence[str], context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
+    """Gives a batch of one token for each of some sequences of `context` positions, and its undoing."""
 
     def restore() -> None:
-        for cache_id, _, _ in batch:
+        for cache_id in cache_ids:
             runner.truncate_kv(cache_id, context)
 
-    return batch, restore
+    return [(cache_id, TOKEN, context) for cache_id in cache_ids], restore
+
+
+def prefilled(runner: ModelRunner, rows: int, context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
+    """As `decodes`, of the sequences "0", "1", …, which are read unless they are there already."""
+    cache_ids = [str(row) for row in range(rows)]
+    for row, cache_id in enumerate(cache_ids):
+        if runner.kv_len(cache_id) != context:
+            runner.release(cache_id)
+            runner.prefill(cache_id, prompt(runner.model_config, context, seed=row))
+    return decodes(runner, cache_ids, context)
 
 
 def prompt(cfg: ModelConfig, count: int, seed: int = 0) -> list[int]:

@@ -90,6 +90,8 @@ def _measure(
                 "num_tokens": count,
                 "drafted": drafted,
                 "accepted": accepted,
+                "call_ms": timing.median,
+                "call_p90_ms": timing.p90,
                 "acceptance_rate": accepted / drafted if drafted else 0.0,
                 "plain_tokens_per_second": len(prompts) * answer / plain * 1e3,
                 "tokens_per_second": len(prompts) * answer / timing.median * 1e3,

@@ -2,13 +2,14 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.monitoring
+import numpy as np
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 PAUSE = 0.02  # seconds before a turn, in which another library's threads stop spinning
@@ -66,14 +67,35 @@ def _take_turns(contestants: Mapping[str, Contestant], pause: float) -> dict[str
 
 def summarise(milliseconds: list[float]) -> Timing:
     """Gives the median, the ninetieth percentile and the tenth of some times."""
-    ordered = sorted(milliseconds)
-    last = len(ordered) - 1
-    return Timing(statistics.median(ordered), ordered[round(0.9 * last)], ordered[round(0.1 * last)], len(ordered))
+    low, high = percentile(milliseconds, 0.1), percentile(milliseconds, 0.9)
+    return Timing(statistics.median(milliseconds), high, low, len(milliseconds))
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Gives the value that stands at `share` of the way from the least to the largest, one that was measured."""
+    ordered = sorted(values)
+    return ordered[round(share * (len(ordered) - 1))]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The straight line nearest to some points."""
+
+    slope: float
+    intercept: float
+    residual: float  # root of the mean square, in the unit of the points
+
+
+def fit_line(at: Sequence[float], values: Sequence[float]) -> Line:
+    """Fits by least squares; two points at least, at different places."""
+    slope, intercept = np.polyfit(at, values, 1)
+    off = np.asarray(values) - (slope * np.asarray(at) + intercept)
+    return Line(float(slope), float(intercept), float(np.sqrt(np.mean(off**2))))
 
 
 @contextmanager
-def refuse_compiles() -> Iterator[None]:
-    """Raises at the end of the block if JAX compiled anything in it: such times would be of the compiler."""
+def count_compiles() -> Iterator[list[float]]:
+    """Gives a list that grows by the seconds of everything that JAX compiles in the block."""
     compiled: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -82,8 +104,15 @@ def refuse_compiles() -> Iterator[None]:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield
+        yield compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextmanager
+def refuse_compiles() -> Iterator[None]:
+    """Raises at the end of the block if JAX compiled anything in it: such times would be of the compiler."""
+    with count_compiles() as compiled:
+        yield
     if compiled:
         raise RuntimeError(f"{len(compiled)} compiles took {sum(compiled):.2f} s while something was timed")

@@ -1,0 +1,118 @@
+"""What does the host add to a decode step, by rows and by number of parameter leaves?
+
+The wall-clock time of the contract's `decode_batch` (checks, block tables, packing, one upload, dispatch, logits in
+NumPy) minus that of the bare `Compiled` whose arguments are on the device already; both wait for the device, and take
+turns in bursts. The models are tiny, so that the difference is not lost in the step; so is their vocabulary, so that no
+copy of logits counts. More layers make more leaves, each of which costs either side its dispatch. `--model` measures
+that model instead.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from bench import card, models
+from bench.bare import BareStep
+from bench.timing import Contestant, alternate, fit_line
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.sharding.devices import default_dtype, find_device
+
+ROWS, SMOKE_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
+LAYERS, SMOKE_LAYERS = (2, 8, 30), (1, 2)  # 9 leaves each
+CONTEXT = 16  # positions
+BURST = 20  # calls in a row
+AIMS = {1: 150.0, 64: 300.0}  # microseconds at most, by rows, of the smallest model
+
+
+def main() -> None:
+    """Measures every model and number of rows, and prints the table, the aims and the JSON line."""
+    found = card.options(__doc__)
+    sizes = SMOKE_ROWS if found.smoke else ROWS
+    conditions: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for subject in _subjects(found):
+        runner = models.run(subject, _engine(sizes))
+        conditions = conditions or card.show_card(subject, runner.plan.cache)
+        runner.warmup(progress=True)
+        rows += [_measure(runner, count, found.rounds) for count in sizes]
+        runner.close()
+    _show(rows)
+    aims = [_judge(row) for row in rows if row["rows"] in AIMS and row["leaves"] == rows[0]["leaves"]]
+    by_leaf = _by_leaf(rows)
+    if by_leaf is not None:
+        print(f"one more leaf: {by_leaf:.2f} us of the bare call at 1 row, its arithmetic included")
+    card.finish("overhead", found, conditions, rows, aims=aims, bare_us_by_leaf=by_leaf)
+
+
+def _subjects(found: argparse.Namespace) -> Iterator[models.Subject]:
+    if found.model is not None:
+        yield models.read(found)
+        return
+    dtype = default_dtype(find_device(None))
+    for layers in SMOKE_LAYERS if found.smoke else LAYERS:
+        cfg = replace(models.TINY, num_hidden_layers=layers, layer_windows=(None,) * layers)
+        yield models.random(f"tiny random, {layers} layers", cfg, dtype)
+
+
+def _engine(sizes: tuple[int, ...]) -> EngineConfig:
+    return EngineConfig(
+        max_seqs=sizes[-1],
+        kv_capacity=2 * CONTEXT,
+        decode_rows=sizes,
+        chunk_rows=(1,),
+        chunk_tokens=(CONTEXT,),
+        verify_tokens=(CONTEXT,),
+    )
+
+
+def _measure(runner: ModelRunner, count: int, rounds: int) -> dict[str, Any]:
+    decodes, restore = models.prefilled(runner, count, CONTEXT)
+    contestants = {
+        "call": Contestant(lambda: runner.decode_batch(decodes), restore, BURST),
+        "bare": Contestant(BareStep(runner, count).at(CONTEXT), burst=BURST),
+    }
+    times = alternate(contestants, rounds=rounds)
+    restore()
+    return {
+        "rows": count,
+        "leaves": len(jax.tree.leaves(runner.params)),
+        "call_us": times["call"].median * 1e3,
+        "call_p90_us": times["call"].p90 * 1e3,
+        "bare_us": times["bare"].median * 1e3,
+        "bare_p90_us": times["bare"].p90 * 1e3,
+        "host_us": (times["call"].median - times["bare"].median) * 1e3,
+        "calls": times["call"].count,
+    }
+
+
+def _by_leaf(rows: list[dict[str, Any]]) -> float | None:
+    """Microseconds that one more leaf costs the bare call at the fewest rows; None with one model alone."""
+    fewest = [row for row in rows if row["rows"] == rows[0]["rows"]]
+    if len(fewest) < 2:
+        return None
+    return fit_line([row["leaves"] for row in fewest], [row["bare_us"] for row in fewest]).slope
+
+
+def _judge(row: dict[str, Any]) -> dict[str, Any]:
+    """Prints whether one number of rows reached its aim, and gives that back."""
+    aim = AIMS[row["rows"]]
+    reached = row["host_us"] <= aim
+    print(
+        f"aim: host at most {aim:.0f} us at {row['rows']} rows: "
+        f"{'reached' if reached else 'missed'} with {row['host_us']:.0f}"
+    )
+    return {"rows": row["rows"], "aim_us": aim, "host_us": row["host_us"], "reached": reached}
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    keys = "call_us", "call_p90_us", "bare_us", "bare_p90_us", "host_us"
+    lines = [[f"{row['rows']}", f"{row['leaves']}", *(f"{row[key]:.0f}" for key in keys)] for row in rows]
+    card.show_table(("rows", "leaves", "call us", "p90", "bare us", "p90", "host us"), lines)
+
+
+if __name__ == "__main__":
+    main()

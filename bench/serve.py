@@ -1,0 +1,127 @@
+"""How long do requests wait, by how many arrive each second?
+
+Open loop: requests arrive at times drawn beforehand (Poisson), whether or not the engine is ready for them, and run
+through the generation engine in this process, greedily. Prompts have 32 to 256 tokens and answers 16 to 64, drawn
+evenly. The ceiling is what the engine finishes in a second when all requests are there at once; the rates are shares of
+it. Time to first token (TTFT) counts from the arrival, time per output token (TPOT) is the mean over an answer, and
+goodput is the requests a second that kept within both limits, `--ttft-limit` and `--tpot-limit`.
+"""
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench import card, models, traffic
+from bench.setting import start
+from bench.timing import refuse_compiles
+from bench.traffic import Arrival, goodput, percentiles, poisson, serve
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.engine import Engine
+from ferrum_jax.generate.params import SamplingParams
+
+SHARES, SMOKE_SHARES = (0.25, 0.5, 0.75, 0.9, 1.1), (0.5, 1.0)  # of what the engine finishes at most
+PROMPTS, SMOKE_PROMPTS = (32, 256), (4, 24)  # tokens, least and most
+ANSWERS, SMOKE_ANSWERS = (16, 64), (2, 6)
+CHUNK, SMOKE_CHUNK = 512, 32  # tokens of prompts in one step
+SMOKE_ENGINE = EngineConfig(
+    max_seqs=4,
+    kv_capacity=32,
+    max_step_tokens=SMOKE_CHUNK,
+    decode_rows=(4,),
+    chunk_rows=(1,),
+    chunk_tokens=(SMOKE_CHUNK,),
+    verify_tokens=(8,),
+)
+
+
+def main() -> None:
+    """Finds the ceiling, runs every rate, and prints the table and the JSON line."""
+    setting = start(__doc__, _engine(), SMOKE_ENGINE, timed=False, more=_more)
+    found, runner = setting.found, setting.runner
+    chunk = SMOKE_CHUNK if found.smoke else CHUNK
+    count = (8 if found.smoke else 100) if found.requests is None else found.requests
+    if count < 1:
+        raise SystemExit(f"--requests is {count}, expected at least 1")
+    engine = Engine(runner, max_rows=runner.plan.max_seqs, chunk_tokens=chunk)
+    at_once = _arrivals(runner, [0.0] * count, smoke=found.smoke)
+    serve(engine, at_once[: runner.plan.max_seqs])  # warms
+    with refuse_compiles():
+        served, seconds = serve(engine, at_once)
+    most = len(served) / seconds
+    tokens = sum(len(one.token_times) for one in served) / seconds
+    print(f"all at once: {most:.2f} requests/s, {tokens:.0f} tokens/s")
+    limits = {"ttft_ms": found.ttft_limit, "tpot_ms": found.tpot_limit}
+    rows = []
+    for share in SMOKE_SHARES if found.smoke else SHARES:
+        arrivals = _arrivals(runner, poisson(share * most, count, seed=1), smoke=found.smoke)
+        with refuse_compiles():
+            rows.append({"share": share, "rate": share * most, **_measure(engine, arrivals, limits)})
+    _show(rows)
+    print(f"good: the first token within {limits['ttft_ms']:.0f} ms, others within {limits['tpot_ms']:.0f} ms each")
+    setting.finish("serve", rows, limits=limits, most_requests_per_second=most, most_tokens_per_second=tokens)
+
+
+def _more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, help="that arrive at each rate [100]")
+    parser.add_argument("--ttft-limit", type=card.above_zero, default=1000.0, metavar="MS", help="[1000]")
+    parser.add_argument("--tpot-limit", type=card.above_zero, default=100.0, metavar="MS", help="[100]")
+
+
+def _engine() -> EngineConfig:
+    rows = 8 if jax.default_backend() == "cpu" else 64
+    return EngineConfig(
+        max_seqs=rows,
+        kv_capacity=PROMPTS[1] + ANSWERS[1],
+        max_step_tokens=CHUNK,
+        decode_rows=(1, 4, rows),
+        chunk_rows=(1, 4),
+        chunk_tokens=(32, 128, PROMPTS[1]),
+        verify_tokens=(16,),
+    )
+
+
+def _arrivals(runner: ModelRunner, times: list[float], *, smoke: bool) -> list[Arrival]:
+    """Gives requests for these times, of the same lengths in every call."""
+    prompts, answers = (SMOKE_PROMPTS, SMOKE_ANSWERS) if smoke else (PROMPTS, ANSWERS)
+    draw = np.random.default_rng(0)
+    return [
+        Arrival(
+            at,
+            models.prompt(runner.model_config, int(draw.integers(*prompts, endpoint=True)), seed=index),
+            SamplingParams(max_tokens=int(draw.integers(*answers, endpoint=True))),
+        )
+        for index, at in enumerate(times)
+    ]
+
+
+def _measure(engine: Engine, arrivals: list[Arrival], limits: dict[str, float]) -> dict[str, Any]:
+    served, seconds = serve(engine, arrivals)
+    good = goodput(served, seconds, **limits)
+    return {
+        "requests": len(served),
+        "requests_per_second": len(served) / seconds,
+        "goodput": good,
+        "good_share": good * seconds / len(served),
+        "tokens_per_second": sum(len(one.token_times) for one in served) / seconds,
+        **percentiles("ttft", [one.ttft_ms for one in served]),
+        **percentiles("tpot", [one.tpot_ms for one in served]),
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    headings = ["of most", "arrive/s", "done/s", "good/s", "good", "tokens/s"]
+    headings += ["TTFT ms p50", "p90", "p99", "TPOT ms p50", "p90", "p99"]
+    keys = [f"{name}_{share}_ms" for name in ("ttft", "tpot") for share in traffic.SHARES]
+    lines = []
+    for row in rows:
+        cells = [f"{row['share']:.0%}", f"{row['rate']:.2f}", f"{row['requests_per_second']:.2f}"]
+        cells += [f"{row['goodput']:.2f}", f"{row['good_share']:.0%}", f"{row['tokens_per_second']:.0f}"]
+        lines.append([*cells, *(f"{row[key]:.1f}" for key in keys)])
+    card.show_table(headings, lines)
+
+
+if __name__ == "__main__":
+    main()

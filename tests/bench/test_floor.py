@@ -1,0 +1,59 @@
+"""The floor counts what the configuration says a step must do."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.floor import Work, decode_work, place, prefill_work, step_work
+from bench.machine import Machine
+from bench.models import TINY
+
+
+def test_the_work_of_a_token_is_what_the_configuration_says():
+    # TINY: q and o 48 x 48, k and v 48 x 16, gate, up and down 48 x 112, two layers; a head of 193 x 48
+    products, head = 2 * (2 * 48 * 48 + 2 * 48 * 16 + 3 * 48 * 112), 193 * 48
+    work = decode_work(TINY, rows=3, context=9, itemsize=4)
+    assert work.operations == 3 * (2 * (products + head) + 2 * 10 * 4 * 48)
+    assert work.num_bytes == 4 * (products + head + 3 * 2 * 10 * 2 * 16)
+
+
+def test_a_prompt_of_one_token_is_a_decode_step_from_nothing():
+    assert prefill_work(TINY, tokens=1, itemsize=4) == decode_work(TINY, rows=1, context=0, itemsize=4)
+
+
+def test_the_floor_is_whichever_limit_is_higher():
+    work = decode_work(TINY, rows=1, context=0, itemsize=4)
+    by_reading = Machine(product_rate=1e15, read_rate=1e6)
+    assert work.floor_ms(by_reading) == pytest.approx(work.num_bytes / 1e3)
+    assert (work.limit(by_reading), work.limit(Machine(1e6, 1e15))) == ("reading", "products")
+
+
+def test_a_mixed_step_reads_its_weights_once_and_does_the_work_of_both():
+    decode = decode_work(TINY, rows=3, context=9, itemsize=4)
+    chunk = step_work(TINY, [(16, 8)], itemsize=4)
+    mixed = step_work(TINY, [(9, 1)] * 3 + [(16, 8)], itemsize=4)
+    weights = 4 * (2 * (2 * 48 * 48 + 2 * 48 * 16 + 3 * 48 * 112) + 193 * 48)
+    assert mixed.operations == decode.operations + chunk.operations
+    assert mixed.num_bytes == decode.num_bytes + chunk.num_bytes - weights
+
+
+def test_chunks_of_a_prompt_do_the_work_of_the_prompt_but_for_heads():
+    whole = prefill_work(TINY, tokens=24, itemsize=4)
+    parts = [step_work(TINY, [(at, 8)], itemsize=4) for at in (0, 8, 16)]
+    assert sum(part.operations for part in parts) == whole.operations + 2 * 2 * 193 * 48
+
+
+def test_a_window_is_seen_and_nothing_behind_it():
+    windowed = replace(TINY, layer_windows=(4, None))
+    narrow, wide = (decode_work(cfg, rows=1, context=9, itemsize=4) for cfg in (windowed, TINY))
+    assert wide.operations - narrow.operations == 4 * 6 * 8 * (10 - 4)
+    assert wide.num_bytes - narrow.num_bytes == 4 * 2 * 2 * 8 * (10 - 4)
+
+
+def test_a_place_has_the_work_and_the_ceilings():
+    assert place(Work(6, 3), Machine(2.4, 1.0)) == {
+        "operations": 6,
+        "num_bytes": 3,
+        "product_rate": 2,
+        "read_rate": 1,
+    }

@@ -1,0 +1,124 @@
+"""Benchmarks run on a tiny model and end in one JSON object."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.compare import column
+
+ROOT = Path(__file__).parents[2]
+CARD = {"device", "processor", "cores", "load_average", "versions", "model", "dtype", "weight_bytes",
+        "kv_bytes_per_position", "kv_bytes"}  # fmt: skip
+CEILING = {"product_rate", "read_rate"}
+PLACE = {"operations", "num_bytes"} | CEILING
+DECODE = {"rows", "context", "call_ms", "call_p90_ms", "step_ms", "host_ms", "tokens_per_second", "read_gb_per_second",
+          "floor_ms", "call_over_floor"} | PLACE  # fmt: skip
+PREFILL = {"tokens", "steps", "call_ms", "call_p90_ms", "tokens_per_second", "gflop_per_second", "floor_ms",
+           "call_over_floor"} | PLACE  # fmt: skip
+SCALING = {"sweep", "rows", "context", "call_ms", "call_p90_ms", "floor_ms", "call_over_floor"} | PLACE
+MIXED = {"chunk", "way", "tokens_per_second", "call_ms", "call_p90_ms", "worst_gap_ms", "worst_gap_p90_ms",
+         "first_token_ms", "floor_ms", "call_over_floor"}  # fmt: skip
+OVERHEAD = {"rows", "leaves", "call_us", "call_p90_us", "bare_us", "bare_p90_us", "host_us", "calls"}
+COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "ours_over_floor", "calls"} | PLACE
+SPECULATIVE = {"task", "batch", "num_tokens", "drafted", "accepted", "call_ms", "call_p90_ms", "acceptance_rate",
+               "plain_tokens_per_second", "tokens_per_second", "plain_over_speculative", "answers_equal"}  # fmt: skip
+THEIRS = {"ms", "p90_ms", "setting", "all_ms", "over_ours", "logits_difference"}  # of a peer
+
+
+def _smoke(name: str, path: Path, *options: str) -> dict[str, Any]:
+    """Runs a benchmark and gives its last line, which must be what it wrote to `--json`."""
+    command = [sys.executable, "-m", f"bench.{name}", "--smoke", "--json", str(path), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[-1]
+    assert path.read_text(encoding="utf-8") == line + "\n"
+    result = json.loads(line)
+    assert (result["benchmark"], result["smoke"]) == (name, True)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "count"),
+    [("decode", DECODE, 4), ("prefill", PREFILL, 3), ("scaling", SCALING, 6), ("mixed", MIXED, 4)],
+)
+def test_a_sweep_ends_in_a_json_line(name: str, row: set[str], count: int, tmp_path: Path):
+    result = _smoke(name, tmp_path / "out.json", "--rounds", "1")
+    assert set(result["card"]) == CARD | CEILING
+    assert len(result["rows"]) == count
+    for found in result["rows"]:
+        assert set(found) == row
+        assert found["call_ms"] > 0
+
+
+def test_prefix_ends_in_a_json_line_that_counts_what_was_reused(tmp_path: Path):
+    row = _smoke("prefix", tmp_path / "out.json", "--rounds", "1")["rows"][0]
+    assert (row["tokens"], row["reused"]) == (128, 112)
+    assert row["ratio"] == pytest.approx(row["cold_ms"] / row["reused_ms"])
+
+
+def test_adapters_ends_in_a_json_line(tmp_path: Path):
+    row = _smoke("adapters", tmp_path / "out.json", "--rounds", "1")["rows"][0]
+    assert (row["rows"], row["adapters"], row["rank"]) == (8, 5, 8)
+    assert row["ratio"] == pytest.approx(row["mixed_ms"] / row["bare_ms"])
+
+
+def test_compare_ends_in_a_json_line_with_or_without_its_peers(tmp_path: Path):
+    result = _smoke("compare", tmp_path / "out.json", "--rounds", "1")
+    assert set(result["card"]) == CARD | CEILING
+    peers = {"transformers", "llama.cpp"} - set(result["notes"])
+    keys = COMPARE | {f"{column(peer)}_{name}" for peer in peers for name in THEIRS}
+    assert [set(row) for row in result["rows"]] == [keys] * 6
+    assert result["farthest_from_floor"] in {row["row"] for row in result["rows"]}
+    for aim in result["aims"]:
+        assert (aim["ratio"] is None) == ("transformers" not in peers)
+
+
+def test_overhead_ends_in_a_json_line(tmp_path: Path):
+    result = _smoke("overhead", tmp_path / "out.json", "--rounds", "1")
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        assert set(row) == OVERHEAD
+        assert row["host_us"] == pytest.approx(row["call_us"] - row["bare_us"])
+
+
+def test_serve_ends_in_a_json_line(tmp_path: Path):
+    result = _smoke("serve", tmp_path / "out.json")
+    for row in result["rows"]:
+        assert row["requests"] == 8
+        assert row["ttft_p50_ms"] <= row["ttft_p90_ms"] <= row["ttft_p99_ms"]
+        assert row["goodput"] <= row["requests_per_second"]
+
+
+def test_a_soak_compiles_nothing_and_loses_no_block(tmp_path: Path):
+    result = _smoke("soak", tmp_path / "out.json")
+    assert (result["compiles"], result["lost_blocks"]) == (0, 0)
+    assert sum(row["finished"] for row in result["rows"]) > 0
+
+
+def test_speculative_ends_in_a_json_line(tmp_path: Path):
+    result = _smoke("speculative", tmp_path / "out.json", "--rounds", "1")
+    assert set(result["card"]) == CARD
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        assert set(row) == SPECULATIVE
+        assert row["answers_equal"]
+        assert 0 <= row["accepted"] <= row["drafted"]
+
+
+def test_compile_time_ends_in_a_json_line(tmp_path: Path):
+    result = _smoke("compile_time", tmp_path / "out.json")
+    assert set(result["card"]) == CARD | {"persistent_cache"}
+    assert result["steps"] == len(result["rows"]) > 0
+    assert result["seconds_per_step"] * result["steps"] == pytest.approx(result["seconds"])
+
+
+def test_memory_ends_in_a_json_line(tmp_path: Path):
+    result = _smoke("memory", tmp_path / "out.json")
+    assert set(result["card"]) == CARD
+    assert [row["stage"] for row in result["rows"]] == ["start", "weights", "KV", "compiled steps", "one prompt"]
+    assert result["rows"][2]["expected_bytes"] == result["card"]["kv_bytes"]
+    assert result["ratio"] == pytest.approx(result["taken_bytes"] / result["allowed_bytes"])
