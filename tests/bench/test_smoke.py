@@ -1,4 +1,4 @@
-"""Benchmarks run on a tiny model and end in one JSON object."""
+"""Benchmarks run on a tiny model and end in one JSON object: `pytest -m smoke`."""
 
 import json
 import subprocess
@@ -29,8 +29,18 @@ SPECULATIVE = {"task", "batch", "num_tokens", "drafted", "accepted", "call_ms", 
 THEIRS = {"ms", "p90_ms", "setting", "all_ms", "over_ours", "logits_difference"}  # of a peer
 
 
-def _smoke(name: str, path: Path, *options: str) -> dict[str, Any]:
+pytestmark = pytest.mark.smoke
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that all of them write their results to."""
+    return tmp_path_factory.mktemp("records")
+
+
+def _smoke(name: str, folder: Path, *options: str) -> dict[str, Any]:
     """Runs a benchmark and gives its last line, which must be what it wrote to `--json`."""
+    path = folder / f"{name}.json"
     command = [sys.executable, "-m", f"bench.{name}", "--smoke", "--json", str(path), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -45,8 +55,8 @@ def _smoke(name: str, path: Path, *options: str) -> dict[str, Any]:
     ("name", "row", "count"),
     [("decode", DECODE, 4), ("prefill", PREFILL, 3), ("scaling", SCALING, 6), ("mixed", MIXED, 4)],
 )
-def test_a_sweep_ends_in_a_json_line(name: str, row: set[str], count: int, tmp_path: Path):
-    result = _smoke(name, tmp_path / "out.json", "--rounds", "1")
+def test_a_sweep_ends_in_a_json_line(name: str, row: set[str], count: int, records: Path):
+    result = _smoke(name, records, "--rounds", "1")
     assert set(result["card"]) == CARD | CEILING
     assert len(result["rows"]) == count
     for found in result["rows"]:
@@ -54,20 +64,20 @@ def test_a_sweep_ends_in_a_json_line(name: str, row: set[str], count: int, tmp_p
         assert found["call_ms"] > 0
 
 
-def test_prefix_ends_in_a_json_line_that_counts_what_was_reused(tmp_path: Path):
-    row = _smoke("prefix", tmp_path / "out.json", "--rounds", "1")["rows"][0]
+def test_prefix_ends_in_a_json_line_that_counts_what_was_reused(records: Path):
+    row = _smoke("prefix", records, "--rounds", "1")["rows"][0]
     assert (row["tokens"], row["reused"]) == (128, 112)
     assert row["ratio"] == pytest.approx(row["cold_ms"] / row["reused_ms"])
 
 
-def test_adapters_ends_in_a_json_line(tmp_path: Path):
-    row = _smoke("adapters", tmp_path / "out.json", "--rounds", "1")["rows"][0]
+def test_adapters_ends_in_a_json_line(records: Path):
+    row = _smoke("adapters", records, "--rounds", "1")["rows"][0]
     assert (row["rows"], row["adapters"], row["rank"]) == (8, 5, 8)
     assert row["ratio"] == pytest.approx(row["mixed_ms"] / row["bare_ms"])
 
 
-def test_compare_ends_in_a_json_line_with_or_without_its_peers(tmp_path: Path):
-    result = _smoke("compare", tmp_path / "out.json", "--rounds", "1")
+def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
+    result = _smoke("compare", records, "--rounds", "1")
     assert set(result["card"]) == CARD | CEILING
     peers = {"transformers", "llama.cpp"} - set(result["notes"])
     keys = COMPARE | {f"{column(peer)}_{name}" for peer in peers for name in THEIRS}
@@ -77,30 +87,30 @@ def test_compare_ends_in_a_json_line_with_or_without_its_peers(tmp_path: Path):
         assert (aim["ratio"] is None) == ("transformers" not in peers)
 
 
-def test_overhead_ends_in_a_json_line(tmp_path: Path):
-    result = _smoke("overhead", tmp_path / "out.json", "--rounds", "1")
+def test_overhead_ends_in_a_json_line(records: Path):
+    result = _smoke("overhead", records, "--rounds", "1")
     assert len(result["rows"]) == 4
     for row in result["rows"]:
         assert set(row) == OVERHEAD
         assert row["host_us"] == pytest.approx(row["call_us"] - row["bare_us"])
 
 
-def test_serve_ends_in_a_json_line(tmp_path: Path):
-    result = _smoke("serve", tmp_path / "out.json")
+def test_serve_ends_in_a_json_line(records: Path):
+    result = _smoke("serve", records)
     for row in result["rows"]:
         assert row["requests"] == 8
         assert row["ttft_p50_ms"] <= row["ttft_p90_ms"] <= row["ttft_p99_ms"]
         assert row["goodput"] <= row["requests_per_second"]
 
 
-def test_a_soak_compiles_nothing_and_loses_no_block(tmp_path: Path):
-    result = _smoke("soak", tmp_path / "out.json")
+def test_a_soak_compiles_nothing_and_loses_no_block(records: Path):
+    result = _smoke("soak", records)
     assert (result["compiles"], result["lost_blocks"]) == (0, 0)
     assert sum(row["finished"] for row in result["rows"]) > 0
 
 
-def test_speculative_ends_in_a_json_line(tmp_path: Path):
-    result = _smoke("speculative", tmp_path / "out.json", "--rounds", "1")
+def test_speculative_ends_in_a_json_line(records: Path):
+    result = _smoke("speculative", records, "--rounds", "1")
     assert set(result["card"]) == CARD
     assert len(result["rows"]) == 4
     for row in result["rows"]:
@@ -109,16 +119,24 @@ def test_speculative_ends_in_a_json_line(tmp_path: Path):
         assert 0 <= row["accepted"] <= row["drafted"]
 
 
-def test_compile_time_ends_in_a_json_line(tmp_path: Path):
-    result = _smoke("compile_time", tmp_path / "out.json")
+def test_compile_time_ends_in_a_json_line(records: Path):
+    result = _smoke("compile_time", records)
     assert set(result["card"]) == CARD | {"persistent_cache"}
     assert result["steps"] == len(result["rows"]) > 0
     assert result["seconds_per_step"] * result["steps"] == pytest.approx(result["seconds"])
 
 
-def test_memory_ends_in_a_json_line(tmp_path: Path):
-    result = _smoke("memory", tmp_path / "out.json")
+def test_memory_ends_in_a_json_line(records: Path):
+    result = _smoke("memory", records)
     assert set(result["card"]) == CARD
     assert [row["stage"] for row in result["rows"]] == ["start", "weights", "KV", "compiled steps", "one prompt"]
     assert result["rows"][2]["expected_bytes"] == result["card"]["kv_bytes"]
     assert result["ratio"] == pytest.approx(result["taken_bytes"] / result["allowed_bytes"])
+
+
+def test_images_are_drawn_of_these_records(records: Path, tmp_path: Path):
+    command = [sys.executable, "-m", "bench.plot", "--smoke", "--results", str(records)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    images = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert len(images) == 3
