@@ -1,12 +1,16 @@
 """From a path to a running model."""
 
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from platformdirs import user_cache_dir
 
+from ferrum_jax.compile.artifacts import Artifacts
+from ferrum_jax.compile.fingerprint import describe_program, is_edited
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
@@ -20,6 +24,7 @@ from ferrum_jax.weights.assemble import assemble
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
 
+_log = logging.getLogger(__name__)
 ModelPath = str | os.PathLike[str]
 Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
 
@@ -40,7 +45,7 @@ def load(
     max_lora_rank: int = 0,
     device: str | Device | JaxDevice | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    artifacts: ModelPath | None = None,
+    artifacts: ModelPath | bool | None = None,
     strict: bool = False,
     progress: bool = True,
 ) -> ModelRunner:
@@ -64,7 +69,8 @@ def load(
         max_lora_rank: largest rank of an adapter.
         device: `cpu`, `cuda:0`, …; JAX's default device if None.
         mesh: several devices: not built yet.
-        artifacts: folder of compiled steps: not built yet.
+        artifacts: folder where compiled steps are kept for later starts; the user's cache folder if None or True, none
+            if False. Loading one runs code, so a folder that somebody else may write is not used.
         strict: after `warmup`, a step that would have to be compiled is an error.
         progress: show bars on standard error while working.
 
@@ -73,9 +79,6 @@ def load(
     """
     if mesh is not None:
         raise UnsupportedError("mesh: several devices are not built yet, pass a device")
-    if artifacts is not None:
-        folder = os.fspath(artifacts) if isinstance(artifacts, (str, os.PathLike)) else artifacts
-        raise UnsupportedError(f"artifacts={shown(folder)}: compiled steps on disk are not built yet")
     asked = EngineConfig(
         dtype=None if dtype is None else dtype_name(dtype),
         kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
@@ -88,6 +91,7 @@ def load(
         max_step_tokens=max_step_tokens,
         max_loras=_unless_zero(max_loras),
         max_lora_rank=_unless_zero(max_lora_rank),
+        artifacts=os.fspath(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
     )
     settings = _merge(asked, engine).over(EngineConfig.from_environment())
     target = find_device(device)
@@ -96,8 +100,36 @@ def load(
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     plan_ahead(settings, source.config, target)
     params, cfg = _read(source, settings.dtype, target, progress)
-    plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free_bytes(target))
-    return ModelRunner(params, cfg, plan, device=target, strict=strict, name=Path(source.path).name)
+    root = artifacts_folder(settings)
+
+    def open_artifacts(plan: EnginePlan) -> Artifacts | None:
+        if root is None:
+            return None
+        return Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
+
+    free = free_bytes(target)
+    plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
+    return ModelRunner(
+        params,
+        cfg,
+        plan,
+        device=target,
+        strict=strict,
+        name=Path(source.path).name,
+        artifacts=open_artifacts(plan),
+    )
+
+
+def artifacts_folder(settings: EngineConfig) -> Path | None:
+    """Where compiled steps are kept, if they are."""
+    if settings.artifacts is False:
+        return None
+    if is_edited():
+        _log.warning("compiled steps on disk are not used: this package's source has changed since the process began")
+        return None
+    if isinstance(settings.artifacts, str):
+        return Path(settings.artifacts).expanduser()
+    return Path(user_cache_dir("ferrum_jax"), "artifacts")
 
 
 def load_params(
