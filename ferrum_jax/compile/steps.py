@@ -91,7 +91,7 @@ class StepCache(Generic[Key]):
         if found is not None:
             return found
         self._refuse_undeclared(key)
-        return self._build(key)
+        return self._build(key, late=self._warm)
 
     def warmup(
         self, keys: Iterable[Key], track: Callable[[list[Key]], Any] | None = None, *, load: bool = False
@@ -117,7 +117,7 @@ class StepCache(Generic[Key]):
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps]
         for key in missing:
             self._refuse_undeclared(key)
-        self._do_all(missing, self._build)
+        self._do_all(missing, functools.partial(self._build, late=self._warm))
 
     def _do_all(
         self, keys: list[Key], do: Callable[[Key], Any], track: Callable[[list[Key]], Any] | None = None
@@ -163,27 +163,27 @@ class StepCache(Generic[Key]):
             with self._lock:
                 self._held[key] = artifact
 
-    def _build(self, key: Key) -> jax.stages.Compiled:
-        """Loads a step, or compiles it."""
+    def _build(self, key: Key, *, late: bool = False) -> jax.stages.Compiled:
+        """Loads a step, or compiles it; `late`: not for a warm-up."""
         if self._artifacts is not None:
             started = time.perf_counter()
             artifact = self._held.get(key) or self._artifacts.find(repr(key))
             executable = None if artifact is None else try_load(artifact, self._artifacts)
             if executable is not None:
                 return self._keep(key, executable, self._load_seconds, started)
-        if self._warm and self._strict:
+        if late and self._strict:
             raise BackendError(f"step {key} on disk cannot be loaded, and strict mode compiles nothing after warmup")
-        return self._compile(key)
+        return self._compile(key, late=late)
 
-    def _compile(self, key: Key) -> jax.stages.Compiled:
-        if self._warm:
+    def _compile(self, key: Key, *, late: bool = False) -> jax.stages.Compiled:
+        if late:
             _log.warning("compiling step %s after warmup: declare it in the ladders", key)
         started = time.perf_counter()
         try:
             executable = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts)
         except jax.errors.JaxRuntimeError as problem:
             raise BackendError(f"step {key} does not compile: {problem}") from problem
-        if self._warm:
+        if late:
             self._compiled_late += 1
         return self._keep(key, executable, self._compile_seconds, started)
 
