@@ -116,6 +116,13 @@ class Artifacts:
         except OSError as problem:
             self._warn(f"compiled steps are not kept for the next start: {problem}")
 
+    def listed(self) -> dict[str, int]:
+        """Bytes of each call that is kept, by file name; none where the folder must not be used."""
+        try:
+            return {name: size for name, size in self.folder.sizes().items() if name.endswith(SUFFIX)}
+        except OSError:
+            return {}
+
     def warn_unusable(self, name: str, problem: BaseException) -> None:
         """Says that a verified step could not be loaded."""
         self._warn(f"the step {name} on disk cannot be loaded and is built anew: {_first_line(problem)}")

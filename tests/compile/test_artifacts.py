@@ -1,7 +1,6 @@
 """Compiled steps on disk: found again as they were, and built anew where anything is wrong with them."""
 
 import json
-import logging
 import pickle
 import random
 import threading
