@@ -14,8 +14,10 @@ from ferrum_jax.compile.fingerprint import describe_program, is_edited
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
+from ferrum_jax.executor.device import EMPTY_KV
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
+from ferrum_jax.models import specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
@@ -98,14 +100,17 @@ def load(
     settings = settings.over(EngineConfig(dtype=default_dtype(target)))
     assert settings.dtype is not None
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    plan_ahead(settings, source.config, target)
+    ahead, root = plan_ahead(settings, source.config, target), artifacts_folder(settings)
+    early = None if root is None else _open_artifacts(root, source.config, ahead, target, settings.dtype)
+    if early is not None:  # which takes as long as reading a small model, and needs another core
+        early.preload([EMPTY_KV, *map(repr, ahead.first())])
     params, cfg = _read(source, settings.dtype, target, progress)
-    root = artifacts_folder(settings)
 
     def open_artifacts(plan: EnginePlan) -> Artifacts | None:
         if root is None:
             return None
-        return Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
+        found = Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
+        return early if early is not None and early.facts == found.facts else found
 
     free = free_bytes(target)
     plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
@@ -118,6 +123,14 @@ def load(
         name=Path(source.path).name,
         artifacts=open_artifacts(plan),
     )
+
+
+def _open_artifacts(root: Path, cfg: ModelConfig, plan: EnginePlan, device: JaxDevice, dtype: str) -> Artifacts:
+    """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
+    placed = jax.sharding.SingleDeviceSharding(device)
+    shapes = specs.shapes(family(cfg).param_specs(cfg), dtype)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
+    return Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, device))
 
 
 def artifacts_folder(settings: EngineConfig) -> Path | None:

@@ -11,7 +11,8 @@ import logging
 import pickle
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Artifact:
     """One step as it lay on disk, found whole and this user's own; none of it has run."""
 
     name: str
+    program: str  # digest of what it depends on
     platform: str
     device_ids: tuple[int, ...]
     memory: dict[str, int]  # bytes
@@ -69,11 +71,12 @@ class Artifacts:
             facts: what this one's steps depend on, beside JAX's settings.
         """
         self.root = root
-        self._facts = facts
+        self.facts = facts
         self._folder = PrivateFolder(root)
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._prepared: set[str] = set()  # digests of programs whose folder is ready to be written
+        self._coming: dict[tuple[str, str], Future[jax.stages.Compiled | None]] = {}  # by program and name
 
     @property
     def folder(self) -> PrivateFolder:
@@ -82,7 +85,9 @@ class Artifacts:
 
     def find(self, name: str) -> Artifact | None:
         """Gives a step that is there, whole and this user's own; what is there but must not be used is warned of."""
-        program = self._program()
+        return self._find(self._program(), name)
+
+    def _find(self, program: str, name: str) -> Artifact | None:
         try:
             data = self._folder.child(program[:32]).read(_file_name(name))
         except FileNotFoundError:
@@ -96,6 +101,31 @@ class Artifacts:
             self._warn(
                 f"{_file_name(name)} in {self._folder.child(program[:32]).path}, of {name}, is built anew: {problem}"
             )
+            return None
+
+    def preload(self, names: Iterable[str]) -> None:
+        """Begins to load steps that will be asked for soon, one after another in a thread of its own."""
+        program = self._program()
+
+        def load(name: str) -> jax.stages.Compiled | None:
+            artifact = self._find(program, name)
+            return None if artifact is None else artifact.load()
+
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="artifacts")
+        with self._lock:
+            for name in names:
+                self._coming[program, name] = pool.submit(load, name)
+        pool.shutdown(wait=False)
+
+    def load(self, artifact: Artifact) -> jax.stages.Compiled | None:
+        """Makes a step callable, or says why it cannot be and gives None; waits for it if it is being preloaded."""
+        with self._lock:
+            coming = self._coming.pop((artifact.program, artifact.name), None)
+        try:
+            ready = None if coming is None or coming.cancel() else coming.result()
+            return artifact.load() if ready is None else ready
+        except _UNUSABLE as problem:
+            self._warn(f"the step {artifact.name} on disk cannot be loaded and is built anew: {_first_line(problem)}")
             return None
 
     def save(self, name: str, executable: jax.stages.Compiled) -> None:
@@ -123,19 +153,15 @@ class Artifacts:
         except OSError:
             return {}
 
-    def warn_unusable(self, name: str, problem: BaseException) -> None:
-        """Says that a verified step could not be loaded."""
-        self._warn(f"the step {name} on disk cannot be loaded and is built anew: {_first_line(problem)}")
-
     def _program(self) -> str:
-        return digest(self._facts | {"settings": describe_settings()})
+        return digest(self.facts | {"settings": describe_settings()})
 
     def _prepare(self, folder: PrivateFolder, program: str) -> None:
         with self._lock:
             if program in self._prepared:
                 return
             self._prepared.add(program)
-        facts = self._facts | {"settings": describe_settings()}
+        facts = self.facts | {"settings": describe_settings()}
         folder.write(FACTS, json.dumps(facts, indent=1, sort_keys=True).encode())
         folder.remove_abandoned()
 
@@ -147,26 +173,11 @@ class Artifacts:
         _log.warning(text)
 
 
-def build(
-    name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None
-) -> tuple[jax.stages.Compiled, bool]:
-    """Loads a call, or compiles and keeps it; gives it, and whether it was loaded."""
+def build(name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None) -> jax.stages.Compiled:
+    """Loads a call, or compiles and keeps it."""
     artifact = None if artifacts is None else artifacts.find(name)
-    if artifacts is not None and artifact is not None:
-        try:
-            return artifact.load(), True
-        except _UNUSABLE as problem:
-            artifacts.warn_unusable(name, problem)
-    return compile_and_save(name, lower, artifacts), False
-
-
-def try_load(artifact: Artifact, artifacts: Artifacts) -> jax.stages.Compiled | None:
-    """Loads a step, or says why not and gives None."""
-    try:
-        return artifact.load()
-    except _UNUSABLE as problem:
-        artifacts.warn_unusable(artifact.name, problem)
-        return None
+    loaded = None if artifacts is None or artifact is None else artifacts.load(artifact)
+    return compile_and_save(name, lower, artifacts) if loaded is None else loaded
 
 
 def compile_and_save(
@@ -229,7 +240,7 @@ def _verified(data: bytes, program: str, name: str) -> Artifact:
     header: dict[str, Any] = json.loads(data[start:end])
     if (header["program"], header["step"]) != (program, name):
         raise ValueError(f"it is the step {header['step']} of the program {header['program']}")
-    return Artifact(name, header["platform"], tuple(header["device_ids"]), header["memory"], data[end + 1 :])
+    return Artifact(name, program, header["platform"], tuple(header["device_ids"]), header["memory"], data[end + 1 :])
 
 
 def _checksum(*pieces: bytes | memoryview) -> bytes:

@@ -128,9 +128,14 @@ def digest(facts: Facts) -> str:
 
 
 def _described(leaf: Any) -> str:
-    placed = getattr(leaf, "format", None) or getattr(leaf, "sharding", None)
-    committed = getattr(leaf, "committed", None)
-    return f"{leaf.dtype}{list(leaf.shape)} {placed} committed={committed}"
+    """An array, or a shape with a sharding: such shapes stand for arrays put there."""
+    placed = getattr(leaf, "sharding", None)
+    layout = getattr(getattr(leaf, "format", None), "layout", None)
+    order = getattr(layout, "major_to_minor", None)
+    unusual = "" if order is None or list(order) == sorted(order) else f" {order}"
+    return (
+        f"{leaf.dtype}{list(leaf.shape)}{unusual} {placed} committed={getattr(leaf, 'committed', placed is not None)}"
+    )
 
 
 def _described_device(device: Any) -> Facts:

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of, try_load
+from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.packing import packed_size, unpack
 from ferrum_jax.config import ModelConfig
@@ -168,7 +168,7 @@ class StepCache(Generic[Key]):
         if self._artifacts is not None:
             started = time.perf_counter()
             artifact = self._held.get(key) or self._artifacts.find(repr(key))
-            executable = None if artifact is None else try_load(artifact, self._artifacts)
+            executable = None if artifact is None else self._artifacts.load(artifact)
             if executable is not None:
                 return self._keep(key, executable, self._load_seconds, started)
         if late and self._strict:

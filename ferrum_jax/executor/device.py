@@ -23,6 +23,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import JaxDevice
 
 T = TypeVar("T")
+EMPTY_KV = "empty KV"  # what the call that makes it is kept as
 Answer = NDArray[np.float32] | int
 GetStep = Callable[[AnyKey], jax.stages.Compiled]
 
@@ -55,7 +56,7 @@ class DeviceKv:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state.shapes(spec)
         )
         empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
-        self._empty, _ = build("empty KV", lambda: empty.lower(spec), artifacts)
+        self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts)
         self._spec = spec
         self._params = params
         self._cfg = cfg

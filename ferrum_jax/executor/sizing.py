@@ -40,6 +40,14 @@ class EnginePlan:
         keys = self.ladders.declared(adapters=self.loras is not None)
         return keys if self.loras is None else [*keys, InstallKey(self.loras.max_loras, self.loras.max_rank)]
 
+    def first(self) -> list[AnyKey]:
+        """The steps of a short prompt and of the tokens after it, which most answers begin with."""
+        ladders, columns = self.ladders, self.ladders.table_columns
+        return [
+            StepKey(0, ladders.chunk_rows[0], ladders.chunk_tokens[0], columns),
+            StepKey(ladders.decode_rows[0], 0, 0, columns),
+        ]
+
 
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
     """Decides every size that was left open.

@@ -119,7 +119,7 @@ class Sampler:
             logits = jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
             name = f"{function.__name__} {rows} rows of {self._vocab_size}"
             try:
-                executables[rows], _ = build(name, lambda: jax.jit(function).lower(logits, shapes), self._artifacts)
+                executables[rows] = build(name, lambda: jax.jit(function).lower(logits, shapes), self._artifacts)
             except jax.errors.JaxRuntimeError as problem:
                 raise BackendError(f"the sampler of {rows} rows does not compile: {problem}") from problem
         return executables[rows]
