@@ -6,8 +6,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ import numpy as np
 import pytest
 
 import ferrum_jax
-from ferrum_jax import LLM, SamplingParams
+from ferrum_jax import LLM, SamplingParams, loading
+from ferrum_jax.compile.artifacts import Artifact
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract import ActiveLoraAdapter, GreedyArgmax
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.device import EMPTY_KV
 from tests import tiny
 from tests.generate.test_request import letters
 
@@ -110,6 +114,39 @@ def test_loading_and_the_first_call_of_all_compile_nothing_either(folder: Path, 
         runner.prefill("a", PROMPT)
         assert runner.compile_stats()["loaded"] == 1
     assert work == []
+
+
+def test_the_first_steps_are_loaded_while_weights_are_read(
+    folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, work: list[str]
+):
+    seen: list[tuple[str, str]] = []
+    load = Artifact.load
+
+    def record(self: Artifact) -> jax.stages.Compiled:
+        seen.append((self.name, threading.current_thread().name.partition("_")[0]))
+        return load(self)
+
+    monkeypatch.setattr(Artifact, "load", record)
+    with ferrum_jax.load(folder, artifacts=kept, engine=FEW, **SMALL) as runner:
+        first = [EMPTY_KV, *map(repr, runner.plan.first())]
+        assert set(runner.plan.first()) <= set(runner.plan.declared())
+        runner.warmup(progress=False, load=True)
+        for name in first:
+            assert [thread for found, thread in seen if found == name] == ["artifacts"], name
+        assert len(seen) == 1 + len(runner.plan.declared())
+    assert work == []
+
+
+def test_a_plan_that_changes_once_weights_are_read_preloads_in_vain_and_serves(
+    folder: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with ferrum_jax.load(folder, artifacts=kept, engine=FEW, **SMALL) as runner:
+        expected = runner.prefill("a", PROMPT)
+    plan = loading.plan_ahead
+    monkeypatch.setattr(loading, "plan_ahead", lambda given, *more: plan(replace(given, kv_blocks=5), *more))
+    with ferrum_jax.load(folder, artifacts=kept, engine=FEW, **SMALL) as runner:
+        np.testing.assert_array_equal(runner.prefill("a", PROMPT), expected)
+        assert runner.compile_stats()["loaded"] == 1
 
 
 def test_another_setting_is_another_program(folder: Path, kept: Path):
