@@ -184,13 +184,12 @@ def compile_steps(
     with LLM(model, **settings, max_loras=max_loras, max_lora_rank=max_lora_rank, artifacts=str(root)) as llm:
         kept, started = llm.runner.artifacts, time.perf_counter()
         assert kept is not None
-        before = kept.listed()
         llm.warmup()
-        after, seconds = kept.listed(), time.perf_counter() - started
-    if not after:
+        sizes, seconds = kept.listed(), time.perf_counter() - started
+    if not sizes:
         raise BackendError(f"no compiled step could be kept in {root}: a warning says why")
-    new, size = len(after.keys() - before.keys()), sum(after.values()) / 1e6
-    print(f"{len(after)} calls in {kept.folder.path}: {new} new, {len(after) - new} were there, "
+    new, size = kept.num_saved, sum(sizes.values()) / 1e6
+    print(f"{len(sizes)} calls in {kept.folder.path}: {new} new, {len(sizes) - new} were there, "
           f"{size:.1f} MB, {seconds:.1f} s")  # fmt: skip
 
 

@@ -73,6 +73,7 @@ class Artifacts:
         self.root = root
         self.facts = facts
         self._folder = PrivateFolder(root)
+        self.num_saved = 0  # in this process
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._prepared: set[str] = set()  # digests of programs whose folder is ready to be written
@@ -145,6 +146,9 @@ class Artifacts:
             folder.write(_file_name(name), MAGIC, _checksum(header, content), header, content)
         except OSError as problem:
             self._warn(f"compiled steps are not kept for the next start: {problem}")
+            return
+        with self._lock:
+            self.num_saved += 1
 
     def listed(self) -> dict[str, int]:
         """Bytes of each call that is kept, by file name; none where the folder must not be used."""
