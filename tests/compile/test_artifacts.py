@@ -3,6 +3,8 @@
 import json
 import pickle
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -327,3 +329,31 @@ def test_clearing_removes_programs_and_nothing_else(kept: Path):
     assert [path.name for path in kept.rglob("*")] == ["mine", "file"]
     assert clear(kept) == 0
     assert clear(kept / "none") == 0
+
+
+BEHIND_A_CACHE = """
+import sys
+from pathlib import Path
+import jax
+from tests.compile import test_artifacts as t
+jax.config.update("jax_compilation_cache_dir", sys.argv[1] + "/jax")
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+for name in ("first", "hit", "first"):
+    root = Path(sys.argv[1], name)
+    cache = t._cache(root)
+    cache.warmup([t.ONE])
+    print(t._counts(cache), len(list(root.rglob("*.step"))), t._run(cache, t.ONE))
+"""
+
+
+def test_what_came_out_of_jaxs_persistent_cache_is_not_kept_as_it_would_lack_its_functions(tmp_path: Path):
+    command = [sys.executable, "-c", BEHIND_A_CACHE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    answer = _answer(ONE)
+    assert done.stdout.splitlines() == [
+        f"(1, 0, 0, 0) 1 {answer}",
+        f"(1, 0, 0, 0) 0 {answer}",
+        f"(0, 0, 1, 0) 1 {answer}",
+    ]
