@@ -1,7 +1,11 @@
 """Files that nobody else can have written, and that are whole."""
 
 import os
+import random
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -138,3 +142,33 @@ def test_what_killed_writers_left_is_removed_once_it_is_old(folder: PrivateFolde
     assert sorted(os.listdir(folder.path)) == ["a", "new.part"]
     folder.remove_all()
     assert not folder.path.exists()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from ferrum_jax.compile.private_folder import PrivateFolder
+folder = PrivateFolder(Path(sys.argv[1])).child("inner")
+print("begun", flush=True)
+while True:
+    for letter in b"abc":
+        folder.write("a", bytes([letter]) * 3_000_000, bytes([letter]) * 3_000_000)
+"""
+
+
+def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_file(folder: PrivateFolder):
+    rng, left = random.Random(5), 0
+    folder.write("a", b"a" * 6_000_000)
+    for _ in range(12):
+        command = [sys.executable, "-c", WRITER, str(folder.path.parent)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"begun\n"
+            time.sleep(rng.uniform(0.0, 0.05))
+            process.kill()
+        found = folder.read("a")
+        assert len(found) == 6_000_000
+        assert len(set(found)) == 1
+        left += len(os.listdir(folder.path)) > 1
+    assert left  # some were killed in the middle of a file
+    assert list(folder.sizes()) == ["a"]
