@@ -1,4 +1,4 @@
-"""`ferrum-jax`: generate text, inspect or convert a model, list devices."""
+"""`ferrum-jax`: generate text, inspect, compile or convert a model, list devices."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ferrum_jax.contract.errors import FerrumError, UnsupportedError
+from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, IOError, UnsupportedError
 
 if TYPE_CHECKING:
     pass
@@ -149,6 +149,48 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     for key in keys:
         table.add_row("", str(key))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
+
+
+@app.command("compile")
+def compile_steps(
+    model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")] = None,
+    max_seqs: Annotated[int | None, typer.Option(help="Live sequences; `generate` has 1 [default: 8]")] = None,
+    kv_capacity: Annotated[int | None, typer.Option(help="Positions a sequence can reach")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
+    max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
+    folder: Annotated[str | None, typer.Option(help="Where steps are kept [default: the user's cache]")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="Remove the steps of all models instead")] = False,
+) -> None:
+    """Compile everything that serving a model may need and keep it on disk: later starts compile nothing."""
+    from ferrum_jax.compile import artifacts
+    from ferrum_jax.config import EngineConfig
+    from ferrum_jax.generate.llm import LLM
+    from ferrum_jax.loading import artifacts_folder
+
+    root = artifacts_folder(EngineConfig(artifacts=folder).over(EngineConfig.from_environment()))
+    if root is None:
+        raise ConfigError("compiled steps are not kept, as FERRUM_ARTIFACTS=0 or a warning says: give --folder")
+    if clear:
+        if model is not None:
+            raise ConfigError(f"--clear removes the steps of all models, {model} alone cannot be chosen")
+        try:
+            print(f"{artifacts.clear(root) / 1e6:.1f} MB removed from {root}")
+        except OSError as problem:
+            raise IOError(f"the steps in {root} cannot be removed: {problem}") from problem
+        return
+    settings = {"max_seqs": max_seqs, "kv_capacity": kv_capacity, "dtype": dtype, "device": device}
+    with LLM(model, **settings, max_loras=max_loras, max_lora_rank=max_lora_rank, artifacts=str(root)) as llm:
+        kept, started = llm.runner.artifacts, time.perf_counter()
+        assert kept is not None
+        llm.warmup()
+        sizes, seconds = kept.listed(), time.perf_counter() - started
+    if not sizes:
+        raise BackendError(f"no compiled step could be kept in {root}: a warning says why")
+    new, size = kept.num_saved, sum(sizes.values()) / 1e6
+    print(f"{len(sizes)} calls in {kept.folder.path}: {new} new, {len(sizes) - new} were there, "
+          f"{size:.1f} MB, {seconds:.1f} s")  # fmt: skip
 
 
 @app.command()

@@ -38,13 +38,8 @@ class RopeScaling:
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_TYPES:
             raise UnsupportedError(f"rope_type {shown(self.rope_type)}: supported are {', '.join(ROPE_TYPES)}")
         _refuse_not_positive("factor of the RoPE scaling", self.factor)
-        for name in (
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "low_freq_factor",
-            "high_freq_factor",
-        ):
+        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "low_freq_factor",
+                     "high_freq_factor"):  # fmt: skip
             if getattr(self, name) is not None:
                 _refuse_not_positive(f"{name} of the RoPE scaling", getattr(self, name))
         if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
@@ -261,6 +256,7 @@ class EngineConfig:
     chunk_tokens: tuple[int, ...] | None = None  # ladder of C, tokens
     verify_tokens: tuple[int, ...] | None = None  # ladder of C where every token wants logits
     verify_rows: tuple[int, ...] | None = None  # ladder of P where every token wants logits
+    artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
 
     def __post_init__(self):
         for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
@@ -282,6 +278,8 @@ class EngineConfig:
             raise ConfigError(f"memory_fraction is {shown(fraction)}, expected more than 0 and at most 1")
         if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache is {shown(self.prefix_cache)}, expected True or False")
+        if self.artifacts == "" or not isinstance(self.artifacts, str | bool | None):
+            raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
         for name in ("dtype", "kv_dtype"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value in ("float32", "float16", "bfloat16")):
@@ -346,4 +344,6 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
     "FERRUM_DTYPE": ("dtype", dtype_name),
     "FERRUM_SPEC_N": ("spec_tokens", int),
+    "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
 }
+ENVIRONMENT: Mapping[str, str] = os.environ  # of which the compilers below JAX read more than this package does

@@ -1,17 +1,23 @@
 """From a path to a running model."""
 
+import logging
 import os
 from dataclasses import fields
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from platformdirs import user_cache_dir
 
+from ferrum_jax.compile.artifacts import Artifacts
+from ferrum_jax.compile.fingerprint import describe_program, is_edited
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
+from ferrum_jax.executor.device import EMPTY_KV
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
+from ferrum_jax.models import specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
@@ -20,6 +26,7 @@ from ferrum_jax.weights.assemble import assemble
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
 
+_log = logging.getLogger(__name__)
 ModelPath = str | os.PathLike[str]
 Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
 
@@ -40,7 +47,7 @@ def load(
     max_lora_rank: int = 0,
     device: str | Device | JaxDevice | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    artifacts: ModelPath | None = None,
+    artifacts: ModelPath | bool | None = None,
     strict: bool = False,
     progress: bool = True,
 ) -> ModelRunner:
@@ -64,7 +71,8 @@ def load(
         max_lora_rank: largest rank of an adapter.
         device: `cpu`, `cuda:0`, …; JAX's default device if None.
         mesh: several devices: not built yet.
-        artifacts: folder of compiled steps: not built yet.
+        artifacts: folder where compiled steps are kept for later starts; the user's cache folder if None or True, none
+            if False. Loading one runs code, so a folder that somebody else may write is not used.
         strict: after `warmup`, a step that would have to be compiled is an error.
         progress: show bars on standard error while working.
 
@@ -73,9 +81,6 @@ def load(
     """
     if mesh is not None:
         raise UnsupportedError("mesh: several devices are not built yet, pass a device")
-    if artifacts is not None:
-        folder = os.fspath(artifacts) if isinstance(artifacts, (str, os.PathLike)) else artifacts
-        raise UnsupportedError(f"artifacts={shown(folder)}: compiled steps on disk are not built yet")
     asked = EngineConfig(
         dtype=None if dtype is None else dtype_name(dtype),
         kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
@@ -88,16 +93,56 @@ def load(
         max_step_tokens=max_step_tokens,
         max_loras=_unless_zero(max_loras),
         max_lora_rank=_unless_zero(max_lora_rank),
+        artifacts=os.fspath(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
     )
     settings = _merge(asked, engine).over(EngineConfig.from_environment())
     target = find_device(device)
     settings = settings.over(EngineConfig(dtype=default_dtype(target)))
     assert settings.dtype is not None
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    plan_ahead(settings, source.config, target)
+    ahead, root = plan_ahead(settings, source.config, target), artifacts_folder(settings)
+    early = None if root is None else _open_artifacts(root, source.config, ahead, target, settings.dtype)
+    if early is not None:  # which takes as long as reading a small model, and needs another core
+        early.preload([EMPTY_KV, *map(repr, ahead.first())])
     params, cfg = _read(source, settings.dtype, target, progress)
-    plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free_bytes(target))
-    return ModelRunner(params, cfg, plan, device=target, strict=strict, name=Path(source.path).name)
+
+    def open_artifacts(plan: EnginePlan) -> Artifacts | None:
+        if root is None:
+            return None
+        found = Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
+        return early if early is not None and early.facts == found.facts else found
+
+    free = free_bytes(target)
+    plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
+    return ModelRunner(
+        params,
+        cfg,
+        plan,
+        device=target,
+        strict=strict,
+        name=Path(source.path).name,
+        artifacts=open_artifacts(plan),
+    )
+
+
+def _open_artifacts(root: Path, cfg: ModelConfig, plan: EnginePlan, device: JaxDevice, dtype: str) -> Artifacts:
+    """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
+    placed = jax.sharding.SingleDeviceSharding(device)
+    shapes = specs.shapes(family(cfg).param_specs(cfg), dtype)
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
+    return Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, device))
+
+
+def artifacts_folder(settings: EngineConfig) -> Path | None:
+    """Where compiled steps are kept, if they are."""
+    if settings.artifacts is False:
+        return None
+    if is_edited():
+        _log.warning("compiled steps on disk are not used: this package's source has changed since the process began")
+        return None
+    if isinstance(settings.artifacts, str):
+        return Path(settings.artifacts).expanduser()
+    return Path(user_cache_dir("ferrum_jax"), "artifacts")
 
 
 def load_params(

@@ -31,6 +31,7 @@ collect_ignore = [] if all(importlib.util.find_spec(name) for name in ("torch", 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["FERRUM_ARTIFACTS"] = "0"  # no test writes into the user's cache, unless it asks for a folder
     if config.getoption("--hypothesis-seed") is None:
         hypothesis.settings.load_profile("repeatable")
 

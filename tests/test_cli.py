@@ -171,12 +171,12 @@ def test_devices_lists_what_jax_sees(run: Run):
     assert "default dtype float32" in out
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("convert",), ("devices",)])
+@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("compile",), ("convert",), ("devices",)])
 def test_help_names_the_commands_and_options(run: Run, command: tuple[str, ...]):
     code, out, _ = run(*command, "--help")
     assert code == 0
     expected = {(): "inspect", ("generate",): "--max-tokens", ("inspect",): "Folder", ("devices",): "memory"}
-    expected[("convert",)] = "--dtype"
+    expected |= {("convert",): "--dtype", ("compile",): "--clear"}
     assert expected[command] in out
 
 
@@ -194,3 +194,31 @@ def test_an_interrupt_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(cli, "app", interrupted)
     assert run("devices") == (130, "", "")
+
+
+def test_compile_keeps_the_steps_says_where_and_clears_them(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "32", "--folder", tmp_path / "kept")
+    code, out, _ = run(*options)
+    assert code == 0
+    kept = sorted((tmp_path / "kept").rglob("*.step"))
+    assert out.startswith(f"{len(kept)} calls in {kept[0].parent}: {len(kept)} new, 0 were there, ")
+    assert run(*options)[1].startswith(f"{len(kept)} calls in {kept[0].parent}: 0 new, {len(kept)} were there, ")
+    monkeypatch.setenv("FERRUM_ARTIFACTS", str(tmp_path / "kept"))
+    with LLM(folder, max_seqs=1, kv_capacity=32, progress=False, strict=True) as llm:
+        llm.warmup(progress=False)
+        llm.generate("cab", SamplingParams(max_tokens=4))
+        assert llm.runner.compile_stats()["compiled"] == 0
+    code, out, _ = run("compile", "--clear")
+    assert code == 0
+    assert out.endswith(f" MB removed from {tmp_path / 'kept'}\n")
+    assert not list((tmp_path / "kept").rglob("*.step"))
+
+
+def test_compile_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Path):
+    refused(run("compile", folder), "Config", "FERRUM_ARTIFACTS=0", "--folder")
+    refused(run("compile", folder, "--clear", "--folder", tmp_path), "Config", "all models")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    refused(run("compile", "--clear", "--folder", tmp_path / "open"), "IO", "may be written by others")

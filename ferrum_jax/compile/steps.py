@@ -13,6 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.packing import packed_size, unpack
 from ferrum_jax.config import ModelConfig
@@ -61,14 +62,22 @@ def lower_step(cfg: ModelConfig, params: Any, kv: Any, key: StepKey, loras: Any 
 
 
 class StepCache(Generic[Key]):
-    """Keys to executables. A key that is missing is compiled, counted and logged; in strict mode, refused."""
+    """Keys to executables. A key that is missing is compiled, counted and logged; in strict mode, refused.
 
-    def __init__(self, lower: Callable[[Key], jax.stages.Lowered], *, strict: bool = False):
+    With `artifacts`, what is on disk is loaded instead, and what is compiled is kept there.
+    """
+
+    def __init__(
+        self, lower: Callable[[Key], jax.stages.Lowered], *, strict: bool = False, artifacts: Artifacts | None = None
+    ):
         self._lower = lower
         self._strict = strict
+        self._artifacts = artifacts
         self._lock = threading.Lock()
         self._steps: dict[Key, jax.stages.Compiled] = {}
-        self._seconds: dict[Key, float] = {}
+        self._held: dict[Key, Artifact] = {}  # verified by `warmup`, loaded when first asked for
+        self._compile_seconds: dict[Key, float] = {}
+        self._load_seconds: dict[Key, float] = {}
         self._warm = False
         self._compiled_late = 0
 
@@ -81,67 +90,112 @@ class StepCache(Generic[Key]):
         found = self._steps.get(key)
         if found is not None:
             return found
-        if self._strict and self._warm:
-            raise BackendError(f"step {key} was not compiled by warmup, and strict mode compiles nothing afterwards")
-        if not self._warm:
-            return self._build(key)
-        _log.warning("compiling step %s after warmup: declare it in the ladders", key)
-        built = self._build(key)
-        self._compiled_late += 1
-        return built
+        self._refuse_undeclared(key)
+        return self._build(key, late=self._warm)
 
-    def warmup(self, keys: Iterable[Key], track: Callable[[list[Key]], Any] | None = None) -> None:
-        """Compiles the given steps on all cores; `track` wraps the list of what is left to show progress."""
-        self._build_all([key for key in keys if key not in self._steps], track)
+    def warmup(
+        self, keys: Iterable[Key], track: Callable[[list[Key]], Any] | None = None, *, load: bool = False
+    ) -> None:
+        """Makes sure of the given steps, on all cores: each is compiled, or on disk, whole and this user's own.
+
+        Args:
+            keys: the steps.
+            track: wraps the list of what is left to show progress.
+            load: steps that are on disk are loaded now, not when first asked for.
+        """
+        missing = [key for key in keys if key not in self._steps and (load or key not in self._held)]
+        self._do_all(missing, self._build if load else self._make_sure, track)
         self._warm = True
 
     def drop(self) -> None:
         """Forgets every executable."""
         with self._lock:
-            self._steps, self._seconds = {}, {}
+            self._steps, self._held, self._compile_seconds, self._load_seconds = {}, {}, {}, {}
 
     def ensure(self, keys: Iterable[Key]) -> None:
         """Makes the given steps ready, several at a time; raises as `get` does."""
-        if self._warm:
-            for key in keys:
-                self.get(key)
-        else:
-            self._build_all([key for key in keys if key not in self._steps])
+        missing = [key for key in dict.fromkeys(keys) if key not in self._steps]
+        for key in missing:
+            self._refuse_undeclared(key)
+        self._do_all(missing, functools.partial(self._build, late=self._warm))
 
-    def _build_all(self, missing: list[Key], track: Callable[[list[Key]], Any] | None = None) -> None:
+    def _do_all(
+        self, keys: list[Key], do: Callable[[Key], Any], track: Callable[[list[Key]], Any] | None = None
+    ) -> None:
+        if not keys:
+            return
         with ThreadPoolExecutor(max_workers=min(MOST_THREADS, _num_cores())) as pool:
-            jobs = {key: pool.submit(self._build, key) for key in missing}
+            jobs = {key: pool.submit(do, key) for key in keys}
             try:
-                for key in missing if track is None else track(missing):
+                for key in keys if track is None else track(keys):
                     jobs[key].result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
     def stats(self) -> dict[str, Any]:
-        """Counts of `compile_stats()`; `steps` maps each step to its seconds and bytes."""
+        """Counts of `compile_stats()`; `steps` maps each step in memory to its seconds and bytes."""
         with self._lock:
+            seconds = self._compile_seconds | self._load_seconds
             steps = {
-                str(key): {"seconds": self._seconds[key]} | _memory(c)
-                for key, c in sorted(self._steps.items(), key=str)
+                str(key): {"seconds": seconds[key]} | memory_of(c) for key, c in sorted(self._steps.items(), key=str)
             }
             return {
-                "compiled": len(steps),
-                "loaded": 0,
-                "compile_seconds": sum(self._seconds.values()),
+                "compiled": len(self._compile_seconds),
+                "loaded": len(self._load_seconds),
+                "on_disk": len(self._held),
+                "compile_seconds": sum(self._compile_seconds.values()),
+                "load_seconds": sum(self._load_seconds.values()),
                 "compiles_after_warmup": self._compiled_late,
                 "steps": steps,
             }
 
-    def _build(self, key: Key) -> jax.stages.Compiled:
+    def _refuse_undeclared(self, key: Key) -> None:
+        if self._strict and self._warm and key not in self._held and key not in self._steps:
+            raise BackendError(f"step {key} was not compiled by warmup, and strict mode compiles nothing afterwards")
+
+    def _make_sure(self, key: Key) -> None:
+        """Finds a step on disk, or compiles it."""
+        artifact = None if self._artifacts is None else self._artifacts.find(repr(key))
+        if artifact is None:
+            self._compile(key)
+        else:
+            with self._lock:
+                self._held[key] = artifact
+
+    def _build(self, key: Key, *, late: bool = False) -> jax.stages.Compiled:
+        """Loads a step, or compiles it; `late`: not for a warm-up."""
+        if self._artifacts is not None:
+            started = time.perf_counter()
+            artifact = self._held.get(key) or self._artifacts.find(repr(key))
+            executable = None if artifact is None else self._artifacts.load(artifact)
+            if executable is not None:
+                return self._keep(key, executable, self._load_seconds, started)
+        if late and self._strict:
+            raise BackendError(f"step {key} on disk cannot be loaded, and strict mode compiles nothing after warmup")
+        return self._compile(key, late=late)
+
+    def _compile(self, key: Key, *, late: bool = False) -> jax.stages.Compiled:
+        if late:
+            _log.warning("compiling step %s after warmup: declare it in the ladders", key)
         started = time.perf_counter()
         try:
-            executable = self._lower(key).compile()
+            executable = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts)
         except jax.errors.JaxRuntimeError as problem:
             raise BackendError(f"step {key} does not compile: {problem}") from problem
+        if late:
+            self._compiled_late += 1
+        return self._keep(key, executable, self._compile_seconds, started)
+
+    def _keep(
+        self, key: Key, executable: jax.stages.Compiled, seconds: dict[Key, float], started: float
+    ) -> jax.stages.Compiled:
         with self._lock:
-            self._seconds[key] = time.perf_counter() - started
-            return self._steps.setdefault(key, executable)
+            if key not in self._steps:  # another thread may have been first
+                self._steps[key] = executable
+                seconds[key] = time.perf_counter() - started
+            self._held.pop(key, None)
+            return self._steps[key]
 
 
 def _num_cores() -> int:
@@ -149,10 +203,3 @@ def _num_cores() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # macOS and Windows have no such call
         return os.cpu_count() or 1
-
-
-def _memory(executable: jax.stages.Compiled) -> dict[str, int]:
-    analysis = executable.memory_analysis()
-    if analysis is None:
-        return {}
-    return {"temporary_bytes": analysis.temp_size_in_bytes, "alias_bytes": analysis.alias_size_in_bytes}

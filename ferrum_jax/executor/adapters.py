@@ -21,7 +21,7 @@ from ferrum_jax.contract.errors import (
     shown,
 )
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.models import adapters
+from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import JaxDevice
@@ -57,7 +57,9 @@ class Adapters:
 
     def __post_init__(self):
         if self.spec is not None:
-            self.stacks = jax.device_put(adapters.empty(self.cfg, self.spec, self.dtype), self.device)
+            shapes = specs.shapes(adapters.stack_specs(self.cfg, self.spec), self.dtype)
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)  # which JAX would compile
+            self.stacks = jax.device_put(zeros, self.device)
 
     def of(self, cache_id: str) -> LoadedAdapter | None:
         """Gives the adapter that an id is bound to."""

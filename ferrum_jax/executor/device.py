@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import packing
+from ferrum_jax.compile.artifacts import Artifacts, build
 from ferrum_jax.compile.buckets import AnyKey, CopyKey, GatherKey, LoopKey, Outputs, Piece, SelectKey, StepPlan
 from ferrum_jax.compile.looping import LoopRow, pack_loop
 from ferrum_jax.compile.lowering import lower
@@ -24,6 +25,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import JaxDevice
 
 T = TypeVar("T")
+EMPTY_KV = "empty KV"  # what the call that makes it is kept as
 Answer = NDArray[np.float32] | int
 GetStep = Callable[[AnyKey], jax.stages.Compiled]
 
@@ -43,13 +45,20 @@ class Row:
 class DeviceKv:
     """Owns the KV: every step's input dies at dispatch and its output takes the place."""
 
-    def __init__(self, params: ParamTree, cfg: ModelConfig, spec: CacheSpec, device: JaxDevice):
+    def __init__(
+        self,
+        params: ParamTree,
+        cfg: ModelConfig,
+        spec: CacheSpec,
+        device: JaxDevice,
+        artifacts: Artifacts | None = None,
+    ):
         placed = jax.sharding.SingleDeviceSharding(device)
         self._shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state.shapes(spec)
         )
         empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
-        self._empty = empty.lower(spec).compile()
+        self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts)
         self._spec = spec
         self._params = params
         self._cfg = cfg

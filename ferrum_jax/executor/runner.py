@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile.buckets import AnyKey, InstallKey
+from ferrum_jax.compile.artifacts import Artifacts
+from ferrum_jax.compile.buckets import AnyKey
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int
@@ -50,15 +51,17 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         device: JaxDevice,
         strict: bool = False,
         name: str = "",
+        artifacts: Artifacts | None = None,
     ):
         self.params = params
         self.model_config = model_config
         self.plan = plan
         self.device = device
         self.name = name or model_config.model_type
-        self._device = DeviceKv(params, model_config, plan.cache, device)
+        self.artifacts = artifacts
+        self._device = DeviceKv(params, model_config, plan.cache, device, artifacts)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
-        self._steps = StepCache(self._lower, strict=strict)
+        self._steps = StepCache(self._lower, strict=strict, artifacts=artifacts)
         dtype = jax.tree.leaves(params)[0].dtype.name
         self._adapters = Adapters(model_config, plan.loras, dtype, device, self._steps)
         self._sequences = Sequences(self._device, self._steps, plan, self._adapters)
@@ -306,17 +309,14 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         return describe.memory_usage(self._sequences.slots, self.plan, self.model_config, self.params, self.device)
 
     @serialised
-    def warmup(self, *, progress: bool = True) -> None:
-        """Compiles every declared step, after which legal calls compile nothing."""
+    def warmup(self, *, progress: bool = True, load: bool = False) -> None:
+        """Compiles every declared step, or finds it whole on disk and loads it when first used; `load`: now."""
         track = Track("compiling steps") if progress else None
-        keys = self.plan.ladders.declared(adapters=self.plan.loras is not None)
-        if self.plan.loras is not None:
-            keys.append(InstallKey(self.plan.loras.max_loras, self.plan.loras.max_rank))
-        self._steps.warmup(keys, track)
+        self._steps.warmup(self.plan.declared(), track, load=load)
 
     @serialised
     def compile_stats(self) -> dict[str, Any]:
-        """Counts compiled steps: compiled, loaded, compile_seconds, compiles_after_warmup, steps."""
+        """Counts steps: compiled, loaded, on_disk (not yet loaded), their seconds, compiles_after_warmup, steps."""
         return self._steps.stats()
 
     def close(self) -> None:

@@ -1,11 +1,13 @@
 """How large everything is: an `EngineConfig` made concrete for one model on one device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from ferrum_jax.compile.buckets import Ladders, StepKey, ladder
+from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
+from ferrum_jax.compile.buckets import AnyKey, InstallKey, Ladders, StepKey, ladder
 from ferrum_jax.compile.steps import lower_step
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import BackendError, ConfigError, ResourceExhaustedError
@@ -32,6 +34,19 @@ class EnginePlan:
     prefix_cache: bool = False
     loras: LoraSpec | None = None
     spec_tokens: int = 0  # drafted at a time; 0: no speculation
+
+    def declared(self) -> list[AnyKey]:
+        """Every device call that legal traffic can need, adapters included."""
+        keys = self.ladders.declared(adapters=self.loras is not None)
+        return keys if self.loras is None else [*keys, InstallKey(self.loras.max_loras, self.loras.max_rank)]
+
+    def first(self) -> list[AnyKey]:
+        """The steps of a short prompt and of the tokens after it, which most answers begin with."""
+        ladders, columns = self.ladders, self.ladders.table_columns
+        return [
+            StepKey(0, ladders.chunk_rows[0], ladders.chunk_tokens[0], columns),
+            StepKey(ladders.decode_rows[0], 0, 0, columns),
+        ]
 
 
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
@@ -95,12 +110,19 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
 
 
 def plan_beside(
-    params: ParamTree, engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int
+    params: ParamTree,
+    engine: EngineConfig,
+    cfg: ModelConfig,
+    *,
+    platform: str,
+    free_bytes: int,
+    open_artifacts: Callable[[EnginePlan], Artifacts | None] = lambda _: None,
 ) -> EnginePlan:
     """As `plan_engine`, for parameters that are on their device, leaving room for what the steps need while they run.
 
     A pool of at most half the free memory leaves enough. For a larger one the largest steps are compiled, which tells
-    their temporary memory, and the pool is planned anew in what is left.
+    their temporary memory, and the pool is planned anew in what is left;
+    artifacts know it from an earlier start.
     """
     plan = plan_engine(engine, cfg, platform=platform, free_bytes=free_bytes)
     if 2 * plan.cache.num_bytes <= free_bytes:
@@ -110,20 +132,31 @@ def plan_beside(
         stacks = specs.shapes(adapters.stack_specs(cfg, plan.loras), jax.tree.leaves(params)[0].dtype.name)
     steps = plan.ladders.steps(adapters=stacks is not None)
     largest = {key.outputs: key for key in reversed(steps)}  # those that give all logits may take more
-    taken = max(_temporary_bytes(cfg, params, plan, key, stacks) for key in largest.values())
+    artifacts = open_artifacts(plan)
+    taken = max(_temporary_bytes(cfg, params, plan, key, stacks, artifacts) for key in largest.values())
     return plan_engine(engine, cfg, platform=platform, free_bytes=max(0, free_bytes - taken))
 
 
-def _temporary_bytes(cfg: ModelConfig, params: ParamTree, plan: EnginePlan, key: StepKey, stacks: Any) -> int:
+def _temporary_bytes(
+    cfg: ModelConfig, params: ParamTree, plan: EnginePlan, key: StepKey, stacks: Any, artifacts: Artifacts | None
+) -> int:
     """Bytes that a step takes beside its parameters and its KV."""
+    name = f"measured {key!r}"
+    kept = None if artifacts is None else artifacts.find(name)
+    if kept is not None:
+        return _beside(kept.memory)
+
+    def lower() -> jax.stages.Lowered:
+        return lower_step(cfg, params, state.shapes(plan.cache), key, stacks)
+
     try:
-        executable = lower_step(cfg, params, state.shapes(plan.cache), key, stacks).compile()
+        return _beside(memory_of(compile_and_save(name, lower, artifacts)))
     except jax.errors.JaxRuntimeError as problem:
         raise BackendError(f"step {key} does not compile: {problem}") from problem
-    memory = executable.memory_analysis()
-    if memory is None:
-        return 0
-    return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+
+
+def _beside(memory: dict[str, int]) -> int:
+    return memory["temporary_bytes"] + memory["output_bytes"] - memory["alias_bytes"] if memory else 0
 
 
 def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Ladders:

@@ -14,7 +14,7 @@ from ferrum_jax.generate import bursts
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
-from ferrum_jax.generate.sampler import Sampler
+from ferrum_jax.generate.sampler import Sampler, artifacts_of
 from ferrum_jax.generate.speculator import Speculator
 
 
@@ -32,7 +32,8 @@ class Engine:
             UnsupportedError, ConfigError: drafts and model do not go together, as `Speculator` says.
         """
         self.model = model
-        self.sampler = Sampler(model.config.vocab_size, max_rows * (1 if drafts is None else drafts.num_tokens + 1))
+        rows = max_rows * (1 if drafts is None else drafts.num_tokens + 1)
+        self.sampler = Sampler(model.config.vocab_size, rows, artifacts_of(model))
         self.speculator = None if drafts is None else Speculator(model, drafts, self.sampler)
         self._max_rows = max_rows
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends

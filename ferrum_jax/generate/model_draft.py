@@ -22,7 +22,7 @@ from ferrum_jax.contract.policy import FullLogits, GreedyArgmax, GreedyRepetitio
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant, checked_count
 from ferrum_jax.generate.rejection import Purpose, draw, uniform
-from ferrum_jax.generate.sampler import Sampler, Turn
+from ferrum_jax.generate.sampler import Sampler, Turn, artifacts_of
 
 Drawing = Literal["best", "shared", "own"]
 
@@ -77,7 +77,7 @@ class ModelDraft(DraftSource):
         self.num_tokens = checked_count("num_tokens", num_tokens)
         self.drawing = drawing
         self.has_probabilities = drawing == "own"
-        self._sampler = Sampler(model.config.vocab_size, max_rows)
+        self._sampler = Sampler(model.config.vocab_size, max_rows, artifacts_of(model))
         self._is_owner = is_owner
         self._held: dict[str, list[int]] = {}  # tokens in the draft's KV, by the request's cache id
         self._room: int | None = None  # sequences admitted after the KV ran short, until one is released

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from ferrum_jax.compile.artifacts import Artifacts, build
 from ferrum_jax.compile.buckets import choose_bucket, ladder
 from ferrum_jax.contract.errors import BackendError, DeviceError
-from ferrum_jax.contract.llm import Logits
+from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits
+from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
 from ferrum_jax.sampling.sample import SampleInputs, distribution, sample
@@ -27,11 +29,17 @@ class Turn:
     tokens: Sequence[int]
 
 
+def artifacts_of(model: DecoderOnlyLLM) -> Artifacts | None:
+    """Where the compiled steps of a model are kept, if they are."""
+    return model.artifacts if isinstance(model, ModelRunner) else None
+
+
 class Sampler:
     """Compiles `sample` for a ladder of row counts; the rest of a bucket is filled with greedy rows of zeros."""
 
-    def __init__(self, vocab_size: int, max_rows: int):
+    def __init__(self, vocab_size: int, max_rows: int, artifacts: Artifacts | None = None):
         self._vocab_size = vocab_size
+        self._artifacts = artifacts
         self._rows = ladder(max_rows)
         self._compiled: Executables = {}
         self._distributions: Executables = {}
@@ -109,8 +117,9 @@ class Sampler:
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _blank_inputs(rows, self._vocab_size)
             )
             logits = jax.ShapeDtypeStruct((rows, self._vocab_size), jnp.float32)
+            name = f"{function.__name__} {rows} rows of {self._vocab_size}"
             try:
-                executables[rows] = jax.jit(function).lower(logits, shapes).compile()
+                executables[rows] = build(name, lambda: jax.jit(function).lower(logits, shapes), self._artifacts)
             except jax.errors.JaxRuntimeError as problem:
                 raise BackendError(f"the sampler of {rows} rows does not compile: {problem}") from problem
         return executables[rows]

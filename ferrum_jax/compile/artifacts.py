@@ -1,0 +1,287 @@
+"""Compiled steps on disk, so that a later start compiles nothing.
+
+A file is `MAGIC`, the SHA-256 of the rest, one line of JSON that says what it is, and the executable: pickled, then
+compressed. Unpickling runs code, so nothing is unpickled before owner, permissions and checksum were found right.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import pickle
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.monitoring
+from jax.experimental import serialize_executable
+
+from ferrum_jax.compile.fingerprint import Facts, describe_settings, digest
+from ferrum_jax.compile.private_folder import PrivateFolder
+
+_log = logging.getLogger(__name__)
+MAGIC = b"ferrum_jax step 1\n"
+SUFFIX = ".step"
+FACTS = "program.json"  # what a folder's steps depend on, for people
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+# What JAX, pickle and a compressor raise for what they cannot write or read, as far as it is not the memory's end.
+_UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, EOFError,
+             pickle.PickleError, zlib.error)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Artifact:
+    """One step as it lay on disk, found whole and this user's own; none of it has run."""
+
+    name: str
+    program: str  # digest of what it depends on
+    platform: str
+    device_ids: tuple[int, ...]
+    memory: dict[str, int]  # bytes
+    content: bytes
+
+    def load(self) -> jax.stages.Compiled:
+        """Makes the step callable; this runs code of the artifact.
+
+        Raises:
+            RuntimeError, ValueError, …: one of `_UNUSABLE`; it does not suit this process.
+        """
+        devices = [one for one in jax.local_devices(backend=self.platform) if one.id in self.device_ids]
+        if len(devices) != len(self.device_ids):
+            raise ValueError(f"it was compiled for {self.platform} {self.device_ids}, there are {devices}")
+        serialised, in_tree, out_tree = pickle.loads(zlib.decompress(self.content))
+        return serialize_executable.deserialize_and_load(
+            serialised, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
+        )
+
+
+class Artifacts:
+    """The compiled steps of one program in a folder of this user's."""
+
+    def __init__(self, root: Path, facts: Facts):
+        """Reads and makes nothing yet.
+
+        Args:
+            root: folder of all programs.
+            facts: what this one's steps depend on, beside JAX's settings.
+        """
+        self.root = root
+        self.facts = facts
+        self._folder = PrivateFolder(root)
+        self.num_saved = 0  # in this process
+        self._lock = threading.Lock()
+        self._warned: set[str] = set()
+        self._prepared: set[str] = set()  # digests of programs whose folder is ready to be written
+        self._coming: dict[tuple[str, str], Future[jax.stages.Compiled | None]] = {}  # by program and name
+
+    @property
+    def folder(self) -> PrivateFolder:
+        """Where the steps lie that are compiled now, under this thread's settings of JAX."""
+        return self._folder.child(self._program()[:32])
+
+    def find(self, name: str) -> Artifact | None:
+        """Gives a step that is there, whole and this user's own; what is there but must not be used is warned of."""
+        return self._find(self._program(), name)
+
+    def _find(self, program: str, name: str) -> Artifact | None:
+        try:
+            data = self._folder.child(program[:32]).read(_file_name(name))
+        except FileNotFoundError:
+            return None
+        except OSError as problem:
+            self._warn(f"compiled steps on disk are not used: {problem}")
+            return None
+        try:
+            return _verified(data, program, name)
+        except ValueError as problem:
+            self._warn(
+                f"{_file_name(name)} in {self._folder.child(program[:32]).path}, of {name}, is built anew: {problem}"
+            )
+            return None
+
+    def preload(self, names: Iterable[str]) -> None:
+        """Begins to load steps that will be asked for soon, one after another in a thread of its own."""
+        program = self._program()
+
+        def load(name: str) -> jax.stages.Compiled | None:
+            artifact = self._find(program, name)
+            return None if artifact is None else artifact.load()
+
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="artifacts")
+        with self._lock:
+            for name in names:
+                self._coming[program, name] = pool.submit(load, name)
+        pool.shutdown(wait=False)
+
+    def load(self, artifact: Artifact) -> jax.stages.Compiled | None:
+        """Makes a step callable, or says why it cannot be and gives None; waits for it if it is being preloaded."""
+        with self._lock:
+            coming = self._coming.pop((artifact.program, artifact.name), None)
+        try:
+            ready = None if coming is None or coming.cancel() else coming.result()
+            return artifact.load() if ready is None else ready
+        except _UNUSABLE as problem:
+            self._warn(f"the step {artifact.name} on disk cannot be loaded and is built anew: {_first_line(problem)}")
+            return None
+
+    def save(self, name: str, executable: jax.stages.Compiled) -> None:
+        """Writes a step; where that cannot be done, says so once and goes on."""
+        program = self._program()
+        folder = self._folder.child(program[:32])
+        try:
+            header, content = _packed(program, name, executable)
+        except _UNUSABLE as problem:
+            self._warn(
+                "this backend's compiled steps cannot be written, every start compiles them; "
+                f"JAX_COMPILATION_CACHE_DIR may help: {_first_line(problem)}"
+            )
+            return
+        try:
+            self._prepare(folder, program)
+            folder.write(_file_name(name), MAGIC, _checksum(header, content), header, content)
+        except OSError as problem:
+            self._warn(f"compiled steps are not kept for the next start: {problem}")
+            return
+        with self._lock:
+            self.num_saved += 1
+
+    def listed(self) -> dict[str, int]:
+        """Bytes of each call that is kept, by file name; none where the folder must not be used."""
+        try:
+            return {name: size for name, size in self.folder.sizes().items() if name.endswith(SUFFIX)}
+        except OSError:
+            return {}
+
+    def _program(self) -> str:
+        return digest(self.facts | {"settings": describe_settings()})
+
+    def _prepare(self, folder: PrivateFolder, program: str) -> None:
+        with self._lock:
+            if program in self._prepared:
+                return
+            self._prepared.add(program)
+        facts = self.facts | {"settings": describe_settings()}
+        folder.write(FACTS, json.dumps(facts, indent=1, sort_keys=True).encode())
+        folder.remove_abandoned()
+
+    def _warn(self, text: str) -> None:
+        with self._lock:
+            if text in self._warned:
+                return
+            self._warned.add(text)
+        _log.warning(text)
+
+
+def build(name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None) -> jax.stages.Compiled:
+    """Loads a call, or compiles and keeps it."""
+    artifact = None if artifacts is None else artifacts.find(name)
+    loaded = None if artifacts is None or artifact is None else artifacts.load(artifact)
+    return compile_and_save(name, lower, artifacts) if loaded is None else loaded
+
+
+def compile_and_save(
+    name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None
+) -> jax.stages.Compiled:
+    """Compiles a call and keeps it."""
+    with _cache_hits() as hits:
+        executable = lower().compile()
+    # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
+    if artifacts is not None and not hits:
+        artifacts.save(name, executable)
+    return executable
+
+
+def clear(root: Path) -> int:
+    """Removes every step below a folder; gives the bytes that were freed.
+
+    Raises:
+        PermissionError: somebody else owns or may write it.
+        OSError: it cannot be removed.
+    """
+    freed = 0
+    for program in PrivateFolder(root).children():
+        sizes = program.sizes()
+        if FACTS in sizes:  # whatever else somebody keeps there is none of ours
+            freed += sum(sizes.values())
+            program.remove_all()
+    return freed
+
+
+def _file_name(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32] + SUFFIX
+
+
+def _packed(program: str, name: str, executable: jax.stages.Compiled) -> tuple[bytes, bytes]:
+    loaded = executable.runtime_executable()
+    if loaded is None:
+        raise ValueError("it is not in the form of its runtime")
+    devices = loaded.local_devices()
+    header = {
+        "program": program,
+        "step": name,
+        "platform": devices[0].platform,
+        "device_ids": [one.id for one in devices],
+        "memory": memory_of(executable),
+    }
+    content = zlib.compress(pickle.dumps(serialize_executable.serialize(executable)), 1)
+    return json.dumps(header).encode() + b"\n", content
+
+
+def _verified(data: bytes, program: str, name: str) -> Artifact:
+    """Takes a file apart; raises ValueError for what is not whole, or not this step of this program."""
+    start = len(MAGIC) + hashlib.sha256().digest_size
+    if not data.startswith(MAGIC):
+        raise ValueError(f"it is no step of this format ({len(data)} bytes)")
+    body = memoryview(data)[start:]
+    if _checksum(body) != data[len(MAGIC) : start]:
+        raise ValueError(f"its checksum differs, it is damaged or cut short ({len(data)} bytes)")
+    end = data.index(b"\n", start)
+    header: dict[str, Any] = json.loads(data[start:end])
+    if (header["program"], header["step"]) != (program, name):
+        raise ValueError(f"it is the step {header['step']} of the program {header['program']}")
+    return Artifact(name, program, header["platform"], tuple(header["device_ids"]), header["memory"], data[end + 1 :])
+
+
+def _checksum(*pieces: bytes | memoryview) -> bytes:
+    total = hashlib.sha256()
+    for piece in pieces:
+        total.update(piece)
+    return total.digest()
+
+
+def memory_of(executable: jax.stages.Compiled) -> dict[str, int]:
+    """Bytes that a step takes and hands back, where the backend tells."""
+    analysis = executable.memory_analysis()
+    if analysis is None:
+        return {}
+    return {
+        "temporary_bytes": analysis.temp_size_in_bytes,
+        "alias_bytes": analysis.alias_size_in_bytes,
+        "output_bytes": analysis.output_size_in_bytes,
+    }
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    """Collects the hits of JAX's persistent cache in this thread."""
+    hits: list[str] = []
+    mine = threading.get_ident()
+
+    def listen(event: str, **_: str | int) -> None:
+        if event == CACHE_HIT and threading.get_ident() == mine:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(listen)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+
+
+def _first_line(problem: BaseException) -> str:
+    return next(iter(str(problem).splitlines()), "") or type(problem).__name__
