@@ -23,7 +23,7 @@ SCALING = {"sweep", "rows", "context", "call_ms", "call_p90_ms", "floor_ms", "ca
 MIXED = {"chunk", "way", "tokens_per_second", "call_ms", "call_p90_ms", "worst_gap_ms", "worst_gap_p90_ms",
          "first_token_ms", "floor_ms", "call_over_floor"}  # fmt: skip
 OVERHEAD = {"rows", "leaves", "call_us", "call_p90_us", "bare_us", "bare_p90_us", "host_us", "calls"}
-COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "ours_over_floor", "calls"} | PLACE
+COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "ours_over_floor", "calls", "strayed"} | PLACE
 SPECULATIVE = {"task", "batch", "num_tokens", "drafted", "accepted", "call_ms", "call_p90_ms", "acceptance_rate",
                "plain_tokens_per_second", "tokens_per_second", "plain_over_speculative", "answers_equal"}  # fmt: skip
 THEIRS = {"ms", "p90_ms", "setting", "all_ms", "over_ours", "logits_difference"}  # of a peer
@@ -84,7 +84,7 @@ def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
     assert [set(row) for row in result["rows"]] == [keys] * 6
     assert result["farthest_from_floor"] in {row["row"] for row in result["rows"]}
     for aim in result["aims"]:
-        assert (aim["ratio"] is None) == ("transformers" not in peers)
+        assert (aim["ratio"] is None) == (aim["peer"] not in peers)
 
 
 def test_overhead_ends_in_a_json_line(records: Path):
