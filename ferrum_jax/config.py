@@ -278,7 +278,8 @@ class EngineConfig:
             raise ConfigError(f"memory_fraction is {shown(fraction)}, expected more than 0 and at most 1")
         if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
             raise ConfigError(f"prefix_cache is {shown(self.prefix_cache)}, expected True or False")
-        if self.artifacts == "" or not isinstance(self.artifacts, str | bool | None):
+        folder = self.artifacts
+        if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
             raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
         for name in ("dtype", "kv_dtype"):
             value = getattr(self, name)

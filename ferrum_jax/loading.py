@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from platformdirs import user_cache_dir
 
 from ferrum_jax.compile.artifacts import Artifacts
-from ferrum_jax.compile.fingerprint import describe_program, is_edited
+from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_edited
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
@@ -93,7 +94,7 @@ def load(
         max_step_tokens=max_step_tokens,
         max_loras=_unless_zero(max_loras),
         max_lora_rank=_unless_zero(max_lora_rank),
-        artifacts=os.fspath(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
+        artifacts=_folder_name(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
     )
     settings = _merge(asked, engine).over(EngineConfig.from_environment())
     target = find_device(device)
@@ -133,15 +134,36 @@ def _open_artifacts(root: Path, cfg: ModelConfig, plan: EnginePlan, device: JaxD
     return Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, device))
 
 
+def _folder_name(path: os.PathLike[str]) -> str:
+    try:
+        return os.fspath(path)
+    except TypeError as problem:
+        raise ConfigError(f"artifacts is {shown(path)}: {problem}") from None
+
+
 def artifacts_folder(settings: EngineConfig) -> Path | None:
-    """Where compiled steps are kept, if they are."""
+    """Where compiled steps are kept, if they are.
+
+    Raises:
+        ConfigError: the folder that was asked for cannot be one.
+    """
     if settings.artifacts is False:
         return None
-    if is_edited():
-        _log.warning("compiled steps on disk are not used: this package's source has changed since the process began")
+    try:
+        if is_edited():
+            _log.warning(
+                "compiled steps on disk are not used: this package's source has changed since the process began"
+            )
+            return None
+        describe_code()
+    except (OSError, PackageNotFoundError) as problem:
+        _log.warning("compiled steps on disk are not used, what they depend on cannot be told: %s", problem)
         return None
     if isinstance(settings.artifacts, str):
-        return Path(settings.artifacts).expanduser()
+        try:
+            return Path(settings.artifacts).expanduser().absolute()
+        except RuntimeError as problem:
+            raise ConfigError(f"artifacts is {shown(settings.artifacts)}: {problem}") from None
     return Path(user_cache_dir("ferrum_jax"), "artifacts")
 
 

@@ -92,6 +92,9 @@ def test_what_a_checkpoint_carries_beyond_its_parameters_is_left_unread(tmp_path
 REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "a mesh": ({"mesh": object()}, UnsupportedError, "mesh: several devices are not built yet"),
     "artifacts": ({"artifacts": ""}, ConfigError, "artifacts is ''"),
+    "artifacts with a zero": ({"artifacts": "a\0b"}, ConfigError, "artifacts is"),
+    "artifacts in no encoding": ({"artifacts": "\ud800"}, ConfigError, "artifacts is"),
+    "artifacts of a stranger": ({"artifacts": "~no-such-user/x"}, ConfigError, "artifacts is '~no-such-user/x'"),
     "an unknown dtype": ({"dtype": "int4"}, ConfigError, "dtype is 'int4'"),
     "a dtype that is no name": ({"dtype": np.float32}, ConfigError, "expected a name"),
     "an unknown dtype of the cache": ({"kv_dtype": "fp8"}, ConfigError, "kv_dtype is 'fp8'"),

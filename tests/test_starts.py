@@ -26,6 +26,7 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.device import EMPTY_KV
 from tests import tiny
 from tests.generate.test_request import letters
+from tests.shipped import needs_optimisations
 
 CONFIG: dict[str, Any] = tiny.CONFIGS["qwen3_tied"] | {"vocab_size": 23, "num_hidden_layers": 2}
 SMALL: dict[str, Any] = {"max_seqs": 2, "kv_capacity": 48, "block_size": 16, "progress": False}
@@ -83,6 +84,7 @@ def _assert_equal(found: list[Any], expected: list[Any]) -> None:
         np.testing.assert_array_equal(mine, theirs)
 
 
+@needs_optimisations
 def test_a_second_start_compiles_and_traces_nothing_and_answers_bit_for_bit_the_same(
     folder: Path, kept: Path, work: list[str]
 ):

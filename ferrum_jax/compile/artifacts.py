@@ -4,14 +4,14 @@ A file is `MAGIC`, the SHA-256 of the rest, one line of JSON that says what it i
 compressed. Unpickling runs code, so nothing is unpickled before owner, permissions and checksum were found right.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
 import pickle
+import re
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,12 @@ import jax.monitoring
 from jax.experimental import serialize_executable
 
 from ferrum_jax.compile.fingerprint import Facts, describe_settings, digest
-from ferrum_jax.compile.private_folder import PrivateFolder
+from ferrum_jax.compile.private_folder import TEMPORARY, PrivateFolder
 
 _log = logging.getLogger(__name__)
 MAGIC = b"ferrum_jax step 1\n"
 SUFFIX = ".step"
+PROGRAM = re.compile(r"[0-9a-f]{32}")  # what a program's folder is called
 FACTS = "program.json"  # what a folder's steps depend on, for people
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # What JAX, pickle and a compressor raise for what they cannot write or read, as far as it is not the memory's end.
@@ -98,7 +99,7 @@ class Artifacts:
             return None
         try:
             return _verified(data, program, name)
-        except ValueError as problem:
+        except (LookupError, TypeError, ValueError) as problem:
             self._warn(
                 f"{_file_name(name)} in {self._folder.child(program[:32]).path}, of {name}, is built anew: {problem}"
             )
@@ -164,10 +165,11 @@ class Artifacts:
         with self._lock:
             if program in self._prepared:
                 return
-            self._prepared.add(program)
         facts = self.facts | {"settings": describe_settings()}
         folder.write(FACTS, json.dumps(facts, indent=1, sort_keys=True).encode())
         folder.remove_abandoned()
+        with self._lock:
+            self._prepared.add(program)
 
     def _warn(self, text: str) -> None:
         with self._lock:
@@ -188,10 +190,10 @@ def compile_and_save(
     name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None
 ) -> jax.stages.Compiled:
     """Compiles a call and keeps it."""
-    with _cache_hits() as hits:
-        executable = lower().compile()
+    hits = _HITS.count()
+    executable = lower().compile()
     # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
-    if artifacts is not None and not hits:
+    if artifacts is not None and _HITS.count() == hits:
         artifacts.save(name, executable)
     return executable
 
@@ -206,7 +208,8 @@ def clear(root: Path) -> int:
     freed = 0
     for program in PrivateFolder(root).children():
         sizes = program.sizes()
-        if FACTS in sizes:  # whatever else somebody keeps there is none of ours
+        ours = [name for name in sizes if name == FACTS or name.endswith((SUFFIX, TEMPORARY))]
+        if PROGRAM.fullmatch(program.path.name) and len(ours) == len(sizes):  # whatever else is there is none of ours
             freed += sum(sizes.values())
             program.remove_all()
     return freed
@@ -266,21 +269,32 @@ def memory_of(executable: jax.stages.Compiled) -> dict[str, int]:
     }
 
 
-@contextlib.contextmanager
-def _cache_hits() -> Iterator[list[str]]:
-    """Collects the hits of JAX's persistent cache in this thread."""
-    hits: list[str] = []
-    mine = threading.get_ident()
+class _CacheHits:
+    """Counts the hits of JAX's persistent cache in each thread.
 
-    def listen(event: str, **_: str | int) -> None:
-        if event == CACHE_HIT and threading.get_ident() == mine:
-            hits.append(event)
+    One listener, for good: JAX walks over its list of them while other threads compile, and passes one over when the
+    one before it is taken off.
+    """
 
-    jax.monitoring.register_event_listener(listen)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(listen)
+    def __init__(self):
+        self._counts = threading.local()
+        self._lock = threading.Lock()
+        self._is_listening = False
+
+    def count(self) -> int:
+        """Gives this thread's hits so far."""
+        with self._lock:
+            if not self._is_listening:
+                jax.monitoring.register_event_listener(self._listen)
+                self._is_listening = True
+        return getattr(self._counts, "hits", 0)
+
+    def _listen(self, event: str, **_: str | int) -> None:
+        if event == CACHE_HIT:
+            self._counts.hits = getattr(self._counts, "hits", 0) + 1
+
+
+_HITS = _CacheHits()
 
 
 def _first_line(problem: BaseException) -> str:

@@ -67,16 +67,24 @@ def describe_code() -> Facts:
 def digest_source(package: Path) -> str:
     """Digest of every module below a folder, by path and content."""
     total = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in _modules(package):
         content = path.read_bytes()
         total.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
     return total.hexdigest()
 
 
-def is_edited(package: Path = PACKAGE) -> bool:
-    """Says whether source has changed since this process began, so that what runs may not be what is digested."""
-    began = psutil.Process().create_time()
-    return any(path.stat().st_mtime > began for path in package.rglob("*.py"))
+def is_edited(package: Path = PACKAGE, began: float | None = None) -> bool:
+    """Says whether source has changed since this process began, so that what runs may not be what is digested.
+
+    `began`, in seconds since 1970, stands for another moment.
+    """
+    began = psutil.Process().create_time() if began is None else began
+    times = [(found.st_mtime, found.st_ctime) for found in (path.stat() for path in _modules(package))]
+    return any(max(changed) > began for changed in times)  # what is copied with its old time changes the other
+
+
+def _modules(package: Path) -> list[Path]:
+    return sorted(path for path in package.rglob("*.py") if path.is_file())  # an editor's lock is a dangling link
 
 
 def describe_machine(device: JaxDevice) -> Facts:

@@ -58,7 +58,12 @@ class DeviceKv:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state.shapes(spec)
         )
         empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
-        self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts)
+        try:
+            self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts)
+        except jax.errors.JaxRuntimeError as problem:
+            raise ResourceExhaustedError(
+                f"a KV of {spec.num_blocks} blocks ({spec.num_bytes:,} bytes) cannot be compiled for: {problem}"
+            ) from problem
         self._spec = spec
         self._params = params
         self._cfg = cfg

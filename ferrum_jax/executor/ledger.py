@@ -25,6 +25,7 @@ class TrackedSequence:
     length: int = 0  # positions
     is_told: bool = False  # the model itself has told this length
     adapter: ActiveLoraAdapter | None = None
+    moves: int = 0  # times its length was changed here
 
 
 class Ledger:
@@ -120,6 +121,7 @@ class Ledger:
     def advance(self, live: TrackedSequence, num_tokens: int) -> None:
         """Counts tokens that the model has appended."""
         live.length += num_tokens
+        live.moves += 1
         live.is_told = live.is_told or self.model.kv_len(live.cache_id) is not None
 
     def release(self, cache_id: str) -> None:
@@ -132,6 +134,7 @@ class Ledger:
         if new_len < live.length:
             self.model.truncate_kv(live.cache_id, new_len)
             live.length = new_len
+            live.moves += 1
 
     def fork(self, live: TrackedSequence) -> TrackedSequence:
         """Makes a copy under a new id that shares blocks until either writes."""

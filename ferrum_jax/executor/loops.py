@@ -1,6 +1,6 @@
 """`decode_n`: many tokens of several sequences in a few device calls, their KV reserved ahead."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ class Loops:
         sequences = self._sequences
         if not sequences.plan.ladders.loop_tokens:
             raise UnsupportedError("this engine has no loops: set loop_tokens in its EngineConfig")
-        checked = [self._checked(run) for run in _listed(runs)]
+        checked = [self._checked(run) for run in _runs(runs)]
         refuse_repeated(run.cache_id for run in checked)
         if not checked:
             return []
@@ -133,7 +133,7 @@ class Loops:
         seed = checked_int(f"{key!r}: seed", run.seed, 0)
         if seed > MOST_SEED:
             raise RequestValidationError(f"{key!r}: seed is {seed}, expected at most {MOST_SEED}")
-        stops = _stop_ids(key, run.stop_ids)
+        stops = _stop_ids(key, run.stop_ids, self._vocab_size)
         return CheckedRun(
             cache_id=key,
             token=checked_tokens(key, [run.token], self._vocab_size),
@@ -144,23 +144,31 @@ class Loops:
         )
 
 
-def _stop_ids(cache_id: str, given: Any) -> list[int]:
-    if not isinstance(given, Collection) or isinstance(given, (str, bytes)) or len(given) > MOST_STOP_IDS:
-        raise RequestValidationError(
-            f"{cache_id!r}: stop_ids are {shown(given)}, expected a collection of at most {MOST_STOP_IDS} token ids"
-        )
-    return [checked_int(f"{cache_id!r}: a stop id", stop, 0) for stop in given]
+def _stop_ids(cache_id: str, given: Any, vocab_size: int) -> list[int]:
+    """Gives the ids that can be chosen at all."""
+    listed = _listed(f"{cache_id!r}: stop_ids", given, "token ids")
+    checked = [checked_int(f"{cache_id!r}: a stop id", stop, 0) for stop in listed]
+    stops = sorted({stop for stop in checked if stop < vocab_size})
+    if len(stops) > MOST_STOP_IDS:
+        raise RequestValidationError(f"{cache_id!r}: {len(stops)} stop_ids, expected at most {MOST_STOP_IDS}")
+    return stops
 
 
-def _listed(runs: Any) -> list[DecodeRun]:
-    try:
-        listed = list(runs)
-    except TypeError:
-        raise RequestValidationError(f"runs are a {type(runs).__name__}, expected a sequence of DecodeRun") from None
+def _runs(runs: Any) -> list[DecodeRun]:
+    listed = _listed("runs", runs, "DecodeRun")
     for run in listed:
         if not isinstance(run, DecodeRun):
             raise RequestValidationError(f"{shown(run)} is a {type(run).__name__}, expected a DecodeRun")
     return listed
+
+
+def _listed(name: str, given: Any, items: str) -> list[Any]:
+    try:
+        if isinstance(given, (str, bytes)):
+            raise TypeError("text")
+        return list(given)
+    except (LookupError, RuntimeError, TypeError, ValueError):  # RuntimeError: a deleted array
+        raise RequestValidationError(f"{name} are {shown(given)}, expected a sequence of {items}") from None
 
 
 def _has_ended(run: CheckedRun, chosen: Sequence[int]) -> bool:

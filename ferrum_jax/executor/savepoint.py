@@ -18,7 +18,7 @@ class Savepoint:
         self.ledger = ledger
         self._begun: list[TrackedSequence] = []
         self._noted: list[tuple[TrackedSequence, int, ActiveLoraAdapter | None]] = []
-        self._left: dict[str, int] = {}  # lengths, by cache id, as the call left them
+        self._left: dict[str, tuple[int, int]] = {}  # lengths and moves, by cache id, as the call left them
 
     def begin(self, cache_id: str | None = None) -> TrackedSequence:
         """Begins a sequence that a roll back releases."""
@@ -37,8 +37,9 @@ class Savepoint:
         self._noted.append((live, live.length, live.adapter))
 
     def settle(self) -> None:
-        """Remembers how long the call left every sequence."""
-        self._left = {live.cache_id: live.length for live in [*self._begun, *(one for one, *_ in self._noted)]}
+        """Remembers how the call left every sequence."""
+        touched = [*self._begun, *(live for live, *_ in self._noted)]
+        self._left = {live.cache_id: (live.length, live.moves) for live in touched}
 
     def take_back(self) -> None:
         """Rolls a call back that had succeeded, but for sequences that have moved on since: those are others' now."""
@@ -64,8 +65,11 @@ class Savepoint:
                     self._put_back(live.cache_id, length, adapter)
 
     def _is_as_left(self, live: TrackedSequence) -> bool:
-        found = self.ledger.find(live.cache_id)
-        return found is live and live.length == self._left.get(live.cache_id)
+        try:
+            found = self.ledger.find(live.cache_id)
+        except FerrumError:  # of a model that has failed; its `reset` drops the sequence, the ledger must, too
+            return True
+        return found is live and (live.length, live.moves) == self._left.get(live.cache_id)
 
     def _put_back(self, cache_id: str, length: int, adapter: ActiveLoraAdapter | None) -> None:
         live = self.ledger.find(cache_id)

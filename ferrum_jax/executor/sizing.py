@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
-from ferrum_jax.compile.buckets import AnyKey, InstallKey, Ladders, StepKey, ladder
-from ferrum_jax.compile.steps import lower_step
+from ferrum_jax.compile.buckets import AnyKey, InstallKey, Ladders, LoopKey, StepKey, ladder
+from ferrum_jax.compile.lowering import lower
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import BackendError, ConfigError, ResourceExhaustedError
 from ferrum_jax.kvcache import state
@@ -133,12 +133,20 @@ def plan_beside(
     steps = plan.ladders.steps(adapters=stacks is not None)
     largest = {key.outputs: key for key in reversed(steps)}  # those that give all logits may take more
     artifacts = open_artifacts(plan)
-    taken = max(_temporary_bytes(cfg, params, plan, key, stacks, artifacts) for key in largest.values())
+    # Many rows of one token take more for their logits than a chunk does.
+    rows = StepKey(plan.ladders.decode_rows[-1], 0, 0, plan.ladders.table_columns, adapters=stacks is not None)
+    keys = [*largest.values(), rows, *plan.ladders.loops(adapters=stacks is not None)[-1:]]
+    taken = max(_temporary_bytes(cfg, params, plan, key, stacks, artifacts) for key in keys)
     return plan_engine(engine, cfg, platform=platform, free_bytes=max(0, free_bytes - taken))
 
 
 def _temporary_bytes(
-    cfg: ModelConfig, params: ParamTree, plan: EnginePlan, key: StepKey, stacks: Any, artifacts: Artifacts | None
+    cfg: ModelConfig,
+    params: ParamTree,
+    plan: EnginePlan,
+    key: StepKey | LoopKey,
+    stacks: Any,
+    artifacts: Artifacts | None,
 ) -> int:
     """Bytes that a step takes beside its parameters and its KV."""
     name = f"measured {key!r}"
@@ -146,11 +154,11 @@ def _temporary_bytes(
     if kept is not None:
         return _beside(kept.memory)
 
-    def lower() -> jax.stages.Lowered:
-        return lower_step(cfg, params, state.shapes(plan.cache), key, stacks)
+    def lowered() -> jax.stages.Lowered:
+        return lower(cfg, params, state.shapes(plan.cache), stacks, key)
 
     try:
-        return _beside(memory_of(compile_and_save(name, lower, artifacts)))
+        return _beside(memory_of(compile_and_save(name, lowered, artifacts)))
     except jax.errors.JaxRuntimeError as problem:
         raise BackendError(f"step {key} does not compile: {problem}") from problem
 

@@ -325,8 +325,16 @@ def test_clearing_removes_programs_and_nothing_else(kept: Path):
     (kept / "mine").mkdir(mode=0o700)
     (kept / "mine" / "file").write_text("keep")
     freed = sum(path.stat().st_size for path in _file(kept, ONE).parent.iterdir())
+    theirs = kept / "app"
+    theirs.mkdir(mode=0o700)
+    (theirs / FACTS).write_text("{}")
+    mixed = kept / ("0" * 32)
+    mixed.mkdir(mode=0o700)
+    for name in (FACTS, "thesis.tex"):
+        (mixed / name).write_text("{}")
     assert clear(kept) == freed > 0
-    assert [path.name for path in kept.rglob("*")] == ["mine", "file"]
+    left = sorted(str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file())
+    assert left == sorted([f"{'0' * 32}/{FACTS}", f"{'0' * 32}/thesis.tex", f"app/{FACTS}", "mine/file"])
     assert clear(kept) == 0
     assert clear(kept / "none") == 0
 

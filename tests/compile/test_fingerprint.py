@@ -145,7 +145,16 @@ def test_source_counts_by_path_and_content(tmp_path: Path):
 def test_source_that_was_edited_while_the_process_runs_is_noticed(tmp_path: Path):
     path = tmp_path / "a.py"
     path.write_text("1")
-    os.utime(path, (1.0, 1.0))
-    assert not fingerprint.is_edited(tmp_path)
-    os.utime(path, (time.time(), time.time()))
+    assert not fingerprint.is_edited(tmp_path, began=time.time() + 1)
     assert fingerprint.is_edited(tmp_path)
+    began = time.time() - 100
+    os.utime(path, (1.0, 1.0))  # as a copy that keeps the times of what it copies
+    assert fingerprint.is_edited(tmp_path, began)
+
+
+def test_a_link_that_leads_nowhere_is_no_source(tmp_path: Path):
+    (tmp_path / "a.py").write_text("1")
+    digest = fingerprint.digest_source(tmp_path)
+    (tmp_path / ".#a.py").symlink_to("somebody@somewhere.1")
+    assert fingerprint.digest_source(tmp_path) == digest
+    assert not fingerprint.is_edited(tmp_path, began=time.time() + 1)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ferrum_jax.contract import (
     ActiveLoraAdapter,
+    DecodeRun,
     FullLogits,
     GreedyArgmax,
     GreedyRepetitionPenalty,
@@ -172,6 +173,28 @@ def everything(
             )
             for (key, (_, policy)), answer in zip(work.items(), rows or [], strict=rows is not None):
                 self.expect(answer, key, policy)
+
+        @rule(picks=st.dictionaries(PICK, st.integers(1, 9), min_size=1, max_size=3), first=st.booleans())
+        def decode_many(self, picks: dict[int, int], first: bool):
+            """Chosen greedily in a loop: every token is the best of those before it, the last one is not read."""
+            progress()
+            counts = {self.live_id(pick): count for pick, count in picks.items()}
+            runs = [
+                DecodeRun(cache_id=key, token=3, pos=self.at(key), max_tokens=count) for key, count in counts.items()
+            ]
+            before = self.books()
+            try:
+                found = runner.decode_n(runs, until_one_ends=first)
+            except (RequestValidationError, ResourceExhaustedError):
+                assert self.books() == before
+                return
+            for (key, count), run in zip(counts.items(), found, strict=True):
+                assert len(run.token_ids) == (min(counts.values()) if first else count)
+                start = self.at(key)
+                self.sequences[key] += [3, *run.token_ids[:-1]]
+                logits = oracles[self.bound.get(key)](self.sequences[key])[start:]
+                chosen = np.take_along_axis(logits, np.array(run.token_ids)[:, None], axis=-1)[:, 0]
+                np.testing.assert_allclose(chosen, logits.max(axis=-1), atol=TOLERANCE, rtol=0)
 
         @rule(work=st.dictionaries(IDS, st.tuples(TOKENS, st.booleans(), POLICIES)))
         def unified(self, work: dict[str, tuple[list[int], bool, LogitsReturnPolicy]]):

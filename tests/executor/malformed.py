@@ -11,11 +11,13 @@ from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import (
     ActiveLoraAdapter,
     DecodeInput,
+    DecodeRun,
     FullLogits,
     GreedyArgmax,
     GreedyRepetitionPenalty,
     KvSlotRequest,
     PrefillInput,
+    Sampling,
     TokenSelectionMask,
     UnifiedBatch,
     UnifiedBatchItem,
@@ -155,12 +157,31 @@ def _rows(*columns: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 PLACE = st.sampled_from([0, HELD, HELD, 9])
 DECODES, UNIFIED = _rows(ID, TOKEN, PLACE), _rows(ID, TOKENS, PLACE, BOOL)
 POLICIES = several(POLICY)
+SAMPLING = built(
+    Sampling,
+    temperature=st.floats(0, 2),
+    top_k=LENGTH,
+    top_p=st.floats(0.1, 1),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0.5, 2),
+)
+RUN = built(
+    DecodeRun,
+    cache_id=ID,
+    token=TOKEN,
+    pos=st.sampled_from([HELD, HELD, HELD, 0, 9]),
+    max_tokens=st.integers(1, 5),
+    stop_ids=st.lists(st.integers(0, 2**40), max_size=18),
+    sampling=SAMPLING,
+    seed=st.integers(0, 2**33),
+)
 RUNNER_CALLS: dict[str, tuple[st.SearchStrategy[Any], ...]] = {
     "prefill": (ID, TOKENS),
     "decode": (ID, TOKEN, PLACE),
     "decode_batch": (DECODES,),
     "decode_batch_with_full_logits": (DECODES, BOOL),
     "decode_batch_with_logits_policy": (DECODES, POLICIES),
+    "decode_n": (several(RUN),),
     "forward_verify": (ID, TOKENS),
     "forward_verify_batch": (_rows(ID, TOKENS),),
     "unified_forward": (UNIFIED,),

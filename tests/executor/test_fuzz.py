@@ -30,7 +30,14 @@ QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_
 def fuzzed(params: ParamTree) -> Iterator[ModelRunner]:
     """A warm runner with few steps."""
     engine = replace(
-        ENGINE, prefix_cache=True, max_loras=2, max_lora_rank=4, decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(8,)
+        ENGINE,
+        prefix_cache=True,
+        max_loras=2,
+        max_lora_rank=4,
+        decode_rows=(2,),
+        chunk_rows=(1,),
+        chunk_tokens=(8,),
+        loop_tokens=3,
     )
     with make_runner(params, engine) as runner:
         runner.warmup()

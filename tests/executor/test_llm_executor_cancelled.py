@@ -341,10 +341,12 @@ def test_a_sequence_that_has_moved_on_is_not_taken_back():
     model = SummingLLM()
     ledger = Ledger(model)
     point = Savepoint(ledger)
-    kept, gone = point.begin(), point.begin()
-    for live in (kept, gone):
+    kept, gone, replaced = point.begin(), point.begin(), point.begin()
+    for live in (kept, gone, replaced):
         forwards.step(point, live, 5)
     point.settle()
     forwards.step(point, kept, 6)
+    ledger.truncate(replaced, 0)
+    forwards.step(point, replaced, 7)  # as long as before
     point.take_back()
-    assert model.tokens == {kept.cache_id: [5, 6]}
+    assert model.tokens == {kept.cache_id: [5, 6], replaced.cache_id: [7]}

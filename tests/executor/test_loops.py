@@ -227,6 +227,7 @@ GOOD: dict[str, Any] = {"cache_id": "a", "token": 7, "pos": 3, "max_tokens": 4}
         ({"stop_ids": range(17)}, "at most 16"),
         ({"stop_ids": "stop"}, "stop_ids"),
         ({"stop_ids": 5}, "stop_ids"),
+        ({"stop_ids": np.array(5)}, "stop_ids"),
         ({"stop_ids": [-1]}, "stop id"),
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),
@@ -249,6 +250,32 @@ def test_a_run_that_cannot_be_is_refused_and_changes_nothing(runner: ModelRunner
     assert (runner.kv_len("a"), runner.kv_len("b")) == (3, 8)
     assert runner.kv_slot_capacity_snapshot() == before
     assert runner.decode_n([]) == []
+
+
+def test_a_stop_id_that_no_token_has_stops_nothing(runner: ModelRunner):
+    runner.prefill("a", PROMPTS["a"])
+    run = DecodeRun(**GOOD)
+    plain = runner.decode_n([run])
+    runner.truncate_kv("a", 3)
+    same(runner.decode_n([replace(run, stop_ids=[2**31, CFG.vocab_size])]), plain)
+
+
+def test_runs_that_cannot_be_listed_are_refused(runner: ModelRunner):
+    gone = jnp.zeros(3)
+    gone.delete()
+    for runs in (gone, 5, "runs"):
+        with pytest.raises(RequestValidationError, match="runs"):
+            runner.decode_n(runs)  # pyright: ignore[reportArgumentType]
+
+
+def test_more_rows_than_the_largest_loop_run_in_several(params: ParamTree, runner: ModelRunner):
+    engine = replace(ENGINE, loop_tokens=LOOP, decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(24,))
+    runs = [DecodeRun(cache_id=key, token=7, pos=len(PROMPTS[key]), max_tokens=7) for key in PROMPTS]
+    with make_runner(params, engine) as narrow:
+        for key, tokens in PROMPTS.items():
+            runner.prefill(key, tokens)
+            narrow.prefill(key, tokens)
+        same(narrow.decode_n(runs), runner.decode_n(runs))
 
 
 def test_a_pool_too_small_for_the_whole_run_refuses_it(runner: ModelRunner):
