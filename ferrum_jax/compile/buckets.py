@@ -4,6 +4,7 @@ import bisect
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ferrum_jax.contract.errors import ConfigError
 
@@ -178,8 +179,7 @@ def choose_bucket(sizes: Sequence[int], needed: int) -> int:
     return sizes[min(bisect.bisect_left(sizes, needed), len(sizes) - 1)]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of one row's tokens, taken in one step."""
 
     row: int
@@ -198,6 +198,9 @@ class StepPlan:
 
 def plan(counts: Sequence[int], ladders: Ladders) -> list[StepPlan]:
     """Serves rows of `counts` tokens (each at least 1) in as few steps as the ladders allow; one, if they fit."""
+    if 0 < len(counts) <= ladders.decode_rows[-1] and max(counts) == 1:  # the usual step, and many of its rows
+        key = StepKey(choose_bucket(ladders.decode_rows, len(counts)), 0, 0, ladders.table_columns)
+        return [StepPlan(key, [Piece(row, 0, 1) for row in range(len(counts))])]
     done = [0] * len(counts)
     steps = []
     while pending := [row for row, count in enumerate(counts) if done[row] < count]:

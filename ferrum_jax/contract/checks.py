@@ -16,6 +16,8 @@ from ferrum_jax.contract.policy import (
     TokenSelectionMask,
 )
 
+PLAIN_INTEGERS = frozenset({int, np.int32, np.int64})
+
 
 def checked_id(cache_id: Any) -> str:
     """Gives the cache id, or raises if it is no string."""
@@ -66,6 +68,16 @@ def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDA
     if len(wrong):
         raise _outside(cache_id, int(wrong[0]), array[wrong[0]].item(), vocab_size)
     return array.astype(np.int32)
+
+
+def checked_singles(tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]] | None:
+    """Gives each token as an array `[1]`; None unless all are plain integers of the vocabulary, or there is none.
+
+    It is the quick way for many rows of one token; `checked_tokens` says what is wrong with which.
+    """
+    if not tokens or not PLAIN_INTEGERS.issuperset(map(type, tokens)) or min(tokens) < 0 or max(tokens) >= vocab_size:
+        return None
+    return list(np.array(tokens, np.int32)[:, None])
 
 
 def _has_bool(tokens: Iterable[Any]) -> bool:

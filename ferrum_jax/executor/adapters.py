@@ -70,6 +70,10 @@ class Adapters:
         found = self._bound.get(cache_id)
         return NONE if found is None else found.row
 
+    def are_used(self) -> bool:
+        """True while any id is bound to an adapter."""
+        return bool(self._bound)
+
     def refuse_without_room(self, name: str) -> None:
         """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for what is no name."""
         _refuse_nameless(name)

@@ -1,8 +1,7 @@
 """One model's KV on its device: compiled steps in, answers on the host out."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -30,13 +29,12 @@ Answer = NDArray[np.float32] | int
 GetStep = Callable[[AnyKey], jax.stages.Compiled]
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
+class Row(NamedTuple):
     """New tokens of one sequence, where it lies, and how it answers."""
 
     tokens: NDArray[np.int32]  # [n]
     length: int  # positions before these tokens
-    table: NDArray[np.int32]  # [M]
+    slot: int  # row of the block tables
     wanted: bool  # whether it answers
     policy: Greedy | None = None  # how, if not with all logits
     adapter: int = -1  # row of the adapters' stacks, -1 for none
@@ -131,7 +129,12 @@ class DeviceKv:
             raise DeviceError(f"layer {layer} of a sequence cannot be read: {problem}") from problem
 
     def run(
-        self, plan: StepPlan, rows: Sequence[Row], get: GetStep, loras: ParamTree | None = None
+        self,
+        plan: StepPlan,
+        rows: Sequence[Row],
+        tables: NDArray[np.int32],  # [slots, M]
+        get: GetStep,
+        loras: ParamTree | None = None,
     ) -> dict[int, Answer]:
         """Runs one step; gives, by row, the answer of rows whose last token it held, if wanted.
 
@@ -141,10 +144,13 @@ class DeviceKv:
             DeviceError: the device failed; the KV is lost.
         """
         buffer, groups = packing.blank(plan.key)
-        for at, piece in enumerate(plan.decodes):
-            _fill(groups[0], at, piece, rows[piece.row])
-        for at, piece in enumerate(plan.chunks):
-            _fill(groups[-1], at, piece, rows[piece.row])
+        if plan.decodes:
+            _fill(groups[0], plan.decodes, rows, tables)
+            groups[0].tokens[: len(plan.decodes), 0] = [rows[at].tokens[start] for at, start, _ in plan.decodes]
+        if plan.chunks:
+            _fill(groups[-1], plan.chunks, rows, tables)
+            for mine, (at, start, count) in zip(groups[-1].tokens, plan.chunks, strict=False):
+                mine[:count] = rows[at].tokens[start : start + count]
         answers: dict[int, Answer] = {}
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
@@ -244,18 +250,22 @@ def expected_logits(answer: Answer | None) -> NDArray[np.float32]:
 def _wanted(plan: StepPlan, rows: Sequence[Row]) -> dict[int, Piece]:
     """Logit rows that are wanted: all of a step for verifying, else those of rows that end in it."""
     found = {}
+    is_all = plan.key.outputs == Outputs.ALL.value
     for offset, members in ((0, plan.decodes), (plan.key.decode_rows, plan.chunks)):
-        for at, piece in enumerate(members):
-            ends = piece.start + piece.count == len(rows[piece.row].tokens)
-            if rows[piece.row].wanted and (plan.key.outputs == Outputs.ALL.value or ends):
-                found[offset + at] = piece
+        for at, piece in enumerate(members, offset):
+            row = rows[piece.row]
+            if row.wanted and (is_all or piece.start + piece.count == len(row.tokens)):
+                found[at] = piece
     return found
 
 
-def _fill(group: Rows[NDArray[np.int32]], at: int, piece: Piece, row: Row) -> None:
-    group.tokens[at, : piece.count] = row.tokens[piece.start : piece.start + piece.count]
-    group.lengths[at] = row.length + piece.start
-    group.counts[at] = piece.count
-    group.tables[at] = row.table
+def _fill(
+    group: Rows[NDArray[np.int32]], pieces: Sequence[Piece], rows: Sequence[Row], tables: NDArray[np.int32]
+) -> None:
+    """Fills all of a group but its tokens."""
+    count, mine = len(pieces), [rows[piece.row] for piece in pieces]
+    group.lengths[:count] = [row.length + piece.start for row, piece in zip(mine, pieces, strict=True)]
+    group.counts[:count] = [piece.count for piece in pieces]
+    group.tables[:count] = tables[[row.slot for row in mine]]
     if group.adapters is not None:
-        group.adapters[at] = row.adapter
+        group.adapters[:count] = [row.adapter for row in mine]

@@ -67,7 +67,7 @@ class Sequences:
         growth = Growth(
             self.slots, [self._want(row.cache_id, row.tokens, len(row.tokens) - row.wanted) for row in work]
         )
-        reused = [growth.reused(index) for index in range(len(work))]
+        reused = growth.reused()
         left = [index for index, row in enumerate(work) if len(row.tokens) > reused[index]]
         plans = buckets.plan([len(work[index].tokens) - reused[index] for index in left], self.plan.ladders)
         answers: list[Answer | None] = [None] * len(work)
@@ -204,8 +204,10 @@ class Sequences:
         plans: Sequence[StepPlan],
     ) -> list[list[Answer]]:
         """Takes what was planned, runs the steps over the rows that are `left`, and commits; or takes all back."""
-        uses = [self.adapters.row_of(row.cache_id) for row in work]
-        plans = [_with_adapters(plan, [uses[index] for index in left]) for plan in plans]
+        uses = [NONE] * len(work)
+        if self.adapters.are_used():
+            uses = [self.adapters.row_of(row.cache_id) for row in work]
+            plans = [_with_adapters(plan, [uses[index] for index in left]) for plan in plans]
         chosen = any(row.policy is not None and row.wanted for row in work)
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
         self.make_ready([*(plan.key for plan in plans), *selects, *self.extra_keys(growth)])
@@ -215,14 +217,16 @@ class Sequences:
             rows = []
             for index in left:
                 live, row, skip = growth.live(index), work[index], reused[index]
-                place = self.slots.table[live.slot]
-                rows.append(Row(row.tokens[skip:], live.length + skip, place, row.wanted, row.policy, uses[index]))
+                tokens = row.tokens[skip:] if skip else row.tokens
+                rows.append(Row(tokens, len(live.tokens) + skip, live.slot, row.wanted, row.policy, uses[index]))
             for plan in plans:
-                for at, answer in self.device.run(plan, rows, self.steps.get, self.adapters.stacks).items():
+                found = self.device.run(plan, rows, self.slots.table, self.steps.get, self.adapters.stacks)
+                for at, answer in found.items():
                     answers[at].append(answer)
 
         self.perform(growth, forward)
-        self.adapters.count(row.cache_id for row in work)
+        if self.adapters.are_used():
+            self.adapters.count(row.cache_id for row in work)
         return answers
 
     def perform(self, growth: Growth, work: Callable[[], Sequence[NDArray[np.int32]] | None]) -> None:

@@ -1,8 +1,7 @@
 """Rows of a call, checked: whatever the caller did wrong is found here, before anything changes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from ferrum_jax.contract.checks import (
     checked_flag,
     checked_id,
     checked_rows,
+    checked_singles,
     checked_tokens,
     refuse_mismatch,
     refuse_repeated,
@@ -24,8 +24,7 @@ from ferrum_jax.contract.slots import KvSlotRequest
 FULL = FullLogits()
 
 
-@dataclass(frozen=True, eq=False)
-class Work:
+class Work(NamedTuple):
     """Checked new tokens of one sequence, and how it answers."""
 
     cache_id: str
@@ -55,9 +54,9 @@ def decode_rows(
 ) -> list[Work]:
     """Checks (cache id, token, position) rows; `length` tells where a sequence ends."""
     rows = checked_rows("batch", batch, "cache_id token pos")
-    return _placed(
-        [(cache_id, [token], pos, True) for cache_id, token, pos in rows], policies, vocab_size, length, "pos"
-    )
+    singles = checked_singles([token for _, token, _ in rows], vocab_size)
+    placed = [(cache_id, [token], pos, True) for cache_id, token, pos in rows]
+    return _placed(placed, policies, vocab_size, length, "pos", singles)
 
 
 def unified_rows(
@@ -90,21 +89,19 @@ def _placed(
     vocab_size: int,
     length: Callable[[str], int],
     position: str,
+    checked: Sequence[NDArray[np.int32]] | None = None,
 ) -> list[Work]:
+    """Checks rows of a cache's end; `checked` are their tokens, where that is done."""
     if policies is None:
         policies = [FULL] * len(rows)
     refuse_unequal(len(rows), policies)
     work = []
-    for (cache_id, tokens, at, is_final), policy in zip(rows, policies, strict=True):
-        array = checked_tokens(checked_id(cache_id), tokens, vocab_size)
-        refuse_mismatch(cache_id, position, at, length(cache_id))
-        work.append(
-            Work(
-                cache_id,
-                array,
-                checked_flag(f"{cache_id!r}: is_final_chunk", is_final),
-                checked_policy(policy, vocab_size),
-            )
-        )
+    for row, ((cache_id, tokens, at, is_final), policy) in enumerate(zip(rows, policies, strict=True)):
+        checked_id(cache_id)
+        array = checked_tokens(cache_id, tokens, vocab_size) if checked is None else checked[row]
+        if type(at) is not int or at != length(cache_id):
+            refuse_mismatch(cache_id, position, at, length(cache_id))
+        wanted = is_final is True or checked_flag(f"{cache_id!r}: is_final_chunk", is_final)
+        work.append(Work(cache_id, array, wanted, None if policy is FULL else checked_policy(policy, vocab_size)))
     refuse_repeated(row.cache_id for row in work)
     return work

@@ -2,17 +2,17 @@
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.kvcache.prefix import PrefixEntry
+from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 from ferrum_jax.kvcache.slots import LiveSequence, SlotTable
 
 
-@dataclass(frozen=True)
-class Want:
+class Want(NamedTuple):
     """What a call wants of one sequence: room for new tokens, and how many of them may come from the prefixes."""
 
     cache_id: str
@@ -21,23 +21,28 @@ class Want:
     adapter: Hashable = None  # what its keys and values are computed with, beside the model
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class GrowingRow:
     """What one sequence needs."""
 
     want: Want
+    live: LiveSequence | None  # None: it begins with `apply`
     target: int  # positions
-    hits: list[PrefixEntry] = field(default_factory=list)
+    hits: Sequence[PrefixEntry] = ()
     new_blocks: int = 0
     copies: bool = False  # its last block is shared and must be copied before it is written
     overwrites: bool = False  # its last block is its own, and what is entered of it is about to change
+    undo: "_Undo | None" = None  # from `apply` on, where that changed anything
+
+    @property
+    def length(self) -> int:
+        """Positions written."""
+        return 0 if self.live is None else len(self.live.tokens)
 
 
-@dataclass(frozen=True, eq=False)
-class _Undo:
+class _Undo(NamedTuple):
     """A sequence as it was."""
 
-    cache_id: str
     is_new: bool
     blocks: list[int]
     gained: list[int]  # blocks to give up if the step fails
@@ -60,14 +65,19 @@ class Growth:
             ResourceExhaustedError: slots or blocks are short.
         """
         self._slots = slots
-        ends = [slots.length(want.cache_id) + len(want.tokens) for want in wants]
-        self._rows = [GrowingRow(want, end) for want, end in zip(wants, targets or ends, strict=True)]
-        self._undo: list[_Undo] = []
-        for row in self._rows:
-            slots.refuse_past_capacity(row.want.cache_id, row.target)
-        slots.refuse_newcomers([want.cache_id for want in wants])
-        for row in self._rows:
-            row.hits = self._match(row.want)
+        lives = [slots.get(want.cache_id) for want in wants]
+        if targets is None:
+            lengths = [0 if live is None else len(live.tokens) for live in lives]
+            targets = [length + len(want.tokens) for length, want in zip(lengths, wants, strict=True)]
+        for want, target in zip(wants, targets, strict=True):
+            if target > slots.longest:
+                slots.refuse_past_capacity(want.cache_id, target)
+        self._rows = [GrowingRow(*row) for row in zip(wants, lives, targets, strict=True)]
+        slots.refuse_newcomers([row.want.cache_id for row in self._rows if row.live is None])
+        if slots.prefixes is not None:
+            for row in self._rows:
+                if row.want.reusable:
+                    row.hits = self._match(slots.prefixes, row)
         self._count_blocks()
         resting = {entry.block for row in self._rows for entry in row.hits if not self._holders(entry)}
         slots.pool.refuse_more_than_free(self.num_new_blocks, len(wants), len(resting))
@@ -75,58 +85,61 @@ class Growth:
     @property
     def num_new_blocks(self) -> int:
         """Blocks that are handed out, copies included."""
-        return sum(row.new_blocks + row.copies for row in self._rows)
+        return sum([row.new_blocks + row.copies for row in self._rows])
 
     @property
     def num_copies(self) -> int:
         """Blocks that must be copied before the step."""
-        return sum(row.copies for row in self._rows)
+        return sum([row.copies for row in self._rows])
 
     @property
     def copied_ids(self) -> list[str]:
         """The sequences whose last block is copied."""
         return [row.want.cache_id for row in self._rows if row.copies]
 
-    def reused(self, index: int) -> int:
-        """How many of a row's new tokens need not be computed."""
-        row = self._rows[index]
-        if not row.hits:
-            return 0
-        start = self._slots.length(row.want.cache_id)
-        return (start // self._slots.block_size + len(row.hits)) * self._slots.block_size - start
+    def reused(self) -> list[int]:
+        """How many of each row's new tokens need not be computed."""
+        size = self._slots.block_size
+        return [(row.length // size + len(row.hits)) * size - row.length if row.hits else 0 for row in self._rows]
 
     def apply(self) -> list[tuple[int, int]]:
         """Takes slots and blocks; gives the (source, destination) of blocks to be copied now."""
-        slots, pool, copies = self._slots, self._slots.pool, []
-        for row in self._rows:  # all hits are held before any block is handed out anew
-            is_new = slots.get(row.want.cache_id) is None
-            live = slots.open(row.want.cache_id)
-            self._undo.append(_Undo(row.want.cache_id, is_new, live.blocks, [], []))
+        slots, pool = self._slots, self._slots.pool
+        changed = [row for row in self._rows if not _stays(row)]
+        for row in changed:  # all hits are held before any block is handed out anew
+            is_new = row.live is None
+            row.live = slots.open(row.want.cache_id)
+            row.undo = _Undo(is_new, row.live.blocks, [], [])
             for entry in row.hits:
                 pool.hold(_block(entry))
-                self._undo[-1].gained.append(_block(entry))
-        for row, undo in zip(self._rows, self._undo, strict=True):
-            live = slots.open(row.want.cache_id)
-            live.adapter = row.want.adapter
-            blocks = live.blocks[:]
-            at = live.length // slots.block_size
-            hits = [_block(entry) for entry in row.hits]
-            undo.lost.extend(blocks[at : at + len(hits)])
-            blocks[at : at + len(hits)] = hits
-            fresh = pool.allocate(row.new_blocks + row.copies)
-            undo.gained.extend(fresh)
-            if row.copies:
-                copies.append((blocks[at], fresh[-1]))
-                undo.lost.append(blocks[at])
-                blocks[at] = fresh.pop()
-            elif row.overwrites:
-                slots.forget(blocks[at])
-            slots.seat(live, blocks + fresh)
+                row.undo.gained.append(_block(entry))
+        return [pair for row in changed for pair in self._take(row)]
+
+    def _take(self, row: GrowingRow) -> list[tuple[int, int]]:
+        """Gives a row its blocks; and the copy that it needs, if any."""
+        live, undo, copies = row.live, row.undo, []
+        assert live is not None
+        assert undo is not None
+        live.adapter = row.want.adapter
+        blocks = live.blocks[:]
+        at = len(live.tokens) // self._slots.block_size
+        hits = [_block(entry) for entry in row.hits]
+        undo.lost.extend(blocks[at : at + len(hits)])
+        blocks[at : at + len(hits)] = hits
+        fresh = self._slots.pool.allocate(row.new_blocks + row.copies)
+        undo.gained.extend(fresh)
+        if row.copies:
+            copies.append((blocks[at], fresh[-1]))
+            undo.lost.append(blocks[at])
+            blocks[at] = fresh.pop()
+        elif row.overwrites:
+            self._slots.forget(blocks[at])
+        self._slots.seat(live, blocks + fresh)
         return copies
 
     def live(self, index: int) -> LiveSequence:
         """Gives the sequence of a row; it lives from `apply` on."""
-        found = self._slots.get(self._rows[index].want.cache_id)
+        found = self._rows[index].live
         assert found is not None
         return found
 
@@ -136,33 +149,34 @@ class Growth:
         `written`, where given, are the tokens that each sequence has come to hold instead of those it was to; blocks
         that were taken for more are given back.
         """
-        for index, (row, undo) in enumerate(zip(self._rows, self._undo, strict=True)):
-            live = self.live(index)
+        slots = self._slots
+        for index, row in enumerate(self._rows):
+            live, undo = row.live, row.undo
+            assert live is not None
             live.tokens.frombytes((row.want.tokens if written is None else written[index]).tobytes())
-            if written is not None:
-                needed = max(self._slots.num_blocks(live.length), len(undo.blocks))
-                undo.lost.extend(live.blocks[needed:])
-                self._slots.seat(live, live.blocks[:needed])
-            live.entries += row.hits
-            self._slots.pool.release(undo.lost)
-            self._slots.enter(live)
+            if undo is not None:
+                if written is not None:
+                    needed = max(slots.num_blocks(live.length), len(undo.blocks))
+                    undo.lost.extend(live.blocks[needed:])
+                    slots.seat(live, live.blocks[:needed])
+                live.entries += row.hits
+                slots.pool.release(undo.lost)
+            if slots.prefixes is not None:
+                slots.enter(live)
 
     def undo(self) -> None:
         """Takes everything back; ids that were unknown are so again."""
-        for undo in reversed(self._undo):
-            live = self._slots.get(undo.cache_id)
-            assert live is not None
-            self._slots.seat(live, undo.blocks)
-            self._slots.pool.release(undo.gained)
-            if undo.is_new:
-                self._slots.release(undo.cache_id)
+        for row in reversed(self._rows):
+            if row.undo is not None and row.live is not None:
+                self._slots.seat(row.live, row.undo.blocks)
+                self._slots.pool.release(row.undo.gained)
+                if row.undo.is_new:
+                    self._slots.release(row.want.cache_id)
 
-    def _match(self, want: Want) -> list[PrefixEntry]:
+    def _match(self, prefixes: PrefixIndex, row: GrowingRow) -> list[PrefixEntry]:
         """Finds the full blocks, from where the sequence ends, that are in the prefixes."""
-        prefixes, size = self._slots.prefixes, self._slots.block_size
-        if prefixes is None or not want.reusable:
-            return []
-        live = self._slots.get(want.cache_id) or LiveSequence(slot=-1)
+        size, want = self._slots.block_size, row.want
+        live = row.live or LiveSequence(slot=-1)
         at = live.length // size
         entry = live.entries[-1] if at else prefixes.root(want.adapter)
         tail = live.tokens[at * size :].tobytes() + want.tokens.tobytes()
@@ -179,21 +193,31 @@ class Growth:
 
     def _count_blocks(self) -> None:
         """Decides how many blocks each row lacks, and whether it must copy the one it goes on in."""
-        sharers = Counter(entry.block for row in self._rows for entry in row.hits)
+        sharers = dict(Counter([entry.block for row in self._rows for entry in row.hits]))
+        pool, size = self._slots.pool, self._slots.block_size
         for row in self._rows:
-            live = self._slots.get(row.want.cache_id) or LiveSequence(slot=-1)
-            at, inside = divmod(live.length, self._slots.block_size)
-            row.new_blocks = max(0, self._slots.num_blocks(row.target) - max(len(live.blocks), at + len(row.hits)))
-            if inside and not row.hits and row.target > live.length:
-                block = live.blocks[at]
-                if self._slots.pool.num_holders(block) + sharers[block] > 1:
+            blocks, length = () if row.live is None else row.live.blocks, row.length
+            at, inside = divmod(length, size)
+            held = max(len(blocks), at + len(row.hits)) if row.hits else len(blocks)
+            row.new_blocks = max(0, -(-row.target // size) - held)
+            if inside and not row.hits and row.target > length:
+                block = blocks[at]
+                others = sharers.get(block, 0)
+                if pool.num_holders(block) + others > 1:
                     row.copies = True
-                    sharers[block] -= 1
+                    sharers[block] = others - 1
                 else:
-                    row.overwrites = self._slots.pool.is_kept(block)
+                    row.overwrites = pool.is_kept(block)
 
     def _holders(self, entry: PrefixEntry) -> int:
         return self._slots.pool.num_holders(_block(entry))
+
+
+def _stays(row: GrowingRow) -> bool:
+    """True of a sequence that has all the room it needs and may write there."""
+    if row.live is None or row.new_blocks or row.hits or row.copies or row.overwrites:
+        return False
+    return row.live.adapter is row.want.adapter
 
 
 def _block(entry: PrefixEntry) -> int:

@@ -47,6 +47,7 @@ class SlotTable:
         self.block_size = block_size
         self.prefixes = prefixes
         self.pool = BlockPool(num_blocks, self.forget)
+        self.longest = min(kv_capacity, num_blocks * block_size)  # positions of a sequence that is alone
         self.table = np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32)
         self._live: dict[str, LiveSequence] = {}
         self._free_slots = list(range(max_seqs - 1, -1, -1))
@@ -58,7 +59,7 @@ class SlotTable:
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
         found = self._live.get(cache_id)
-        return 0 if found is None else found.length
+        return 0 if found is None else len(found.tokens)
 
     @property
     def cache_ids(self) -> list[str]:
@@ -72,12 +73,13 @@ class SlotTable:
     def refuse_past_capacity(self, cache_id: str, target: int) -> None:
         """Raises RequestValidation if a sequence cannot be so long, were it the only one."""
         room = self.pool.num_blocks * self.block_size
+        if target <= self.longest:
+            return
         if target > self.kv_capacity:
             raise RequestValidationError(
                 f"{cache_id!r} needs {target} positions, its KV capacity is {self.kv_capacity}"
             )
-        if target > room:
-            raise RequestValidationError(f"{cache_id!r} needs {target} positions, the whole pool holds {room}")
+        raise RequestValidationError(f"{cache_id!r} needs {target} positions, the whole pool holds {room}")
 
     def refuse_newcomers(self, cache_ids: Sequence[str]) -> None:
         """Raises ResourceExhausted if the ids (all different) that are unknown outnumber the free slots."""
