@@ -39,7 +39,7 @@ def main() -> None:
     setting = start(__doc__, ENGINE, SMOKE_ENGINE)
     found, runner = setting.found, setting.runner
     batches, contexts = (SMOKE_BATCHES, SMOKE_CONTEXTS) if found.smoke else (BATCHES, CONTEXTS)
-    bare = {batch: BareStep(runner, batch) for batch in batches}
+    bare = {batch: BareStep.of(runner, batch) for batch in batches}
     rows = []
     for context in contexts:
         rows += [_measure(runner, setting.probes, bare[batch], batch, context, found.rounds) for batch in batches]

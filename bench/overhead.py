@@ -73,7 +73,7 @@ def _measure(runner: ModelRunner, count: int, rounds: int) -> dict[str, Any]:
     decodes, restore = models.prefilled(runner, count, CONTEXT)
     contestants = {
         "call": Contestant(lambda: runner.decode_batch(decodes), restore, BURST),
-        "bare": Contestant(BareStep(runner, count).at(CONTEXT), burst=BURST),
+        "bare": Contestant(BareStep.of(runner, count).at(CONTEXT), burst=BURST),
     }
     times = alternate(contestants, rounds=rounds)
     restore()

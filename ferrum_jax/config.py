@@ -9,6 +9,7 @@ from typing import Any, Self
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
 MOST_LAYERS = 10_000  # a damaged count would otherwise be counted to
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _CHANGES_ARITHMETIC = (  # settings of other families that would make these forwards wrong if they were ignored
@@ -256,6 +257,7 @@ class EngineConfig:
     chunk_tokens: tuple[int, ...] | None = None  # ladder of C, tokens
     verify_tokens: tuple[int, ...] | None = None  # ladder of C where every token wants logits
     verify_rows: tuple[int, ...] | None = None  # ladder of P where every token wants logits
+    layout: str | None = None  # of the parameters: `checkpoint`, `fused` or `scanned`
     artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
 
     def __post_init__(self):
@@ -281,6 +283,8 @@ class EngineConfig:
         folder = self.artifacts
         if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
             raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
+        if self.layout is not None and not (isinstance(self.layout, str) and self.layout in LAYOUTS):
+            raise ConfigError(f"layout is {shown(self.layout)}, expected {', '.join(LAYOUTS)}")
         for name in ("dtype", "kv_dtype"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value in ("float32", "float16", "bfloat16")):
@@ -345,6 +349,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
     "FERRUM_DTYPE": ("dtype", dtype_name),
     "FERRUM_SPEC_N": ("spec_tokens", int),
+    "FERRUM_LAYOUT": ("layout", str),
     "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
 }
 ENVIRONMENT: Mapping[str, str] = os.environ  # of which the compilers below JAX read more than this package does

@@ -28,7 +28,7 @@ from ferrum_jax.sharding.devices import find_device
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _TYPES = (ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative)
-_ENGINE_OPTIONS = ("kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank")
+_ENGINE_OPTIONS = ("kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout")
 _OPTIONS = (*_ENGINE_OPTIONS, "kv_dtype", "engine", "strict", "progress", "executor_type")
 _FIELD_OF = {  # settings of `load` that have a field of their own
     "path": "model_info.model_id",

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -15,10 +16,12 @@ from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_e
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
-from ferrum_jax.executor.device import EMPTY_KV
+from ferrum_jax.executor.kv_memory import EMPTY_KV, KvMemory
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
+from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
+from ferrum_jax.models.layout import CHECKPOINT, lay_out, layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
@@ -43,6 +46,7 @@ def load(
     kv_blocks: int | None = None,
     memory_fraction: float | None = None,
     max_step_tokens: int | None = None,
+    layout: str | None = None,
     engine: EngineConfig | None = None,
     max_loras: int = 0,
     max_lora_rank: int = 0,
@@ -67,6 +71,8 @@ def load(
         kv_blocks: blocks in the pool.
         memory_fraction: share of free device memory that the pool may take.
         max_step_tokens: tokens of prompts in one step; longer prompts run in several.
+        layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
+            `checkpoint` if None.
         engine: an `EngineConfig` with the ladders.
         max_loras: adapters loaded at a time.
         max_lora_rank: largest rank of an adapter.
@@ -92,20 +98,26 @@ def load(
         kv_blocks=kv_blocks,
         memory_fraction=memory_fraction,
         max_step_tokens=max_step_tokens,
+        layout=layout,
         max_loras=_unless_zero(max_loras),
         max_lora_rank=_unless_zero(max_lora_rank),
         artifacts=_folder_name(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
     )
     settings = _merge(asked, engine).over(EngineConfig.from_environment())
     target = find_device(device)
-    settings = settings.over(EngineConfig(dtype=default_dtype(target)))
+    settings = settings.over(EngineConfig(dtype=default_dtype(target), layout=CHECKPOINT))
     assert settings.dtype is not None
+    assert settings.layout is not None
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     ahead, root = plan_ahead(settings, source.config, target), artifacts_folder(settings)
-    early = None if root is None else _open_artifacts(root, source.config, ahead, target, settings.dtype)
+    early = None if root is None else _open_artifacts(root, source.config, ahead, target, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
-    params, cfg = _read(source, settings.dtype, target, progress)
+    free = free_bytes(target)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # writing zeros takes as long, too
+        allocating = pool.submit(_allocate_ahead, ahead.cache, target, early)
+        params, cfg = _read(source, settings.dtype, settings.layout, target, progress)
+    memory = allocating.result()
 
     def open_artifacts(plan: EnginePlan) -> Artifacts | None:
         if root is None:
@@ -113,8 +125,10 @@ def load(
         found = Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
         return early if early is not None and early.facts == found.facts else found
 
-    free = free_bytes(target)
+    free = free_bytes(target) if memory is None else max(0, free - parameter_bytes(cfg, settings.dtype))
     plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
+    if memory is not None and memory.spec != plan.cache:
+        memory = None
     return ModelRunner(
         params,
         cfg,
@@ -123,13 +137,29 @@ def load(
         strict=strict,
         name=Path(source.path).name,
         artifacts=open_artifacts(plan),
+        memory=memory,
     )
 
 
-def _open_artifacts(root: Path, cfg: ModelConfig, plan: EnginePlan, device: JaxDevice, dtype: str) -> Artifacts:
+def _allocate_ahead(spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None) -> KvMemory | None:
+    """Allocates a KV of the size that it will have if nothing unusual happens; on a CPU, where zeros take seconds."""
+    if device.platform != "cpu":
+        return None
+    try:
+        memory = KvMemory(spec, device, artifacts)
+        memory.allocate_ahead()
+    except ResourceExhaustedError:  # said again, if it is still so when the parameters are there
+        return None
+    return memory
+
+
+def _open_artifacts(
+    root: Path, cfg: ModelConfig, plan: EnginePlan, device: JaxDevice, settings: EngineConfig
+) -> Artifacts:
     """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
     placed = jax.sharding.SingleDeviceSharding(device)
-    shapes = specs.shapes(family(cfg).param_specs(cfg), dtype)
+    assert settings.dtype is not None
+    shapes = specs.shapes(layout_specs(cfg, settings.layout or CHECKPOINT), settings.dtype)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
     return Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, device))
 
@@ -171,15 +201,16 @@ def load_params(
     path: ModelPath | Checkpoint,
     dtype: str | None = None,
     *,
+    layout: str = CHECKPOINT,
     device: str | Device | JaxDevice | None = None,
     progress: bool = False,
 ) -> tuple[ParamTree, ModelConfig]:
-    """Reads a checkpoint into a plain tree of arrays, named as in the checkpoint, and its configuration."""
+    """Reads a checkpoint into a plain tree of arrays, named as there if so laid out, and its configuration."""
     target = find_device(device)
     dtype = default_dtype(target) if dtype is None else dtype_name(dtype)
-    EngineConfig(dtype=dtype)
+    EngineConfig(dtype=dtype, layout=layout)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    return _read(source, dtype, target, progress)
+    return _read(source, dtype, layout, target, progress)
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
@@ -218,9 +249,11 @@ def parameter_bytes(cfg: ModelConfig, dtype: str) -> int:
     return num_parameters(family(cfg).param_specs(cfg)) * jnp.dtype(dtype).itemsize
 
 
-def _read(source: Checkpoint, dtype: str, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
+def _read(
+    source: Checkpoint, dtype: str, layout: str, device: JaxDevice, progress: bool
+) -> tuple[ParamTree, ModelConfig]:
     try:
-        return _read_all(source, dtype, device, progress)
+        return _read_all(source, dtype, layout, device, progress)
     except jax.errors.JaxRuntimeError as problem:
         needed = parameter_bytes(source.config, dtype)
         raise ResourceExhaustedError(
@@ -228,12 +261,15 @@ def _read(source: Checkpoint, dtype: str, device: JaxDevice, progress: bool) -> 
         ) from problem
 
 
-def _read_all(source: Checkpoint, dtype: str, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
+def _read_all(
+    source: Checkpoint, dtype: str, layout: str, device: JaxDevice, progress: bool
+) -> tuple[ParamTree, ModelConfig]:
     if isinstance(source, orbax.OrbaxSource):
-        return source.restore(dtype, device), source.config
+        return lay_out(source.restore(dtype, device), source.config, layout), source.config
     params = assemble(
         source,
-        family(source.config).param_specs(source.config),
+        source.config,
+        layout=layout,
         dtype=dtype,
         device=device,
         ignorable=lambda name: _ignorable(name, source.config),

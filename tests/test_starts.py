@@ -23,7 +23,7 @@ from ferrum_jax.compile.artifacts import Artifact
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract import ActiveLoraAdapter, GreedyArgmax
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.device import EMPTY_KV
+from ferrum_jax.executor.kv_memory import EMPTY_KV
 from tests import tiny
 from tests.generate.test_request import letters
 from tests.shipped import needs_optimisations

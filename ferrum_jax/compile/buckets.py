@@ -4,7 +4,6 @@ import bisect
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from ferrum_jax.contract.errors import ConfigError
 
@@ -179,7 +178,8 @@ def choose_bucket(sizes: Sequence[int], needed: int) -> int:
     return sizes[min(bisect.bisect_left(sizes, needed), len(sizes) - 1)]
 
 
-class Piece(NamedTuple):
+@dataclass(slots=True)
+class Piece:
     """A run of one row's tokens, taken in one step."""
 
     row: int

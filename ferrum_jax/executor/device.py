@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import packing
-from ferrum_jax.compile.artifacts import Artifacts, build
 from ferrum_jax.compile.buckets import AnyKey, CopyKey, GatherKey, LoopKey, Outputs, Piece, SelectKey, StepPlan
 from ferrum_jax.compile.looping import LoopRow, pack_loop
 from ferrum_jax.compile.lowering import lower
@@ -16,15 +15,13 @@ from ferrum_jax.compile.selecting import Greedy, packed_rows
 from ferrum_jax.compile.steps import StepOutputs
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.decoding import DecodedRun
-from ferrum_jax.contract.errors import BackendError, DeviceError, ResourceExhaustedError
-from ferrum_jax.kvcache import state
-from ferrum_jax.kvcache.state import CacheSpec, KvState
+from ferrum_jax.contract.errors import BackendError, DeviceError
+from ferrum_jax.executor.kv_memory import KvMemory
+from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.devices import JaxDevice
 
 T = TypeVar("T")
-EMPTY_KV = "empty KV"  # what the call that makes it is kept as
 Answer = NDArray[np.float32] | int
 GetStep = Callable[[AnyKey], jax.stages.Compiled]
 
@@ -43,26 +40,8 @@ class Row(NamedTuple):
 class DeviceKv:
     """Owns the KV: every step's input dies at dispatch and its output takes the place."""
 
-    def __init__(
-        self,
-        params: ParamTree,
-        cfg: ModelConfig,
-        spec: CacheSpec,
-        device: JaxDevice,
-        artifacts: Artifacts | None = None,
-    ):
-        placed = jax.sharding.SingleDeviceSharding(device)
-        self._shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), state.shapes(spec)
-        )
-        empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
-        try:
-            self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts)
-        except jax.errors.JaxRuntimeError as problem:
-            raise ResourceExhaustedError(
-                f"a KV of {spec.num_blocks} blocks ({spec.num_bytes:,} bytes) cannot be compiled for: {problem}"
-            ) from problem
-        self._spec = spec
+    def __init__(self, params: ParamTree, cfg: ModelConfig, memory: KvMemory):
+        self._memory = memory
         self._params = params
         self._cfg = cfg
         self._kv: KvState[jax.Array] | None = None
@@ -84,7 +63,7 @@ class DeviceKv:
 
     def lower(self, key: AnyKey, loras: ParamTree | None = None) -> jax.stages.Lowered:
         """Lowers one call for these parameters and this KV, and for stacks of adapters."""
-        return lower(self._cfg, self._params, self._shapes, loras, key)
+        return lower(self._cfg, self._params, self._memory.shapes, loras, key)
 
     def reallocate(self) -> None:
         """Drops the KV and allocates it anew.
@@ -93,13 +72,7 @@ class DeviceKv:
             ResourceExhaustedError: the device has not so much memory left.
         """
         self._kv = None
-        try:
-            self._kv = jax.block_until_ready(self._empty())
-        except jax.errors.JaxRuntimeError as problem:
-            raise ResourceExhaustedError(
-                f"a KV of {self._spec.num_blocks} blocks ({self._spec.num_bytes:,} bytes) cannot be allocated: "
-                f"{problem}"
-            ) from problem
+        self._kv = self._memory.allocate()
 
     def give_up(self) -> None:
         """Counts the KV as lost: what the host knows of it may no longer be true."""
@@ -146,11 +119,12 @@ class DeviceKv:
         buffer, groups = packing.blank(plan.key)
         if plan.decodes:
             _fill(groups[0], plan.decodes, rows, tables)
-            groups[0].tokens[: len(plan.decodes), 0] = [rows[at].tokens[start] for at, start, _ in plan.decodes]
+            groups[0].tokens[: len(plan.decodes), 0] = [rows[one.row].tokens[one.start] for one in plan.decodes]
         if plan.chunks:
             _fill(groups[-1], plan.chunks, rows, tables)
-            for mine, (at, start, count) in zip(groups[-1].tokens, plan.chunks, strict=False):
-                mine[:count] = rows[at].tokens[start : start + count]
+            for at, piece in enumerate(plan.chunks):
+                stop = piece.start + piece.count
+                groups[-1].tokens[at, : piece.count] = rows[piece.row].tokens[piece.start : stop]
         answers: dict[int, Answer] = {}
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:

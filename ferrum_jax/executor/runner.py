@@ -25,6 +25,7 @@ from ferrum_jax.executor import describe
 from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, expected, expected_logits
+from ferrum_jax.executor.kv_memory import KvMemory
 from ferrum_jax.executor.lifecycle import Closing, Lifecycle, serialised
 from ferrum_jax.executor.loops import Loops
 from ferrum_jax.executor.sequences import Sequences
@@ -52,14 +53,17 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         strict: bool = False,
         name: str = "",
         artifacts: Artifacts | None = None,
+        memory: KvMemory | None = None,
     ):
+        """Allocates the KV, unless `memory`, which is of the plan's size, has one ready."""
         self.params = params
         self.model_config = model_config
         self.plan = plan
         self.device = device
         self.name = name or model_config.model_type
         self.artifacts = artifacts
-        self._device = DeviceKv(params, model_config, plan.cache, device, artifacts)
+        memory = memory or KvMemory(plan.cache, device, artifacts)
+        self._device = DeviceKv(params, model_config, memory)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
         self._steps = StepCache(self._lower, strict=strict, artifacts=artifacts)
         dtype = jax.tree.leaves(params)[0].dtype.name

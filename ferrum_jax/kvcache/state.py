@@ -62,7 +62,7 @@ def empty(spec: CacheSpec) -> KvState[jax.Array]:
 
 def write(
     kv: KvState[jax.Array],
-    layer: int,
+    layer: int | Int[Array, ""],
     block_ids: Int[Array, " X"],
     offsets: Int[Array, " X"],
     k: Float[Array, "X K H"],
@@ -79,7 +79,7 @@ def write(
 
 
 def read(
-    kv: KvState[jax.Array], layer: int, block_ids: Int[Array, " B"]
+    kv: KvState[jax.Array], layer: int | Int[Array, ""], block_ids: Int[Array, " B"]
 ) -> tuple[Float[Array, "B K H C"], Float[Array, "B K C H"]]:
     """Reads one block of one layer for each row.
 

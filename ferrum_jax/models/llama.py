@@ -6,6 +6,7 @@ Touvron et al. 2023, "Llama 2"; Jiang et al. 2023, "Mistral 7B" (sliding window)
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
@@ -21,6 +22,11 @@ from ferrum_jax.models.rotary import frequencies
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 
 Lora = tuple[ParamTree, jax.Array] | None  # stacks of one block, and bool [X, A]: which adapter each token uses
+FUSED = {  # by block: products of one input, and what their weight is called where they share one
+    "self_attn": {"qkv_proj": ("q_proj", "k_proj", "v_proj")},
+    "mlp": {"gate_up_proj": ("gate_proj", "up_proj")},
+}
+NO_WINDOW = 2**30  # as wide as any sequence, where layers of one loop differ in their windows
 
 
 def param_specs(cfg: ModelConfig) -> ParamTree:
@@ -87,26 +93,26 @@ def forward(
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     """Runs all new tokens of a batch; gives float32 logits `[R, V]` of the rows asked for, and the KV written.
 
-    `inputs_embeds` `[X, D]`, where given, take the place of the tokens' embeddings. `loras` are the stacks of
-    models/adapters.py, in the parameters' dtype; they count where rows of the batch have adapters.
+    `params` may have any layout of models/layout.py. `inputs_embeds` `[X, D]`, where given, take the place of the
+    tokens' embeddings. `loras` are the stacks of models/adapters.py, in the parameters' dtype; they count where rows of
+    the batch have adapters.
 
     Raises:
         InvalidParameterError: rows have adapters, but there are no `loras`.
     """
     tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
     at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
-    places = [addresses(rows, kv.v.shape[3], kv.v.shape[1]) for rows in batch.groups]
-    block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in places]) for i in (0, 1))
-    turn = rotations(at, *frequencies(cfg))
+    found = [addresses(rows, kv.v.shape[3], kv.v.shape[1]) for rows in batch.groups]
+    block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in found]) for i in (0, 1))
+    places, turn = (block_ids, offsets), rotations(at, *frequencies(cfg))
     x = embed(params, tokens) if inputs_embeds is None else inputs_embeds
     adapted = _adapted(loras, batch, cfg)
-    for index, layer in enumerate(params["model"]["layers"]):
-        normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
-        lora, places = adapted[index]["self_attn"], (block_ids, offsets)
-        mixed, kv = _attention(layer["self_attn"], lora, normed, turn, kv, index, batch, places, cfg)
-        x = x + mixed
-        normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
-        x = x + _mlp(layer["mlp"], adapted[index]["mlp"], normed)
+    layers, windows = params["model"]["layers"], cfg.layer_windows
+    if isinstance(layers, dict):
+        x, kv = _scan(layers, adapted, x, turn, kv, batch, places, cfg)
+    else:
+        for index, layer in enumerate(layers):
+            x, kv = _layer(layer, adapted[index], x, turn, kv, index, batch, places, windows[index], cfg)
     x = rms_norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
     head = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
     return vocabulary_logits(x, head["weight"]), kv
@@ -124,21 +130,74 @@ def _adapted(loras: ParamTree | None, batch: Batch[jax.Array], cfg: ModelConfig)
     return [{name: (stacks, used) for name, stacks in layer.items()} for layer in layers]
 
 
+def _scan(
+    layers: ParamTree,  # leaves [L, ...]
+    adapted: list[dict[str, Lora]],
+    x: jax.Array,
+    turn: tuple[jax.Array, jax.Array],
+    kv: KvState[jax.Array],
+    batch: Batch[jax.Array],
+    places: tuple[jax.Array, jax.Array],
+    cfg: ModelConfig,
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    """Runs the layers in one loop. The KV is carried, so that it is written where it lies.
+
+    Stacks of adapters, which keep a leaf for each layer, are stacked here: a copy of them in every step.
+    """
+    windows = set(cfg.layer_windows)
+    differing = jnp.asarray([NO_WINDOW if window is None else window for window in cfg.layer_windows], jnp.int32)
+    loras = jax.tree.map(lambda *leaves: jnp.stack(leaves), *[_stacks(lora) for lora in adapted])
+
+    def step(carry, xs):
+        layer, stacks, window, index = xs
+        lora = {name: lora and (stacks[name], lora[1]) for name, lora in adapted[0].items()}
+        window = window if len(windows) > 1 else next(iter(windows))
+        return _layer(layer, lora, carry[0], turn, carry[1], index, batch, places, window, cfg), None
+
+    indices = jnp.arange(cfg.num_hidden_layers, dtype=jnp.int32)
+    (x, kv), _ = lax.scan(step, (x, kv), (layers, loras, differing, indices))
+    return x, kv
+
+
+def _stacks(adapted: dict[str, Lora]) -> ParamTree:
+    return {name: lora[0] for name, lora in adapted.items() if lora is not None}
+
+
+def _layer(
+    layer: ParamTree,
+    adapted: dict[str, Lora],
+    x: jax.Array,  # [X, D]
+    turn: tuple[jax.Array, jax.Array],
+    kv: KvState[jax.Array],
+    index: int | jax.Array,
+    batch: Batch[jax.Array],
+    places: tuple[jax.Array, jax.Array],
+    window: int | jax.Array | None,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
+    lora = adapted["self_attn"]
+    mixed, kv = _attention(layer["self_attn"], lora, normed, turn, kv, index, batch, places, window, cfg)
+    x = x + mixed
+    normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
+    return x + _mlp(layer["mlp"], adapted["mlp"], normed), kv
+
+
 def _attention(
     layer: ParamTree,
     lora: Lora,
     x: jax.Array,  # [X, D]
     turn: tuple[jax.Array, jax.Array],
     kv: KvState[jax.Array],
-    index: int,
+    index: int | jax.Array,
     batch: Batch[jax.Array],
     places: tuple[jax.Array, jax.Array],
+    window: int | jax.Array | None,
     cfg: ModelConfig,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
-    def heads(name: str) -> jax.Array:
-        return _project(x, layer, lora, name).reshape(len(x), -1, cfg.head_dim)
-
-    q, k, v = heads("q_proj"), heads("k_proj"), heads("v_proj")  # [X, heads, H]
+    num_heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads
+    projected = _project_all(x, layer, lora, "qkv_proj", FUSED["self_attn"]["qkv_proj"], num_heads)
+    q, k, v = (y.reshape(len(x), -1, cfg.head_dim) for y in projected)  # [X, heads, H]
     if cfg.qk_norm:
         q = rms_norm(q, layer["q_norm"]["weight"], cfg.rms_norm_eps)
         k = rms_norm(k, layer["k_norm"]["weight"], cfg.rms_norm_eps)
@@ -148,21 +207,38 @@ def _attention(
     for rows in batch.groups:
         size = rows.tokens.size
         mine = q[start : start + size].reshape(*rows.tokens.shape, -1, cfg.head_dim)
-        out = attend(mine, kv, index, rows, scale=cfg.head_dim**-0.5, window=cfg.layer_windows[index])
+        out = attend(mine, kv, index, rows, scale=cfg.head_dim**-0.5, window=window)
         outs.append(out.reshape(size, -1))
         start += size
     return _project(jnp.concatenate(outs), layer, lora, "o_proj"), kv
 
 
 def _mlp(layer: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
-    gate = _project(x, layer, lora, "gate_proj")
-    up = _project(x, layer, lora, "up_proj")
+    gate, up = _project_all(x, layer, lora, "gate_up_proj", FUSED["mlp"]["gate_up_proj"], (1, 1))
     return _project(jax.nn.silu(gate) * up, layer, lora, "down_proj")
 
 
 def _project(x: jax.Array, block: ParamTree, lora: Lora, name: str) -> jax.Array:
     """One product of a block, `[X, in]` to `[X, out]`, and what each token's adapter adds to it."""
-    y = linear(x, block[name]["weight"], block[name].get("bias"))
+    return _adapt(linear(x, block[name]["weight"], block[name].get("bias")), x, lora, name)
+
+
+def _project_all(
+    x: jax.Array, block: ParamTree, lora: Lora, fused: str, names: tuple[str, ...], shares: tuple[int, ...]
+) -> list[jax.Array]:
+    """Several products of one input, which are one product where their weight is: it is cut by `shares`."""
+    if fused not in block:
+        return [_project(x, block, lora, name) for name in names]
+    y = linear(x, block[fused]["weight"], block[fused].get("bias"))
+    share, parts, start = y.shape[1] // sum(shares), [], 0
+    for name, count in zip(names, shares, strict=True):
+        parts.append(_adapt(y[:, start * share : (start + count) * share], x, lora, name))
+        start += count
+    return parts
+
+
+def _adapt(y: jax.Array, x: jax.Array, lora: Lora, name: str) -> jax.Array:
+    """Adds what each token's adapter adds to a product of `x`."""
     if lora is None:
         return y
     stacks, used = lora

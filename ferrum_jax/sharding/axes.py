@@ -13,6 +13,8 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "mlp": "tensor",
     "embed": None,
     "head": None,
+    "fused": None,  # its parts would not lie beside what they meet
+    "layer": None,
     "adapter": None,
     "rank": None,
 }

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidFormatError
+from ferrum_jax.models.layout import Recipe, recipes
+from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
@@ -32,24 +35,32 @@ class TensorSource(Protocol):
 
 def assemble(
     source: TensorSource,
-    specs: ParamTree,
+    cfg: ModelConfig,
     *,
+    layout: str,
     dtype: str,
     device: JaxDevice,
     ignorable: Callable[[str], bool],
     progress: bool = False,
 ) -> ParamTree:
-    """Reads every parameter, one tensor at a time, cast to `dtype` and put on `device`.
+    """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on `device`.
 
     `ignorable` says which tensors that no parameter wants may be left unread.
 
     Raises:
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
     """
-    wanted: dict[str, ParamSpec] = named_leaves(specs)
+    wanted: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     refuse_mismatched(source.path, source.shapes(), wanted, ignorable)
-    names = Track("reading weights")(wanted) if progress else wanted
-    return from_names(specs, {name: _place(source.read(name), dtype, device) for name in names})
+
+    def read(name: str) -> np.ndarray:
+        return source.read(name).astype(jnp.dtype(dtype), copy=False)
+
+    tree = recipes(cfg, layout)
+    made: dict[str, Recipe] = named_leaves(tree)
+    names = Track("reading weights")(made) if progress else made
+    leaves = {name: jax.device_put(made[name].make(read, np.concatenate, np.stack), device) for name in names}
+    return from_names(tree, leaves)
 
 
 def refuse_mismatched(
@@ -74,7 +85,3 @@ def refuse_listed(path: Path, problems: Sequence[str]) -> None:
     if problems:
         rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise InvalidFormatError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
-
-
-def _place(tensor: np.ndarray, dtype: str, device: JaxDevice) -> jax.Array:
-    return jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False), device)

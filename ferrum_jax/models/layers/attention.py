@@ -20,11 +20,11 @@ QUERY_BLOCK = 128  # tokens of a chunk that walk the KV together, so that early 
 def attend(
     q: Float[Array, "B T N H"],
     kv: KvState[jax.Array],
-    layer: int,
+    layer: int | Int[Array, ""],
     rows: Rows[jax.Array],
     *,
     scale: float,
-    window: int | None,
+    window: int | Int[Array, ""] | None,
 ) -> Float[Array, "B T N H"]:
     """Attends every token to the positions up to its own, the new keys and values being in the KV already.
 
@@ -54,11 +54,11 @@ def attend(
 def _walk(
     q: Float[Array, "B K G T H"],
     kv: KvState[jax.Array],
-    layer: int,
+    layer: int | Int[Array, ""],
     rows: Rows[jax.Array],
     start: Int[Array, ""],
     scale: float,
-    window: int | None,
+    window: int | Int[Array, ""] | None,
 ) -> Float[Array, "B K G T H"]:
     """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
     block_size = kv.v.shape[3]

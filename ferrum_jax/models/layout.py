@@ -1,0 +1,127 @@
+"""Layouts of a model's parameters: the checkpoint's own, and those that are better to serve from.
+
+`checkpoint` has a leaf for every tensor, named as there. In `fused`, products of the same input share one weight: q, k
+and v, and gate and up, joined along their outputs. `scanned` is fused, with the leaves of all layers stacked
+`[L, ...]`: the forward is then one loop over the layers, a program that compiles in a fraction of the time.
+
+The forward takes any of them, by the structure of the tree. Conversions are pure and lose nothing.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferrum_jax.config import LAYOUTS, ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, named_leaves
+
+CHECKPOINT, FUSED, SCANNED = LAYOUTS
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one leaf is made of the checkpoint's: the parts of a layer joined, and the layers stacked if it has them."""
+
+    layers: tuple[tuple[str, ...], ...]  # names of the parts, by layer
+    is_stacked: bool = False
+
+    def make(self, get: Callable[[str], Any], join: Callable[..., Any], stack: Callable[..., Any]) -> Any:
+        """Makes the leaf of what `get` gives for names, with the concatenation and the stacking of either NumPy."""
+        rows = []
+        for names in self.layers:
+            parts = [get(name) for name in names]
+            rows.append(jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0])
+        return jax.tree.map(lambda *leaves: stack(leaves), *rows) if self.is_stacked else rows[0]
+
+
+def recipes(cfg: ModelConfig, layout: str) -> ParamTree:
+    """Gives the tree of a layout, with a `Recipe` for every leaf."""
+    module = family(cfg)
+    tree = map_specs(lambda name, _: Recipe(((name,),)), module.param_specs(cfg))
+    if layout == CHECKPOINT:
+        return tree
+    layers = [_fused(layer, module.FUSED) for layer in tree["model"]["layers"]]
+    if layout == SCANNED:
+        layers = jax.tree.map(lambda *rows: Recipe(tuple(row.layers[0] for row in rows), is_stacked=True), *layers)
+    return tree | {"model": tree["model"] | {"layers": layers}}
+
+
+def _fused(layer: ParamTree, groups: dict[str, dict[str, tuple[str, ...]]]) -> ParamTree:
+    made = dict(layer)
+    for block, fused in groups.items():
+        made[block] = dict(layer[block])
+        for name, parts in fused.items():
+            taken = [made[block].pop(part) for part in parts]
+            made[block][name] = {leaf: Recipe((tuple(one[leaf].layers[0][0] for one in taken),)) for leaf in taken[0]}
+    return made
+
+
+def layout_specs(cfg: ModelConfig, layout: str) -> ParamTree:
+    """Describes every parameter of a layout."""
+    own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+
+    def describe(recipe: Recipe) -> ParamSpec:
+        parts = [own[name] for name in recipe.layers[0]]
+        first = parts[0]
+        shape, axes = (sum(part.shape[0] for part in parts), *first.shape[1:]), first.axes
+        if len(parts) > 1:
+            axes = ("fused", *axes[1:])
+        if recipe.is_stacked:
+            shape, axes = (len(recipe.layers), *shape), ("layer", *axes)
+        return ParamSpec(shape, axes, first.init)
+
+    return jax.tree.map(describe, recipes(cfg, layout))
+
+
+def layout_of(params: ParamTree) -> str:
+    """Tells the layout of a tree."""
+    layers = params["model"]["layers"]
+    if isinstance(layers, dict):
+        return SCANNED
+    return FUSED if "qkv_proj" in layers[0]["self_attn"] else CHECKPOINT
+
+
+def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
+    """Converts parameters of any layout into another; pure, so it may be jitted, donated to and differentiated.
+
+    Leaves that stay as they are, are the same arrays; the others are copies.
+
+    Raises:
+        InvalidParameterError: there is no such layout.
+    """
+    if layout not in LAYOUTS:
+        raise InvalidParameterError(f"layout is {layout!r}, expected {', '.join(LAYOUTS)}")
+    if layout_of(params) == layout:
+        return params
+    names = _checkpoint_leaves(params, cfg)
+    return jax.tree.map(lambda recipe: recipe.make(names.__getitem__, jnp.concatenate, jnp.stack), recipes(cfg, layout))
+
+
+def _checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
+    """Takes a tree of any layout apart into the checkpoint's leaves, by name."""
+    layout = layout_of(params)
+    own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+    leaves: dict[str, Any] = {}
+
+    def take_apart(recipe: Recipe, leaf: Any) -> None:
+        for index, names in enumerate(recipe.layers):
+            row = jax.tree.map(operator.itemgetter(index), leaf) if recipe.is_stacked else leaf
+            leaves.update(zip(names, _split(row, [own[name].shape[0] for name in names]), strict=True))
+
+    jax.tree.map(take_apart, recipes(cfg, layout), params)
+    return leaves
+
+
+def _split(leaf: Any, sizes: Sequence[int]) -> list[Any]:
+    """Cuts a leaf along its outputs."""
+    if len(sizes) == 1:
+        return [leaf]
+    starts = np.cumsum([0, *sizes])
+    return [jax.tree.map(operator.itemgetter(slice(*ends)), leaf) for ends in pairwise(starts.tolist())]

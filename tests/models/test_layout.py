@@ -1,0 +1,136 @@
+"""Every layout of the parameters is the same model, and none loses a number."""
+
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ferrum_jax
+from ferrum_jax import models
+from ferrum_jax.config import LAYOUTS
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
+from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.weights import orbax
+from tests import tiny
+from tests.adapters import ADAPTERS, stacks_of
+
+SAME = 2e-5  # the same sums in another order; logits are of the order of one
+MODEL = "qwen2_window"  # biases on q, k and v, and layers with and without a window
+CFG = tiny.model_config(MODEL)
+TOKENS = jnp.asarray([tiny.prompt(MODEL)])
+
+run = jax.jit(models.forward, static_argnums=2)
+other_layouts = pytest.mark.parametrize("layout", LAYOUTS[1:])
+
+
+@pytest.fixture(scope="module")
+def params() -> ParamTree:
+    return tiny.tiny_params(tiny.CONFIGS[MODEL])
+
+
+def test_the_model_has_layers_of_different_windows():
+    assert len(set(CFG.layer_windows)) == 2
+
+
+@pytest.mark.parametrize(("layout", "other"), list(itertools.permutations(LAYOUTS, 2)))
+def test_a_conversion_there_and_back_changes_nothing(layout: str, other: str, params: ParamTree):
+    start = lay_out(params, CFG, layout)
+    there = lay_out(start, CFG, other)
+    assert layout_of(there) == other
+    tiny.assert_same_tree(lay_out(there, CFG, layout), start)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_specs_of_a_layout_describe_its_leaves(layout: str, params: ParamTree):
+    found = {name: leaf.shape for name, leaf in named_leaves(lay_out(params, CFG, layout)).items()}
+    specs = named_leaves(layout_specs(CFG, layout))
+    assert {name: spec.shape for name, spec in specs.items()} == found
+    assert all(len(spec.axes) == len(spec.shape) for spec in specs.values())
+
+
+def test_a_conversion_is_jittable(params: ParamTree):
+    converted = jax.jit(lambda tree: lay_out(tree, CFG, "scanned"))(params)
+    tiny.assert_same_tree(converted, lay_out(params, CFG, "scanned"))
+
+
+def test_an_unknown_layout_is_refused(params: ParamTree):
+    with pytest.raises(InvalidParameterError, match="'stacked', expected checkpoint, fused, scanned"):
+        lay_out(params, CFG, "stacked")
+    with pytest.raises(ConfigError, match="'stacked', expected checkpoint, fused, scanned"):
+        ferrum_jax.EngineConfig(layout="stacked")
+
+
+@other_layouts
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_every_model_gives_the_same_logits_in_every_layout(name: str, layout: str):
+    params, cfg = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name)
+    tokens = jnp.asarray([tiny.prompt(name)])
+    found = run(lay_out(params, cfg, layout), tokens, cfg)
+    np.testing.assert_allclose(found, run(params, tokens, cfg), rtol=0, atol=SAME)
+
+
+@other_layouts
+def test_rows_keep_their_adapters_in_every_layout(layout: str, tmp_path: Path):
+    name = "llama3"
+    params, cfg = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name)
+    stacks = stacks_of(tmp_path, ["every", None, "queries_and_values"], LoraSpec(max_loras=3, max_rank=64))
+    tokens, rows = jnp.asarray([tiny.prompt(name)] * 3), jnp.asarray([2, -1, 0])
+    assert set(ADAPTERS) >= {"every", "queries_and_values"}
+    expected = run(params, tokens, cfg, loras=stacks, adapters=rows)
+    found = run(lay_out(params, cfg, layout), tokens, cfg, loras=stacks, adapters=rows)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=SAME)
+    assert np.abs(expected[0] - expected[1]).max() > 100 * SAME
+
+
+@other_layouts
+def test_gradients_are_the_same_in_every_layout(layout: str, params: ParamTree):
+    def loss(tree: ParamTree) -> jax.Array:
+        return jax.nn.logsumexp(models.forward(lay_out(tree, CFG, layout), TOKENS[:, :12], CFG), axis=-1).mean()
+
+    def plain(tree: ParamTree) -> jax.Array:
+        return jax.nn.logsumexp(models.forward(tree, TOKENS[:, :12], CFG), axis=-1).mean()
+
+    found, expected = jax.jit(jax.grad(loss))(params), jax.jit(jax.grad(plain))(params)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=SAME), found, expected)
+
+
+@other_layouts
+def test_an_engine_serves_the_same_in_every_layout_and_writes_its_kv_in_place(layout: str, tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS[MODEL], shards=2)
+    engine = ferrum_jax.EngineConfig(
+        max_seqs=3, kv_capacity=160, block_size=8, decode_rows=(3,), chunk_rows=(1,), chunk_tokens=(16,), loop_tokens=3
+    )
+    prompt = tiny.prompt(MODEL)
+    answers = []
+    for chosen in (None, layout):
+        with ferrum_jax.load(folder, engine=engine, layout=chosen, progress=False) as model:
+            assert layout_of(model.params) == (chosen or "checkpoint")
+            rows = [model.prefill(name, prompt[:size]) for name, size in (("a", 40), ("b", 9), ("c", 21))]
+            rows += model.decode_batch([("a", 3, 40), ("b", 5, 9), ("c", 1, 21)])
+            rows += model.unified_forward([("a", [7], 41, True), ("b", prompt[:11], 10, True)])
+            answers.append(np.asarray(rows, np.float32))
+            for name, step in model.compile_stats()["steps"].items():
+                if not name.startswith(("select", "gather")):
+                    assert step["alias_bytes"] >= model.plan.cache.num_bytes, name
+    np.testing.assert_allclose(answers[1], answers[0], rtol=0, atol=SAME)
+
+
+@other_layouts
+def test_an_orbax_checkpoint_can_be_laid_out(layout: str, params: ParamTree, tmp_path: Path):
+    orbax.save(tmp_path / "checkpoint", params, CFG)
+    found, _ = ferrum_jax.load_params(tmp_path / "checkpoint", layout=layout)
+    tiny.assert_same_tree(found, lay_out(params, CFG, layout))
+
+
+def test_scanned_temporaries_hold_no_copy_of_the_layers(params: ParamTree):
+    """A loop that copied its stacked weights, or the KV, would take as much again."""
+    scanned = lay_out(params, CFG, "scanned")
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(scanned["model"]["layers"]))
+    memory = run.lower(scanned, TOKENS[:, :4], CFG).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < weights
