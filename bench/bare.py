@@ -1,4 +1,4 @@
-"""A compiled step without the engine around it: its arguments are on the device before it starts."""
+"""Compiled steps and loops without the engine around them: their arguments are on the device before they start."""
 
 import time
 from collections.abc import Callable
@@ -8,10 +8,14 @@ import jax
 import numpy as np
 
 from bench.models import TOKEN
-from ferrum_jax.compile.buckets import StepKey
+from ferrum_jax.compile.buckets import LoopKey, StepKey
+from ferrum_jax.compile.looping import LoopRow, pack_loop
+from ferrum_jax.compile.lowering import lower
 from ferrum_jax.compile.packing import blank
 from ferrum_jax.compile.steps import lower_step
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.decoding import Sampling
+from ferrum_jax.executor.adapters import NONE
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
@@ -54,6 +58,47 @@ class BareStep:
 
         def run() -> Any:
             outputs, self._kv = self.executable(self._params, self._kv, packed)
+            return jax.block_until_ready(outputs)
+
+        return run
+
+
+class BareLoop:
+    """One loop of greedy rows, as the runner has it, with a KV of its own that goes round."""
+
+    def __init__(self, runner: ModelRunner, rows: int):
+        plan = runner.plan
+        self._runner, self._spec = runner, plan.cache
+        self._key = LoopKey(rows, plan.ladders.loop_tokens, plan.ladders.table_columns)
+        shapes = state.shapes(self._spec)
+        self._executable = lower(runner.model_config, runner.params, shapes, None, self._key).compile()
+        self._kv = state.empty(self._spec)
+
+    def at(self, context: int) -> Callable[[], Any]:
+        """Gives the call that chooses all the loop's tokens for every row after `context` positions."""
+        key = self._key
+        used = -(-(context + key.tokens) // self._spec.block_size)
+        tables = np.zeros((key.rows, key.table_columns), np.int32)
+        tables[:, :used] = (np.arange(key.rows * used) % self._spec.num_blocks).reshape(-1, used)
+        rows = [
+            LoopRow(
+                token=TOKEN,
+                length=context,
+                limit=key.tokens,
+                table=table,
+                stop_ids=(),
+                sampling=Sampling(),
+                seed=0,
+                adapter=NONE,
+                seen=np.zeros(0, np.int32),
+            )
+            for table in tables
+        ]
+        buffer = pack_loop(rows, key, self._runner.model_config.vocab_size, until_one_ends=False)
+        packed = jax.device_put(buffer, self._runner.device)
+
+        def run() -> Any:
+            outputs, self._kv = self._executable(self._runner.params, self._kv, packed)
             return jax.block_until_ready(outputs)
 
         return run

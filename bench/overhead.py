@@ -3,8 +3,8 @@
 The wall-clock time of the contract's `decode_batch` (checks, block tables, packing, one upload, dispatch, logits in
 NumPy) minus that of the bare `Compiled` whose arguments are on the device already; both wait for the device, and take
 turns in bursts. The models are tiny, so that the difference is not lost in the step; so is their vocabulary, so that no
-copy of logits counts. More layers make more leaves, each of which costs either side its dispatch. `--model` measures
-that model instead.
+copy of logits counts. More layers make more leaves, each of which costs either side its dispatch. With the smallest
+model, `decode_n` is compared with its bare loop in the same way. `--model` measures that model instead.
 """
 
 import argparse
@@ -15,9 +15,10 @@ from typing import Any
 import jax
 
 from bench import card, models
-from bench.bare import BareStep
+from bench.bare import BareLoop, BareStep
 from bench.timing import Contestant, alternate, fit_line
 from ferrum_jax.config import EngineConfig
+from ferrum_jax.contract.decoding import DecodeRun
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
@@ -25,7 +26,9 @@ ROWS, SMOKE_ROWS = (1, 2, 4, 8, 16, 32, 64), (1, 8)
 LAYERS, SMOKE_LAYERS = (2, 8, 30), (1, 2)  # 9 leaves each
 CONTEXT = 16  # positions
 BURST = 20  # calls in a row
+LOOP = 32  # tokens of a row in one call of `decode_n`
 AIMS = {1: 150.0, 64: 300.0}  # microseconds at most, by rows, of the smallest model
+LOOP_AIM = 15.0  # microseconds a token
 
 
 def main() -> None:
@@ -34,18 +37,21 @@ def main() -> None:
     sizes = SMOKE_ROWS if found.smoke else ROWS
     conditions: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
+    loops: list[dict[str, Any]] = []
     for subject in _subjects(found):
-        runner = models.run(subject, _engine(sizes))
+        runner = models.run(subject, _engine(sizes, 0 if rows else LOOP))
         conditions = conditions or card.show_card(subject, runner.plan.cache)
         runner.warmup(progress=True)
+        loops += [_measure_loop(runner, count, found.rounds) for count in sizes if runner.loop_tokens]
         rows += [_measure(runner, count, found.rounds) for count in sizes]
         runner.close()
     _show(rows)
+    _show_loops(loops)
     aims = [_judge(row) for row in rows if row["rows"] in AIMS and row["leaves"] == rows[0]["leaves"]]
     by_leaf = _by_leaf(rows)
     if by_leaf is not None:
         print(f"one more leaf: {by_leaf:.2f} us of the bare call at 1 row, its arithmetic included")
-    card.finish("overhead", found, conditions, rows, aims=aims, bare_us_by_leaf=by_leaf)
+    card.finish("overhead", found, conditions, rows, loops=loops, aims=aims, bare_us_by_leaf=by_leaf)
 
 
 def _subjects(found: argparse.Namespace) -> Iterator[models.Subject]:
@@ -58,10 +64,11 @@ def _subjects(found: argparse.Namespace) -> Iterator[models.Subject]:
         yield models.random(f"tiny random, {layers} layers", cfg, dtype)
 
 
-def _engine(sizes: tuple[int, ...]) -> EngineConfig:
+def _engine(sizes: tuple[int, ...], loop_tokens: int) -> EngineConfig:
     return EngineConfig(
         max_seqs=sizes[-1],
-        kv_capacity=2 * CONTEXT,
+        kv_capacity=2 * CONTEXT + LOOP,
+        loop_tokens=loop_tokens,
         decode_rows=sizes,
         chunk_rows=(1,),
         chunk_tokens=(CONTEXT,),
@@ -89,6 +96,26 @@ def _measure(runner: ModelRunner, count: int, rounds: int) -> dict[str, Any]:
     }
 
 
+def _measure_loop(runner: ModelRunner, count: int, rounds: int) -> dict[str, Any]:
+    decodes, restore = models.prefilled(runner, count, CONTEXT)
+    runs = [DecodeRun(cache_id=one, token=token, pos=at, max_tokens=LOOP) for one, token, at in decodes]
+    contestants = {
+        "call": Contestant(lambda: runner.decode_n(runs), restore, BURST),
+        "bare": Contestant(BareLoop(runner, count).at(CONTEXT), burst=BURST),
+    }
+    times = alternate(contestants, rounds=rounds)
+    restore()
+    host = (times["call"].median - times["bare"].median) * 1e3
+    return {
+        "rows": count,
+        "tokens": LOOP,
+        "call_us": times["call"].median * 1e3,
+        "bare_us": times["bare"].median * 1e3,
+        "host_us_a_step": host / LOOP,
+        "host_us_a_token": host / LOOP / count,
+    }
+
+
 def _by_leaf(rows: list[dict[str, Any]]) -> float | None:
     """Microseconds that one more leaf costs the bare call at the fewest rows; None with one model alone."""
     fewest = [row for row in rows if row["rows"] == rows[0]["rows"]]
@@ -106,6 +133,22 @@ def _judge(row: dict[str, Any]) -> dict[str, Any]:
         f"{'reached' if reached else 'missed'} with {row['host_us']:.0f}"
     )
     return {"rows": row["rows"], "aim_us": aim, "host_us": row["host_us"], "reached": reached}
+
+
+def _show_loops(loops: list[dict[str, Any]]) -> None:
+    keys = "call_us", "bare_us"
+    lines = [
+        [f"{row['rows']}", *(f"{row[key]:.0f}" for key in keys), f"{row['host_us_a_step']:.1f}",
+         f"{row['host_us_a_token']:.2f}"]
+        for row in loops
+    ]  # fmt: skip
+    card.show_table(("rows", f"decode_n({LOOP}) us", "bare us", "host us a step", "host us a token"), lines)
+    if loops:
+        most = loops[0]["host_us_a_token"]
+        print(
+            f"aim: host at most {LOOP_AIM:.0f} us a token at {loops[0]['rows']} row in decode_n({LOOP}): "
+            f"{'reached' if most <= LOOP_AIM else 'missed'} with {most:.1f}"
+        )
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

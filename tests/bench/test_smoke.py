@@ -93,6 +93,14 @@ def test_overhead_ends_in_a_json_line(records: Path):
     for row in result["rows"]:
         assert set(row) == OVERHEAD
         assert row["host_us"] == pytest.approx(row["call_us"] - row["bare_us"])
+    for row in result["loops"]:
+        assert row["host_us_a_step"] == pytest.approx((row["call_us"] - row["bare_us"]) / row["tokens"])
+
+
+def test_layouts_end_in_a_json_line(records: Path):
+    result = _smoke("layouts", records, "--rounds", "1")
+    assert [row["layout"] for row in result["rows"]] == ["checkpoint", "fused", "scanned"] * 2
+    assert all(row["step_ms"] > 0 for row in result["rows"])
 
 
 def test_serve_ends_in_a_json_line(records: Path):
