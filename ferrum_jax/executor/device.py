@@ -108,13 +108,14 @@ class DeviceKv:
         tables: NDArray[np.int32],  # [slots, M]
         get: GetStep,
         loras: ParamTree | None = None,
-    ) -> dict[int, Answer]:
-        """Runs one step; gives, by row, the answer of rows whose last token it held, if wanted.
+    ) -> Callable[[], dict[int, Answer]]:
+        """Begins one step; gives the call that waits for it, so that the host can do its own part meanwhile.
 
-        For steps with the outputs `ALL`, every piece's logits come back, `[n, V]`.
+        That call gives, by row, the answer of rows whose last token the step held, if wanted. For steps with the
+        outputs `ALL`, every piece's logits come back, `[n, V]`.
 
         Raises:
-            DeviceError: the device failed; the KV is lost.
+            DeviceError: the device failed, now or in that call; the KV is lost.
         """
         buffer, groups = packing.blank(plan.key)
         if plan.decodes:
@@ -125,15 +126,24 @@ class DeviceKv:
             for at, piece in enumerate(plan.chunks):
                 stop = piece.start + piece.count
                 groups[-1].tokens[at, : piece.count] = rows[piece.row].tokens[piece.start : stop]
-        answers: dict[int, Answer] = {}
+        begun: list[StepOutputs] = []
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
             outputs, written = get(plan.key)(self._params, kv, buffer, *([loras] if plan.key.adapters else []))
-            answers.update(self._fetch(plan, outputs, rows, get))
+            begun.append(outputs)
             return written
 
+        def fetch(kv: KvState[jax.Array]) -> KvState[jax.Array]:
+            answers.update(self._fetch(plan, begun[0], rows, get))
+            return kv
+
+        def answer() -> dict[int, Answer]:
+            self._kv = self._replacing(fetch, plan.key)
+            return answers
+
+        answers: dict[int, Answer] = {}
         self._kv = self._replacing(step, plan.key)
-        return answers
+        return answer
 
     def run_loop(
         self, key: LoopKey, rows: Sequence[LoopRow], get: GetStep, loras: ParamTree | None, *, until_one_ends: bool

@@ -211,7 +211,7 @@ class Sequences:
         chosen = any(row.policy is not None and row.wanted for row in work)
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
         self.make_ready([*(plan.key for plan in plans), *selects, *self.extra_keys(growth)])
-        answers: list[list[Answer]] = [[] for _ in left]
+        pending: list[Callable[[], dict[int, Answer]]] = []
 
         def forward() -> None:
             rows = []
@@ -220,11 +220,13 @@ class Sequences:
                 tokens = row.tokens[skip:] if skip else row.tokens
                 rows.append(Row(tokens, len(live.tokens) + skip, live.slot, row.wanted, row.policy, uses[index]))
             for plan in plans:
-                found = self.device.run(plan, rows, self.slots.table, self.steps.get, self.adapters.stacks)
-                for at, answer in found.items():
-                    answers[at].append(answer)
+                pending.append(self.device.run(plan, rows, self.slots.table, self.steps.get, self.adapters.stacks))
 
-        self.perform(growth, forward)
+        self.perform(growth, forward)  # the books are written while the device works
+        answers: list[list[Answer]] = [[] for _ in left]
+        for answer in pending:
+            for at, piece in answer().items():
+                answers[at].append(piece)
         if self.adapters.are_used():
             self.adapters.count(row.cache_id for row in work)
         return answers

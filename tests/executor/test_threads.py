@@ -1,11 +1,14 @@
 """Calls from several threads are serialised, and a failure of the device is contained."""
 
 import threading
+from collections.abc import Callable
+from typing import cast
 
 import jax
 import numpy as np
 import pytest
 
+from ferrum_jax.compile.steps import StepOutputs
 from ferrum_jax.contract.errors import DeviceError, FerrumError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
@@ -37,17 +40,29 @@ def test_threads_do_not_disturb_each_other(runner: ModelRunner, oracle: Oracle):
     assert runner.kv_slot_capacity_snapshot().free_blocks == 18
 
 
+class Poisoned:
+    """Logits of a step that the device could not finish."""
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+
+def fail_at_dispatch(params: object, kv: object, buffer: object) -> object:
+    for leaf in jax.tree.leaves(kv):
+        leaf.delete()  # what donation does
+    raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+
+def fail_when_fetched(params: object, kv: object, buffer: object) -> object:
+    return StepOutputs(logits=cast(jax.Array, Poisoned())), kv
+
+
+@pytest.mark.parametrize("fail", [fail_at_dispatch, fail_when_fetched])
 def test_a_failed_step_is_an_error_state_until_reset(
-    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    fail: Callable[..., object], runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ):
     runner.prefill("a", [1, 2, 3])
     healthy = runner._steps._steps
-
-    def fail(params: object, kv: object, buffer: object) -> object:
-        for leaf in jax.tree.leaves(kv):
-            leaf.delete()  # what donation does
-        raise jax.errors.JaxRuntimeError("INTERNAL: injected")
-
     monkeypatch.setattr(runner._steps, "_steps", dict.fromkeys(healthy, fail))
     try:
         with pytest.raises(DeviceError, match="injected"):
