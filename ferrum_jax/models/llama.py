@@ -95,7 +95,7 @@ def forward(
     """
     tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
     at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
-    places = [addresses(rows, kv.v.shape[3], kv.v.shape[1]) for rows in batch.groups]
+    places = [addresses(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups]
     block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in places]) for i in (0, 1))
     turn = rotations(at, *frequencies(cfg))
     x = embed(params, tokens) if inputs_embeds is None else inputs_embeds
