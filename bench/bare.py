@@ -20,7 +20,8 @@ class BareStep:
         self._runner = runner
         self._spec = runner.plan.cache
         self._key = StepKey(rows, 0, 0, runner.plan.ladders.table_columns)
-        lowered = lower_step(runner.model_config, runner.params, state.shapes(self._spec), self._key)
+        shapes, attention = state.shapes(self._spec), self._spec.attention
+        lowered = lower_step(runner.model_config, runner.params, shapes, self._key, attention=attention)
         self._executable = lowered.compile()
         self._kv = state.empty(self._spec)
 

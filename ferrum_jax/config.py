@@ -9,6 +9,8 @@ from typing import Any, Self
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DTYPES = ("float32", "float16", "bfloat16")
+ATTENTIONS = ("xla", "triton", "cudnn", "tpu")
 MOST_LAYERS = 10_000  # a damaged count would otherwise be counted to
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _CHANGES_ARITHMETIC = (  # settings of other families that would make these forwards wrong if they were ignored
@@ -166,8 +168,7 @@ def _hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _switch(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
+    if (value := config.get(name)) is not None and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}, expected true or false")
     return bool(value)
 
@@ -240,6 +241,7 @@ class EngineConfig:
 
     dtype: str | None = None  # of weights and activations
     kv_dtype: str | None = None
+    attention: str | None = None  # which backend computes it: xla, triton, cudnn or tpu
     max_seqs: int | None = None  # live sequences
     kv_capacity: int | None = None  # positions one sequence can reach
     block_size: int | None = None  # positions
@@ -264,8 +266,7 @@ class EngineConfig:
         for name in ("max_loras", "max_lora_rank", "spec_tokens", "loop_tokens"):
             _refuse_below(name, getattr(self, name), 0)
         for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
-            ladder = getattr(self, name)
-            if ladder is None:
+            if (ladder := getattr(self, name)) is None:
                 continue
             if not isinstance(ladder, (tuple, list)):
                 raise ConfigError(f"{name} is {shown(ladder)}, expected ascending sizes of at least 1")
@@ -281,10 +282,9 @@ class EngineConfig:
         folder = self.artifacts
         if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
             raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
-        for name in ("dtype", "kv_dtype"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value in ("float32", "float16", "bfloat16")):
-                raise ConfigError(f"{name} is {shown(value)}, expected float32, float16 or bfloat16")
+        for name, known in (("dtype", DTYPES), ("kv_dtype", DTYPES), ("attention", ATTENTIONS)):
+            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value in known):
+                raise ConfigError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -292,8 +292,7 @@ class EngineConfig:
         environment = os.environ if environment is None else environment
         values = {}
         for variable, (name, parse) in _VARIABLES.items():
-            text = environment.get(variable)
-            if text is None:
+            if (text := environment.get(variable)) is None:
                 continue
             try:
                 values[name] = parse(text.strip())
@@ -344,6 +343,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
     "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
     "FERRUM_DTYPE": ("dtype", dtype_name),
+    "FERRUM_ATTENTION": ("attention", str.lower),
     "FERRUM_SPEC_N": ("spec_tokens", int),
     "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
 }

@@ -86,7 +86,7 @@ class DeviceKv:
 
     def lower(self, key: AnyKey, loras: ParamTree | None = None) -> jax.stages.Lowered:
         """Lowers one call for these parameters and this KV, and for stacks of adapters."""
-        return lower(self._cfg, self._params, self._shapes, loras, key)
+        return lower(self._cfg, self._params, self._shapes, loras, key, self._spec.attention)
 
     def reallocate(self) -> None:
         """Drops the KV and allocates it anew.

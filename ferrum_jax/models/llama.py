@@ -84,11 +84,13 @@ def forward(
     cfg: ModelConfig,
     inputs_embeds: jax.Array | None = None,
     loras: ParamTree | None = None,
+    attention: str = "xla",
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     """Runs all new tokens of a batch; gives float32 logits `[R, V]` of the rows asked for, and the KV written.
 
     `inputs_embeds` `[X, D]`, where given, take the place of the tokens' embeddings. `loras` are the stacks of
-    models/adapters.py, in the parameters' dtype; they count where rows of the batch have adapters.
+    models/adapters.py, in the parameters' dtype; they count where rows of the batch have adapters. `attention` is the
+    backend whose layout the KV has (models/layers/attention.py).
 
     Raises:
         InvalidParameterError: rows have adapters, but there are no `loras`.
@@ -103,7 +105,7 @@ def forward(
     for index, layer in enumerate(params["model"]["layers"]):
         normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
         lora, places = adapted[index]["self_attn"], (block_ids, offsets)
-        mixed, kv = _attention(layer["self_attn"], lora, normed, turn, kv, index, batch, places, cfg)
+        mixed, kv = _attention(layer["self_attn"], lora, normed, turn, kv, index, batch, places, cfg, attention)
         x = x + mixed
         normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
         x = x + _mlp(layer["mlp"], adapted[index]["mlp"], normed)
@@ -134,6 +136,7 @@ def _attention(
     batch: Batch[jax.Array],
     places: tuple[jax.Array, jax.Array],
     cfg: ModelConfig,
+    attention: str,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     def heads(name: str) -> jax.Array:
         return _project(x, layer, lora, name).reshape(len(x), -1, cfg.head_dim)
@@ -148,7 +151,8 @@ def _attention(
     for rows in batch.groups:
         size = rows.tokens.size
         mine = q[start : start + size].reshape(*rows.tokens.shape, -1, cfg.head_dim)
-        out = attend(mine, kv, index, rows, scale=cfg.head_dim**-0.5, window=cfg.layer_windows[index])
+        scale, window = cfg.head_dim**-0.5, cfg.layer_windows[index]
+        out = attend(mine, kv, index, rows, scale=scale, window=window, backend=attention)
         outs.append(out.reshape(size, -1))
         start += size
     return _project(jnp.concatenate(outs), layer, lora, "o_proj"), kv

@@ -5,7 +5,7 @@
 | `xla` | attention_xla | everything; gradients | all |
 | `triton` | attention_triton | NVIDIA GPUs; interpreted on CPU | all |
 | `cudnn` | attention_cudnn | NVIDIA GPUs, chunks of prompts; tokens of decoding as `triton` | bfloat16, float16 |
-| `tpu` | attention_tpu | TPUs | bfloat16, float32 |
+| `tpu` | attention_tpu | TPUs | bfloat16 |
 
 Which one an engine runs is decided in models/backends.py.
 """
@@ -13,6 +13,7 @@ Which one an engine runs is decided in models/backends.py.
 import jax
 from jaxtyping import Array, Float, Int
 
+from ferrum_jax.config import ATTENTIONS
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Rows
@@ -43,4 +44,12 @@ def attend(
         from ferrum_jax.models.layers.attention_triton import attend_triton
 
         return attend_triton(q, kv, layer, rows, scale=scale, window=window)
-    raise UnsupportedError(f"attention {backend!r}: supported are xla, triton")
+    if backend == "cudnn":
+        from ferrum_jax.models.layers.attention_cudnn import attend_cudnn
+
+        return attend_cudnn(q, kv, layer, rows, scale=scale, window=window)
+    if backend == "tpu":
+        from ferrum_jax.models.layers.attention_tpu import attend_tpu
+
+        return attend_tpu(q, kv, layer, rows, scale=scale, window=window)
+    raise UnsupportedError(f"attention {backend!r}: supported are {', '.join(ATTENTIONS)}")
