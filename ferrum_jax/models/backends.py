@@ -1,5 +1,8 @@
 """Which backend of attention serves a model on a device, and how the KV lies for it."""
 
+import importlib.util
+
+import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ATTENTIONS, ModelConfig
@@ -51,6 +54,8 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
     """Says why a backend cannot serve a model; None where it can."""
     if attention == "xla":
         return None
+    if attention != "tpu" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return f"JAX {jax.__version__} has no Pallas for Triton"
     width, step = cfg.head_dim, {"triton": 16, "cudnn": 16, "tpu": 128}[attention]
     if width % step or width > WIDEST_HEAD:
         return f"head_dim is {width}, supported are multiples of {step} up to {WIDEST_HEAD}"

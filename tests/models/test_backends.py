@@ -72,6 +72,13 @@ def test_what_a_backend_cannot_serve_is_unsupported(asked: str, platform: str, c
         choose(asked, platform, **changes)
 
 
+def test_a_jax_without_triton_leaves_xla(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert choose(None, "gpu") == "xla"
+    with pytest.raises(UnsupportedError, match="has no Pallas for Triton"):
+        choose("cudnn", "gpu")
+
+
 def test_xla_serves_everything_everywhere():
     for platform in ("cpu", "gpu", "tpu"):
         assert choose("xla", platform, "float16", cfg=CFG, block_size=7) == "xla"

@@ -96,13 +96,15 @@ def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, col
     """Chooses the tiles for an H100; other cards since Ampere run the same ones.
 
     Keys and values on their way take `2 * stages * keys * H * itemsize` bytes of the 227 KB of shared memory (99 KB on
-    the smallest cards): 64 KB in bfloat16 at a width of 128.
+    the smallest cards): 64 KB in bfloat16 at a width of 128. Float32 products have no tensor cores and hold their
+    operands in registers, of which more than 16 rows run out.
     """
     batch, tokens, heads, width = q.shape
     group = heads // kv_heads
-    wide = q.dtype.itemsize == 4 or width > 128
-    rows = min(max(pl.next_power_of_2(tokens * group), SMALLEST_PART), 64 if wide else 128)
-    keys = 32 if wide else 64
+    exact, wide = q.dtype.itemsize == 4, width > 128
+    most = 16 if exact else 64 if wide else 128
+    rows = min(max(pl.next_power_of_2(tokens * group), SMALLEST_PART), most)
+    keys = 32 if exact or wide else 64
     programs = pl.cdiv(tokens * group, rows) * kv_heads * batch
     useful = pl.cdiv(columns * block_size, SMALLEST_SHARE)
     return Tiles(
