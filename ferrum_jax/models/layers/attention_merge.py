@@ -18,5 +18,5 @@ def merge(
     shares = jnp.exp(lses - finite)
     total = shares.sum(axis=0)
     shares = shares / jnp.where(total == 0, 1.0, total)
-    out = jnp.where(shares[..., None] > 0, outs * shares[..., None], 0.0).sum(axis=0)
+    out = jnp.where(shares[..., None] == 0, 0.0, outs * shares[..., None]).sum(axis=0)
     return out, jnp.where(total == 0, -jnp.inf, finite + jnp.log(jnp.where(total == 0, 1.0, total)))

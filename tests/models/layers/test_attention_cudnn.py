@@ -19,7 +19,7 @@ CHUNK = Case(lengths=(0, 30, 0, 9), counts=(11, 7, 0, 1), tokens=11)
 def local_xla(
     q: jax.Array, k: jax.Array, v: jax.Array, counts: jax.Array, *, scale: float, window: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What `local_cudnn` gives; padding tokens get NaN, as a kernel may leave them."""
+    """What `local_cudnn` gives; padding tokens get what a kernel may leave there."""
     tokens, group = q.shape[1], q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(side.astype(jnp.float32), group, axis=2) for side in (k, v))
     at = jnp.arange(tokens)
@@ -31,7 +31,7 @@ def local_xla(
     lse = jax.nn.logsumexp(scores, axis=-1)
     out = jnp.einsum("BNTS,BSNH->BTNH", jnp.exp(scores - lse[..., None]), v, precision="highest")
     real = (at < counts[:, None])[..., None]
-    return jnp.where(real[..., None], out, jnp.nan).astype(q.dtype), jnp.where(real, lse.transpose(0, 2, 1), jnp.nan)
+    return jnp.where(real[..., None], out, jnp.nan).astype(q.dtype), jnp.where(real, lse.transpose(0, 2, 1), 3.0)
 
 
 @pytest.mark.parametrize("window", [None, 1, 8, 20])

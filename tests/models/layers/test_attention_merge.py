@@ -41,6 +41,8 @@ def test_parts_that_saw_nothing_count_for_nothing_even_if_they_hold_nan():
     out, lse = merge(outs, jnp.array([[0.5], [-jnp.inf]]))
     np.testing.assert_array_equal(out, [[1.0, 2.0]])
     np.testing.assert_array_equal(lse, [0.5])
+    out, lse = merge(outs, jnp.zeros((2, 1)))
+    assert np.isnan(out).all()  # but where they saw something, it shows
     out, lse = merge(outs, jnp.full((2, 1), -jnp.inf))
     np.testing.assert_array_equal(out, [[0.0, 0.0]])
     np.testing.assert_array_equal(lse, [-np.inf])
