@@ -28,7 +28,7 @@ class BareStep:
     def __init__(self, cfg: ModelConfig, params: ParamTree, spec: CacheSpec, key: StepKey):
         self._params, self._spec, self._key = params, spec, key
         started = time.perf_counter()
-        lowered = lower_step(cfg, params, state.shapes(spec), key)
+        lowered = lower_step(cfg, params, state.shapes(spec), key, attention=spec.attention)
         self.trace_seconds = time.perf_counter() - started
         self.executable = lowered.compile()
         self.compile_seconds = time.perf_counter() - started - self.trace_seconds

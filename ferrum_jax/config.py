@@ -10,6 +10,8 @@ from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
+DTYPES = ("float32", "float16", "bfloat16")
+ATTENTIONS = ("xla", "triton", "cudnn", "tpu")
 MOST_LAYERS = 10_000  # a damaged count would otherwise be counted to
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _CHANGES_ARITHMETIC = (  # settings of other families that would make these forwards wrong if they were ignored
@@ -167,8 +169,7 @@ def _hf_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _switch(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
+    if (value := config.get(name)) is not None and not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}, expected true or false")
     return bool(value)
 
@@ -241,6 +242,7 @@ class EngineConfig:
 
     dtype: str | None = None  # of weights and activations
     kv_dtype: str | None = None
+    attention: str | None = None  # which backend computes it: xla, triton, cudnn or tpu
     max_seqs: int | None = None  # live sequences
     kv_capacity: int | None = None  # positions one sequence can reach
     block_size: int | None = None  # positions
@@ -266,8 +268,7 @@ class EngineConfig:
         for name in ("max_loras", "max_lora_rank", "spec_tokens", "loop_tokens"):
             _refuse_below(name, getattr(self, name), 0)
         for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
-            ladder = getattr(self, name)
-            if ladder is None:
+            if (ladder := getattr(self, name)) is None:
                 continue
             if not isinstance(ladder, (tuple, list)):
                 raise ConfigError(f"{name} is {shown(ladder)}, expected ascending sizes of at least 1")
@@ -283,12 +284,9 @@ class EngineConfig:
         folder = self.artifacts
         if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
             raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
-        if self.layout is not None and not (isinstance(self.layout, str) and self.layout in LAYOUTS):
-            raise ConfigError(f"layout is {shown(self.layout)}, expected {', '.join(LAYOUTS)}")
-        for name in ("dtype", "kv_dtype"):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value in ("float32", "float16", "bfloat16")):
-                raise ConfigError(f"{name} is {shown(value)}, expected float32, float16 or bfloat16")
+        for name, known in (("dtype", DTYPES), ("kv_dtype", DTYPES), ("attention", ATTENTIONS), ("layout", LAYOUTS)):
+            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value in known):
+                raise ConfigError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -296,8 +294,7 @@ class EngineConfig:
         environment = os.environ if environment is None else environment
         values = {}
         for variable, (name, parse) in _VARIABLES.items():
-            text = environment.get(variable)
-            if text is None:
+            if (text := environment.get(variable)) is None:
                 continue
             try:
                 values[name] = parse(text.strip())
@@ -348,6 +345,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
     "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
     "FERRUM_DTYPE": ("dtype", dtype_name),
+    "FERRUM_ATTENTION": ("attention", str.lower),
     "FERRUM_SPEC_N": ("spec_tokens", int),
     "FERRUM_LAYOUT": ("layout", str),
     "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),

@@ -28,7 +28,7 @@ from ferrum_jax.sharding.devices import find_device
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _TYPES = (ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative)
-_ENGINE_OPTIONS = ("kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout")
+_ENGINE_OPTIONS = ("attention", "kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout")
 _OPTIONS = (*_ENGINE_OPTIONS, "kv_dtype", "engine", "strict", "progress", "executor_type")
 _FIELD_OF = {  # settings of `load` that have a field of their own
     "path": "model_info.model_id",
@@ -41,7 +41,12 @@ _FIELD_OF = {  # settings of `load` that have a field of their own
     "memory_fraction": "memory_config.max_memory_usage",
 }
 _ONLY = (  # part, field, the one value there is, why
-    ("attention_config", "enable_flash_attention", False, "there is no flash attention kernel"),
+    (
+        "attention_config",
+        "enable_flash_attention",
+        False,
+        "no flash setting: the option 'attention' names the kernel",
+    ),
     ("attention_config", "enable_paged_attention", True, "the KV is always paged"),
     ("memory_config", "enable_memory_pooling", True, "the KV is always one preallocated pool"),
     ("optimization_config", "enable_cuda_graphs", False, "XLA decides on command buffers"),
@@ -220,7 +225,7 @@ def _refuse_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> N
     if not isinstance(kind, AttentionType):
         raise ConfigError(f"attention_type is {shown(kind)}, expected an AttentionType")
     if kind is AttentionType.Flash:
-        raise UnsupportedError("attention_type Flash: there is no flash attention kernel")
+        raise UnsupportedError("attention_type Flash: no flash setting, the option 'attention' names the kernel")
     possible = {
         AttentionType.MultiHead: heads == kv_heads,
         AttentionType.MultiQuery: kv_heads == 1,

@@ -39,6 +39,7 @@ def load(
     path: ModelPath | Checkpoint,
     dtype: str | None = None,
     kv_dtype: str | None = None,
+    attention: str | None = None,
     max_seqs: int | None = None,
     kv_capacity: int | None = None,
     block_size: int | None = None,
@@ -64,6 +65,7 @@ def load(
         path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint; or one that `open_checkpoint` opened.
         dtype: of weights and activations; float32 on CPU and bfloat16 elsewhere if None.
         kv_dtype: of cached keys and values; `dtype` if None.
+        attention: its backend: `xla`, `triton`, `cudnn` or `tpu`; the platform's own if None.
         max_seqs: live sequences.
         kv_capacity: positions one sequence can reach; the model's maximum up to 4096 if None.
         block_size: positions per KV block.
@@ -91,6 +93,7 @@ def load(
     asked = EngineConfig(
         dtype=None if dtype is None else dtype_name(dtype),
         kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
+        attention=attention,
         max_seqs=max_seqs,
         kv_capacity=kv_capacity,
         block_size=block_size,

@@ -67,6 +67,7 @@ def built(kind: type) -> st.SearchStrategy[Callable[[], Any]]:
 LOAD = {
     "dtype": None,
     "kv_dtype": None,
+    "attention": None,
     "max_seqs": 1,
     "kv_capacity": 1,
     "block_size": 1,
@@ -139,6 +140,7 @@ EXECUTOR = {
         "kv_blocks": None,
         "engine": None,
         "kv_dtype": "float32",
+        "attention": None,
         "max_loras": 1,
         "max_lora_rank": 2,
     },

@@ -118,6 +118,7 @@ def decode_loop(
     *,
     cfg: ModelConfig,
     key: LoopKey,
+    attention: str = "xla",
 ) -> tuple[Int[Array, "2 N D"], KvState[jax.Array]]:
     """Decodes up to N tokens of each row; gives their ids and the bits of their float32 log-probabilities.
 
@@ -140,7 +141,7 @@ def decode_loop(
             adapters=rows.adapters if key.adapters else None,
         )
         batch = Batch(groups=(group,), logit_rows=jnp.arange(key.rows, dtype=jnp.int32))
-        logits, kv = family(cfg).forward(params, carry.kv, batch, cfg, loras=loras)
+        logits, kv = family(cfg).forward(params, carry.kv, batch, cfg, loras=loras, attention=attention)
         choice = sample(logits, _inputs(rows, carry, group.lengths + 1))
         ids = jnp.where(carry.alive, choice.token_ids, -1)
         stopped = jnp.any(ids[:, None] == rows.stop_ids, axis=1) | (carry.at + 1 >= rows.limits)

@@ -17,15 +17,19 @@ from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 
 
-def lower(cfg: ModelConfig, params: Any, kv: Any, loras: Any, key: AnyKey) -> jax.stages.Lowered:
+def lower(
+    cfg: ModelConfig, params: Any, kv: Any, loras: Any, key: AnyKey, attention: str = "xla"
+) -> jax.stages.Lowered:
     """Lowers the call that a key stands for.
 
     Parameters, KV and stacks of adapters are arrays or their shapes; where the KV's shapes lie, the call runs.
+    `attention` is the backend whose layout the KV has.
     """
     if isinstance(key, StepKey):
-        return lower_step(cfg, params, kv, key, loras)
+        return lower_step(cfg, params, kv, key, loras, attention)
     if isinstance(key, LoopKey):
-        pure = functools.update_wrapper(functools.partial(decode_loop, cfg=cfg, key=key), decode_loop)
+        pure = functools.partial(decode_loop, cfg=cfg, key=key, attention=attention)
+        functools.update_wrapper(pure, decode_loop)
         buffer = _ints(loop_size(key, cfg.vocab_size))
         return jax.jit(pure, donate_argnums=1).lower(params, kv, buffer, *([loras] if key.adapters else []))
     if isinstance(key, InstallKey):

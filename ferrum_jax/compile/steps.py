@@ -44,19 +44,22 @@ def step(
     *,
     cfg: ModelConfig,
     key: StepKey,
+    attention: str = "xla",
 ) -> tuple[StepOutputs, KvState[jax.Array]]:
     """Runs the new tokens of one packed batch through the model. `kv` is donated."""
-    logits, kv = family(cfg).forward(params, kv, unpack(buffer, key), cfg, loras=loras)
+    logits, kv = family(cfg).forward(params, kv, unpack(buffer, key), cfg, loras=loras, attention=attention)
     return StepOutputs(logits=logits), kv
 
 
-def lower_step(cfg: ModelConfig, params: Any, kv: Any, key: StepKey, loras: Any = None) -> jax.stages.Lowered:
+def lower_step(
+    cfg: ModelConfig, params: Any, kv: Any, key: StepKey, loras: Any = None, attention: str = "xla"
+) -> jax.stages.Lowered:
     """Lowers one step for parameters, a KV and stacks of adapters given as arrays or as their shapes.
 
     The stacks are an argument of the steps whose key has adapters, and of no other.
     """
     buffer = jax.ShapeDtypeStruct((packed_size(key),), jnp.int32)
-    pure = functools.partial(step, cfg=cfg, key=key)
+    pure = functools.partial(step, cfg=cfg, key=key, attention=attention)
     functools.update_wrapper(pure, step)
     return jax.jit(pure, donate_argnums=1).lower(params, kv, buffer, *([loras] if key.adapters else []))
 

@@ -63,7 +63,8 @@ class DeviceKv:
 
     def lower(self, key: AnyKey, loras: ParamTree | None = None) -> jax.stages.Lowered:
         """Lowers one call for these parameters and this KV, and for stacks of adapters."""
-        return lower(self._cfg, self._params, self._memory.shapes, loras, key)
+        memory = self._memory
+        return lower(self._cfg, self._params, memory.shapes, loras, key, memory.spec.attention)
 
     def reallocate(self) -> None:
         """Drops the KV and allocates it anew.

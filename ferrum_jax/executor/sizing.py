@@ -15,6 +15,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.backends import choose_attention, kv_layout
 from ferrum_jax.models.specs import ParamTree
 
 DEFAULT_SEQUENCES = 8
@@ -67,6 +68,17 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
     block_size = engine.block_size or min(DEFAULT_BLOCK, capacity)
     columns = -(-capacity // block_size)
+    dtype = engine.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    kv_dtype = engine.kv_dtype or dtype
+    attention = choose_attention(
+        engine.attention,
+        cfg,
+        platform=platform,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=block_size,
+        layout=engine.layout,
+    )
 
     def spec(num_blocks: int) -> CacheSpec:
         return CacheSpec(
@@ -75,7 +87,9 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
             block_size=block_size,
             num_kv_heads=cfg.num_key_value_heads,
             head_dim=cfg.head_dim,
-            dtype=engine.kv_dtype or engine.dtype or ("float32" if platform == "cpu" else "bfloat16"),
+            dtype=kv_dtype,
+            layout=kv_layout(attention),
+            attention=attention,
         )
 
     loras = _lora_spec(engine)
@@ -155,7 +169,7 @@ def _temporary_bytes(
         return _beside(kept.memory)
 
     def lowered() -> jax.stages.Lowered:
-        return lower(cfg, params, state.shapes(plan.cache), stacks, key)
+        return lower(cfg, params, state.shapes(plan.cache), stacks, key, plan.cache.attention)
 
     try:
         return _beside(memory_of(compile_and_save(name, lowered, artifacts)))

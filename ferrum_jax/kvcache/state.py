@@ -1,11 +1,18 @@
 """The preallocated keys and values, and the only code that knows their physical axis order.
 
-Keys lie as `[L, P, K, H, C]` and values as `[L, P, K, C, H]`: both products of attention then read a block as a plain
-matrix, with no transposition of what is cached.
+| layout | keys | values | for |
+|---|---|---|---|
+| `products` | `[L, P, K, H, C]` | `[L, P, K, C, H]` | XLA on CPU |
+| `positions` | `[L, P, C, K, H]` | `[L, P, C, K, H]` | GPUs |
+| `interleaved` | `[L, P, C, 2K, H]`, each head's key before its value | the same array | TPUs |
+
+`products`: both products of attention read a block as a plain matrix, with no transposition of what is cached.
+`positions`: a token's heads lie together, so that it is written as one run, and a head's H values are one run to a
+reader, whatever the block size. `interleaved` is what the ragged kernel of TPUs reads.
 """
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, TypeVar
 
 import flax.struct
 import jax
@@ -13,7 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from ferrum_jax.contract.errors import UnsupportedError
+
 Leaf = TypeVar("Leaf")
+Layout = Literal["products", "positions", "interleaved"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +36,8 @@ class CacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: str
+    layout: Layout = "products"
+    attention: str = "xla"  # the backend that reads it (models/layers/attention.py)
 
     @property
     def bytes_per_position(self) -> int:
@@ -40,24 +52,47 @@ class CacheSpec:
 
 @flax.struct.dataclass
 class KvState(Generic[Leaf]):
-    """All cached keys and values. Donated to every step; the old value is then dead."""
+    """All cached keys and values. Donated to every step; the old value is then dead.
 
-    k: Leaf  # [L, P, K, H, C]
-    v: Leaf  # [L, P, K, C, H]
+    The layout is part of the type: one engine's KV has one for good, so no step can be traced for another.
+    """
+
+    k: Leaf  # [L, P, K, H, C], [L, P, C, K, H] or [L, P, C, 2K, H]
+    v: Leaf | None = None  # [L, P, K, C, H], [L, P, C, K, H], or None where `k` holds both
+    layout: Layout = flax.struct.field(pytree_node=False, default="products")
 
 
 def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
     """Gives the shapes and dtypes of the KV, for lowering."""
-    head = (spec.num_layers, spec.num_blocks, spec.num_kv_heads)
+    pool, heads = (spec.num_layers, spec.num_blocks), spec.num_kv_heads
+    size, width, dtype = spec.block_size, spec.head_dim, np.dtype(spec.dtype)
+    if spec.layout == "interleaved":
+        return KvState(k=jax.ShapeDtypeStruct((*pool, size, 2 * heads, width), dtype), layout=spec.layout)
+    k = (heads, width, size) if spec.layout == "products" else (size, heads, width)
+    v = (heads, size, width) if spec.layout == "products" else (size, heads, width)
     return KvState(
-        k=jax.ShapeDtypeStruct((*head, spec.head_dim, spec.block_size), np.dtype(spec.dtype)),
-        v=jax.ShapeDtypeStruct((*head, spec.block_size, spec.head_dim), np.dtype(spec.dtype)),
+        k=jax.ShapeDtypeStruct((*pool, *k), dtype), v=jax.ShapeDtypeStruct((*pool, *v), dtype), layout=spec.layout
     )
 
 
 def empty(spec: CacheSpec) -> KvState[jax.Array]:
     """Allocates the KV, filled with zeros."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes(spec))
+
+
+def num_blocks(kv: KvState[jax.Array]) -> int:
+    """Blocks in the pool."""
+    return kv.k.shape[1]
+
+
+def block_size(kv: KvState[jax.Array]) -> int:
+    """Positions in a block."""
+    return kv.k.shape[4 if kv.layout == "products" else 2]
+
+
+def num_kv_heads(kv: KvState[jax.Array]) -> int:
+    """Heads that have keys and values."""
+    return {"products": kv.k.shape[2], "positions": kv.k.shape[3], "interleaved": kv.k.shape[3] // 2}[kv.layout]
 
 
 def write(
@@ -72,9 +107,21 @@ def write(
 
     A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.)
     """
-    return KvState(
-        k=kv.k.at[layer, block_ids, :, :, offsets].set(k.astype(kv.k.dtype), mode="drop"),
-        v=kv.v.at[layer, block_ids, :, offsets, :].set(v.astype(kv.v.dtype), mode="drop"),
+    k = k.astype(kv.k.dtype)
+    v = v.astype(kv.k.dtype)
+    if kv.v is None:
+        both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [X, 2K, H]
+        return replace(kv, k=kv.k.at[layer, block_ids, offsets].set(both, mode="drop"))
+    if kv.layout == "positions":
+        return replace(
+            kv,
+            k=kv.k.at[layer, block_ids, offsets].set(k, mode="drop"),
+            v=kv.v.at[layer, block_ids, offsets].set(v, mode="drop"),
+        )
+    return replace(
+        kv,
+        k=kv.k.at[layer, block_ids, :, :, offsets].set(k, mode="drop"),
+        v=kv.v.at[layer, block_ids, :, offsets, :].set(v, mode="drop"),
     )
 
 
@@ -85,9 +132,52 @@ def read(
 
     An id outside the pool reads some other block, whose positions the caller must mask.
     """
+    k = kv.k.at[layer, block_ids].get(mode="clip")
+    if kv.layout == "products":
+        assert kv.v is not None
+        return k, kv.v.at[layer, block_ids].get(mode="clip")
+    if kv.v is None:
+        k, v = k[..., 0::2, :], k[..., 1::2, :]  # [B, C, K, H]
+    else:
+        v = kv.v.at[layer, block_ids].get(mode="clip")
+    return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+
+
+def rows_of_heads(kv: KvState[jax.Array]) -> tuple[Float[Array, "R K H"], Float[Array, "R K H"]]:
+    """Shows the pool of layout `positions` as R = L*P*C rows, (layer, block, offset) in that order, without a copy.
+
+    Raises:
+        UnsupportedError: the KV has another layout.
+    """
+    if kv.v is None or kv.layout != "positions":
+        raise UnsupportedError(f"layout {kv.layout} of the KV has no rows of heads, only `positions` has")
+    return kv.k.reshape(-1, *kv.k.shape[3:]), kv.v.reshape(-1, *kv.v.shape[3:])
+
+
+def pages(kv: KvState[jax.Array]) -> Float[Array, "pages C KK H"]:
+    """Shows the pool of layout `interleaved` as one run of blocks, those of a layer together, without a copy.
+
+    Raises:
+        UnsupportedError: the KV has another layout.
+    """
+    if kv.layout != "interleaved":
+        raise UnsupportedError(f"layout {kv.layout} of the KV has no interleaved pages, only `interleaved` has")
+    return kv.k.reshape(-1, *kv.k.shape[2:])
+
+
+def read_positions(
+    kv: KvState[jax.Array], layer: int | Int[Array, ""], block_ids: Int[Array, "B T"], offsets: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """Copies single positions out of the pool; ids outside it read some other block.
+
+    Raises:
+        UnsupportedError: the KV's layout is not `positions`.
+    """
+    if kv.v is None or kv.layout != "positions":
+        raise UnsupportedError(f"layout {kv.layout} of the KV cannot be read by position, only `positions` can")
     return (
-        kv.k.at[layer, block_ids].get(mode="clip"),
-        kv.v.at[layer, block_ids].get(mode="clip"),
+        kv.k.at[layer, block_ids, offsets].get(mode="clip"),
+        kv.v.at[layer, block_ids, offsets].get(mode="clip"),
     )
 
 
@@ -110,7 +200,6 @@ def gather_sequence(
     kv: KvState[jax.Array], layer: Int[Array, ""], table: Int[Array, " M"]
 ) -> tuple[Float[Array, "S K H"], Float[Array, "S K H"]]:
     """Copies one layer's keys and values out of a sequence's blocks, in the order of its positions."""
-    k = jax.lax.dynamic_index_in_dim(kv.k, layer, keepdims=False)[table]  # [M, K, H, C]
-    v = jax.lax.dynamic_index_in_dim(kv.v, layer, keepdims=False)[table]  # [M, K, C, H]
+    k, v = read(kv, layer, table)  # [M, K, H, C], [M, K, C, H]
     k, v = k.transpose(0, 3, 1, 2), v.transpose(0, 2, 1, 3)  # [M, C, K, H]
     return k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:])

@@ -9,6 +9,7 @@ from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
+from ferrum_jax.models.backends import kv_layout
 from ferrum_jax.models.batch import Batch as Batch
 from ferrum_jax.models.batch import Rows as Rows
 from ferrum_jax.models.registry import family as family
@@ -30,6 +31,7 @@ def forward(
     inputs_embeds: Float[Array, "B T D"] | None = None,
     loras: ParamTree | None = None,
     adapters: Int[Array, " B"] | None = None,
+    attention: str = "xla",
 ) -> Float[Array, "B T V"]:
     """Runs whole sequences from position 0 and gives the float32 logits of every token.
 
@@ -39,6 +41,8 @@ def forward(
 
     `loras` are stacks of adapters (models/adapters.py) in the parameters' dtype, differentiable like them, and
     `adapters` says which one each row uses; any index outside the stacks, such as -1, is none.
+
+    `attention` is the backend; only `xla` has gradients.
 
     Raises:
         InvalidParameterError: only one of `loras` and `adapters` is given, or `tokens` are not `[B, T]` of at least 1.
@@ -58,6 +62,8 @@ def forward(
         num_kv_heads=cfg.num_key_value_heads,
         head_dim=cfg.head_dim,
         dtype=dtype.name,
+        layout=kv_layout(attention),
+        attention=attention,
     )
     rows = Rows(
         tokens=tokens.astype(jnp.int32),
@@ -68,5 +74,5 @@ def forward(
     )
     step = Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32))
     flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
-    logits, _ = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras)
+    logits, _ = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras, attention)
     return logits.reshape(batch, length, -1)

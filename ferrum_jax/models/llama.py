@@ -4,6 +4,8 @@ Touvron et al. 2023, "Llama 2"; Jiang et al. 2023, "Mistral 7B" (sliding window)
 (RMSNorm of query and key heads). Parity with Hugging Face transformers: tests/models/test_parity.py.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,6 +29,15 @@ FUSED = {  # by block: products of one input, and what their weight is called wh
     "mlp": {"gate_up_proj": ("gate_proj", "up_proj")},
 }
 NO_WINDOW = 2**30  # as wide as any sequence, where layers of one loop differ in their windows
+
+
+class _Shared(NamedTuple):
+    """What all layers of one forward share."""
+
+    batch: Batch[jax.Array]
+    places: tuple[jax.Array, jax.Array]  # of each token in the KV: block and offset, [X] each
+    turn: tuple[jax.Array, jax.Array]
+    attention: str  # its backend
 
 
 def param_specs(cfg: ModelConfig) -> ParamTree:
@@ -90,29 +101,30 @@ def forward(
     cfg: ModelConfig,
     inputs_embeds: jax.Array | None = None,
     loras: ParamTree | None = None,
+    attention: str = "xla",
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     """Runs all new tokens of a batch; gives float32 logits `[R, V]` of the rows asked for, and the KV written.
 
     `params` may have any layout of models/layout.py. `inputs_embeds` `[X, D]`, where given, take the place of the
     tokens' embeddings. `loras` are the stacks of models/adapters.py, in the parameters' dtype; they count where rows of
-    the batch have adapters.
+    the batch have adapters. `attention` is the backend whose layout the KV has (models/layers/attention.py).
 
     Raises:
         InvalidParameterError: rows have adapters, but there are no `loras`.
     """
     tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
     at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
-    found = [addresses(rows, kv.v.shape[3], kv.v.shape[1]) for rows in batch.groups]
+    found = [addresses(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups]
     block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in found]) for i in (0, 1))
-    places, turn = (block_ids, offsets), rotations(at, *frequencies(cfg))
     x = embed(params, tokens) if inputs_embeds is None else inputs_embeds
     adapted = _adapted(loras, batch, cfg)
-    layers, windows = params["model"]["layers"], cfg.layer_windows
+    shared = _Shared(batch, (block_ids, offsets), rotations(at, *frequencies(cfg)), attention)
+    layers = params["model"]["layers"]
     if isinstance(layers, dict):
-        x, kv = _scan(layers, adapted, x, turn, kv, batch, places, cfg)
+        x, kv = _scan(layers, adapted, x, kv, shared, cfg)
     else:
-        for index, layer in enumerate(layers):
-            x, kv = _layer(layer, adapted[index], x, turn, kv, index, batch, places, windows[index], cfg)
+        for index, (layer, window) in enumerate(zip(layers, cfg.layer_windows, strict=True)):
+            x, kv = _layer(layer, adapted[index], x, kv, index, window, shared, cfg)
     x = rms_norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
     head = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
     return vocabulary_logits(x, head["weight"]), kv
@@ -134,10 +146,8 @@ def _scan(
     layers: ParamTree,  # leaves [L, ...]
     adapted: list[dict[str, Lora]],
     x: jax.Array,
-    turn: tuple[jax.Array, jax.Array],
     kv: KvState[jax.Array],
-    batch: Batch[jax.Array],
-    places: tuple[jax.Array, jax.Array],
+    shared: _Shared,
     cfg: ModelConfig,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     """Runs the layers in one loop. The KV is carried, so that it is written where it lies.
@@ -152,7 +162,8 @@ def _scan(
         layer, stacks, window, index = xs
         lora = {name: lora and (stacks[name], lora[1]) for name, lora in adapted[0].items()}
         window = window if len(windows) > 1 else next(iter(windows))
-        return _layer(layer, lora, carry[0], turn, carry[1], index, batch, places, window, cfg), None
+        x, kv = carry
+        return _layer(layer, lora, x, kv, index, window, shared, cfg), None
 
     indices = jnp.arange(cfg.num_hidden_layers, dtype=jnp.int32)
     (x, kv), _ = lax.scan(step, (x, kv), (layers, loras, differing, indices))
@@ -167,17 +178,14 @@ def _layer(
     layer: ParamTree,
     adapted: dict[str, Lora],
     x: jax.Array,  # [X, D]
-    turn: tuple[jax.Array, jax.Array],
     kv: KvState[jax.Array],
     index: int | jax.Array,
-    batch: Batch[jax.Array],
-    places: tuple[jax.Array, jax.Array],
     window: int | jax.Array | None,
+    shared: _Shared,
     cfg: ModelConfig,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
-    lora = adapted["self_attn"]
-    mixed, kv = _attention(layer["self_attn"], lora, normed, turn, kv, index, batch, places, window, cfg)
+    mixed, kv = _attention(layer["self_attn"], adapted["self_attn"], normed, kv, index, window, shared, cfg)
     x = x + mixed
     normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
     return x + _mlp(layer["mlp"], adapted["mlp"], normed), kv
@@ -187,12 +195,10 @@ def _attention(
     layer: ParamTree,
     lora: Lora,
     x: jax.Array,  # [X, D]
-    turn: tuple[jax.Array, jax.Array],
     kv: KvState[jax.Array],
     index: int | jax.Array,
-    batch: Batch[jax.Array],
-    places: tuple[jax.Array, jax.Array],
     window: int | jax.Array | None,
+    shared: _Shared,
     cfg: ModelConfig,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     num_heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads
@@ -201,13 +207,13 @@ def _attention(
     if cfg.qk_norm:
         q = rms_norm(q, layer["q_norm"]["weight"], cfg.rms_norm_eps)
         k = rms_norm(k, layer["k_norm"]["weight"], cfg.rms_norm_eps)
-    q, k = rotate(q, *turn), rotate(k, *turn)
-    kv = state.write(kv, index, *places, k, v)
+    q, k = rotate(q, *shared.turn), rotate(k, *shared.turn)
+    kv = state.write(kv, index, *shared.places, k, v)
     outs, start = [], 0
-    for rows in batch.groups:
+    for rows in shared.batch.groups:
         size = rows.tokens.size
         mine = q[start : start + size].reshape(*rows.tokens.shape, -1, cfg.head_dim)
-        out = attend(mine, kv, index, rows, scale=cfg.head_dim**-0.5, window=window)
+        out = attend(mine, kv, index, rows, scale=cfg.head_dim**-0.5, window=window, backend=shared.attention)
         outs.append(out.reshape(size, -1))
         start += size
     return _project(jnp.concatenate(outs), layer, lora, "o_proj"), kv

@@ -64,6 +64,15 @@ def test_a_sweep_ends_in_a_json_line(name: str, row: set[str], count: int, recor
         assert found["call_ms"] > 0
 
 
+def test_attention_ends_in_a_json_line(records: Path):
+    rows = _smoke("attention", records, "--rounds", "1")["rows"]
+    assert [(row["backend"], row["rows"], row["tokens"], row["context"]) for row in rows] == [
+        ("xla", 2, 1, 64),
+        ("xla", 1, 16, 32),
+    ]
+    assert all(row["call_over_floor"] == pytest.approx(row["call_ms"] / row["floor_ms"]) for row in rows)
+
+
 def test_prefix_ends_in_a_json_line_that_counts_what_was_reused(records: Path):
     row = _smoke("prefix", records, "--rounds", "1")["rows"][0]
     assert (row["tokens"], row["reused"]) == (128, 112)

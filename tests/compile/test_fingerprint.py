@@ -54,6 +54,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "blocks": {"cache": replace(CACHE, num_blocks=7)},
     "block size": {"cache": replace(CACHE, block_size=4)},
     "KV's dtype": {"cache": replace(CACHE, dtype="bfloat16")},
+    "KV's layout": {"cache": replace(CACHE, layout="positions")},
+    "backend of attention": {"cache": replace(CACHE, attention="triton")},
     "adapters": {"loras": LoraSpec(max_loras=1, max_rank=2)},
     "device": {"device": OtherDevice()},
 }

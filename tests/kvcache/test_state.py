@@ -1,6 +1,8 @@
 """What is written is what is read, and padding is written nowhere."""
 
 import functools
+from dataclasses import replace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.kvcache import state
-from ferrum_jax.kvcache.state import CacheSpec, KvState
+from ferrum_jax.kvcache.state import CacheSpec, KvState, Layout
 
 LAYERS, BLOCKS, BLOCK, HEADS, WIDTH = 2, 5, 3, 4, 6
 SPEC = CacheSpec(
@@ -18,6 +21,7 @@ SPEC = CacheSpec(
 )
 
 
+layouts = st.sampled_from(get_args(Layout))
 read_layer = jax.jit(state.read, static_argnums=1)
 write_layer = jax.jit(state.write, static_argnums=1)
 
@@ -42,8 +46,8 @@ def logical(kv: KvState[jax.Array]) -> tuple[np.ndarray, np.ndarray]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), layer=st.integers(0, LAYERS - 1), count=st.sampled_from([1, 4, 9]))
-def test_a_write_lands_where_it_says_and_nowhere_else(data: st.DataObject, layer: int, count: int):
+@given(data=st.data(), layout=layouts, layer=st.integers(0, LAYERS - 1), count=st.sampled_from([1, 4, 9]))
+def test_a_write_lands_where_it_says_and_nowhere_else(data: st.DataObject, layout: Layout, layer: int, count: int):
     places = st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCK - 1))
     at = data.draw(st.lists(places, min_size=count, max_size=count, unique=True))
     padding = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
@@ -51,7 +55,7 @@ def test_a_write_lands_where_it_says_and_nowhere_else(data: st.DataObject, layer
     offsets = np.array([offset for _, offset in at], np.int32)
     rng = np.random.default_rng(0)
     k, v = (rng.standard_normal((count, HEADS, WIDTH), np.float32) for _ in "kv")
-    before = full(SPEC)
+    before = full(replace(SPEC, layout=layout))
     expected = [side.copy() for side in logical(before)]
     for token, ((block, offset), skipped) in enumerate(zip(at, padding, strict=True)):
         if not skipped:
@@ -63,11 +67,21 @@ def test_a_write_lands_where_it_says_and_nowhere_else(data: st.DataObject, layer
 
 
 @settings(max_examples=5, deadline=None)
-@given(sizes=st.tuples(*[st.integers(1, 5)] * 5), dtype=st.sampled_from(["float32", "bfloat16", "float16"]))
-def test_what_is_written_is_read_for_any_shape(sizes: tuple[int, int, int, int, int], dtype: str):
+@given(
+    sizes=st.tuples(*[st.integers(1, 5)] * 5),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    layout=layouts,
+)
+def test_what_is_written_is_read_for_any_shape(sizes: tuple[int, int, int, int, int], dtype: str, layout: Layout):
     layers, blocks, block, heads, width = sizes
     spec = CacheSpec(
-        num_layers=layers, num_blocks=blocks, block_size=block, num_kv_heads=heads, head_dim=width, dtype=dtype
+        num_layers=layers,
+        num_blocks=blocks,
+        block_size=block,
+        num_kv_heads=heads,
+        head_dim=width,
+        dtype=dtype,
+        layout=layout,
     )
     count = blocks * block
     rng = np.random.default_rng(0)
@@ -81,13 +95,47 @@ def test_what_is_written_is_read_for_any_shape(sizes: tuple[int, int, int, int, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_spec_counts_the_bytes_of_the_arrays(dtype: str):
-    spec = CacheSpec(num_layers=2, num_blocks=5, block_size=3, num_kv_heads=4, head_dim=6, dtype=dtype)
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_a_spec_counts_the_bytes_of_the_arrays(dtype: str, layout: Layout):
+    spec = CacheSpec(num_layers=2, num_blocks=5, block_size=3, num_kv_heads=4, head_dim=6, dtype=dtype, layout=layout)
+    kv = state.empty(spec)
+    assert (state.num_blocks(kv), state.block_size(kv), state.num_kv_heads(kv)) == (5, 3, 4)
     arrays = jax.tree.leaves(state.empty(spec))
     assert spec.num_bytes == sum(array.nbytes for array in arrays)
     assert spec.bytes_per_position * 3 * 5 == spec.num_bytes
     assert [(a.shape, a.dtype) for a in arrays] == [(s.shape, s.dtype) for s in jax.tree.leaves(state.shapes(spec))]
     assert not any(array.any() for array in arrays)
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_a_sequence_is_gathered_in_the_order_of_its_positions(layout: Layout):
+    kv, table = full(replace(SPEC, layout=layout)), jnp.array([3, 0, 4], jnp.int32)
+    for found, whole in zip(state.gather_sequence(kv, jnp.int32(1), table), logical(kv), strict=True):
+        np.testing.assert_array_equal(found, whole[1][[3, 0, 4]].reshape(-1, HEADS, WIDTH))
+
+
+def test_rows_of_heads_pages_and_positions_are_what_is_read():
+    kv = full(replace(SPEC, layout="positions"))
+    k, v = logical(kv)
+    for found, whole in zip(state.rows_of_heads(kv), (k, v), strict=True):
+        np.testing.assert_array_equal(found, whole.reshape(-1, HEADS, WIDTH))
+    ids, offsets = jnp.array([[4, 2]], jnp.int32), jnp.array([[0, 2]], jnp.int32)
+    for found, whole in zip(state.read_positions(kv, 1, ids, offsets), (k, v), strict=True):
+        np.testing.assert_array_equal(found, whole[1, [4, 2], [0, 2]][None])
+    kv = full(replace(SPEC, layout="interleaved"))
+    both = np.stack(logical(kv), axis=4).reshape(LAYERS * BLOCKS, BLOCK, 2 * HEADS, WIDTH)
+    np.testing.assert_array_equal(state.pages(kv), both)
+
+
+def test_what_a_layout_cannot_show_is_unsupported():
+    ids = jnp.zeros((1, 1), jnp.int32)
+    for layout in ("products", "interleaved"):
+        with pytest.raises(UnsupportedError, match=layout):
+            state.rows_of_heads(full(replace(SPEC, layout=layout)))
+        with pytest.raises(UnsupportedError, match=layout):
+            state.read_positions(full(replace(SPEC, layout=layout)), 0, ids, ids)
+    with pytest.raises(UnsupportedError, match="positions"):
+        state.pages(full(replace(SPEC, layout="positions")))
 
 
 def test_an_id_outside_the_pool_reads_some_block_rather_than_nothing():

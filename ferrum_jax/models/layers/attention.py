@@ -1,20 +1,23 @@
-"""Causal attention of new tokens over a paged KV, block by block with an online softmax.
+"""Causal attention of new tokens over a paged KV: one signature, several backends.
 
-Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; the order of the loops is that of
-Dao 2023, "FlashAttention-2", section 3.1. Scores and the softmax are float32.
+| backend | module | runs on | dtypes |
+|---|---|---|---|
+| `xla` | attention_xla | everything; gradients | all |
+| `triton` | attention_triton | NVIDIA GPUs; interpreted on CPU | all |
+| `cudnn` | attention_cudnn | NVIDIA GPUs, chunks of prompts; tokens of decoding as `triton` | bfloat16, float16 |
+| `tpu` | attention_tpu | TPUs | bfloat16 |
+
+Which one an engine runs is decided in models/backends.py.
 """
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ferrum_jax.kvcache import state
+from ferrum_jax.config import ATTENTIONS
+from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Rows
-from ferrum_jax.models.layers.linear import precision
-
-QUERY_BLOCK = 128  # tokens of a chunk that walk the KV together, so that early ones skip the blocks of later ones
+from ferrum_jax.models.layers.attention_xla import attend_xla
 
 
 def attend(
@@ -25,85 +28,28 @@ def attend(
     *,
     scale: float,
     window: int | Int[Array, ""] | None,
+    backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """Attends every token to the positions up to its own, the new keys and values being in the KV already.
 
     With a `window`, a token at position p sees positions p-window+1 to p. Padding tokens and rows give zeros. KV that
     no sequence has written may hold anything, NaN included.
+
+    Raises:
+        UnsupportedError: there is no such backend, or it cannot read the KV's layout.
     """
-    batch, tokens, heads, head_dim = q.shape
-    kv_heads = kv.k.shape[2]
-    size = min(tokens, QUERY_BLOCK)
-    pad = -tokens % size
-    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    q = q.reshape(batch, (tokens + pad) // size, size, kv_heads, heads // kv_heads, head_dim)
-    q = q.transpose(1, 0, 3, 4, 2, 5)  # [T/size, B, K, G, size, H]
+    if backend == "xla":
+        return attend_xla(q, kv, layer, rows, scale=scale, window=window)
+    if backend == "triton":  # what only some devices need is imported where it is needed
+        from ferrum_jax.models.layers.attention_triton import attend_triton
 
-    def attend_block(start: jax.Array, q: jax.Array) -> jax.Array:
-        return _walk(q, kv, layer, rows, start, scale, window)
+        return attend_triton(q, kv, layer, rows, scale=scale, window=window)
+    if backend == "cudnn":
+        from ferrum_jax.models.layers.attention_cudnn import attend_cudnn
 
-    if q.shape[0] == 1:
-        out = attend_block(jnp.int32(0), q[0])[None]
-    else:
-        starts = jnp.arange(0, tokens + pad, size, dtype=jnp.int32)
-        out = lax.map(lambda xs: attend_block(*xs), (starts, q))
-    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, tokens + pad, heads, head_dim)
-    return out[:, :tokens]
+        return attend_cudnn(q, kv, layer, rows, scale=scale, window=window)
+    if backend == "tpu":
+        from ferrum_jax.models.layers.attention_tpu import attend_tpu
 
-
-def _walk(
-    q: Float[Array, "B K G T H"],
-    kv: KvState[jax.Array],
-    layer: int | Int[Array, ""],
-    rows: Rows[jax.Array],
-    start: Int[Array, ""],
-    scale: float,
-    window: int | Int[Array, ""] | None,
-) -> Float[Array, "B K G T H"]:
-    """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
-    block_size = kv.v.shape[3]
-    tokens = q.shape[3]
-    query_at = rows.lengths[:, None] + start + jnp.arange(tokens, dtype=jnp.int32)  # [B, T]
-    ends = rows.lengths + jnp.minimum(rows.counts, start + tokens)  # no token of this query block sees past it
-    ends = jnp.where(rows.counts > start, ends, 0)
-    first_seen = query_at[:, 0] - (window - 1) if window is not None else jnp.zeros_like(ends)
-    stop = jnp.max(ends)
-    begin = jnp.min(jnp.where(ends > 0, first_seen, stop))
-    high = precision(q.dtype)
-
-    def visit(carry, column):
-        best, total, out = carry
-        k, v = state.read(kv, layer, rows.tables[:, column])
-        key_at = column * block_size + jnp.arange(block_size, dtype=jnp.int32)
-        seen = (key_at <= query_at[..., None]) & (key_at < ends[:, None, None])  # [B, T, C]
-        if window is not None:
-            seen &= key_at > query_at[..., None] - window
-        seen = seen[:, None, None]
-        scores = jnp.einsum(
-            "BKGTH,BKHC->BKGTC", q, k.astype(q.dtype), precision=high, preferred_element_type=jnp.float32
-        )
-        scores = jnp.where(seen, scores * scale, -jnp.inf)
-        new_best = jnp.maximum(best, scores.max(axis=-1))
-        finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
-        weights = jnp.where(seen, jnp.exp(scores - finite[..., None]), 0.0)
-        keep = jnp.exp(best - finite)
-        written = (key_at < ends[:, None])[:, None, :, None]
-        v = jnp.where(written, v, 0).astype(q.dtype)
-        add = jnp.einsum(
-            "BKGTC,BKCH->BKGTH", weights.astype(q.dtype), v, precision=high, preferred_element_type=jnp.float32
-        )
-        return new_best, total * keep + weights.sum(axis=-1), out * keep[..., None] + add
-
-    def step(carry, column):
-        needed = (column * block_size < stop) & ((column + 1) * block_size > begin)
-        return lax.cond(needed, visit, lambda carry, _: carry, carry, column), None
-
-    shape = q.shape[:-1]
-    start_carry = (
-        jnp.full(shape, -jnp.inf, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros(q.shape, jnp.float32),
-    )
-    columns = jnp.arange(rows.tables.shape[1], dtype=jnp.int32)
-    (_, total, out), _ = lax.scan(step, start_carry, columns)
-    return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
+        return attend_tpu(q, kv, layer, rows, scale=scale, window=window)
+    raise UnsupportedError(f"attention {backend!r}: supported are {', '.join(ATTENTIONS)}")

@@ -1,0 +1,141 @@
+"""How do the backends of attention compare, by batch and context?
+
+One layer's attention over a KV of its own, each backend with the layout that it reads, in turn: rows of one token after
+a context, and one chunk after a prefix. No weights are read: the floor is the time of reading the keys and values that
+are seen, or of their products, whichever is larger. Blocks of a row lie anywhere in the pool.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import card, models
+from bench.floor import Work
+from bench.machine import Probes, ceilings, make_probes, measure
+from bench.timing import Contestant, alternate
+from ferrum_jax.config import ATTENTIONS, ModelConfig
+from ferrum_jax.contract.errors import FerrumError
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.models.backends import choose_attention, kv_layout
+from ferrum_jax.models.batch import Rows
+from ferrum_jax.models.layers.attention import attend
+
+BLOCK = 128  # positions
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows of new tokens, each after as many positions."""
+
+    rows: int
+    tokens: int
+    context: int
+
+
+LOADS = [Load(rows, 1, context) for context in (512, 4096, 16384) for rows in (1, 8, 64)]
+LOADS += [Load(1, 512, context) for context in (0, 4096)]
+SMOKE_LOADS = [Load(2, 1, 64), Load(1, 16, 32)]
+
+
+def main() -> None:
+    """Runs the sweep and prints the table and the JSON line."""
+    found = card.options(__doc__)
+    subject = models.read(found)
+    probes = make_probes(subject.dtype, smoke=found.smoke)
+    conditions = card.show_card(subject, machine=measure(probes))
+    rows = []
+    for load in SMOKE_LOADS if found.smoke else LOADS:
+        rows += _measure(load, subject.config, subject.dtype, probes, found.rounds)
+    _show(rows)
+    card.finish("attention", found, conditions, rows)
+
+
+def _measure(load: Load, cfg: ModelConfig, dtype: str, probes: Probes, rounds: int) -> list[dict[str, Any]]:
+    calls = {name: _call(load, cfg, dtype, name) for name in _possible(cfg, dtype)}
+    times = alternate({name: Contestant(call) for name, call in calls.items()} | probes.contestants, rounds=rounds)
+    work, machine = _work(load, cfg, dtype), ceilings(probes, times)
+    floor = work.floor_ms(machine)
+    return [
+        {
+            "backend": name,
+            "rows": load.rows,
+            "tokens": load.tokens,
+            "context": load.context,
+            "call_ms": times[name].median,
+            "call_p90_ms": times[name].p90,
+            "read_gb_per_second": work.num_bytes / times[name].median / 1e6,
+            "floor_ms": floor,
+            "floor_limit": work.limit(machine),
+            "call_over_floor": times[name].median / floor,
+        }
+        for name in calls
+    ]
+
+
+def _possible(cfg: ModelConfig, dtype: str) -> list[str]:
+    names = []
+    for name in ATTENTIONS:
+        try:
+            choose_attention(name, cfg, platform=jax.default_backend(), dtype=dtype, kv_dtype=dtype, block_size=BLOCK)
+        except FerrumError:
+            continue  # this device or this model is not for it
+        names.append(name)
+    return names
+
+
+def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str) -> Callable[[], Any]:
+    """Compiles one layer's attention over a KV full of random numbers."""
+    columns = -(-(load.context + load.tokens) // BLOCK)
+    spec = CacheSpec(
+        num_layers=1,
+        num_blocks=load.rows * columns,
+        block_size=BLOCK,
+        num_kv_heads=cfg.num_key_value_heads,
+        head_dim=cfg.head_dim,
+        dtype=dtype,
+        layout=kv_layout(backend),
+        attention=backend,
+    )
+    order = np.random.default_rng(0).permutation(spec.num_blocks).astype(np.int32)
+    rows = Rows(
+        tokens=jnp.zeros((load.rows, load.tokens), jnp.int32),
+        lengths=jnp.full(load.rows, load.context, jnp.int32),
+        counts=jnp.full(load.rows, load.tokens, jnp.int32),
+        tables=jnp.asarray(order.reshape(load.rows, columns)),
+    )
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    kv = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape, leaf.dtype), state.shapes(spec))
+    q = jax.random.normal(next(keys), (load.rows, load.tokens, cfg.num_attention_heads, cfg.head_dim), dtype)
+    named = jax.jit(attend, static_argnames=("scale", "window", "backend"))
+    compiled = named.lower(q, kv, jnp.int32(0), rows, scale=cfg.head_dim**-0.5, window=None, backend=backend).compile()
+    return lambda: compiled(q, kv, jnp.int32(0), rows)
+
+
+def _work(load: Load, cfg: ModelConfig, dtype: str) -> Work:
+    """Two products for every pair of a token and a position it sees; keys and values read once a row."""
+    pairs = load.tokens * load.context + load.tokens * (load.tokens + 1) // 2
+    width = cfg.head_dim * jnp.dtype(dtype).itemsize
+    return Work(
+        operations=4 * load.rows * pairs * cfg.num_attention_heads * cfg.head_dim,
+        num_bytes=2 * load.rows * (load.context + load.tokens) * cfg.num_key_value_heads * width,
+    )
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    headings = "backend", "rows", "tokens", "context", "call ms", "p90", "GB/s", "floor ms", "limit", "/ floor"
+    lines = []
+    for row in rows:
+        cells = [row["backend"], f"{row['rows']}", f"{row['tokens']}", f"{row['context']}", f"{row['call_ms']:.3f}"]
+        cells += [f"{row['call_p90_ms']:.3f}", f"{row['read_gb_per_second']:.1f}", f"{row['floor_ms']:.3f}"]
+        cells += [row["floor_limit"], f"{row['call_over_floor']:.2f}"]
+        lines.append(cells)
+    card.show_table(headings, lines, left=("backend", "limit"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Which backend of attention serves a model on a device, and how the KV lies for it."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+
+from ferrum_jax.config import ATTENTIONS, ModelConfig
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
+from ferrum_jax.kvcache.state import Layout
+from ferrum_jax.models.layout import SCANNED
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+WIDEST_HEAD = 256
+
+
+def kv_layout(attention: str) -> Layout:
+    """Gives the layout of the KV that a backend reads."""
+    layouts: dict[str, Layout] = {"triton": "positions", "cudnn": "positions", "tpu": "interleaved"}
+    return layouts.get(attention, "products")
+
+
+def choose_attention(
+    asked: str | None,
+    cfg: ModelConfig,
+    *,
+    platform: str,
+    dtype: str,
+    kv_dtype: str,
+    block_size: int,
+    layout: str | None = None,
+) -> str:
+    """Gives the backend that was asked for, or the platform's own; that is `xla` where its own cannot serve the model.
+
+    Args:
+        asked: one of `ATTENTIONS`, or None.
+        cfg: the model.
+        platform: `cpu`, `gpu` or `tpu`.
+        dtype: of activations.
+        kv_dtype: of cached keys and values.
+        block_size: positions per KV block.
+        layout: of the parameters; `checkpoint` if None.
+
+    Raises:
+        ConfigError: the backend runs on other platforms, or there is none of this name.
+        UnsupportedError: it cannot serve these dtypes or sizes.
+    """
+    one_window = layout != SCANNED or len(set(cfg.layer_windows)) == 1
+    if asked is None:
+        own = {"gpu": "triton", "tpu": "tpu"}.get(platform, "xla")
+        return own if one_window and _obstacle(own, cfg, dtype, kv_dtype, block_size) is None else "xla"
+    if asked not in ATTENTIONS:
+        raise ConfigError(f"attention is {shown(asked)}, expected {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}")
+    where = {"xla": PLATFORMS, "triton": ("gpu",), "cudnn": ("gpu",), "tpu": ("tpu",)}[asked]
+    if platform not in where:
+        raise ConfigError(f"attention {asked!r} runs on {' and '.join(where)}, this device is a {platform}")
+    obstacle = _obstacle(asked, cfg, dtype, kv_dtype, block_size)
+    if asked != "xla" and not one_window:
+        obstacle = "the layers have different windows, which one loop over them (layout 'scanned') cannot tell it"
+    if obstacle is not None:
+        raise UnsupportedError(f"attention {asked!r}: {obstacle}; attention 'xla' serves every model")
+    return asked
+
+
+def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block_size: int) -> str | None:
+    """Says why a backend cannot serve a model; None where it can."""
+    if attention == "xla":
+        return None
+    if attention != "tpu" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+        return f"JAX {jax.__version__} has no Pallas for Triton"
+    width, step = cfg.head_dim, {"triton": 16, "cudnn": 16, "tpu": 128}[attention]
+    if width % step or width > WIDEST_HEAD:
+        return f"head_dim is {width}, supported are multiples of {step} up to {WIDEST_HEAD}"
+    if attention == "triton":
+        return None
+    dtypes = ("bfloat16", "float16") if attention == "cudnn" else ("bfloat16",)
+    if dtype not in dtypes:
+        return f"dtype is {dtype}, supported are {' and '.join(dtypes)}"
+    if kv_dtype != dtype:
+        return f"kv_dtype is {kv_dtype} and dtype is {dtype}, supported are equal ones"
+    if attention == "cudnn":
+        return None
+    heads, packed = cfg.num_key_value_heads, 4 // jnp.dtype(kv_dtype).itemsize
+    if (2 * heads) % packed or not (2 * heads // packed in (1, 2, 4, 8) or (2 * heads // packed) % 8 == 0):
+        return f"num_key_value_heads is {heads}, supported are 1, 2, 4 and multiples of 8"
+    if block_size % 16:
+        return f"block_size is {block_size}, supported are multiples of 16"
+    return None

@@ -1,0 +1,117 @@
+"""Which backend of attention a model gets, and what is said where it cannot have the one it asked for."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ferrum_jax.config import ATTENTIONS, EngineConfig
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.executor import plan_engine
+from ferrum_jax.models.backends import choose_attention, kv_layout
+from tests.executor.conftest import CFG
+
+WIDE = replace(CFG, head_dim=128, num_attention_heads=8, num_key_value_heads=4)
+
+
+def choose(asked: str | None, platform: str, dtype: str = "bfloat16", cfg: Any = WIDE, **changes: Any) -> str:
+    given = {"dtype": dtype, "kv_dtype": dtype, "block_size": 128} | changes
+    return choose_attention(asked, cfg, platform=platform, **given)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "own"),
+    [
+        ("cpu", "float32", "xla"),
+        ("cpu", "bfloat16", "xla"),
+        ("gpu", "bfloat16", "triton"),
+        ("gpu", "float16", "triton"),
+        ("gpu", "float32", "triton"),
+        ("tpu", "bfloat16", "tpu"),
+        ("tpu", "float32", "xla"),  # the kernel's products take bfloat16
+    ],
+)
+def test_each_platform_has_its_own_backend(platform: str, dtype: str, own: str):
+    assert choose(None, platform, dtype) == own
+
+
+def test_a_model_that_the_platforms_own_cannot_serve_gets_xla():
+    assert choose(None, "gpu", cfg=CFG) == "xla"  # heads 10 wide
+    assert choose(None, "tpu", cfg=replace(WIDE, head_dim=64)) == "xla"
+    assert choose(None, "tpu", cfg=replace(WIDE, num_attention_heads=6, num_key_value_heads=3)) == "xla"
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform"), [("triton", "cpu"), ("cudnn", "cpu"), ("tpu", "gpu"), ("triton", "tpu")]
+)
+def test_a_backend_of_another_platform_is_a_config_error(asked: str, platform: str):
+    with pytest.raises(ConfigError, match=rf"'{asked}' runs on [gt]pu, this device is a {platform}"):
+        choose(asked, platform)
+
+
+@pytest.mark.parametrize(
+    ("asked", "platform", "changes", "message"),
+    [
+        ("cudnn", "gpu", {"dtype": "float32"}, "dtype is float32, supported are bfloat16 and float16"),
+        ("cudnn", "gpu", {"kv_dtype": "float16"}, "kv_dtype is float16 and dtype is bfloat16"),
+        ("tpu", "tpu", {"dtype": "float16"}, "dtype is float16, supported are bfloat16"),
+        ("tpu", "tpu", {"block_size": 24}, "block_size is 24, supported are multiples of 16"),
+        ("tpu", "tpu", {"cfg": replace(WIDE, head_dim=64)}, "head_dim is 64, supported are multiples of 128"),
+        ("triton", "gpu", {"cfg": CFG}, "head_dim is 10, supported are multiples of 16 up to 256"),
+        ("triton", "gpu", {"cfg": replace(WIDE, head_dim=512)}, "head_dim is 512"),
+        (
+            "tpu",
+            "tpu",
+            {"cfg": replace(WIDE, num_attention_heads=6, num_key_value_heads=3)},
+            "num_key_value_heads is 3, supported are 1, 2, 4 and multiples of 8",
+        ),
+    ],
+)
+def test_what_a_backend_cannot_serve_is_unsupported(asked: str, platform: str, changes: dict[str, Any], message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        choose(asked, platform, **changes)
+
+
+def test_a_jax_without_triton_leaves_xla(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert choose(None, "gpu") == "xla"
+    with pytest.raises(UnsupportedError, match="has no Pallas for Triton"):
+        choose("cudnn", "gpu")
+
+
+def test_xla_serves_everything_everywhere():
+    for platform in ("cpu", "gpu", "tpu"):
+        assert choose("xla", platform, "float16", cfg=CFG, block_size=7) == "xla"
+
+
+def test_a_plan_has_the_backend_and_the_layout_it_reads():
+    for platform, asked, layout in (
+        ("cpu", None, "products"),
+        ("gpu", "cudnn", "positions"),
+        ("tpu", None, "interleaved"),
+    ):
+        plan = plan_engine(EngineConfig(attention=asked), WIDE, platform=platform, free_bytes=10**12)
+        assert plan.cache.layout == layout == kv_layout(plan.cache.attention)
+    with pytest.raises(ConfigError, match="runs on gpu"):
+        plan_engine(EngineConfig(attention="triton"), WIDE, platform="cpu", free_bytes=10**12)
+
+
+@pytest.mark.parametrize("wrong", ["flash", "", 1, True, ["xla"]])
+def test_an_unknown_backend_is_refused(wrong: Any):
+    with pytest.raises(ConfigError, match=r"attention is .* expected xla, triton, cudnn or tpu"):
+        EngineConfig(attention=wrong)
+
+
+def test_the_environment_names_a_backend():
+    for name in ATTENTIONS:
+        assert EngineConfig.from_environment({"FERRUM_ATTENTION": f" {name.upper()} "}).attention == name
+    with pytest.raises(ConfigError, match="FERRUM_ATTENTION='flash'"):
+        EngineConfig.from_environment({"FERRUM_ATTENTION": "flash"})
+
+
+def test_one_loop_over_layers_of_different_windows_is_xlas():
+    mixed = replace(WIDE, layer_windows=(None, 7, *WIDE.layer_windows[2:]))
+    assert choose(None, "gpu", cfg=mixed) == choose(None, "gpu", layout="scanned") == "triton"
+    assert choose(None, "gpu", cfg=mixed, layout="scanned") == "xla"
+    with pytest.raises(UnsupportedError, match=r"different windows, which one loop .* attention 'xla' serves"):
+        choose("triton", "gpu", cfg=mixed, layout="scanned")

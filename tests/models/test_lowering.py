@@ -1,0 +1,149 @@
+"""Kernels and whole engine steps lower for CUDA and for TPUs on a machine that has neither, and copy no KV.
+
+The sizes are those of Llama 3.1 8B's attention, with few layers and a small vocabulary.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import export
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from ferrum_jax.compile.buckets import StepKey
+from ferrum_jax.compile.packing import packed_size
+from ferrum_jax.compile.steps import step
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.models import family, specs
+from ferrum_jax.models.backends import kv_layout
+from ferrum_jax.models.batch import Rows
+from ferrum_jax.models.layers.attention import attend
+
+LAYERS, BLOCKS, BLOCK, COLUMNS = 3, 500, 128, 64
+CFG = ModelConfig(
+    model_type="llama",
+    vocab_size=1024,
+    hidden_size=4096,
+    intermediate_size=512,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+    layer_windows=(None,) * LAYERS,
+)
+DEVICES = {
+    "cuda": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
+    "tpu": AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu"),
+}
+KERNELS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call", "cudnn": "__cudnn$fmhaSoftmax"}
+MOVES = ("transpose", "slice", "dynamic_slice", "gather", "concatenate", "pad", "convert", "copy")
+
+
+def lowered(call: Callable[..., Any], platform: str, *shapes: Any, donated: int | None = None) -> str:
+    """StableHLO of a call for another platform."""
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in KERNELS.values()]
+    mesh = AbstractMesh((), (), abstract_device=DEVICES[platform])
+    with use_abstract_mesh(mesh):
+        return export.export(jax.jit(call, donate_argnums=donated), platforms=[platform], disabled_checks=checks)(
+            *shapes
+        ).mlir_module()
+
+
+def cache(attention: str, dtype: str = "bfloat16") -> CacheSpec:
+    return CacheSpec(
+        num_layers=LAYERS,
+        num_blocks=BLOCKS,
+        block_size=BLOCK,
+        num_kv_heads=8,
+        head_dim=128,
+        dtype=dtype,
+        layout=kv_layout(attention),
+        attention=attention,
+    )
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def moved(text: str, least: int) -> list[str]:
+    """Operations that move data and whose result has at least so many elements."""
+    found = []
+    for line in text.splitlines():
+        operation = re.search(r"= \"?stablehlo\.(\w+)", line)
+        sizes = [
+            functools.reduce(lambda a, b: a * int(b), dims.split("x")[:-1], 1)
+            for dims in re.findall(r"tensor<((?:\d+x)+\w+)>", line.rpartition("->")[2])
+        ]
+        if operation and operation[1] in MOVES and sizes and max(sizes) >= least:
+            found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (8, 1), (1, 512), (3, 70)])
+def test_the_kernel_lowers_for_cuda_and_its_operand_is_the_pool(dtype: str, rows: int, tokens: int):
+    group = Rows(tokens=ints(rows, tokens), lengths=ints(rows), counts=ints(rows), tables=ints(rows, COLUMNS))
+    call = functools.partial(attend, scale=0.1, window=1000, backend="triton")
+    q = jax.ShapeDtypeStruct((rows, tokens, 32, 128), dtype)
+    text = lowered(call, "cuda", q, state.shapes(cache("triton", dtype)), ints(), group)
+    short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
+    (operands,) = re.findall(r"custom_call @__gpu\$xla\.gpu\.triton.*: \((.*?)\) ->", text)
+    assert operands.count(f"tensor<{LAYERS * BLOCKS * BLOCK}x8x128x{short}>") == 2
+    assert not moved(text, BLOCKS * BLOCK * 8 * 128)
+
+
+STEPS = [StepKey(1, 0, 0, COLUMNS), StepKey(8, 2, 512, COLUMNS)]
+
+
+def engine_step(key: StepKey, attention: str, platform: str) -> str:
+    pure = functools.update_wrapper(functools.partial(step, cfg=CFG, key=key, attention=attention), step)
+    params = specs.shapes(family(CFG).param_specs(CFG), "bfloat16")
+    return lowered(pure, platform, params, state.shapes(cache(attention)), ints(packed_size(key)), donated=1)
+
+
+def check(text: str, leaves: int) -> None:
+    """The KV is an input that the outputs take over, and nothing of a layer's size is moved."""
+    (signature,) = re.findall(r"func\.func public @main\((.*)\) ->", text)
+    donated = [
+        one for one in re.split(r"(?=%arg\d+:)", signature) if "tf.aliasing_output" in one or "jax.buffer_donor" in one
+    ]
+    assert len(donated) == leaves
+    assert all(f"tensor<{LAYERS}x{BLOCKS}x" in one for one in donated)
+    assert not moved(text, BLOCKS * BLOCK * 8 * 128)
+
+
+@pytest.mark.parametrize("key", STEPS, ids=str)
+def test_a_whole_step_lowers_for_cuda(key: StepKey):
+    text = engine_step(key, "triton", "cuda")
+    check(text, leaves=2)
+    groups = bool(key.decode_rows) + bool(key.chunk_rows)
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == groups  # one lowering for all layers
+    assert len(re.findall(r"call @_call\w*\(", text)) == groups * LAYERS
+
+
+@pytest.mark.parametrize("key", STEPS, ids=str)
+def test_a_whole_step_lowers_for_tpu(key: StepKey):
+    text = engine_step(key, "tpu", "tpu")
+    check(text, leaves=1)
+    assert "custom_call @tpu_custom_call" in text
+
+
+def test_a_whole_step_lowers_for_cudnn(monkeypatch: pytest.MonkeyPatch):
+    """JAX asks the GPU what it can; here it is told."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
+    text = engine_step(STEPS[1], "cudnn", "cuda")
+    check(text, leaves=2)
+    assert text.count("@__cudnn$fmhaSoftmax") == LAYERS  # chunks
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2  # decoding, and chunks' prefixes
