@@ -11,6 +11,8 @@ from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MOST_LAYERS = 10_000  # a damaged count would otherwise be counted to
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+DTYPES = ("float32", "float16", "bfloat16")
+QUANTISED = ("int8", "float8_e4m3fn", "none")
 _CHANGES_ARITHMETIC = (  # settings of other families that would make these forwards wrong if they were ignored
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "num_experts", "num_local_experts", "n_routed_experts",
@@ -218,17 +220,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     options: dict[str, Any] = {name: float(given[name]) for name in names if given.get(name) is not None}
     if kind == "llama3":
         options |= {name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
-    return (
-        theta,
-        RopeScaling(
-            rope_type=kind,
-            factor=float(factor),
-            original_max_position_embeddings=original,
-            truncate=bool(given.get("truncate", True)),
-            **options,
-        ),
-        partial,
-    )
+    options |= {"truncate": bool(given.get("truncate", True)), "original_max_position_embeddings": original}
+    return theta, RopeScaling(rope_type=kind, factor=float(factor), **options), partial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +233,7 @@ class EngineConfig:
 
     dtype: str | None = None  # of weights and activations
     kv_dtype: str | None = None
+    quantize: str | None = None  # of the weights of products; "none": as the checkpoint has them
     max_seqs: int | None = None  # live sequences
     kv_capacity: int | None = None  # positions one sequence can reach
     block_size: int | None = None  # positions
@@ -281,10 +275,10 @@ class EngineConfig:
         folder = self.artifacts
         if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
             raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
-        for name in ("dtype", "kv_dtype"):
+        for name, known in (("dtype", DTYPES), ("kv_dtype", DTYPES), ("quantize", QUANTISED)):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value in ("float32", "float16", "bfloat16")):
-                raise ConfigError(f"{name} is {shown(value)}, expected float32, float16 or bfloat16")
+            if value is not None and not (isinstance(value, str) and value in known):
+                raise ConfigError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -344,6 +338,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
     "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
     "FERRUM_DTYPE": ("dtype", dtype_name),
+    "FERRUM_QUANTIZE": ("quantize", str),
     "FERRUM_SPEC_N": ("spec_tokens", int),
     "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
 }

@@ -15,6 +15,7 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "head": None,
     "adapter": None,
     "rank": None,
+    "group": None,
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import jax
@@ -9,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.contract.errors import InvalidFormatError
+from ferrum_jax.models.quantisation import Format, Formats
+from ferrum_jax.models.quantised import QuantisedWeight, quantise_weight
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
 LISTED = 8  # problems named in one error; the rest are counted
+PIECE = 1 << 18  # numbers quantised at a time, so that those in between stay in the cache
 
 
 class TensorSource(Protocol):
@@ -37,11 +41,13 @@ def assemble(
     dtype: str,
     device: JaxDevice,
     ignorable: Callable[[str], bool],
+    formats: Formats = MappingProxyType({}),
     progress: bool = False,
 ) -> ParamTree:
     """Reads every parameter, one tensor at a time, cast to `dtype` and put on `device`.
 
-    `ignorable` says which tensors that no parameter wants may be left unread.
+    The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has. `ignorable`
+    says which tensors that no parameter wants may be left unread.
 
     Raises:
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
@@ -49,7 +55,12 @@ def assemble(
     wanted: dict[str, ParamSpec] = named_leaves(specs)
     refuse_mismatched(source.path, source.shapes(), wanted, ignorable)
     names = Track("reading weights")(wanted) if progress else wanted
-    return from_names(specs, {name: _place(source.read(name), dtype, device) for name in names})
+    leaves = {}
+    for name in names:
+        form, tensor = formats.get(name), source.read(name)
+        kept = tensor.astype(jnp.dtype(dtype), copy=False) if form is None else quantise_tensor(tensor, form)
+        leaves[name] = jax.device_put(kept, device)
+    return from_names(specs, leaves)
 
 
 def refuse_mismatched(
@@ -76,5 +87,11 @@ def refuse_listed(path: Path, problems: Sequence[str]) -> None:
         raise InvalidFormatError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
 
 
-def _place(tensor: np.ndarray, dtype: str, device: JaxDevice) -> jax.Array:
-    return jax.device_put(tensor.astype(jnp.dtype(dtype), copy=False), device)
+def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndarray]:
+    """Quantises a matrix on the host, a piece of its rows at a time."""
+    rows = max(1, PIECE // tensor.shape[-1])
+    pieces = [
+        quantise_weight(tensor[start : start + rows], form.dtype, form.groups)
+        for start in range(0, tensor.shape[0], rows)
+    ]
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)
