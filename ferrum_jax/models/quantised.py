@@ -44,9 +44,10 @@ Weight = jax.Array | QuantisedWeight
 def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight:
     """Quantises `[..., F, D]` to nearest, ties to even; NumPy's arrays give NumPy's, with the same numbers.
 
-    A scale is the largest magnitude of its columns times 1 / 127 for int8 or 1 / 448 for float8_e4m3fn, in float32.
-    Where that is 0 all is zero; where the columns hold an infinity or NaN, the scale is no finite number either, nor
-    is any product.
+    A scale is the largest magnitude of its columns times 1 / 127 for int8 or 1 / 448 for float8_e4m3fn, a value what it
+    stands for times the scale's reciprocal, rounded: products in float32, since XLA would make them out of divisions,
+    and NumPy not. Where the scale is below float32's least normal number all is zero; where the columns hold an
+    infinity or NaN, the scale is no finite number either, nor is any product.
 
     Args:
         weight: numbers of any floating dtype.
@@ -59,9 +60,10 @@ def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight
         raise InvalidParameterError(f"{weight.shape[-1]} columns cannot be divided into {groups} groups")
     xp, most = weight.__array_namespace__(), np.float32(LARGEST[dtype])
     wide = weight.astype(np.float32).reshape(*weight.shape[:-1], groups, -1)
-    scales = xp.max(xp.abs(wide), axis=-1) * np.float32(1 / most)  # of a division XLA would make this product
-    sound = xp.isfinite(scales) & (scales > 0)
-    steps = xp.where(sound[..., None], wide, np.float32(0)) / xp.where(sound, scales, np.float32(1))[..., None]
+    scales = xp.max(xp.abs(wide), axis=-1) * np.float32(1 / most)
+    sound = xp.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)
+    inverse = np.float32(1) / xp.where(sound, scales, np.float32(1))
+    steps = xp.where(sound[..., None], wide, np.float32(0)) * inverse[..., None]
     steps = xp.rint(steps) if dtype == "int8" else steps
     values = xp.clip(steps, -most, most).astype(jnp.dtype(dtype)).reshape(weight.shape)
     return QuantisedWeight(values=values, scales=scales)
