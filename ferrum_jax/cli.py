@@ -14,6 +14,9 @@ from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, I
 if TYPE_CHECKING:
     pass
 
+QuantizeOption = Annotated[
+    str | None, typer.Option(help="Keep matrices in int8 or float8_e4m3fn, with a scale for each row")
+]
 app = typer.Typer(
     name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
@@ -54,6 +57,7 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
     kv_capacity: Annotated[int | None, typer.Option(help="Positions the sequence can reach")] = None,
+    quantize: QuantizeOption = None,
     speculate: Annotated[
         int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
     ] = None,
@@ -76,7 +80,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     console = Console(stderr=True)
-    with LLM(model, dtype=dtype, device=device, kv_capacity=kv_capacity, max_seqs=1, speculation=speculation) as llm:
+    settings = {"dtype": dtype, "device": device, "kv_capacity": kv_capacity, "quantize": quantize}
+    with LLM(model, **settings, max_seqs=1, speculation=speculation) as llm:
         templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if system is not None and not templated:
             raise UnsupportedError("--system needs a chat template, and none is in use")
@@ -105,24 +110,26 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.hub import resolve
-    from ferrum_jax.loading import open_checkpoint, parameter_bytes, plan_ahead
+    from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead
     from ferrum_jax.models.registry import family
-    from ferrum_jax.models.specs import num_parameters
+    from ferrum_jax.models.specs import named_leaves, num_bytes, num_parameters
     from ferrum_jax.sharding.devices import default_dtype, find_device
 
     source = open_checkpoint(resolve(model))
     cfg, device = source.config, find_device(None)
     settings = EngineConfig.from_environment().over(EngineConfig(dtype=default_dtype(device)))
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
+    kept = param_specs(source, settings.quantize)
+    held = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(kept).values()))
     try:
-        plan, refusal = plan_ahead(settings, cfg, device), None
+        plan, refusal = plan_ahead(settings, source, device), None
     except FerrumError as problem:
         plan, refusal = None, str(problem)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
     rows = {
         "model": str(source.path),
         "family": cfg.model_type,
-        "parameters": f"{parameters:,} ({parameter_bytes(cfg, dtype) / 1e6:,.0f} MB in {dtype})",
+        "parameters": f"{parameters:,} ({num_bytes(kept, dtype) / 1e6:,.0f} MB in {held})",
         "layers": f"{cfg.num_hidden_layers} of width {cfg.hidden_size}, feed-forward {cfg.intermediate_size}",
         "attention": f"{cfg.num_attention_heads} heads of {cfg.head_dim}, {cfg.num_key_value_heads} key/value heads"
         + (f", window {', '.join(windows)}" if windows else ""),
@@ -158,6 +165,7 @@ def compile_steps(
     kv_capacity: Annotated[int | None, typer.Option(help="Positions a sequence can reach")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
+    quantize: QuantizeOption = None,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
     folder: Annotated[str | None, typer.Option(help="Where steps are kept [default: the user's cache]")] = None,
@@ -180,7 +188,13 @@ def compile_steps(
         except OSError as problem:
             raise IOError(f"the steps in {root} cannot be removed: {problem}") from problem
         return
-    settings = {"max_seqs": max_seqs, "kv_capacity": kv_capacity, "dtype": dtype, "device": device}
+    settings = {
+        "max_seqs": max_seqs,
+        "kv_capacity": kv_capacity,
+        "dtype": dtype,
+        "device": device,
+        "quantize": quantize,
+    }
     with LLM(model, **settings, max_loras=max_loras, max_lora_rank=max_lora_rank, artifacts=str(root)) as llm:
         kept, started = llm.runner.artifacts, time.perf_counter()
         assert kept is not None
@@ -198,11 +212,12 @@ def convert(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hugging Face id")],
     folder: Annotated[str, typer.Argument(help="The new folder")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [default: the model's]")] = None,
+    quantize: QuantizeOption = None,
 ) -> None:
     """Write a model as an Orbax checkpoint, with its tokenizer."""
     from ferrum_jax import converting
 
-    print(converting.convert(model, folder, dtype))
+    print(converting.convert(model, folder, dtype, quantize=quantize))
 
 
 @app.command()

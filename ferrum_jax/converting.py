@@ -25,6 +25,7 @@ def convert(
     destination: str | os.PathLike[str],
     dtype: str | None = None,
     progress: bool = True,
+    quantize: str | None = None,
 ) -> Path:
     """Writes a model as an Orbax checkpoint, which loads without any arithmetic, and its tokenizer's files beside it.
 
@@ -32,10 +33,11 @@ def convert(
 
     Args:
         source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
-            model. Quantised weights are written as the numbers they stand for.
+            model. What a GGUF file has quantised is written as the numbers it stands for.
         destination: the new folder.
         dtype: of the weights; the one that the configuration names if None, float32 for a GGUF.
         progress: show bars on standard error while working.
+        quantize: `int8` or `float8_e4m3fn`, as for `load`: the checkpoint is as much smaller, and loads so.
 
     Returns:
         The folder, which `load`, `load_params` and `LLM` take.
@@ -50,9 +52,9 @@ def convert(
         raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over what is there")
     opened = open_checkpoint(resolve(source, progress=progress))
     dtype = dtype_name(opened.config.dtype if dtype is None else dtype)
-    EngineConfig(dtype=dtype)
+    EngineConfig(dtype=dtype, quantize=quantize)
     tokenizer = _gguf_tokenizer(opened) if isinstance(opened, GgufSource) else None
-    params, cfg = load_params(opened, dtype, device="cpu", progress=progress)
+    params, cfg = load_params(opened, dtype, device="cpu", quantize=quantize, progress=progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-", ignore_cleanup_errors=True) as work:

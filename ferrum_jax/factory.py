@@ -28,7 +28,7 @@ from ferrum_jax.sharding.devices import find_device
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _TYPES = (ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative)
-_ENGINE_OPTIONS = ("attention", "kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout")
+_ENGINE_OPTIONS = ("attention", "kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout", "quantize")
 _OPTIONS = (*_ENGINE_OPTIONS, "kv_dtype", "engine", "strict", "progress", "executor_type")
 _FIELD_OF = {  # settings of `load` that have a field of their own
     "path": "model_info.model_id",
@@ -117,7 +117,8 @@ def _build(config: ExecutorConfig) -> tuple[LlmExecutor, ModelRunner]:
     runner = load(order.source, device=order.device, engine=order.engine, strict=order.strict, progress=order.progress)
     try:
         warm = partial(runner.warmup, progress=order.progress)
-        return LlmExecutor(runner, order.info, warm=warm, close=runner.close), runner
+        info = replace(order.info, dtype=runner.model_info().dtype)
+        return LlmExecutor(runner, info, warm=warm, close=runner.close), runner
     except BaseException:
         runner.close()
         raise
@@ -148,7 +149,7 @@ def _order(config: ExecutorConfig) -> _Order:
     engine = _engine(config, options).over(EngineConfig.from_environment())
     if config.memory_config.memory_pool_size is not None:
         engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
-    plan_ahead(engine, source.config, device)
+    plan_ahead(engine, source, device)
     return _Order(source, config.device, engine, options.get("strict", False), options.get("progress", True), info)
 
 

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from platformdirs import user_cache_dir
 
 from ferrum_jax.compile.artifacts import Artifacts
@@ -22,8 +21,9 @@ from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
 from ferrum_jax.models.layout import CHECKPOINT, lay_out, layout_specs
+from ferrum_jax.models.quantisation import Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree, num_parameters
+from ferrum_jax.models.specs import ParamTree, num_bytes
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble
@@ -54,6 +54,7 @@ def load(
     device: str | Device | JaxDevice | None = None,
     mesh: jax.sharding.Mesh | None = None,
     artifacts: ModelPath | bool | None = None,
+    quantize: str | None = None,
     strict: bool = False,
     progress: bool = True,
 ) -> ModelRunner:
@@ -82,6 +83,8 @@ def load(
         mesh: several devices: not built yet.
         artifacts: folder where compiled steps are kept for later starts; the user's cache folder if None or True, none
             if False. Loading one runs code, so a folder that somebody else may write is not used.
+        quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `none`
+            for weights as the checkpoint has them. Activations stay in `dtype`.
         strict: after `warmup`, a step that would have to be compiled is an error.
         progress: show bars on standard error while working.
 
@@ -105,6 +108,7 @@ def load(
         max_loras=_unless_zero(max_loras),
         max_lora_rank=_unless_zero(max_lora_rank),
         artifacts=_folder_name(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
+        quantize=quantize,
     )
     settings = _merge(asked, engine).over(EngineConfig.from_environment())
     target = find_device(device)
@@ -112,14 +116,14 @@ def load(
     assert settings.dtype is not None
     assert settings.layout is not None
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    ahead, root = plan_ahead(settings, source.config, target), artifacts_folder(settings)
-    early = None if root is None else _open_artifacts(root, source.config, ahead, target, settings)
+    ahead, root = plan_ahead(settings, source, target), artifacts_folder(settings)
+    early = None if root is None else _open_artifacts(root, source, ahead, target, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
     free = free_bytes(target)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # writing zeros takes as long, too
         allocating = pool.submit(_allocate_ahead, ahead.cache, target, early)
-        params, cfg = _read(source, settings.dtype, settings.layout, target, progress)
+        params, cfg = _read(source, settings, target, progress)
     memory = allocating.result()
 
     def open_artifacts(plan: EnginePlan) -> Artifacts | None:
@@ -128,7 +132,8 @@ def load(
         found = Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
         return early if early is not None and early.facts == found.facts else found
 
-    free = free_bytes(target) if memory is None else max(0, free - parameter_bytes(cfg, settings.dtype))
+    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype)
+    free = free_bytes(target) if memory is None else max(0, free - taken)
     plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
     if memory is not None and memory.spec != plan.cache:
         memory = None
@@ -157,14 +162,14 @@ def _allocate_ahead(spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | N
 
 
 def _open_artifacts(
-    root: Path, cfg: ModelConfig, plan: EnginePlan, device: JaxDevice, settings: EngineConfig
+    root: Path, source: Checkpoint, plan: EnginePlan, device: JaxDevice, settings: EngineConfig
 ) -> Artifacts:
     """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
     placed = jax.sharding.SingleDeviceSharding(device)
-    assert settings.dtype is not None
-    shapes = specs.shapes(layout_specs(cfg, settings.layout or CHECKPOINT), settings.dtype)
+    laid = layout_specs(param_specs(source, settings.quantize), source.config, settings.layout or CHECKPOINT)
+    shapes = specs.shapes(laid, settings.dtype or default_dtype(device))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
-    return Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, device))
+    return Artifacts(root, describe_program(source.config, params, plan.cache, plan.loras, device))
 
 
 def _folder_name(path: os.PathLike[str]) -> str:
@@ -206,14 +211,18 @@ def load_params(
     *,
     layout: str = CHECKPOINT,
     device: str | Device | JaxDevice | None = None,
+    quantize: str | None = None,
     progress: bool = False,
 ) -> tuple[ParamTree, ModelConfig]:
-    """Reads a checkpoint into a plain tree of arrays, named as there if so laid out, and its configuration."""
+    """Reads a checkpoint into a plain tree of arrays, named as there if so laid out, and its configuration.
+
+    With `quantize`, as for `load`, matrices are `QuantisedWeight`s in that tree.
+    """
     target = find_device(device)
-    dtype = default_dtype(target) if dtype is None else dtype_name(dtype)
-    EngineConfig(dtype=dtype, layout=layout)
-    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    return _read(source, dtype, layout, target, progress)
+    settings = EngineConfig(
+        dtype=default_dtype(target) if dtype is None else dtype_name(dtype), layout=layout, quantize=quantize
+    )
+    return _read(path if isinstance(path, Checkpoint) else open_checkpoint(path), settings, target, progress)
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
@@ -232,53 +241,74 @@ def open_checkpoint(path: ModelPath) -> Checkpoint:
     return orbax.OrbaxSource(place) if orbax.is_checkpoint(place) else SafetensorsSource(place)
 
 
-def plan_ahead(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> EnginePlan:
+def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice) -> EnginePlan:
     """Decides the sizes of an engine before its parameters are on `device`; `load` decides again when they are.
 
     Args:
         settings: what was asked for; its dtype is the device's own if None.
-        cfg: the model.
+        source: the model.
         device: where it is to run.
 
     Raises:
+        ConfigError: as `param_specs`.
         FerrumError: as `plan_engine`.
     """
-    free = max(0, free_bytes(device) - parameter_bytes(cfg, settings.dtype or default_dtype(device)))
-    return plan_engine(settings, cfg, platform=device.platform, free_bytes=free)
+    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype or default_dtype(device))
+    free = max(0, free_bytes(device) - taken)
+    return plan_engine(settings, source.config, platform=device.platform, free_bytes=free)
 
 
-def parameter_bytes(cfg: ModelConfig, dtype: str) -> int:
-    """Bytes that all parameters take in `dtype`."""
-    return num_parameters(family(cfg).param_specs(cfg)) * jnp.dtype(dtype).itemsize
+def param_specs(source: Checkpoint, quantize: str | None) -> ParamTree:
+    """Describes the parameters as they will be: quantised where the checkpoint has them so, or where `quantize` asks.
+
+    Raises:
+        ConfigError: the checkpoint is quantised in another way already.
+    """
+    plain = family(source.config).param_specs(source.config)
+    return quantised_specs(plain, _formats(source, quantize) or source.formats)
+
+
+def _formats(source: Checkpoint, quantize: str | None) -> Formats:
+    """Says what remains to be quantised."""
+    asked = {} if quantize in (None, "none") else choose_formats(source.config, quantize)
+    if asked and source.formats and asked != source.formats:
+        kinds = ", ".join(sorted({form.dtype for form in source.formats.values()}))
+        raise ConfigError(
+            f"quantize is {quantize!r}, but {len(source.formats)} weights of {source.path} are quantised already "
+            f"({kinds}): leave it out to take them as they are"
+        )
+    return {} if source.formats else asked
 
 
 def _read(
-    source: Checkpoint, dtype: str, layout: str, device: JaxDevice, progress: bool
+    source: Checkpoint, settings: EngineConfig, device: JaxDevice, progress: bool
 ) -> tuple[ParamTree, ModelConfig]:
+    dtype, quantize = settings.dtype or default_dtype(device), settings.quantize
+    layout, formats = settings.layout or CHECKPOINT, _formats(source, quantize)
     try:
-        return _read_all(source, dtype, layout, device, progress)
+        return _read_all(source, dtype, layout, formats, device, progress), source.config
     except jax.errors.JaxRuntimeError as problem:
-        needed = parameter_bytes(source.config, dtype)
+        needed = num_bytes(param_specs(source, quantize), dtype)
         raise ResourceExhaustedError(
             f"{source.path}: {needed:,} bytes of parameters in {dtype} cannot be put on {device}: {problem}"
         ) from problem
 
 
 def _read_all(
-    source: Checkpoint, dtype: str, layout: str, device: JaxDevice, progress: bool
-) -> tuple[ParamTree, ModelConfig]:
-    if isinstance(source, orbax.OrbaxSource):
-        return lay_out(source.restore(dtype, device), source.config, layout), source.config
-    params = assemble(
+    source: Checkpoint, dtype: str, layout: str, formats: Formats, device: JaxDevice, progress: bool
+) -> ParamTree:
+    if isinstance(source, orbax.OrbaxSource) and not formats:
+        return lay_out(source.restore(dtype, device), source.config, layout)
+    return assemble(
         source,
         source.config,
         layout=layout,
         dtype=dtype,
         device=device,
         ignorable=lambda name: _ignorable(name, source.config),
+        formats=formats,
         progress=progress,
     )
-    return params, source.config
 
 
 def _ignorable(name: str, cfg: ModelConfig) -> bool:

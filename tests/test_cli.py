@@ -53,6 +53,22 @@ def refused(result: tuple[int, str, str], kind: str, *says: str) -> None:
     assert all(text in err for text in says)
 
 
+def test_a_quantised_model_is_converted_inspected_and_generates(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    code, out, _ = run("convert", folder, tmp_path / "made", "--quantize", "int8")
+    assert (code, out) == (0, f"{tmp_path / 'made'}\n")
+    small = ("--max-tokens", "5", "--kv-capacity", "32", "cab")
+    answers = [run("generate", "-m", path, *more, *small)[1] for path, *more in (
+        (tmp_path / "made",), (folder, "--quantize", "int8"))]  # fmt: skip
+    assert answers[0] == answers[1] != ""
+    assert "in int8 and float32" in run("inspect", tmp_path / "made")[1]
+    assert "MB in float32)" in run("inspect", folder)[1]
+    monkeypatch.setenv("FERRUM_QUANTIZE", "float8_e4m3fn")
+    assert "in float8_e4m3fn and float32" in run("inspect", folder)[1]
+    refused(run("generate", "-m", tmp_path / "made", "cab"), "Config", "quantised already (int8)")
+
+
 def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
     with LLM(folder, max_seqs=1, kv_capacity=32, engine=EngineConfig(chunk_tokens=(32,)), progress=False) as llm:
         greedy = llm.generate("cab", SamplingParams(max_tokens=9))[0].text
@@ -75,12 +91,12 @@ def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder:
         monkeypatch.setattr(sys, "stdin", io.StringIO("cab"))
         options = ["--temperature", "2", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--seed", "3"]
         place = ["--model", "m", "--dtype", "float32", "--device", "cpu", "--kv-capacity", "32", "--max-tokens", "9"]
-        place += ["--speculate", "2"]
+        place += ["--speculate", "2", "--quantize", "int8"]
         code, out, err = run("generate", *place, *options, "--stop", sampled[4:7], "--stop", "!", "--", "-")
         assert (code, out) == (0, sampled.partition(sampled[4:7])[0] + "\n")
         assert "stop" in err
         assert loaded == [("m", {"dtype": "float32", "device": "cpu", "kv_capacity": 32, "max_seqs": 1,
-                                    "speculation": Speculation(num_tokens=2)})]  # fmt: skip
+                                    "quantize": "int8", "speculation": Speculation(num_tokens=2)})]  # fmt: skip
 
 
 def test_generate_speculates_where_it_is_asked_to(run: Run, folder: Path):

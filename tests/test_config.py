@@ -246,7 +246,7 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     ("max_loras", -1), ("max_lora_rank", -1), ("spec_tokens", -1), ("memory_fraction", 0.0), ("memory_fraction", 1.1),
     ("memory_fraction", float("nan")), ("memory_fraction", "half"), ("prefix_cache", "off"), ("dtype", "int8"),
     ("dtype", "f32"), ("kv_dtype", "float64"), ("decode_rows", ()), ("chunk_rows", (2, 1)), ("chunk_tokens", (4, 4)),
-    ("verify_tokens", (0, 1)), ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)),
+    ("verify_tokens", (0, 1)), ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)), ("quantize", "fp8"), ("quantize", 8),
 ]  # fmt: skip
 
 
@@ -263,6 +263,7 @@ ENVIRONMENT: dict[str, tuple[str, str, Any, str]] = {
     "FERRUM_PREFIX_CACHE": ("0", "prefix_cache", False, "no"),
     "FERRUM_KV_DTYPE": ("bf16", "kv_dtype", "bfloat16", "int8"),
     "FERRUM_DTYPE": ("FP32", "dtype", "float32", ""),
+    "FERRUM_QUANTIZE": ("int8", "quantize", "int8", "int4"),
     "FERRUM_SPEC_N": ("4", "spec_tokens", 4, "4.5"),
 }
 

@@ -66,6 +66,12 @@ def _with(config: ExecutorConfig, name: str, value: Any) -> ExecutorConfig:
     return replace(config, **{part: replace(getattr(config, part), **{field: value}) if field else value})
 
 
+def test_a_quantised_executor_says_what_its_weights_are(config: ExecutorConfig):
+    executor = run(LlmExecutorFactory().create_executor(replace(config, executor_options={"quantize": "int8"})))
+    assert executor.info().dtype is DataType.INT8
+    assert executor.capabilities().supported_dtypes == (DataType.FP32,)
+
+
 def test_an_executor_runs_the_model_of_its_configuration(config: ExecutorConfig):
     executor = run(LlmExecutorFactory().create_executor(config))
     tokens = tiny.prompt(NAME)[:8]

@@ -75,6 +75,7 @@ LOAD = {
     "kv_blocks": 1,
     "memory_fraction": 0.5,
     "max_step_tokens": 8,
+    "quantize": None,
     "engine": None,
     "max_loras": 0,
     "max_lora_rank": 0,
@@ -143,6 +144,7 @@ EXECUTOR = {
         "attention": None,
         "max_loras": 1,
         "max_lora_rank": 2,
+        "quantize": "none",
     },
 }
 PARTS = {

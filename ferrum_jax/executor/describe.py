@@ -1,5 +1,7 @@
 """What a loaded model tells of itself."""
 
+import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -10,10 +12,17 @@ from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, Model
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
 from ferrum_jax.kvcache.slots import SlotTable
+from ferrum_jax.models.quantised import activation_dtype, is_quantised
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import JaxDevice
 
-_DTYPES = {"float32": DataType.FP32, "float16": DataType.FP16, "bfloat16": DataType.BF16}
+_DTYPES = {
+    "float32": DataType.FP32,
+    "float16": DataType.FP16,
+    "bfloat16": DataType.BF16,
+    "int8": DataType.INT8,
+    "float8_e4m3fn": DataType.FP8,
+}
 
 
 def runtime_config(cfg: ModelConfig) -> LlmRuntimeConfig:
@@ -29,26 +38,32 @@ def runtime_config(cfg: ModelConfig) -> LlmRuntimeConfig:
 
 
 def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ModelInfo:
-    """Identity and size of a model as it was loaded; `max_sequence_length` is what it was loaded for."""
-    leaves = jax.tree.leaves(params)
+    """Identity and size of a model as it was loaded; `max_sequence_length` is what it was loaded for.
+
+    `dtype` is that of most of its parameters; scales of quantised weights are no parameters.
+    """
+    sizes: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(params, is_leaf=is_quantised):
+        kept = leaf.values if is_quantised(leaf) else leaf
+        sizes[kept.dtype.name] += math.prod(kept.shape)
     return ModelInfo(
         model_id=name,
         model_type=cfg.model_type,
-        num_parameters=sum(leaf.size for leaf in leaves),
+        num_parameters=sizes.total(),
         hidden_size=cfg.hidden_size,
         num_layers=cfg.num_hidden_layers,
         num_heads=cfg.num_attention_heads,
         num_kv_heads=cfg.num_key_value_heads,
         vocab_size=cfg.vocab_size,
         max_sequence_length=plan.kv_capacity,
-        dtype=_DTYPES[leaves[0].dtype.name],
+        dtype=_DTYPES[sizes.most_common(1)[0][0]],
         device=contract_device(device),
     )
 
 
 def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ExecutorCapabilities:
     """What was built: continuous batches over a paged KV on one device."""
-    leaf = jax.tree.leaves(params)[0]
+    dtype = activation_dtype(params).name
     return ExecutorCapabilities(
         max_batch_size=plan.max_seqs,
         max_sequence_length=plan.kv_capacity,
@@ -58,13 +73,13 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: 
         supports_speculative_decoding=True,
         supports_tensor_parallelism=False,
         supports_pipeline_parallelism=False,
-        supported_dtypes=(_DTYPES[leaf.dtype.name],),
+        supported_dtypes=(_DTYPES[dtype],),
         supported_devices=(contract_device(device),),
         memory_requirements=MemoryRequirements(
             parameter_memory=_num_bytes(params),
             activation_memory_per_token=_activation_bytes(cfg, params),
             kv_cache_memory_per_token=plan.cache.bytes_per_position // plan.cache.num_layers,
-            overhead_memory=stack_bytes(cfg, plan.loras, leaf.dtype.name),
+            overhead_memory=stack_bytes(cfg, plan.loras, dtype),
         ),
     )
 
@@ -76,7 +91,7 @@ def memory_usage(
 
     The peak is the device's own figure where it keeps one, and what is allocated elsewhere.
     """
-    weights = _num_bytes(params) + stack_bytes(cfg, plan.loras, jax.tree.leaves(params)[0].dtype.name)
+    weights = _num_bytes(params) + stack_bytes(cfg, plan.loras, activation_dtype(params).name)
     block = plan.cache.bytes_per_position * plan.cache.block_size
     allocated = weights + plan.cache.num_bytes
     used = weights + (slots.pool.num_blocks - slots.pool.num_free) * block
@@ -131,5 +146,5 @@ def _num_bytes(params: ParamTree) -> int:
 
 def _activation_bytes(cfg: ModelConfig, params: ParamTree) -> int:
     """Bytes of one token's widest layer and of its logits, which are float32."""
-    width = jax.tree.leaves(params)[0].dtype.itemsize
+    width = activation_dtype(params).itemsize
     return (2 * cfg.hidden_size + 3 * cfg.intermediate_size) * width + 4 * cfg.vocab_size

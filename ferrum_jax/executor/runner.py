@@ -31,6 +31,7 @@ from ferrum_jax.executor.loops import Loops
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.executor.work import appended, appended_rows, decode_rows, unified_rows
+from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
@@ -66,7 +67,7 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         self._device = DeviceKv(params, model_config, memory)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
         self._steps = StepCache(self._lower, strict=strict, artifacts=artifacts)
-        dtype = jax.tree.leaves(params)[0].dtype.name
+        dtype = activation_dtype(params).name
         self._adapters = Adapters(model_config, plan.loras, dtype, device, self._steps)
         self._sequences = Sequences(self._device, self._steps, plan, self._adapters)
         self._vocab_size = model_config.vocab_size

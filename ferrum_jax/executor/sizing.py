@@ -16,6 +16,7 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.backends import choose_attention, kv_layout
+from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
 
 DEFAULT_SEQUENCES = 8
@@ -143,7 +144,7 @@ def plan_beside(
         return plan
     stacks = None
     if plan.loras is not None:
-        stacks = specs.shapes(adapters.stack_specs(cfg, plan.loras), jax.tree.leaves(params)[0].dtype.name)
+        stacks = specs.shapes(adapters.stack_specs(cfg, plan.loras), activation_dtype(params).name)
     steps = plan.ladders.steps(adapters=stacks is not None)
     largest = {key.outputs: key for key in reversed(steps)}  # those that give all logits may take more
     artifacts = open_artifacts(plan)

@@ -12,15 +12,34 @@ from ferrum_jax.models import specs as specs
 from ferrum_jax.models.backends import kv_layout
 from ferrum_jax.models.batch import Batch as Batch
 from ferrum_jax.models.batch import Rows as Rows
+from ferrum_jax.models.quantisation import Format as Format
+from ferrum_jax.models.quantisation import choose_formats
+from ferrum_jax.models.quantisation import dequantise as dequantise
+from ferrum_jax.models.quantisation import quantise as quantise
+from ferrum_jax.models.quantised import QuantisedWeight as QuantisedWeight
+from ferrum_jax.models.quantised import activation_dtype, quantise_weight
 from ferrum_jax.models.registry import family as family
 from ferrum_jax.models.specs import ParamTree
 
 config_from_hf = ModelConfig.from_hf
 
 
-def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32") -> ParamTree:
-    """Draws random weights in the tree that `load_params` gives."""
-    return specs.initialise(family(cfg).param_specs(cfg), key, dtype)
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, quantize: str | None = None) -> ParamTree:
+    """Draws random weights in the tree that `load_params` gives.
+
+    With `quantize`, a matrix is drawn in float32 and quantised before the next one, so that they never lie there all.
+    """
+    plain = family(cfg).param_specs(cfg)
+    if quantize is None:
+        return specs.initialise(plain, key, dtype)
+    formats = choose_formats(cfg, quantize)
+
+    def draw(name: str, spec: specs.ParamSpec) -> jax.Array | QuantisedWeight:
+        if name not in formats:
+            return specs.draw(name, spec, key, dtype)
+        return quantise_weight(specs.draw(name, spec, key, "float32"), formats[name].dtype, formats[name].groups)
+
+    return specs.map_specs(draw, plain)
 
 
 def forward(
@@ -52,7 +71,7 @@ def forward(
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape
-    dtype = jax.tree.leaves(params)[0].dtype
+    dtype = activation_dtype(params)
     block_size = min(length, 128)
     columns = -(-length // block_size)
     spec = state.CacheSpec(

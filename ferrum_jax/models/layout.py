@@ -9,7 +9,7 @@ The forward takes any of them, by the structure of the tree. Conversions are pur
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,8 +19,9 @@ import numpy as np
 
 from ferrum_jax.config import LAYOUTS, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, named_leaves
+from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, name_of, named_leaves
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
 
@@ -63,21 +64,29 @@ def _fused(layer: ParamTree, groups: dict[str, dict[str, tuple[str, ...]]]) -> P
     return made
 
 
-def layout_specs(cfg: ModelConfig, layout: str) -> ParamTree:
-    """Describes every parameter of a layout."""
-    own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
+    """Describes every parameter of a layout, given `specs` of the checkpoint's tree, quantised weights among them."""
+    kinds = (ParamSpec, QuantisedWeight)
+    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, kinds))[0]
+    own = {name_of(path): leaf for path, leaf in paths}
 
-    def describe(recipe: Recipe) -> ParamSpec:
+    def describe(recipe: Recipe) -> Any:
         parts = [own[name] for name in recipe.layers[0]]
-        first = parts[0]
-        shape, axes = (sum(part.shape[0] for part in parts), *first.shape[1:]), first.axes
-        if len(parts) > 1:
-            axes = ("fused", *axes[1:])
-        if recipe.is_stacked:
-            shape, axes = (len(recipe.layers), *shape), ("layer", *axes)
-        return ParamSpec(shape, axes, first.init)
+        return jax.tree.map(
+            lambda *found: _made_of(found, recipe), *parts, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+        )
 
     return jax.tree.map(describe, recipes(cfg, layout))
+
+
+def _made_of(parts: Sequence[ParamSpec], recipe: Recipe) -> ParamSpec:
+    first = parts[0]
+    shape, axes = (sum(part.shape[0] for part in parts), *first.shape[1:]), first.axes
+    if len(parts) > 1:
+        axes = ("fused", *axes[1:])
+    if recipe.is_stacked:
+        shape, axes = (len(recipe.layers), *shape), ("layer", *axes)
+    return replace(first, shape=shape, axes=axes)
 
 
 def layout_of(params: ParamTree) -> str:

@@ -20,6 +20,7 @@ from ferrum_jax.models.layers.linear import linear, vocabulary_logits
 from ferrum_jax.models.layers.lora import low_rank, uses
 from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.layers.rope import rotate, rotations
+from ferrum_jax.models.quantised import activation_dtype, rows_of
 from ferrum_jax.models.rotary import frequencies
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 
@@ -91,7 +92,7 @@ def _norm_spec(size: int, axis: str = "embed") -> ParamTree:
 
 def embed(params: ParamTree, tokens: jax.Array) -> jax.Array:
     """Looks up token embeddings: int32 `[X]` to `[X, D]`."""
-    return params["model"]["embed_tokens"]["weight"][tokens]
+    return rows_of(params["model"]["embed_tokens"]["weight"], tokens, activation_dtype(params))
 
 
 def forward(

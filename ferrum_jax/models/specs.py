@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ferrum_jax.sharding.axes import TENSOR_PARALLEL, partition
 
-ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes
+ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes, quantised or not
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: str = "normal"  # or "ones", "zeros"
+    dtype: str | None = None  # that of the activations if None
 
 
 def named_leaves(tree: ParamTree) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def named_leaves(tree: ParamTree) -> dict[str, Any]:
 
 def name_of(path: tuple[Any, ...]) -> str:
     """Joins a pytree path into a checkpoint name."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+    return ".".join(str(getattr(key, kind)) for key in path for kind in ("key", "idx", "name") if hasattr(key, kind))
 
 
 def from_names(specs: ParamTree, leaves: dict[str, Any]) -> ParamTree:
@@ -51,7 +52,7 @@ def map_specs(function: Any, specs: ParamTree) -> ParamTree:
 
 def shapes(specs: ParamTree, dtype: str) -> ParamTree:
     """Gives the tree of `jax.ShapeDtypeStruct`s, for lowering."""
-    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(dtype)), specs)
+    return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)), specs)
 
 
 def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> ParamTree:
@@ -65,18 +66,25 @@ def num_parameters(specs: ParamTree) -> int:
     return sum(int(leaf.size) for leaf in leaves)
 
 
+def num_bytes(specs: ParamTree, dtype: str) -> int:
+    """Counts the bytes of all parameters, those without a dtype of their own in `dtype`."""
+    leaves = jax.tree.leaves(shapes(specs, dtype))
+    return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)
+
+
 def initialise(specs: ParamTree, key: jax.Array, dtype: str, scale: float = 0.02) -> ParamTree:
     """Draws random weights: normal with standard deviation `scale`, ones for norms, zeros for biases.
 
     A parameter's values depend on the key and its name alone, so that two families share those they share.
     """
+    return map_specs(lambda name, spec: draw(name, spec, key, dtype, scale), specs)
 
-    def draw(name: str, spec: ParamSpec) -> jax.Array:
-        if spec.init == "ones":
-            return jnp.ones(spec.shape, dtype)
-        if spec.init == "zeros":
-            return jnp.zeros(spec.shape, dtype)
-        own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return (jax.random.normal(own, spec.shape) * scale).astype(dtype)
 
-    return map_specs(draw, specs)
+def draw(name: str, spec: ParamSpec, key: jax.Array, dtype: str, scale: float = 0.02) -> jax.Array:
+    """Draws one parameter, as `initialise` does."""
+    if spec.init == "ones":
+        return jnp.ones(spec.shape, dtype)
+    if spec.init == "zeros":
+        return jnp.zeros(spec.shape, dtype)
+    own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+    return (jax.random.normal(own, spec.shape) * scale).astype(dtype)

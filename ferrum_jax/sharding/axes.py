@@ -17,6 +17,7 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "layer": None,
     "adapter": None,
     "rank": None,
+    "group": None,
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import jax
@@ -11,12 +12,15 @@ import numpy as np
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidFormatError
 from ferrum_jax.models.layout import Recipe, recipes
+from ferrum_jax.models.quantisation import Format, Formats
+from ferrum_jax.models.quantised import QuantisedWeight, quantise_weight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
 LISTED = 8  # problems named in one error; the rest are counted
+PIECE = 1 << 18  # numbers quantised at a time, so that those in between stay in the cache
 
 
 class TensorSource(Protocol):
@@ -41,11 +45,13 @@ def assemble(
     dtype: str,
     device: JaxDevice,
     ignorable: Callable[[str], bool],
+    formats: Formats = MappingProxyType({}),
     progress: bool = False,
 ) -> ParamTree:
     """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on `device`.
 
-    `ignorable` says which tensors that no parameter wants may be left unread.
+    The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has. `ignorable`
+    says which tensors that no parameter wants may be left unread.
 
     Raises:
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
@@ -53,8 +59,9 @@ def assemble(
     wanted: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     refuse_mismatched(source.path, source.shapes(), wanted, ignorable)
 
-    def read(name: str) -> np.ndarray:
-        return source.read(name).astype(jnp.dtype(dtype), copy=False)
+    def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
+        form, tensor = formats.get(name), source.read(name)
+        return tensor.astype(jnp.dtype(dtype), copy=False) if form is None else quantise_tensor(tensor, form)
 
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
@@ -85,3 +92,13 @@ def refuse_listed(path: Path, problems: Sequence[str]) -> None:
     if problems:
         rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise InvalidFormatError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
+
+
+def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndarray]:
+    """Quantises a matrix on the host, a piece of its rows at a time."""
+    rows = max(1, PIECE // tensor.shape[-1])
+    pieces = [
+        quantise_weight(tensor[start : start + rows], form.dtype, form.groups)
+        for start in range(0, tensor.shape[0], rows)
+    ]
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)

@@ -18,6 +18,7 @@ from ferrum_jax.contract.errors import (
     NotFoundError,
     UnsupportedError,
 )
+from ferrum_jax.models.quantisation import Formats
 
 INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -67,6 +68,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path):
         self.path = folder
+        self.formats: Formats = {}  # none: a checkpoint that says it is quantised is refused
         self.config = _read_config(folder / "config.json")
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}

@@ -10,6 +10,7 @@ import numpy as np
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
 from ferrum_jax.models.layers import rope
+from ferrum_jax.models.quantisation import Formats
 from ferrum_jax.weights.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class GgufSource:
 
     def __init__(self, path: Path):
         self.path = path
+        self.formats: Formats = {}  # a file's own quantisation is undone as it is read
         self.file = GgufFile(path)
         try:
             # One switch of Hugging Face stands for all four projections, and a file may have biases on any.

@@ -1,23 +1,34 @@
-"""Orbax checkpoints: a parameter tree and its configuration in one folder."""
+"""Orbax checkpoints: a parameter tree and its configuration in one folder.
+
+Values and scales of a quantised weight are stored under its name, and the configuration says which weights are.
+"""
 
 import dataclasses
 import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ferrum_jax.config import ModelConfig, RopeScaling
-from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError
+from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError, InvalidParameterError
+from ferrum_jax.models.layout import CHECKPOINT, lay_out
+from ferrum_jax.models.quantisation import Format, formats_of, quantised_specs
+from ferrum_jax.models.quantised import is_quantised
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree, named_leaves, num_parameters, shapes
+from ferrum_jax.models.specs import ParamTree, from_names, map_specs, named_leaves, num_parameters, shapes
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.weights.assemble import refuse_mismatched
 from ferrum_jax.weights.folder import read_json
 
 CONFIG = "ferrum_config.json"
 PARAMS = "params"
+NUMBERS = 0  # stands for a tensor where orbax is told which ones to read
+QUANTISED = "quantised"  # field of the configuration: formats by name
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -33,9 +44,11 @@ def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> N
     if folder.exists() and any(folder.iterdir()):
         raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over another")
     folder.mkdir(parents=True, exist_ok=True)
+    params = lay_out(params, cfg, CHECKPOINT)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / PARAMS, params)
-    text = json.dumps(dataclasses.asdict(cfg), indent=1)
+        checkpointer.save(folder / PARAMS, _stored(params))
+    formats = {name: dataclasses.asdict(form) for name, form in formats_of(params).items()}
+    text = json.dumps(dataclasses.asdict(cfg) | ({QUANTISED: formats} if formats else {}), indent=1)
     (folder / f"{CONFIG}.part").write_text(text, encoding="utf-8")
     os.replace(folder / f"{CONFIG}.part", folder / CONFIG)
 
@@ -43,6 +56,7 @@ def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> N
 def read_config(folder: Path) -> ModelConfig:
     """Reads the configuration of a checkpoint."""
     fields: dict[str, Any] = read_json(folder / CONFIG)
+    fields.pop(QUANTISED, None)
     try:
         scaling = fields.pop("rope_scaling")
         fields["layer_windows"] = tuple(fields["layer_windows"])
@@ -51,15 +65,35 @@ def read_config(folder: Path) -> ModelConfig:
         raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None
 
 
+def read_formats(folder: Path) -> dict[str, Format]:
+    """Reads how the weights of a checkpoint are kept, those that are quantised."""
+    try:
+        found = read_json(folder / CONFIG).get(QUANTISED, {})
+        return {name: Format(**fields) for name, fields in found.items()}
+    except (AttributeError, TypeError, InvalidParameterError) as problem:
+        raise InvalidFormatError(f"{folder / CONFIG}: {QUANTISED} is not of this version: {problem}") from None
+
+
+def _stored(tree: ParamTree) -> ParamTree:
+    """The tree as it is stored: a quantised weight is a dict of its two parts."""
+    return jax.tree.map(
+        lambda leaf: {"values": leaf.values, "scales": leaf.scales} if is_quantised(leaf) else leaf,
+        tree,
+        is_leaf=is_quantised,
+    )
+
+
 class OrbaxSource:
     """A checkpoint that `save` wrote."""
 
     def __init__(self, folder: Path):
         self.path = folder.absolute()
         self.config = read_config(self.path)
+        self.formats = read_formats(self.path)
+        self._specs = quantised_specs(family(self.config).param_specs(self.config), self.formats)
 
     def restore(self, dtype: str, device: JaxDevice) -> ParamTree:
-        """Reads all parameters, cast to `dtype`, onto `device`.
+        """Reads all parameters onto `device`, those that are not quantised cast to `dtype`.
 
         Raises:
             InvalidFormatError: this is no whole checkpoint of the model its configuration describes.
@@ -67,22 +101,42 @@ class OrbaxSource:
         import orbax.checkpoint as ocp
 
         placed = jax.sharding.SingleDeviceSharding(device)
-        specs = family(self.config).param_specs(self.config)
         wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes(specs, dtype)
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes(self._specs, dtype)
         )
+        with self._refusing(), ocp.StandardCheckpointer() as checkpointer:
+            # before any read: a restore that fails half-way leaves orbax's other reads running
+            refuse_mismatched(self.path / PARAMS, self.shapes(), named_leaves(self._specs))
+            found = checkpointer.restore(self.path / PARAMS, _stored(wanted))
+        return from_names(self._specs, named_leaves(found))
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, from the checkpoint's own list."""
+        import orbax.checkpoint as ocp
+
+        with self._refusing(), ocp.StandardCheckpointer() as checkpointer:
+            found = named_leaves(checkpointer.metadata(self.path / PARAMS).item_metadata.tree)
+            return {name: tuple(leaf.shape) for name, leaf in found.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads one tensor of a checkpoint that has it."""
+        import orbax.checkpoint as ocp
+
+        wanted = map_specs(lambda path, spec: NUMBERS if path == name else ocp.PLACEHOLDER, self._specs)
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+        with self._refusing(), ocp.PyTreeCheckpointer() as checkpointer:
+            args = ocp.args.PyTreeRestore(item=_stored(wanted), restore_args=_stored(kinds))
+            return named_leaves(checkpointer.restore(self.path / PARAMS, args=args))[name]
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns what orbax raises over a damaged checkpoint into one error."""
         try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                found = named_leaves(checkpointer.metadata(self.path / PARAMS).item_metadata.tree)
-                # before any read: a restore that fails half-way leaves orbax's other reads running
-                refuse_mismatched(
-                    self.path / PARAMS, {name: tuple(leaf.shape) for name, leaf in found.items()}, named_leaves(specs)
-                )
-                return checkpointer.restore(self.path / PARAMS, wanted)
+            yield
         except InvalidFormatError:
             raise
         except (ValueError, KeyError, OSError, AttributeError) as problem:
             cause = str(problem)[:300]  # pages of storage settings follow
             raise InvalidFormatError(
-                f"{self.path / PARAMS} is no whole checkpoint of {num_parameters(specs):,} parameters: {cause}"
+                f"{self.path / PARAMS} is no whole checkpoint of {num_parameters(self._specs):,} parameters: {cause}"
             ) from None

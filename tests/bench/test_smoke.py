@@ -85,6 +85,16 @@ def test_adapters_ends_in_a_json_line(records: Path):
     assert row["ratio"] == pytest.approx(row["mixed_ms"] / row["bare_ms"])
 
 
+def test_quantised_ends_in_a_json_line_and_a_quarter_of_the_bytes(records: Path):
+    result = _smoke("quantised", records, "--rounds", "1")
+    assert set(result["card"]) == CARD | CEILING
+    assert len(result["rows"]) == 9
+    for plain, int8, fp8 in zip(*[iter(result["rows"])] * 3, strict=True):
+        assert plain["over_plain"] == 1
+        assert int8["weight_bytes"] == fp8["weight_bytes"] < 0.3 * plain["weight_bytes"]
+        assert plain["floor_ms"] >= int8["floor_ms"] == fp8["floor_ms"] > 0
+
+
 def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
     result = _smoke("compare", records, "--rounds", "1")
     assert set(result["card"]) == CARD | CEILING

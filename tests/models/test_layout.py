@@ -14,7 +14,9 @@ from ferrum_jax.config import LAYOUTS
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
-from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.models.quantisation import choose_formats, quantise, quantised_specs
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree, named_leaves, shapes
 from ferrum_jax.weights import orbax
 from tests import tiny
 from tests.adapters import ADAPTERS, stacks_of
@@ -48,7 +50,7 @@ def test_a_conversion_there_and_back_changes_nothing(layout: str, other: str, pa
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_specs_of_a_layout_describe_its_leaves(layout: str, params: ParamTree):
     found = {name: leaf.shape for name, leaf in named_leaves(lay_out(params, CFG, layout)).items()}
-    specs = named_leaves(layout_specs(CFG, layout))
+    specs = named_leaves(layout_specs(family(CFG).param_specs(CFG), CFG, layout))
     assert {name: spec.shape for name, spec in specs.items()} == found
     assert all(len(spec.axes) == len(spec.shape) for spec in specs.values())
 
@@ -134,3 +136,26 @@ def test_scanned_temporaries_hold_no_copy_of_the_layers(params: ParamTree):
     memory = run.lower(scanned, TOKENS[:, :4], CFG).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < weights
+
+
+@other_layouts
+@pytest.mark.parametrize("group_size", [None, 6])
+def test_quantised_weights_are_laid_out_like_others(layout: str, group_size: int | None, params: ParamTree):
+    quantised = quantise(params, CFG, "int8", group_size=group_size)
+    found = lay_out(quantised, CFG, layout)
+    tiny.assert_same_tree(lay_out(found, CFG, "checkpoint"), quantised)
+    tiny.assert_same_tree(quantise(lay_out(params, CFG, layout), CFG, "int8", group_size=group_size), found)
+    np.testing.assert_allclose(run(found, TOKENS, CFG), run(quantised, TOKENS, CFG), rtol=0, atol=SAME)
+
+
+@other_layouts
+def test_a_folder_is_quantised_and_laid_out_while_it_is_read(layout: str, params: ParamTree, tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS[MODEL], shards=2)
+    found, cfg = ferrum_jax.load_params(folder, layout=layout, quantize="int8")
+    tiny.assert_same_tree(found, lay_out(quantise(params, CFG, "int8"), CFG, layout))
+    specs = layout_specs(quantised_specs(family(cfg).param_specs(cfg), choose_formats(cfg, "int8")), cfg, layout)
+    wanted = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes(specs, "float32"))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), found) == wanted
+    with ferrum_jax.load(folder, layout=layout, quantize="int8", max_seqs=1, kv_capacity=32, progress=False) as model:
+        expected = run(found, TOKENS[:, :16], cfg)[0, -1]
+        np.testing.assert_allclose(model.prefill("a", tiny.prompt(MODEL)[:16]), expected, rtol=0, atol=SAME)

@@ -40,6 +40,8 @@ def attend(
     """
     if backend == "xla":
         return attend_xla(q, kv, layer, rows, scale=scale, window=window)
+    if not isinstance(window, int | None):
+        raise UnsupportedError(f"attention {backend!r} needs a window that is known when the step is traced")
     if backend == "triton":  # what only some devices need is imported where it is needed
         from ferrum_jax.models.layers.attention_triton import attend_triton
 

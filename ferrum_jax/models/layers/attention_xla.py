@@ -25,7 +25,7 @@ def attend_xla(
     rows: Rows[jax.Array],
     *,
     scale: float,
-    window: int | None,
+    window: int | Int[Array, ""] | None,
 ) -> Float[Array, "B T N H"]:
     """Attends as `attend` says."""
     batch, tokens, heads, head_dim = q.shape
@@ -55,7 +55,7 @@ def _walk(
     rows: Rows[jax.Array],
     start: Int[Array, ""],
     scale: float,
-    window: int | None,
+    window: int | Int[Array, ""] | None,
 ) -> Float[Array, "B K G T H"]:
     """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
     block_size = state.block_size(kv)

@@ -1,17 +1,13 @@
-"""Settings: what a model is (`ModelConfig`) and how the engine should run it (`EngineConfig`)."""
+"""What a model is, out of its `config.json`."""
 
-import os
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from ferrum_jax.config.numbers import refuse_below, refuse_no_count, refuse_not_positive
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
-DTYPES = ("float32", "float16", "bfloat16")
-ATTENTIONS = ("xla", "triton", "cudnn", "tpu")
 MOST_LAYERS = 10_000  # a damaged count would otherwise be counted to
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _CHANGES_ARITHMETIC = (  # settings of other families that would make these forwards wrong if they were ignored
@@ -40,11 +36,11 @@ class RopeScaling:
     def __post_init__(self):
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_TYPES:
             raise UnsupportedError(f"rope_type {shown(self.rope_type)}: supported are {', '.join(ROPE_TYPES)}")
-        _refuse_not_positive("factor of the RoPE scaling", self.factor)
+        refuse_not_positive("factor of the RoPE scaling", self.factor)
         for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "low_freq_factor",
                      "high_freq_factor"):  # fmt: skip
             if getattr(self, name) is not None:
-                _refuse_not_positive(f"{name} of the RoPE scaling", getattr(self, name))
+                refuse_not_positive(f"{name} of the RoPE scaling", getattr(self, name))
         if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
             raise ConfigError(
                 f"high_freq_factor of the RoPE scaling is {self.high_freq_factor}, expected more than "
@@ -79,7 +75,7 @@ class ModelConfig:
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            _refuse_no_count(name, getattr(self, name), 1)
+            refuse_no_count(name, getattr(self, name), 1)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key/value heads"
@@ -91,9 +87,9 @@ class ModelConfig:
         if len(self.layer_windows) != self.num_hidden_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
         for window in self.layer_windows:
-            _refuse_below("sliding_window", window, 1)
+            refuse_below("sliding_window", window, 1)
         for name in ("rope_theta", "rms_norm_eps"):
-            _refuse_not_positive(name, getattr(self, name))
+            refuse_not_positive(name, getattr(self, name))
 
     @property
     def max_seq_len(self) -> int:
@@ -220,134 +216,5 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     options: dict[str, Any] = {name: float(given[name]) for name in names if given.get(name) is not None}
     if kind == "llama3":
         options |= {name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
-    return (
-        theta,
-        RopeScaling(
-            rope_type=kind,
-            factor=float(factor),
-            original_max_position_embeddings=original,
-            truncate=bool(given.get("truncate", True)),
-            **options,
-        ),
-        partial,
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How the engine should run a model; None means: chosen for the model and the device.
-
-    Ladders are ascending bucket sizes; what exceeds the largest runs in several steps.
-    """
-
-    dtype: str | None = None  # of weights and activations
-    kv_dtype: str | None = None
-    attention: str | None = None  # which backend computes it: xla, triton, cudnn or tpu
-    max_seqs: int | None = None  # live sequences
-    kv_capacity: int | None = None  # positions one sequence can reach
-    block_size: int | None = None  # positions
-    kv_blocks: int | None = None  # blocks in the pool
-    memory_fraction: float | None = None  # of free device memory, for the default pool
-    max_step_tokens: int | None = None  # tokens of prompts in one step
-    prefix_cache: bool | None = None
-    max_loras: int | None = None
-    max_lora_rank: int | None = None
-    spec_tokens: int | None = None  # drafted tokens per round
-    loop_tokens: int | None = None  # tokens that one device call of `decode_n` chooses for each row; 0: none
-    decode_rows: tuple[int, ...] | None = None  # ladder of D
-    chunk_rows: tuple[int, ...] | None = None  # ladder of P
-    chunk_tokens: tuple[int, ...] | None = None  # ladder of C, tokens
-    verify_tokens: tuple[int, ...] | None = None  # ladder of C where every token wants logits
-    verify_rows: tuple[int, ...] | None = None  # ladder of P where every token wants logits
-    layout: str | None = None  # of the parameters: `checkpoint`, `fused` or `scanned`
-    artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
-
-    def __post_init__(self):
-        for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
-            _refuse_below(name, getattr(self, name), 1)
-        for name in ("max_loras", "max_lora_rank", "spec_tokens", "loop_tokens"):
-            _refuse_below(name, getattr(self, name), 0)
-        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
-            if (ladder := getattr(self, name)) is None:
-                continue
-            if not isinstance(ladder, (tuple, list)):
-                raise ConfigError(f"{name} is {shown(ladder)}, expected ascending sizes of at least 1")
-            for size in ladder:
-                _refuse_below(f"a size in {name}", size, 1)
-            if not ladder or list(ladder) != sorted(set(ladder)):
-                raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
-        fraction = self.memory_fraction
-        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
-            raise ConfigError(f"memory_fraction is {shown(fraction)}, expected more than 0 and at most 1")
-        if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache is {shown(self.prefix_cache)}, expected True or False")
-        folder = self.artifacts
-        if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
-            raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
-        for name, known in (("dtype", DTYPES), ("kv_dtype", DTYPES), ("attention", ATTENTIONS), ("layout", LAYOUTS)):
-            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value in known):
-                raise ConfigError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
-        """Reads the `FERRUM_…` variables; an unparsable value is a Config error that names its variable."""
-        environment = os.environ if environment is None else environment
-        values = {}
-        for variable, (name, parse) in _VARIABLES.items():
-            if (text := environment.get(variable)) is None:
-                continue
-            try:
-                values[name] = parse(text.strip())
-                cls(**{name: values[name]})
-            except ValueError as problem:
-                raise ConfigError(f"{variable}={text!r} cannot be used: {problem}") from None
-        return cls(**values)
-
-    def over(self, other: Self) -> Self:
-        """Fills what is None here from `other`."""
-        mine = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        return replace(other, **mine)
-
-
-def _refuse_no_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {shown(value)}, expected an integer of at least {least}")
-
-
-def _refuse_below(name: str, value: Any, least: int) -> None:
-    if value is not None:
-        _refuse_no_count(name, value, least)
-
-
-def _refuse_not_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise ConfigError(f"{name} is {shown(value)}, expected more than 0")
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("expected 0 or 1")
-    return text == "1"
-
-
-def dtype_name(text: str) -> str:
-    """Gives the full name of a floating dtype: `bf16` is `bfloat16`."""
-    if not isinstance(text, str):
-        raise ConfigError(f"dtype is {shown(text)}, expected a name such as 'float32'")
-    short = {"fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16"}
-    return (short | {"bf16": "bfloat16"}).get(text.lower(), text.lower())
-
-
-_VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "FERRUM_KV_CAPACITY": ("kv_capacity", int),
-    "FERRUM_KV_MAX_BLOCKS": ("kv_blocks", int),
-    "FERRUM_PAGED_MAX_SEQS": ("max_seqs", int),
-    "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
-    "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
-    "FERRUM_DTYPE": ("dtype", dtype_name),
-    "FERRUM_ATTENTION": ("attention", str.lower),
-    "FERRUM_SPEC_N": ("spec_tokens", int),
-    "FERRUM_LAYOUT": ("layout", str),
-    "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
-}
-ENVIRONMENT: Mapping[str, str] = os.environ  # of which the compilers below JAX read more than this package does
+    options |= {"truncate": bool(given.get("truncate", True)), "original_max_position_embeddings": original}
+    return theta, RopeScaling(rope_type=kind, factor=float(factor), **options), partial

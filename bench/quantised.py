@@ -1,0 +1,143 @@
+"""What do weights in int8 and in fp8 make of a decode step and of a prompt, beside the weights as they are?
+
+The contract's `decode_batch` of 1 and of 8 rows and its `prefill` of 128 tokens, for the same model with its matrices
+kept three ways; all take turns, call by call. The floor reads the weights as they are kept, once. `agree` is the share
+of a prompt's positions whose likeliest token is that of the weights as they are: of random weights it says nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench import card, models
+from bench.floor import Work, decode_work, prefill_work
+from bench.machine import Probes, ceilings, make_probes, measure
+from bench.models import Subject
+from bench.timing import Contestant, alternate
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.models import quantise
+from ferrum_jax.models.specs import named_leaves
+
+KEPT = ("as they are", "int8", "float8_e4m3fn")
+CONTEXT, PROMPT = 256, 128  # positions, tokens
+SMOKE_CONTEXT, SMOKE_PROMPT = 16, 32
+ROWS = (1, 8)
+BURST = 4  # calls in a row
+
+
+def main() -> None:
+    """Times the three in turn and prints the table and the JSON line."""
+    found = card.options(__doc__)
+    context, tokens = (SMOKE_CONTEXT, SMOKE_PROMPT) if found.smoke else (CONTEXT, PROMPT)
+    plain = models.read(found)
+    probes = make_probes(plain.dtype, smoke=found.smoke)
+    subjects = {name: _kept(plain, name) for name in KEPT}
+    runners = {name: models.run(subject, _engine(context, tokens)) for name, subject in subjects.items()}
+    conditions = card.show_card(plain, runners[KEPT[0]].plan.cache, measure(probes))
+    for runner in runners.values():
+        runner.warmup(progress=True)
+    agree = _agreement(runners, tokens)
+    rows = []
+    for count in ROWS:
+        calls = {name: _decode(runner, count, context) for name, runner in runners.items()}
+        work = decode_work(plain.config, rows=count, context=context, itemsize=np.dtype(plain.dtype).itemsize)
+        rows += _measure(f"decode {count}", calls, subjects, work, probes, found.rounds)
+        for runner in runners.values():
+            runner.reset()
+    calls = {name: _prefill(runner, tokens) for name, runner in runners.items()}
+    work = prefill_work(plain.config, tokens=tokens, itemsize=np.dtype(plain.dtype).itemsize)
+    rows += _measure(f"prompt of {tokens}", calls, subjects, work, probes, found.rounds)
+    _show(rows, agree)
+    card.finish("quantised", found, conditions, rows, agree=agree)
+
+
+def _engine(context: int, tokens: int) -> EngineConfig:
+    longest = max(context, tokens)
+    return EngineConfig(
+        max_seqs=ROWS[-1],
+        kv_capacity=2 * longest,
+        decode_rows=ROWS,
+        chunk_rows=(1,),
+        chunk_tokens=tuple(sorted({tokens, longest})),
+        verify_tokens=(tokens,),
+    )
+
+
+def _kept(plain: Subject, name: str) -> Subject:
+    return plain if name == KEPT[0] else replace(plain, params=quantise(plain.params, plain.config, name))
+
+
+def _agreement(runners: Mapping[str, ModelRunner], tokens: int) -> dict[str, float]:
+    """Share of positions at which the likeliest token is the same as without quantisation."""
+    best = {}
+    for name, runner in runners.items():
+        ids = models.prompt(runner.model_config, tokens)
+        best[name] = runner.forward_verify("agree", ids).argmax(axis=-1)
+        runner.reset()
+    return {name: float((ids == best[KEPT[0]]).mean()) for name, ids in best.items()}
+
+
+def _decode(runner: ModelRunner, count: int, context: int) -> Contestant:
+    batch, restore = models.prefilled(runner, count, context)
+    return Contestant(lambda: runner.decode_batch(batch), restore, BURST)
+
+
+def _prefill(runner: ModelRunner, tokens: int) -> Contestant:
+    ids = models.prompt(runner.model_config, tokens)
+    return Contestant(lambda: runner.prefill("prompt", ids), lambda: runner.release("prompt"))
+
+
+def _measure(
+    row: str,
+    calls: Mapping[str, Contestant],
+    subjects: Mapping[str, Subject],
+    work: Work,
+    probes: Probes,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    times = alternate({**calls, **probes.contestants}, rounds=rounds)
+    machine, first = ceilings(probes, times), times[KEPT[0]].median
+    found = []
+    for name, subject in subjects.items():
+        saved = _product_bytes(subjects[KEPT[0]]) - _product_bytes(subject)
+        floor = replace(work, num_bytes=work.num_bytes - saved).floor_ms(machine)
+        found.append(
+            {
+                "row": row,
+                "weights": name,
+                "weight_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(subject.params)),
+                "call_ms": times[name].median,
+                "call_p90_ms": times[name].p90,
+                "over_plain": times[name].median / first,
+                "floor_ms": floor,
+                "call_over_floor": times[name].median / floor,
+                **{rate: round(value) for rate, value in asdict(machine).items()},
+            }
+        )
+    return found
+
+
+def _product_bytes(subject: Subject) -> int:
+    """Bytes of all matrices that a step reads: not of embeddings that are looked up only."""
+    looked_up = () if subject.config.tie_word_embeddings else ("model.embed_tokens.",)
+    leaves = named_leaves(subject.params).items()
+    return sum(leaf.nbytes for name, leaf in leaves if leaf.ndim > 1 and not name.startswith(looked_up))
+
+
+def _show(rows: list[dict[str, Any]], agree: Mapping[str, float]) -> None:
+    lines = []
+    for row in rows:
+        cells = [row["row"], row["weights"], f"{row['weight_bytes'] / 1e6:.1f}"]
+        cells += [f"{row[key]:.1f}" for key in ("call_ms", "call_p90_ms")]
+        cells += [f"{row['over_plain']:.2f}", f"{row['floor_ms']:.1f}", f"{row['call_over_floor']:.2f}"]
+        lines.append([*cells, f"{agree[row['weights']]:.2f}"])
+    headings = ("row", "weights", "MB", "call ms", "p90", "over plain", "floor ms", "over floor", "agree")
+    card.show_table(headings, lines, left=("row", "weights"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,12 @@
+"""Settings: what a model is (`ModelConfig`) and how the engine should run it (`EngineConfig`)."""
+
+from ferrum_jax.config.engine import ATTENTIONS as ATTENTIONS
+from ferrum_jax.config.engine import DTYPES as DTYPES
+from ferrum_jax.config.engine import ENVIRONMENT as ENVIRONMENT
+from ferrum_jax.config.engine import LAYOUTS as LAYOUTS
+from ferrum_jax.config.engine import QUANTISED as QUANTISED
+from ferrum_jax.config.engine import EngineConfig as EngineConfig
+from ferrum_jax.config.engine import dtype_name as dtype_name
+from ferrum_jax.config.model import FAMILIES as FAMILIES
+from ferrum_jax.config.model import ModelConfig as ModelConfig
+from ferrum_jax.config.model import RopeScaling as RopeScaling

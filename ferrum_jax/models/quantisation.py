@@ -1,0 +1,123 @@
+"""Trees whose products are quantised: which weights, before and after they have values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.models import specs
+from ferrum_jax.models.layout import CHECKPOINT, lay_out, layout_of
+from ferrum_jax.models.quantised import (
+    LARGEST,
+    QuantisedWeight,
+    activation_dtype,
+    dequantise_weight,
+    is_quantised,
+    quantise_weight,
+)
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamSpec, ParamTree
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one weight is kept."""
+
+    dtype: str  # of the values
+    groups: int = 1  # scales of an output channel
+
+    def __post_init__(self):
+        if self.dtype not in LARGEST:
+            raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {self.dtype!r}")
+        if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
+            raise InvalidParameterError(f"groups are {self.groups!r}, expected an integer of at least 1")
+
+
+Formats = Mapping[str, Format]  # by the names of the weights that are quantised
+
+
+def choose_formats(
+    cfg: ModelConfig, dtype: str, *, group_size: int | None = None, vocabulary: bool = True
+) -> dict[str, Format]:
+    """Says how every matrix of a model is kept in `dtype`; norms and biases stay as they are.
+
+    With `vocabulary` embeddings and head, which are one where they are tied, are quantised like the products of layers.
+
+    Raises:
+        InvalidParameterError: there is no such format, or `group_size` does not divide the inputs of some product.
+    """
+    found = {}
+    for name, spec in specs.named_leaves(family(cfg).param_specs(cfg)).items():
+        if len(spec.shape) < 2 or ("vocab" in spec.axes and not vocabulary):
+            continue
+        columns = spec.shape[-1]
+        if group_size is not None and (group_size < 1 or columns % group_size):
+            raise InvalidParameterError(f"{name} has {columns} columns, which groups of {group_size} do not divide")
+        found[name] = Format(dtype, 1 if group_size is None else columns // group_size)
+    return found
+
+
+def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
+    """Describes the tree in which the weights named in `formats` are values and scales.
+
+    Scales lie where the output channels do; those of groups are divided as the input is.
+    """
+
+    def kept(name: str, spec: ParamSpec) -> ParamSpec | QuantisedWeight[ParamSpec]:
+        if name not in formats:
+            return spec
+        form = formats[name]
+        last = spec.axes[-1] if form.groups > 1 else "group"
+        scales = ParamSpec((*spec.shape[:-1], form.groups), (*spec.axes[:-1], last), "ones", dtype="float32")
+        return QuantisedWeight(values=replace(spec, dtype=form.dtype), scales=scales)
+
+    return specs.map_specs(kept, plain)
+
+
+def formats_of(params: ParamTree) -> dict[str, Format]:
+    """Tells how the weights of a tree are kept: those that are quantised, by name; leaves may be shapes."""
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
+    return {
+        specs.name_of(path): Format(leaf.values.dtype.name, leaf.scales.shape[-1])
+        for path, leaf in paths
+        if is_quantised(leaf)
+    }
+
+
+def quantise(
+    params: ParamTree, cfg: ModelConfig, dtype: str, *, group_size: int | None = None, vocabulary: bool = True
+) -> ParamTree:
+    """Quantises a plain tree as `quantise_weight` says; what stays as it is, is shared with `params`.
+
+    Args:
+        params: arrays, as `load_params` gives them, in any layout, which stays.
+        cfg: their model.
+        dtype: of the values, `int8` or `float8_e4m3fn`.
+        group_size: adjacent input columns that share a scale; all of a channel if None.
+        vocabulary: whether embeddings and head are quantised, too.
+
+    Raises:
+        InvalidParameterError: as `choose_formats`, or a weight is quantised already.
+    """
+    layout, params = layout_of(params), lay_out(params, cfg, CHECKPOINT)
+    formats, given = choose_formats(cfg, dtype, group_size=group_size, vocabulary=vocabulary), formats_of(params)
+    if given:
+        raise InvalidParameterError(f"{next(iter(given))} and {len(given) - 1} more are quantised already")
+
+    def kept(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        form = formats.get(specs.name_of(path))
+        return leaf if form is None else quantise_weight(leaf, form.dtype, form.groups)
+
+    return lay_out(jax.tree_util.tree_map_with_path(kept, params), cfg, layout)
+
+
+def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
+    """Gives the plain tree whose arrays are what the weights stand for, in `dtype` or that of the other parameters."""
+    wanted = activation_dtype(params) if dtype is None else jnp.dtype(dtype)
+    return jax.tree.map(
+        lambda leaf: dequantise_weight(leaf, wanted) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised
+    )

@@ -1,0 +1,93 @@
+"""A weight kept in few bits beside its scales: a leaf of a parameter tree that products and look-ups take for an array.
+
+A number of the weight is its value times the scale of its place. Symmetric, round to nearest: Jacob et al. 2018,
+"Quantization and Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel:
+Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8
+Formats for Deep Learning", section 3.
+"""
+
+from typing import Any, Generic, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferrum_jax.contract.errors import InvalidParameterError
+
+Leaf = TypeVar("Leaf")
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # value of each format that is used; -128 is not
+
+
+@flax.struct.dataclass
+class QuantisedWeight(Generic[Leaf]):
+    """A matrix `[F, D]`, or a stack of them, as values and scales.
+
+    A pytree of two leaves: what maps, shards, stacks or slices trees by their first axes does so with both alike. It
+    has no dtype of its own, since there are two: `values.dtype`, and that of the products, which is their input's.
+    """
+
+    values: Leaf  # int8 or float8_e4m3fn [..., F, D]
+    scales: Leaf  # float32 [..., F, G]: one for D / G adjacent columns; G is 1 where a scale is of a whole channel
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the matrix this stands for."""
+        values: Any = self.values
+        return values.shape
+
+
+Weight = jax.Array | QuantisedWeight
+
+
+def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight:
+    """Quantises `[..., F, D]` to nearest, ties to even; NumPy's arrays give NumPy's, with the same numbers.
+
+    A scale is the largest magnitude of its columns times 1 / 127 for int8 or 1 / 448 for float8_e4m3fn, a value what it
+    stands for times the scale's reciprocal, rounded: products in float32, since XLA would make them out of divisions,
+    and NumPy not. Where the scale is below float32's least normal number all is zero; where the columns hold an
+    infinity or NaN, the scale is no finite number either, nor is any product.
+
+    Args:
+        weight: numbers of any floating dtype.
+        dtype: of the values, a name in `LARGEST`.
+        groups: scales of a channel, G, which must divide D.
+    """
+    if dtype not in LARGEST:
+        raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {dtype!r}")
+    if groups < 1 or weight.shape[-1] % groups:
+        raise InvalidParameterError(f"{weight.shape[-1]} columns cannot be divided into {groups} groups")
+    xp, most = weight.__array_namespace__(), np.float32(LARGEST[dtype])
+    wide = weight.astype(np.float32).reshape(*weight.shape[:-1], groups, -1)
+    scales = xp.max(xp.abs(wide), axis=-1) * np.float32(1 / most)
+    sound = xp.isfinite(scales) & (scales >= np.finfo(np.float32).tiny)
+    inverse = np.float32(1) / xp.where(sound, scales, np.float32(1))
+    steps = xp.where(sound[..., None], wide, np.float32(0)) * inverse[..., None]
+    steps = xp.rint(steps) if dtype == "int8" else steps
+    values = xp.clip(steps, -most, most).astype(jnp.dtype(dtype)).reshape(weight.shape)
+    return QuantisedWeight(values=values, scales=scales)
+
+
+def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
+    """Gives the numbers a weight stands for: computed in float32, rounded once to `dtype`."""
+    groups = weight.scales.shape[-1]
+    wide = weight.values.astype(jnp.float32).reshape(*weight.shape[:-1], groups, -1) * weight.scales[..., None]
+    return wide.reshape(weight.shape).astype(dtype)
+
+
+def rows_of(weight: Weight, ids: jax.Array, dtype: Any) -> jax.Array:
+    """Looks up rows: ids `[X]` of a weight `[V, D]` to `[X, D]`; a quantised weight's are rounded to `dtype`."""
+    if isinstance(weight, QuantisedWeight):
+        return dequantise_weight(jax.tree.map(lambda leaf: leaf[ids], weight), dtype)
+    return weight[ids]
+
+
+def is_quantised(leaf: Any) -> bool:
+    """Says whether a leaf of a tree is a quantised weight, as `jax.tree` wants to be told."""
+    return isinstance(leaf, QuantisedWeight)
+
+
+def activation_dtype(params: Any) -> jnp.dtype:
+    """Gives the dtype that a model computes in: that of its parameters that are not quantised, as norms never are."""
+    leaves = jax.tree.leaves(params, is_leaf=is_quantised)
+    return jnp.dtype(next(leaf.dtype for leaf in leaves if not is_quantised(leaf)))

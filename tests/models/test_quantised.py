@@ -1,0 +1,259 @@
+"""Quantised weights: what they stand for, their products, and trees of them."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+from ferrum_jax import models
+from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.models import quantisation, specs
+from ferrum_jax.models.layers import linear as products
+from ferrum_jax.models.layers.linear import linear, vocabulary_logits
+from ferrum_jax.models.quantised import (
+    LARGEST,
+    QuantisedWeight,
+    activation_dtype,
+    dequantise_weight,
+    quantise_weight,
+    rows_of,
+)
+from ferrum_jax.models.registry import family
+from tests import tiny
+
+SAME = 2e-6  # relative: float32 sums of up to 1200 products in another order, and a scale inside or outside of them
+FORWARD = 1e-4  # tiny models: as `any chunking = the forward`, since only the order of sums differs
+
+every_format = pytest.mark.parametrize("dtype", LARGEST)
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def relative(found: jax.Array, expected: jax.Array) -> float:
+    wide = [np.asarray(values, np.float64) for values in (found, expected)]
+    return float(np.abs(wide[0] - wide[1]).max() / np.abs(wide[1]).max())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(sorted(LARGEST)),
+    rows=st.integers(1, 9),
+    groups=st.integers(1, 5),
+    size=st.integers(1, 7),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 2**16),
+)
+def test_no_number_moves_by_more_than_half_a_step(
+    dtype: str, rows: int, groups: int, size: int, exponent: int, seed: int
+):
+    weight = drawn(rows, groups * size, seed=seed) * np.float32(2.0**exponent)
+    kept = quantise_weight(weight, dtype, groups)
+    steps = weight.astype(np.float64) / np.repeat(kept.scales, size, axis=-1)
+    found = np.asarray(dequantise_weight(jax.tree.map(jnp.asarray, kept), "float32"), np.float64)
+    if dtype == "int8":
+        width = np.ones_like(steps)
+    else:  # three bits after the leading one, and none below 2**-6
+        width = 2.0 ** (np.maximum(np.floor(np.log2(np.maximum(np.abs(steps), 1e-30))), -6) - 3)
+    half = 0.5 * width * np.repeat(kept.scales, size, axis=-1)
+    rounding = 1e-6 * np.abs(weight)  # of the scale, the quotient and the product, in float32
+    assert (np.abs(found - weight) <= half + rounding).all()
+    assert np.abs(kept.values.astype(np.float32)).max() == LARGEST[dtype]
+
+
+@every_format
+@pytest.mark.parametrize("groups", [1, 3])
+def test_numpy_and_jax_quantise_to_the_same_numbers(dtype: str, groups: int):
+    weight = drawn(211, 96).astype(ml_dtypes.bfloat16).astype(np.float32)  # so that some lie half-way between steps
+    host = quantise_weight(weight, dtype, groups)
+    assert isinstance(host.values, np.ndarray)
+    for device in (quantise_weight, jax.jit(quantise_weight, static_argnums=(1, 2))):
+        for mine, theirs in zip(
+            jax.tree.leaves(host), jax.tree.leaves(device(jnp.asarray(weight), dtype, groups)), strict=True
+        ):
+            np.testing.assert_array_equal(mine.astype(np.float32), np.asarray(theirs, np.float32))
+
+
+def test_a_narrow_weight_is_quantised_as_the_numbers_it_holds():
+    narrow = drawn(7, 12).astype(ml_dtypes.bfloat16)
+    kept, wide = quantise_weight(narrow, "int8"), quantise_weight(narrow.astype(np.float32), "int8")
+    np.testing.assert_array_equal(kept.values, wide.values)
+    np.testing.assert_array_equal(kept.scales, wide.scales)
+
+
+@every_format
+def test_channels_of_zeros_and_of_what_is_no_number(dtype: str):
+    weight = drawn(5, 6)
+    weight[1], weight[2, 3], weight[3, 0], weight[4] = 0, np.nan, np.inf, 1e-40
+    kept = jax.tree.map(jnp.asarray, quantise_weight(weight, dtype))
+    found = np.asarray(dequantise_weight(kept, "float32"))
+    assert (found[[1, 4]] == 0).all()
+    assert np.isfinite(found[0]).all()
+    assert not np.isfinite(found[2:4]).any()
+    y = linear(jnp.ones((5, 6)), kept)
+    assert (y[:, [1, 4]] == 0).all()
+    assert not np.isfinite(y[:, 2:4]).any()
+
+
+@every_format
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize(("tokens", "shape"), [(1, (97, 48)), (5, (1, 12)), (70, (2, 12)), (5, (2003, 1200))])
+def test_a_product_equals_that_of_what_the_weight_stands_for(
+    tokens: int, shape: tuple[int, int], groups: int, dtype: str
+):
+    kept = quantise_weight(jnp.asarray(drawn(*shape)), dtype, groups)
+    x, bias = jnp.asarray(drawn(tokens, shape[1], seed=1)), jnp.asarray(drawn(shape[0], seed=2))
+    plain = dequantise_weight(kept, "float32")
+    assert relative(jax.jit(linear)(x, kept, bias), linear(x, plain, bias)) < SAME
+    assert relative(vocabulary_logits(x, kept), vocabulary_logits(x, plain)) < SAME
+
+
+@pytest.mark.parametrize(("block", "shape"), [(50, (97, 10)), (10, (7, 10)), (1, (23, 10)), (200, (64, 10))])
+def test_blocks_of_a_product_cover_every_channel_once(
+    block: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(products, "BLOCK", block)
+    kept, x = quantise_weight(jnp.asarray(drawn(*shape)), "int8"), jnp.asarray(drawn(3, 10))
+    assert relative(linear(x, kept), linear(x, dequantise_weight(kept, "float32"))) < SAME
+
+
+@every_format
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_narrow_product_is_rounded_once(dtype: str, groups: int):
+    kept = quantise_weight(jnp.asarray(drawn(97, 48)), dtype, groups)
+    x = jnp.asarray(drawn(5, 48, seed=1)).astype("bfloat16")
+    y = linear(x, kept)
+    assert y.dtype == jnp.bfloat16
+    exact = linear(x.astype("float32"), dequantise_weight(kept, "float32"))
+    if groups == 1:  # bfloat16 holds every value, so only the sum is rounded: by at most one part in 256 of itself
+        np.testing.assert_allclose(y.astype("float32"), exact, rtol=2**-8, atol=1e-5)
+    else:  # the weight is rounded to bfloat16 as well, so the sum moves by as much of the sum of magnitudes
+        sums = np.abs(x.astype("float32")) @ np.abs(dequantise_weight(kept, "float32")).T
+        assert (np.abs(y.astype("float32") - exact) <= 2**-8 * (sums + np.abs(exact))).all()
+    assert vocabulary_logits(x, kept).dtype == jnp.float32
+
+
+@every_format
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_flow_to_the_activations(dtype: str, groups: int):
+    kept = quantise_weight(jnp.asarray(drawn(97, 48)), dtype, groups)
+    plain, x, turned = dequantise_weight(kept, "float32"), jnp.asarray(drawn(5, 48)), jnp.asarray(drawn(5, 48, seed=3))
+
+    def loss(x: jax.Array, weight: jax.Array | QuantisedWeight) -> jax.Array:
+        return (linear(x, weight) ** 2).sum()
+
+    assert relative(jax.grad(loss)(x, kept), jax.grad(loss)(x, plain)) < SAME
+    forward = [jax.jvp(lambda x, weight=weight: loss(x, weight), (x,), (turned,))[1] for weight in (kept, plain)]
+    assert relative(*forward) < SAME
+
+
+def test_a_stack_of_weights_is_mapped_and_scanned_like_arrays():
+    kept = quantise_weight(jnp.asarray(drawn(3, 12, 12)), "int8", 2)
+    x = jnp.asarray(drawn(5, 12))
+    each = [jax.tree.map(lambda leaf, at=at: leaf[at], kept) for at in range(3)]
+    mapped = jax.vmap(linear, in_axes=(None, 0))(x, kept)
+    for at, weight in enumerate(each):
+        assert relative(mapped[at], linear(x, weight)) < SAME
+    last, _ = jax.lax.scan(lambda x, weight: (linear(x, weight), None), x, kept)
+    assert relative(last, linear(linear(linear(x, each[0]), each[1]), each[2])) < SAME
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_rows_are_looked_up_as_they_are_multiplied(groups: int):
+    kept, ids = quantise_weight(jnp.asarray(drawn(97, 48)), "int8", groups), jnp.array([3, 96, 3, 0])
+    expected = dequantise_weight(kept, "float32")[ids]
+    np.testing.assert_array_equal(rows_of(kept, ids, "float32"), expected)
+    np.testing.assert_array_equal(rows_of(kept, ids, "bfloat16"), expected.astype("bfloat16"))
+    np.testing.assert_array_equal(rows_of(expected, jnp.array([1]), "float32"), expected[1:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "group_size"),
+    [
+        ("llama31", "int8", None),
+        ("llama32_tied", "float8_e4m3fn", None),
+        ("qwen2_window", "int8", 4),
+        ("qwen3_tied", "float8_e4m3fn", 8),
+    ],
+)
+def test_a_quantised_forward_equals_that_of_the_dequantised_parameters(name: str, dtype: str, group_size: int | None):
+    cfg, tokens = tiny.model_config(name), jnp.asarray(tiny.prompt(name)[:39]).reshape(3, 13)
+    plain = tiny.tiny_params(tiny.CONFIGS[name])
+    kept = models.quantise(plain, cfg, dtype, group_size=group_size)
+    run = jax.jit(models.forward, static_argnums=2)
+    found, expected = run(kept, tokens, cfg), run(models.dequantise(kept), tokens, cfg)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FORWARD)
+    assert np.abs(run(plain, tokens, cfg) - found).max() > 10 * FORWARD  # quantising does change the model
+
+
+def test_a_tree_says_what_is_quantised_and_computes_in_the_dtype_of_the_rest():
+    name = "qwen3_tied"
+    cfg, plain = tiny.model_config(name), tiny.tiny_params(tiny.CONFIGS[name])
+    kept = models.quantise(jax.tree.map(lambda leaf: leaf.astype("bfloat16"), plain), cfg, "int8")
+    names = {name.removesuffix(".values") for name in specs.named_leaves(kept) if name.endswith(".values")}
+    assert names == {name for name, leaf in specs.named_leaves(plain).items() if leaf.ndim == 2}
+    assert activation_dtype(kept) == jnp.bfloat16
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(models.dequantise(kept))} == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(models.dequantise(kept, "float32"))} == {"bfloat16", "float32"}
+    inner = models.quantise(plain, cfg, "int8", vocabulary=False)
+    assert isinstance(inner["model"]["embed_tokens"]["weight"], jax.Array)
+    assert quantisation.formats_of(inner).keys() == names - {"model.embed_tokens.weight"}
+
+
+def test_what_cannot_be_quantised_is_refused():
+    cfg, plain = tiny.model_config("llama31"), tiny.tiny_params(tiny.CONFIGS["llama31"])
+    with pytest.raises(InvalidParameterError, match="int8 or float8_e4m3fn, not 'int4'"):
+        models.quantise(plain, cfg, "int4")
+    with pytest.raises(InvalidParameterError, match=r"lm_head\.weight has 48 columns, which groups of 5"):
+        models.quantise(plain, cfg, "int8", group_size=5)
+    with pytest.raises(InvalidParameterError, match="quantised already"):
+        models.quantise(models.quantise(plain, cfg, "int8"), cfg, "int8")
+    with pytest.raises(InvalidParameterError, match="12 columns cannot be divided into 5 groups"):
+        quantise_weight(drawn(7, 12), "int8", 5)
+    with pytest.raises(InvalidParameterError, match="not 'int4'"):
+        quantise_weight(drawn(7, 12), "int4")
+
+
+@every_format
+def test_the_specs_of_a_quantised_tree_are_its_shapes(dtype: str):
+    name = "qwen2_window"
+    cfg = tiny.model_config(name)
+    kept = models.quantise(tiny.tiny_params(tiny.CONFIGS[name]), cfg, dtype, group_size=4)
+    described = quantisation.quantised_specs(family(cfg).param_specs(cfg), quantisation.formats_of(kept))
+    shapes = specs.shapes(described, "float32")
+    assert jax.tree.structure(shapes) == jax.tree.structure(kept)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), kept
+    )
+    assert specs.num_bytes(described, "float32") == sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+
+
+@pytest.mark.parametrize("group_size", [None, 4])
+def test_scales_lie_where_their_channels_do(group_size: int | None):
+    cfg = tiny.model_config("llama31")
+    formats = quantisation.choose_formats(cfg, "int8", group_size=group_size)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",), axis_types=(AxisType.Auto,))
+    placed = specs.shardings(quantisation.quantised_specs(family(cfg).param_specs(cfg), formats), mesh)
+    block = placed["model"]["layers"][0]["self_attn"]
+    assert block["q_proj"]["weight"].values.spec == PartitionSpec("tensor", None)
+    assert block["q_proj"]["weight"].scales.spec == PartitionSpec("tensor", None)
+    assert block["o_proj"]["weight"].values.spec == PartitionSpec(None, "tensor")
+    assert block["o_proj"]["weight"].scales.spec == PartitionSpec(None, "tensor" if group_size else None)
+
+
+@every_format
+def test_drawn_parameters_are_quantised_one_by_one_to_the_same_numbers(dtype: str):
+    cfg, key = tiny.model_config("qwen3"), jax.random.key(3)
+    found = models.init_params(cfg, key, "bfloat16", quantize=dtype)
+    assert activation_dtype(found) == jnp.bfloat16
+    expected = models.quantise(models.init_params(cfg, key, "float32"), cfg, dtype)
+    for name, form in quantisation.formats_of(expected).items():
+        assert form.dtype == dtype
+        for part in ("values", "scales"):
+            mine, theirs = (specs.named_leaves(tree)[f"{name}.{part}"] for tree in (found, expected))
+            np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
