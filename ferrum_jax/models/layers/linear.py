@@ -71,7 +71,9 @@ def _rescaled(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 
 def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-    """Goes over the output channels in a loop of at least two turns; the last turn may repeat some of the one before.
+    """Goes over the output channels in a loop of at least two turns.
+
+    The last block is as large as the others: a slice that would pass the end begins earlier, and repeats some channels.
 
     For gradients a block is widened again: to keep it would be to keep the weight in float32.
     """
@@ -83,6 +85,6 @@ def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
         part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), weight)
         return _rescaled(x, part).T
 
-    found = lax.map(jax.checkpoint(block), jnp.minimum(starts, rows - size))
+    found = lax.map(jax.checkpoint(block), starts)
     repeated = len(starts) * size - rows
     return jnp.concatenate([found[:-1].reshape(-1, len(x)), found[-1, repeated:]]).T
