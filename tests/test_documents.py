@@ -39,7 +39,11 @@ def test_an_example_runs_and_is_short(path: Path, smollm2_path: Path, capsys: py
 def _frozen(node: ast.ClassDef) -> bool:
     decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
     bases = {ast.unparse(base) for base in node.bases}
-    return "frozen=True" in decorators or "flax.struct" in decorators or bool(bases & {"Protocol", "enum.Enum"})
+    return (
+        "frozen=True" in decorators
+        or "flax.struct" in decorators
+        or bool(bases & {"Protocol", "NamedTuple", "enum.Enum"})
+    )
 
 
 def test_the_architecture_names_every_class_that_is_no_frozen_value():

@@ -4,6 +4,7 @@ import bisect
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from ferrum_jax.contract.errors import ConfigError
 
@@ -178,13 +179,12 @@ def choose_bucket(sizes: Sequence[int], needed: int) -> int:
     return sizes[min(bisect.bisect_left(sizes, needed), len(sizes) - 1)]
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of one row's tokens, taken in one step."""
 
     row: int
     start: int
-    count: int
+    size: int  # tokens
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def plan(counts: Sequence[int], ladders: Ladders) -> list[StepPlan]:
             beside = ladders.decode_rows[-1] if singles else 0
             steps.append(StepPlan(StepKey(beside, rows, width, ladders.table_columns), decodes, chunks))
         for piece in (*steps[-1].decodes, *steps[-1].chunks):
-            done[piece.row] += piece.count
+            done[piece.row] += piece.size
     return steps
 
 
@@ -234,5 +234,5 @@ def plan_verify(counts: Sequence[int], ladders: Ladders) -> list[StepPlan]:
         key = StepKey(0, rows, width, ladders.table_columns, Outputs.ALL.value)
         steps.append(StepPlan(key, chunks=pieces))
         for piece in pieces:
-            done[piece.row] += piece.count
+            done[piece.row] += piece.size
     return steps

@@ -125,8 +125,8 @@ class DeviceKv:
         if plan.chunks:
             _fill(groups[-1], plan.chunks, rows, tables)
             for at, piece in enumerate(plan.chunks):
-                stop = piece.start + piece.count
-                groups[-1].tokens[at, : piece.count] = rows[piece.row].tokens[piece.start : stop]
+                stop = piece.start + piece.size
+                groups[-1].tokens[at, : piece.size] = rows[piece.row].tokens[piece.start : stop]
         begun: list[StepOutputs] = []
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
@@ -186,7 +186,7 @@ class DeviceKv:
             return {}
         if plan.key.outputs == Outputs.ALL.value:
             host, width = self._to_host(outputs.logits), plan.key.chunk_tokens
-            return {piece.row: host[at * width : at * width + piece.count].copy() for at, piece in wanted.items()}
+            return {piece.row: host[at * width : at * width + piece.size].copy() for at, piece in wanted.items()}
         chosen = {at: piece for at, piece in wanted.items() if rows[piece.row].policy is not None}
         if not chosen:
             host = self._to_host(outputs.logits)
@@ -239,7 +239,7 @@ def _wanted(plan: StepPlan, rows: Sequence[Row]) -> dict[int, Piece]:
     for offset, members in ((0, plan.decodes), (plan.key.decode_rows, plan.chunks)):
         for at, piece in enumerate(members, offset):
             row = rows[piece.row]
-            if row.wanted and (is_all or piece.start + piece.count == len(row.tokens)):
+            if row.wanted and (is_all or piece.start + piece.size == len(row.tokens)):
                 found[at] = piece
     return found
 
@@ -250,7 +250,7 @@ def _fill(
     """Fills all of a group but its tokens."""
     count, mine = len(pieces), [rows[piece.row] for piece in pieces]
     group.lengths[:count] = [row.length + piece.start for row, piece in zip(mine, pieces, strict=True)]
-    group.counts[:count] = [piece.count for piece in pieces]
+    group.counts[:count] = [piece.size for piece in pieces]
     group.tables[:count] = tables[[row.slot for row in mine]]
     if group.adapters is not None:
         group.adapters[:count] = [row.adapter for row in mine]

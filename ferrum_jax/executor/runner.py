@@ -63,8 +63,7 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         self.device = device
         self.name = name or model_config.model_type
         self.artifacts = artifacts
-        memory = memory or KvMemory(plan.cache, device, artifacts)
-        self._device = DeviceKv(params, model_config, memory)
+        self._device = DeviceKv(params, model_config, memory or KvMemory(plan.cache, device, artifacts))
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
         self._steps = StepCache(self._lower, strict=strict, artifacts=artifacts)
         dtype = activation_dtype(params).name
@@ -348,5 +347,4 @@ class ModelRunner(Closing, DecoderOnlyLLM):
 
     def _count_decodes(self, num_rows: int, *, forced: bool = False) -> None:
         if num_rows:
-            unpadded = num_rows in self.plan.ladders.decode_rows
-            self._decode_batches.count(num_rows, forced=forced, unpadded=unpadded)
+            self._decode_batches.count(num_rows, forced=forced, unpadded=num_rows in self.plan.ladders.decode_rows)

@@ -106,7 +106,7 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
         InvalidParameterError: there is no such layout.
     """
     if layout not in LAYOUTS:
-        raise InvalidParameterError(f"layout is {layout!r}, expected {', '.join(LAYOUTS)}")
+        raise InvalidParameterError(f"layout is {layout!r}, expected {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}")
     if layout_of(params) == layout:
         return params
     names = _checkpoint_leaves(params, cfg)

@@ -74,8 +74,8 @@ def refuse_overfull(steps: list[StepPlan], ladders: Ladders) -> None:
         assert step.decodes or step.chunks
         assert len(step.decodes) <= step.key.decode_rows
         assert len(step.chunks) <= step.key.chunk_rows
-        assert all(piece.count == 1 for piece in step.decodes)
-        assert all(1 <= piece.count <= step.key.chunk_tokens for piece in step.chunks)
+        assert all(piece.size == 1 for piece in step.decodes)
+        assert all(1 <= piece.size <= step.key.chunk_tokens for piece in step.chunks)
         rows = [piece.row for piece in (*step.decodes, *step.chunks)]
         assert len(set(rows)) == len(rows)
 
@@ -88,7 +88,7 @@ def test_a_plan_takes_every_token_of_every_row_once_and_in_order(counts: list[in
     for step in steps:
         for piece in (*step.decodes, *step.chunks):
             assert piece.start == done[piece.row]
-            done[piece.row] += piece.count
+            done[piece.row] += piece.size
     assert done == counts
 
 
@@ -112,7 +112,7 @@ def test_a_step_is_no_larger_than_its_rows_need(counts: list[int], ladders: Ladd
             assert bool(step.key.decode_rows) == bool(step.decodes)
             widths = ladders.widths(step.key.chunk_rows)
             assert step.key.chunk_rows == choose_bucket(ladders.chunk_rows, len(step.chunks))
-            assert step.key.chunk_tokens == choose_bucket(widths, max(piece.count for piece in step.chunks))
+            assert step.key.chunk_tokens == choose_bucket(widths, max(piece.size for piece in step.chunks))
 
 
 @given(ladders=LADDERS)
@@ -148,8 +148,8 @@ def test_a_verification_takes_every_token_once_and_in_order(counts: list[int], l
         assert len({piece.row for piece in step.chunks}) == len(step.chunks) <= step.key.chunk_rows
         for piece in step.chunks:
             assert piece.start == done[piece.row]
-            assert 1 <= piece.count <= step.key.chunk_tokens
-            done[piece.row] += piece.count
+            assert 1 <= piece.size <= step.key.chunk_tokens
+            done[piece.row] += piece.size
     assert done == counts
     if counts and len(counts) <= ladders.verify_rows[-1]:
         assert len(steps) == -(-max(counts) // ladders.verify_tokens[-1])

@@ -61,9 +61,9 @@ def test_a_conversion_is_jittable(params: ParamTree):
 
 
 def test_an_unknown_layout_is_refused(params: ParamTree):
-    with pytest.raises(InvalidParameterError, match="'stacked', expected checkpoint, fused, scanned"):
+    with pytest.raises(InvalidParameterError, match="'stacked', expected checkpoint, fused or scanned"):
         lay_out(params, CFG, "stacked")
-    with pytest.raises(ConfigError, match="'stacked', expected checkpoint, fused, scanned"):
+    with pytest.raises(ConfigError, match="'stacked', expected checkpoint, fused or scanned"):
         ferrum_jax.EngineConfig(layout="stacked")
 
 
