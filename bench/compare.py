@@ -3,14 +3,16 @@
 All sides run the same weights in one process and take turns (ours, theirs, ours, theirs …), a few calls in a row each
 for decoding, so that the noise of the machine falls on all: in float32 on a CPU, elsewhere in bfloat16. Decoding takes
 one step of rows that hold a given context and then rolls it back; prefill runs a prompt into an empty sequence and asks
-for the last token's logits. Times are of the contract's calls, from Python lists to logits in NumPy; a peer runs in
-several settings, of which the fastest counts. The floor of a row is the larger of its operations over the rate of a
-large matrix product and its bytes over the rate of reading a large array, by probes that take turns with the rest.
+for the last token's logits. Times are of the contract's calls, from Python lists to logits in NumPy. A peer runs in
+several settings, of which the fastest counts; ours has its parameters laid out for serving (`--layout`). The floor of a
+row is the larger of its operations over the rate of a large matrix product and its bytes over the rate of reading a
+large array, by probes that take turns with the rest.
 
 transformers and torch come with the extra `bench`, llama-cpp-python is built by hand (docs/benchmarks.md); a peer that
 is not there has no columns.
 """
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ from bench.floor import Work, decode_work, place, prefill_work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.peers import Peer, find_peers
 from bench.timing import Contestant, Timing, alternate
+from ferrum_jax.config import LAYOUTS
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.models.layout import FUSED
 
 DECODES = ((1, 256), (8, 256), (1, 1024), (8, 1024))  # rows, positions they hold
 PREFILLS = (128, 512)  # tokens
@@ -34,6 +38,10 @@ AIMS = {  # a peer's time over ours, at least
     "llama.cpp": {"decode 1 at 256": 1.0, "decode 8 at 256": 1.3, "prefill 128": 1.2, "prefill 512": 1.2},
 }
 AGREEMENT = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-1}  # see `_differences`
+
+
+def _add_layout(reader: argparse.ArgumentParser) -> None:
+    reader.add_argument("--layout", choices=LAYOUTS, default=FUSED, help=f"of our parameters [{FUSED}]")
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,11 @@ class Race:
 
 def main() -> None:
     """Runs every row and prints the table, the aims and the JSON line."""
-    found = card.options(__doc__)
+    found = card.options(__doc__, more=_add_layout)
     subject = models.read(found)
     probes = make_probes(subject.dtype, smoke=found.smoke)
-    runner = models.run(subject, models.WIDE)
-    conditions = card.show_card(subject, runner.plan.cache, measure(probes))
+    runner = models.run(subject, models.WIDE, found.layout)
+    conditions = card.show_card(subject, runner.plan.cache, measure(probes)) | {"layout": found.layout}
     runner.warmup(progress=True)
     peers, notes = find_peers(subject, runner.device)
     for peer, note in notes.items():

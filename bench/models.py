@@ -15,6 +15,7 @@ from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import load_params
+from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 
@@ -71,12 +72,13 @@ def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:
     return Subject(name, models.init_params(cfg, jax.random.key(0), dtype), cfg, dtype)
 
 
-def run(subject: Subject, engine: EngineConfig) -> ModelRunner:
-    """Makes a strict runner: after `warmup`, a step that is missing is an error."""
+def run(subject: Subject, engine: EngineConfig, layout: str = CHECKPOINT) -> ModelRunner:
+    """Makes a strict runner: after `warmup`, a step that is missing is an error. It has its own parameters' layout."""
     device = find_device(None)
     settings = engine.over(EngineConfig(dtype=subject.dtype))
     plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
-    return ModelRunner(subject.params, subject.config, plan, device=device, strict=True)
+    params = lay_out(subject.params, subject.config, layout)
+    return ModelRunner(params, subject.config, plan, device=device, strict=True)
 
 
 def decodes(runner: ModelRunner, cache_ids: Sequence[str], context: int) -> tuple[list[DecodeRow], Callable[[], None]]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 QuantizeOption = Annotated[
     str | None, typer.Option(help="Keep matrices in int8 or float8_e4m3fn, with a scale for each row")
 ]
+LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 app = typer.Typer(
     name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
@@ -58,6 +59,7 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
     kv_capacity: Annotated[int | None, typer.Option(help="Positions the sequence can reach")] = None,
     quantize: QuantizeOption = None,
+    layout: LayoutOption = None,
     speculate: Annotated[
         int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
     ] = None,
@@ -80,7 +82,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     console = Console(stderr=True)
-    settings = {"dtype": dtype, "device": device, "kv_capacity": kv_capacity, "quantize": quantize}
+    settings = {"dtype": dtype, "device": device, "kv_capacity": kv_capacity, "quantize": quantize, "layout": layout}
     with LLM(model, **settings, max_seqs=1, speculation=speculation) as llm:
         templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if system is not None and not templated:
@@ -166,6 +168,7 @@ def compile_steps(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
     quantize: QuantizeOption = None,
+    layout: LayoutOption = None,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
     folder: Annotated[str | None, typer.Option(help="Where steps are kept [default: the user's cache]")] = None,
@@ -194,6 +197,7 @@ def compile_steps(
         "dtype": dtype,
         "device": device,
         "quantize": quantize,
+        "layout": layout,
     }
     with LLM(model, **settings, max_loras=max_loras, max_lora_rank=max_lora_rank, artifacts=str(root)) as llm:
         kept, started = llm.runner.artifacts, time.perf_counter()

@@ -91,12 +91,13 @@ def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder:
         monkeypatch.setattr(sys, "stdin", io.StringIO("cab"))
         options = ["--temperature", "2", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--seed", "3"]
         place = ["--model", "m", "--dtype", "float32", "--device", "cpu", "--kv-capacity", "32", "--max-tokens", "9"]
-        place += ["--speculate", "2", "--quantize", "int8"]
+        place += ["--speculate", "2", "--quantize", "int8", "--layout", "fused"]
         code, out, err = run("generate", *place, *options, "--stop", sampled[4:7], "--stop", "!", "--", "-")
         assert (code, out) == (0, sampled.partition(sampled[4:7])[0] + "\n")
         assert "stop" in err
         assert loaded == [("m", {"dtype": "float32", "device": "cpu", "kv_capacity": 32, "max_seqs": 1,
-                                    "quantize": "int8", "speculation": Speculation(num_tokens=2)})]  # fmt: skip
+                                    "quantize": "int8", "layout": "fused",
+                                    "speculation": Speculation(num_tokens=2)})]  # fmt: skip
 
 
 def test_generate_speculates_where_it_is_asked_to(run: Run, folder: Path):

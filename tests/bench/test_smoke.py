@@ -97,7 +97,7 @@ def test_quantised_ends_in_a_json_line_and_a_quarter_of_the_bytes(records: Path)
 
 def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
     result = _smoke("compare", records, "--rounds", "1")
-    assert set(result["card"]) == CARD | CEILING
+    assert set(result["card"]) == CARD | CEILING | {"layout"}
     peers = {"transformers", "llama.cpp"} - set(result["notes"])
     keys = COMPARE | {f"{column(peer)}_{name}" for peer in peers for name in THEIRS}
     assert [set(row) for row in result["rows"]] == [keys] * 6
