@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of
 from ferrum_jax.compile.buckets import StepKey
+from ferrum_jax.compile.heap import trim_heap
 from ferrum_jax.compile.packing import packed_size, unpack
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import BackendError
@@ -107,8 +108,11 @@ class StepCache(Generic[Key]):
             load: steps that are on disk are loaded now, not when first asked for.
         """
         missing = [key for key in keys if key not in self._steps and (load or key not in self._held)]
+        built = len(self._steps)
         self._do_all(missing, self._build if load else self._make_sure, track)
         self._warm = True
+        if len(self._steps) > built:
+            trim_heap()
 
     def drop(self) -> None:
         """Forgets every executable."""

@@ -52,7 +52,8 @@ class GgufSource:
             raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(TYPES)}")
         shape = self.shapes()[name]
         try:
-            values = dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32, copy=False)
+            # Float32 as it lies would be a view, and with it all of the file stay mapped as long as the parameters.
+            values = dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32, copy=kind == "F32")
         except (ValueError, IndexError) as problem:
             raise InvalidFormatError(f"{self.path}: tensor {tensor.name} cannot be read: {problem}") from None
         if self._field("general.architecture") == "llama":

@@ -200,8 +200,11 @@ def test_every_plain_type_is_read_exactly(kind: str, tmp_path: Path):
     tensor = tiny.tensors(WHOLE_BLOCKS)[QUANTISED].astype(narrow)
     stored = tensor.view(np.uint8) if kind == "BF16" else tensor
     raw = {QUANTISED: (stored, GGMLQuantizationType[kind])}
-    params, _ = ferrum_jax.load_params(write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw), dtype="float32")
+    path = write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw)
+    params, _ = ferrum_jax.load_params(path, dtype="float32")
     np.testing.assert_array_equal(named_leaves(params)[QUANTISED], tensor.astype(np.float32), strict=True)
+    source = GgufSource(path)
+    assert not np.shares_memory(source.read(QUANTISED), source.read(QUANTISED))  # nor with the mapped file
 
 
 def test_a_type_that_is_not_supported_is_refused_by_name(tmp_path: Path):
