@@ -20,13 +20,13 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
-from ferrum_jax.models.layout import CHECKPOINT, lay_out, layout_specs
+from ferrum_jax.models.layout import CHECKPOINT, layout_specs
 from ferrum_jax.models.quantisation import Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_bytes
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
 from ferrum_jax.weights import orbax
-from ferrum_jax.weights.assemble import assemble
+from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
 
@@ -116,15 +116,14 @@ def load(
     assert settings.dtype is not None
     assert settings.layout is not None
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    ahead, root = plan_ahead(settings, source, target), artifacts_folder(settings)
+    free = free_bytes(target)
+    ahead, root = plan_ahead(settings, source, target, free), artifacts_folder(settings)
     early = None if root is None else _open_artifacts(root, source, ahead, target, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
-    free = free_bytes(target)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # writing zeros takes as long, too
-        allocating = pool.submit(_allocate_ahead, ahead.cache, target, early)
-        params, cfg = _read(source, settings, target, progress)
-    memory = allocating.result()
+    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype)
+    modest = target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken
+    params, cfg, memory = _read_and_allocate(source, settings, ahead.cache if modest else None, target, early, progress)
 
     def open_artifacts(plan: EnginePlan) -> Artifacts | None:
         if root is None:
@@ -132,7 +131,6 @@ def load(
         found = Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
         return early if early is not None and early.facts == found.facts else found
 
-    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype)
     free = free_bytes(target) if memory is None else max(0, free - taken)
     plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
     if memory is not None and memory.spec != plan.cache:
@@ -149,10 +147,22 @@ def load(
     )
 
 
+def _read_and_allocate(
+    source: Checkpoint,
+    settings: EngineConfig,
+    spec: CacheSpec | None,
+    device: JaxDevice,
+    artifacts: Artifacts | None,
+    progress: bool,
+) -> tuple[ParamTree, ModelConfig, KvMemory | None]:
+    """Reads the parameters, and allocates a KV of `spec` meanwhile: on a CPU its zeros take seconds, too."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:
+        allocating = None if spec is None else pool.submit(_allocate_ahead, spec, device, artifacts)
+        params, cfg = _read(source, settings, device, progress)
+    return params, cfg, None if allocating is None else allocating.result()
+
+
 def _allocate_ahead(spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None) -> KvMemory | None:
-    """Allocates a KV of the size that it will have if nothing unusual happens; on a CPU, where zeros take seconds."""
-    if device.platform != "cpu":
-        return None
     try:
         memory = KvMemory(spec, device, artifacts)
         memory.allocate_ahead()
@@ -241,21 +251,22 @@ def open_checkpoint(path: ModelPath) -> Checkpoint:
     return orbax.OrbaxSource(place) if orbax.is_checkpoint(place) else SafetensorsSource(place)
 
 
-def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice) -> EnginePlan:
+def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice, free: int | None = None) -> EnginePlan:
     """Decides the sizes of an engine before its parameters are on `device`; `load` decides again when they are.
 
     Args:
         settings: what was asked for; its dtype is the device's own if None.
         source: the model.
         device: where it is to run.
+        free: bytes that are free there; asked now if None.
 
     Raises:
         ConfigError: as `param_specs`.
         FerrumError: as `plan_engine`.
     """
     taken = num_bytes(param_specs(source, settings.quantize), settings.dtype or default_dtype(device))
-    free = max(0, free_bytes(device) - taken)
-    return plan_engine(settings, source.config, platform=device.platform, free_bytes=free)
+    left = max(0, (free_bytes(device) if free is None else free) - taken)
+    return plan_engine(settings, source.config, platform=device.platform, free_bytes=left)
 
 
 def param_specs(source: Checkpoint, quantize: str | None) -> ParamTree:
@@ -298,7 +309,9 @@ def _read_all(
     source: Checkpoint, dtype: str, layout: str, formats: Formats, device: JaxDevice, progress: bool
 ) -> ParamTree:
     if isinstance(source, orbax.OrbaxSource) and not formats:
-        return lay_out(source.restore(dtype, device), source.config, layout)
+        if layout == CHECKPOINT:
+            return source.restore(dtype, device)
+        return lay_out_on_host(source.restore(dtype, find_device("cpu")), source.config, layout, device)
     return assemble(
         source,
         source.config,

@@ -76,6 +76,7 @@ LOAD = {
     "memory_fraction": 0.5,
     "max_step_tokens": 8,
     "quantize": None,
+    "layout": None,
     "engine": None,
     "max_loras": 0,
     "max_lora_rank": 0,
@@ -145,6 +146,7 @@ EXECUTOR = {
         "max_loras": 1,
         "max_lora_rank": 2,
         "quantize": "none",
+        "layout": None,
     },
 }
 PARTS = {

@@ -1,5 +1,7 @@
 """From a folder to logits, and what `load` refuses."""
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +190,27 @@ def test_a_pool_that_leaves_little_makes_room_for_the_largest_step(tmp_path: Pat
     assert modest_bytes <= free / 2 < greedy_bytes
     assert greedy_bytes <= free - needed
     assert greedy_bytes > 0.8 * (free - needed) - 10_000
+
+
+def test_a_kv_that_was_allocated_in_vain_is_let_go(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def kvs() -> set[tuple[int, ...]]:
+        return {leaf.shape for leaf in jax.live_arrays() if leaf.ndim == 5 and id(leaf) not in before}
+
+    before, plan = {id(leaf) for leaf in jax.live_arrays()}, loading.plan_ahead
+    monkeypatch.setattr(loading, "plan_ahead", lambda given, *more: plan(replace(given, kv_blocks=5), *more))
+    with ferrum_jax.load(folder, **SMALL) as runner:
+        assert runner.plan.cache.num_blocks == 6
+        assert kvs() == {leaf.shape for leaf in jax.tree.leaves(runner._device.kv)}
+        runner.prefill("a", [1, 2, 3])
+
+
+def test_a_failed_reading_leaves_no_kv_and_no_thread(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> None:
+        raise InvalidFormatError("injected")
+
+    monkeypatch.setattr(loading, "_read", fail)
+    before = {id(leaf) for leaf in jax.live_arrays()}
+    with pytest.raises(InvalidFormatError, match="injected"):
+        ferrum_jax.load(folder, **SMALL)
+    assert [leaf.shape for leaf in jax.live_arrays() if leaf.ndim == 5 and id(leaf) not in before] == []
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kv")] == []

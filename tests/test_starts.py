@@ -289,3 +289,24 @@ def test_a_process_killed_while_it_writes_leaves_a_correct_start(folder: Path, t
     assert (after["ids"], after["row"], errors) == (expected["ids"], expected["row"], "")
     last, errors = _end(_start(folder, root))
     assert (last["work"], last["row"], errors) == ([], expected["row"], "")
+
+
+@pytest.mark.parametrize("settings", [{"layout": "fused", "quantize": "int8"}, {"layout": "scanned"}], ids=str)
+def test_a_second_start_in_another_layout_compiles_nothing_either(
+    settings: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: list[str]
+):
+    given = {"artifacts": tmp_path / "laid", "engine": FEW, **SMALL, **settings}
+    with ferrum_jax.load(folder, **given) as runner:
+        expected = runner.prefill("a", PROMPT)
+    opened, before = [], loading._open_artifacts
+
+    def record(*more: Any) -> Any:
+        opened.append(before(*more))
+        return opened[0]
+
+    monkeypatch.setattr(loading, "_open_artifacts", record)
+    work.clear()
+    with ferrum_jax.load(folder, **given) as runner:
+        np.testing.assert_array_equal(runner.prefill("a", PROMPT), expected)
+        assert work == []
+        assert runner.artifacts is opened[0]  # what was preloaded is what serves

@@ -15,7 +15,7 @@ from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotAllocation, KvSlo
 from ferrum_jax.executor.adapters import NONE, Adapters
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, Row
-from ferrum_jax.executor.sizing import EnginePlan
+from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.executor.work import Work, checked_requests
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
@@ -94,8 +94,7 @@ class Sequences:
         keys: list[AnyKey] = [replace(plan.key, adapters=adapters) for plan in plans]
         keys += [SelectKey(plan.key.num_logit_rows) for plan in plans]
         self.steps.ensure(dict.fromkeys([*keys, CopyKey(self.plan.ladders.max_copies)]))
-        growth.apply()
-        growth.commit()
+        self.perform(growth, lambda: None)
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Makes positions writable: all that are asked for, or none and an error."""
@@ -212,6 +211,11 @@ class Sequences:
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
         self.make_ready([*(plan.key for plan in plans), *selects, *self.extra_keys(growth)])
         pending: list[Callable[[], dict[int, Answer]]] = []
+        answers: list[list[Answer]] = [[] for _ in left]
+
+        def collect() -> None:
+            for at, piece in pending.pop(0)().items():
+                answers[at].append(piece)
 
         def forward() -> None:
             rows = []
@@ -220,13 +224,17 @@ class Sequences:
                 tokens = row.tokens[skip:] if skip else row.tokens
                 rows.append(Row(tokens, len(live.tokens) + skip, live.slot, row.wanted, row.policy, uses[index]))
             for plan in plans:
+                if len(pending) == MOST_IN_FLIGHT:
+                    collect()
                 pending.append(self.device.run(plan, rows, self.slots.table, self.steps.get, self.adapters.stacks))
 
         self.perform(growth, forward)  # the books are written while the device works
-        answers: list[list[Answer]] = [[] for _ in left]
-        for answer in pending:
-            for at, piece in answer().items():
-                answers[at].append(piece)
+        try:
+            while pending:
+                collect()
+        except BaseException:  # an interrupt, too: the books say what nobody was told
+            self.device.give_up()
+            raise
         if self.adapters.are_used():
             self.adapters.count(row.cache_id for row in work)
         return answers
@@ -234,7 +242,12 @@ class Sequences:
     def perform(self, growth: Growth, work: Callable[[], Sequence[NDArray[np.int32]] | None]) -> None:
         """Takes what was planned, does the work, and commits what it says was written; or takes all back."""
         try:
-            self._copy(growth.apply())
+            copies = growth.apply()
+        except BaseException:  # an interrupt: nothing else can fail there, and nobody knows how far it came
+            self.device.give_up()
+            raise
+        try:
+            self._copy(copies)
             written = work()
         except BaseException:  # an interrupt, too
             growth.undo()

@@ -19,6 +19,7 @@ from ferrum_jax.models.backends import choose_attention, kv_layout
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
 
+MOST_IN_FLIGHT = 2  # steps of one call, whose outputs lie on the device together
 DEFAULT_SEQUENCES = 8
 DEFAULT_CAPACITY = 4096  # positions
 DEFAULT_BLOCK = 128  # positions
@@ -179,7 +180,10 @@ def _temporary_bytes(
 
 
 def _beside(memory: dict[str, int]) -> int:
-    return memory["temporary_bytes"] + memory["output_bytes"] - memory["alias_bytes"] if memory else 0
+    """Temporaries of the step that runs, and outputs of all that are begun."""
+    if not memory:
+        return 0
+    return memory["temporary_bytes"] + MOST_IN_FLIGHT * (memory["output_bytes"] - memory["alias_bytes"])
 
 
 def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Ladders:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import LAYOUTS, ModelConfig
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, name_of, named_leaves
@@ -38,8 +38,20 @@ class Recipe:
         rows = []
         for names in self.layers:
             parts = [get(name) for name in names]
+            self.refuse_unlike(parts)
             rows.append(jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0])
+        self.refuse_unlike(rows)
         return jax.tree.map(lambda *leaves: stack(leaves), *rows) if self.is_stacked else rows[0]
+
+    def refuse_unlike(self, parts: Sequence[Any]) -> None:
+        """Raises UnsupportedError unless all parts, arrays or their shapes, are quantised alike or not at all."""
+        kinds = {(jax.tree.structure(part), *((x.dtype, x.shape[1:]) for x in jax.tree.leaves(part))) for part in parts}
+        if len(kinds) > 1:
+            name = self.layers[0][0]
+            raise UnsupportedError(
+                f"{name} is kept in another form than what it is joined or stacked with: only the layout "
+                f"{CHECKPOINT!r} has leaves of different kinds side by side"
+            )
 
 
 def recipes(cfg: ModelConfig, layout: str) -> ParamTree:
@@ -71,6 +83,7 @@ def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     own = {name_of(path): leaf for path, leaf in paths}
 
     def describe(recipe: Recipe) -> Any:
+        recipe.refuse_unlike([own[name] for names in recipe.layers for name in names])
         parts = [own[name] for name in recipe.layers[0]]
         return jax.tree.map(
             lambda *found: _made_of(found, recipe), *parts, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
@@ -104,16 +117,17 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
 
     Raises:
         InvalidParameterError: there is no such layout.
+        UnsupportedError: weights that would be joined or stacked are quantised in different ways.
     """
     if layout not in LAYOUTS:
         raise InvalidParameterError(f"layout is {layout!r}, expected {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}")
     if layout_of(params) == layout:
         return params
-    names = _checkpoint_leaves(params, cfg)
+    names = checkpoint_leaves(params, cfg)
     return jax.tree.map(lambda recipe: recipe.make(names.__getitem__, jnp.concatenate, jnp.stack), recipes(cfg, layout))
 
 
-def _checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
+def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
     """Takes a tree of any layout apart into the checkpoint's leaves, by name."""
     layout = layout_of(params)
     own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))

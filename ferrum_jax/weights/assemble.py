@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import numpy as np
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidFormatError
-from ferrum_jax.models.layout import Recipe, recipes
+from ferrum_jax.models.layout import Recipe, checkpoint_leaves, recipes
 from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.quantised import QuantisedWeight, quantise_weight
 from ferrum_jax.models.registry import family
@@ -68,6 +68,23 @@ def assemble(
     names = Track("reading weights")(made) if progress else made
     leaves = {name: jax.device_put(made[name].make(read, np.concatenate, np.stack), device) for name in names}
     return from_names(tree, leaves)
+
+
+def lay_out_on_host(params: ParamTree, cfg: ModelConfig, layout: str, device: JaxDevice) -> ParamTree:
+    """Lays out parameters that lie on the host and puts them on `device`; nothing is compiled for it.
+
+    What was laid out is let go at once, if nobody else holds `params`.
+    """
+    leaves = checkpoint_leaves(params, cfg)
+    del params
+
+    def take(name: str) -> Any:
+        return jax.tree.map(np.asarray, leaves.pop(name))
+
+    def put(recipe: Recipe) -> Any:
+        return jax.device_put(recipe.make(take, np.concatenate, np.stack), device)
+
+    return jax.tree.map(put, recipes(cfg, layout))
 
 
 def refuse_mismatched(

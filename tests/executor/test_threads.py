@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from ferrum_jax.compile.steps import StepOutputs
 from ferrum_jax.contract.errors import DeviceError, FerrumError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.device import Answer
 from tests.executor.conftest import Oracle
 
 
@@ -96,3 +97,46 @@ def test_an_interrupt_before_the_device_call_leaves_everything_as_it_was(
     assert (runner.kv_len("a"), runner.kv_len("b")) == (3, None)
     assert runner.kv_slot_capacity_snapshot().free_blocks == 17
     np.testing.assert_allclose(runner.decode("a", 4, 3), oracle([1, 2, 3, 4])[-1], atol=1e-4)
+
+
+def test_an_interrupt_while_an_answer_is_fetched_is_an_error_state(
+    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    """The tokens are in the books by then, but nobody was told of them."""
+    runner.prefill("a", [1, 2, 3])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner._device, "_fetch", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.decode("a", 4, 3)
+    monkeypatch.undo()
+    assert runner.state is ExecutorState.Error
+    runner.reset()
+    np.testing.assert_allclose(runner.prefill("a", [1, 2, 3]), oracle([1, 2, 3])[-1], atol=1e-4)
+    runner.release("a")
+
+
+def test_a_call_of_many_steps_has_two_in_flight_and_never_more(
+    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    begun, seen, run = [0], [], runner._device.run
+
+    def count(*given: Any) -> Callable[[], dict[int, Answer]]:
+        answer = run(*given)
+        begun[0] += 1
+        seen.append(begun[0])
+
+        def fetch() -> dict[int, Answer]:
+            begun[0] -= 1
+            return answer()
+
+        return fetch
+
+    monkeypatch.setattr(runner._device, "run", count)
+    tokens = [at % 30 + 1 for at in range(40)]
+    np.testing.assert_allclose(runner.forward_verify("long", tokens), oracle(tokens), atol=1e-4)
+    assert len(seen) == 7  # of 6 tokens each, the last of 4
+    assert (max(seen), begun) == (2, [0])
+    runner.release("long")

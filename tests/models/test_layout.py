@@ -11,10 +11,11 @@ import pytest
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.config import LAYOUTS
-from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
 from ferrum_jax.models.quantisation import choose_formats, quantise, quantised_specs
+from ferrum_jax.models.quantised import quantise_weight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, named_leaves, shapes
 from ferrum_jax.weights import orbax
@@ -123,10 +124,31 @@ def test_an_engine_serves_the_same_in_every_layout_and_writes_its_kv_in_place(la
 
 
 @other_layouts
-def test_an_orbax_checkpoint_can_be_laid_out(layout: str, params: ParamTree, tmp_path: Path):
-    orbax.save(tmp_path / "checkpoint", params, CFG)
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_an_orbax_checkpoint_is_laid_out_without_compiling(
+    layout: str, dtype: str | None, params: ParamTree, tmp_path: Path, compiles: list[str]
+):
+    saved = params if dtype is None else quantise(params, CFG, dtype)
+    orbax.save(tmp_path / "checkpoint", saved, CFG)
+    expected = lay_out(saved, CFG, layout)
+    compiles.clear()
     found, _ = ferrum_jax.load_params(tmp_path / "checkpoint", layout=layout)
-    tiny.assert_same_tree(found, lay_out(params, CFG, layout))
+    assert compiles == []
+    tiny.assert_same_tree(found, expected)
+
+
+@other_layouts
+def test_parts_of_different_kinds_are_not_joined(layout: str, params: ParamTree, tmp_path: Path):
+    mixed = jax.tree.map(lambda leaf: leaf, params)
+    attention = mixed["model"]["layers"][1]["self_attn"]
+    attention["q_proj"]["weight"] = quantise_weight(attention["q_proj"]["weight"], "int8")
+    with pytest.raises(UnsupportedError, match=r"self_attn\.q_proj\.weight is kept in another form"):
+        lay_out(mixed, CFG, layout)
+    orbax.save(tmp_path / "checkpoint", mixed, CFG)
+    with pytest.raises(UnsupportedError, match=r"only the layout 'checkpoint'"):
+        ferrum_jax.load(tmp_path / "checkpoint", layout=layout, max_seqs=1, kv_capacity=32, progress=False)
+    found, _ = ferrum_jax.load_params(tmp_path / "checkpoint")
+    tiny.assert_same_tree(found, mixed)
 
 
 def test_scanned_temporaries_hold_no_copy_of_the_layers(params: ParamTree):
