@@ -53,7 +53,7 @@ class TransformersPeer:
         if set(theirs) != set(ours):
             raise RuntimeError(f"parameters of one side alone: {sorted(set(theirs) ^ set(ours))}")
         for name, leaf in ours.items():
-            theirs[name].copy_(torch.from_numpy(np.array(leaf, np.float32)))
+            theirs[name].copy_(torch.from_dlpack(leaf))
 
     def prefill(self, tokens: list[int]) -> dict[str, Contestant]:
         """A prompt into an empty cache that grows: one written in place gains a prompt nothing."""
