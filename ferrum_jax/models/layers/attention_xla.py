@@ -62,6 +62,7 @@ def _walk(
     tokens = q.shape[3]
     token = start + jnp.arange(tokens, dtype=jnp.int32)
     query_at = rows.lengths[:, None] + token  # [B, T]
+    last_seen = jnp.where(token < rows.counts[:, None], query_at, -1)  # [B, T]: padding sees nothing
     ends = rows.lengths + jnp.minimum(rows.counts, start + tokens)  # no token of this query block sees past it
     ends = jnp.where(rows.counts > start, ends, 0)
     first_seen = query_at[:, 0] - (window - 1) if window is not None else jnp.zeros_like(ends)
@@ -73,7 +74,7 @@ def _walk(
         best, total, out = carry
         k, v = state.read(kv, layer, rows.tables[:, column])
         key_at = column * block_size + jnp.arange(block_size, dtype=jnp.int32)
-        seen = (key_at <= query_at[..., None]) & (token < rows.counts[:, None])[..., None]  # [B, T, C]
+        seen = key_at <= last_seen[..., None]  # [B, T, C]
         if window is not None:
             seen &= key_at > query_at[..., None] - window
         seen = seen[:, None, None]
@@ -83,7 +84,7 @@ def _walk(
         scores = jnp.where(seen, scores * scale, -jnp.inf)
         new_best = jnp.maximum(best, scores.max(axis=-1))
         finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
-        weights = jnp.where(seen, jnp.exp(scores - finite[..., None]), 0.0)
+        weights = jnp.exp(scores - finite[..., None])  # 0 where nothing is seen
         keep = jnp.exp(best - finite)
         written = (key_at < ends[:, None])[:, None, :, None]
         v = jnp.where(written, v, 0).astype(q.dtype)
