@@ -14,7 +14,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.attention import Site
+from ferrum_jax.models.attention import Norm, Site
 from ferrum_jax.models.batch import Batch, adapter_of_token, addresses, positions
 from ferrum_jax.models.layers.linear import vocabulary_logits
 from ferrum_jax.models.layers.lora import uses
@@ -32,13 +32,13 @@ Layer = Callable[
 NO_WINDOW = 2**30  # as wide as any sequence, where layers of one loop differ in their windows
 
 
-def decoder_specs(cfg: ModelConfig, layers: list[ParamTree]) -> ParamTree:
+def decoder_specs(cfg: ModelConfig, layers: list[ParamTree], norm_init: str = "ones") -> ParamTree:
     """Describes every parameter, given those of the layers; weights of products are `[out, in]`."""
     specs: ParamTree = {
         "model": {
             "embed_tokens": {"weight": ParamSpec((cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"))},
             "layers": layers,
-            "norm": norm_specs(cfg.hidden_size),
+            "norm": norm_specs(cfg.hidden_size, init=norm_init),
         }
     }
     if not cfg.tie_word_embeddings:
@@ -46,9 +46,10 @@ def decoder_specs(cfg: ModelConfig, layers: list[ParamTree]) -> ParamTree:
     return specs
 
 
-def embed(params: ParamTree, tokens: jax.Array) -> jax.Array:
-    """Looks up token embeddings: int32 `[X]` to `[X, D]`."""
-    return rows_of(params["model"]["embed_tokens"]["weight"], tokens, activation_dtype(params))
+def embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Looks up token embeddings, int32 `[X]` to `[X, D]`; a factor on them is rounded to their dtype first."""
+    x = rows_of(params["model"]["embed_tokens"]["weight"], tokens, activation_dtype(params))
+    return x if cfg.embedding_multiplier == 1.0 else x * jnp.asarray(cfg.embedding_multiplier, x.dtype)
 
 
 def forward(
@@ -60,12 +61,15 @@ def forward(
     inputs_embeds: jax.Array | None = None,
     loras: ParamTree | None = None,
     attention: str = "xla",
+    *,
+    norm: Norm = rms_norm,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     """Runs all new tokens of a batch; gives float32 logits `[R, V]` of the rows asked for, and the KV written.
 
-    `params` may have any layout of models/layout.py. `inputs_embeds` `[X, D]`, where given, take the place of the
-    tokens' embeddings. `loras` are the stacks of models/adapters.py, in the parameters' dtype; they count where rows of
+    `params` may have any layout of models/layout.py. `inputs_embeds` `[X, D]`, where given, take the place of
+    what `embed` gives. `loras` are the stacks of models/adapters.py, in the parameters' dtype; they count where rows of
     the batch have adapters. `attention` is the backend whose layout the KV has (models/layers/attention.py).
+    `norm` is the family's, of what the last layer gives.
 
     Raises:
         InvalidParameterError: rows have adapters, but there are no `loras`.
@@ -74,7 +78,7 @@ def forward(
     at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
     found = [addresses(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups]
     block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in found]) for i in (0, 1))
-    x = embed(params, tokens) if inputs_embeds is None else inputs_embeds
+    x = embed(params, tokens, cfg) if inputs_embeds is None else inputs_embeds
     adapted = _adapted(loras, batch, cfg)
     turn = rotations(at, *frequencies(cfg))
     sites = [
@@ -87,9 +91,12 @@ def forward(
     else:
         for own, lora, site in zip(layers, adapted, sites, strict=True):
             x, kv = layer(own, lora, x, kv, site, cfg)
-    x = rms_norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
+    x = norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
     head = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
-    return vocabulary_logits(x, head["weight"]), kv
+    logits = vocabulary_logits(x, head["weight"])
+    if (cap := cfg.final_logit_softcapping) is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    return logits, kv
 
 
 def _adapted(loras: ParamTree | None, batch: Batch[jax.Array], cfg: ModelConfig) -> list[Adapted]:

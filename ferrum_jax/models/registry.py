@@ -4,9 +4,11 @@ from types import ModuleType
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import llama
+from ferrum_jax.models import gemma, llama
 
-_FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}
+_FAMILIES: dict[str, ModuleType] = {
+    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma,
+}  # fmt: skip
 
 
 def family(cfg: ModelConfig) -> ModuleType:

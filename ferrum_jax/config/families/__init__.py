@@ -9,10 +9,12 @@ from types import ModuleType
 from typing import Any
 
 from ferrum_jax.config.common import refuse_ignored
-from ferrum_jax.config.families import llama
+from ferrum_jax.config.families import gemma, llama
 from ferrum_jax.contract.errors import UnsupportedError
 
-_READERS: dict[str, ModuleType] = {"llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}
+_READERS: dict[str, ModuleType] = {
+    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma,
+}  # fmt: skip
 FAMILIES = tuple(_READERS)
 
 
