@@ -125,6 +125,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, **YARN},
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
+    "gemma3": _gemma(
+        "gemma3_text",
+        rope_theta=500.0,
+        rope_local_base_freq=40.0,
+        rope_scaling={"rope_type": "linear", "factor": 2.5},
+        sliding_window_pattern=3,
+    ),
+    "gemma3_rope_by_kind": _gemma(
+        "gemma3_text",
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "rope_theta": 200.0, **YARN},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        final_logit_softcapping=2.0,
+        tie_word_embeddings=False,
+    ),
 }
 
 

@@ -26,6 +26,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None  # of layers with a window, which then have no scaling; as the others' if None
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
     attention_out_bias: bool = False
@@ -56,7 +57,7 @@ class ModelConfig:
             refuse_below("sliding_window", window, 1)
         for name in ("rope_theta", "rms_norm_eps", "embedding_multiplier"):
             refuse_not_positive(name, getattr(self, name))
-        for name in ("attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping"):
+        for name in ("local_rope_theta", "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name) is not None:
                 refuse_not_positive(name, getattr(self, name))
 

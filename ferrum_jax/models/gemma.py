@@ -1,7 +1,9 @@
-"""Gemma 2: norms before and after each block, soft caps, and a window on every other layer.
+"""Gemma 2 and the text models of Gemma 3: norms before and after each block, and windows on some layers.
 
-Gemma Team 2024, "Gemma 2", section 2. Norms scale by one more than their weight, and embeddings are multiplied by the
-root of their width. Parity with Hugging Face transformers: tests/models/test_parity.py.
+Gemma Team 2024, "Gemma 2", section 2 (soft caps); 2025, "Gemma 3", section 2 (norms of query and key heads instead, and
+another base of the rotary embeddings where there is a window). Norms scale by one more than their weight, and
+embeddings are multiplied by the root of their width.
+Parity with Hugging Face transformers: tests/models/test_parity.py.
 """
 
 from functools import partial

@@ -7,7 +7,7 @@ from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.models import gemma, llama
 
 _FAMILIES: dict[str, ModuleType] = {
-    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma,
+    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
 }  # fmt: skip
 
 

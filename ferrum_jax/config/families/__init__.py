@@ -13,7 +13,7 @@ from ferrum_jax.config.families import gemma, llama
 from ferrum_jax.contract.errors import UnsupportedError
 
 _READERS: dict[str, ModuleType] = {
-    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma,
+    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
 }  # fmt: skip
 FAMILIES = tuple(_READERS)
 
