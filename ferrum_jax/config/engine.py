@@ -33,6 +33,7 @@ class EngineConfig:
     memory_fraction: float | None = None  # of free device memory, for the default pool
     max_step_tokens: int | None = None  # tokens of prompts in one step
     prefix_cache: bool | None = None
+    window_kv: bool | None = None  # layers that see a window keep no more; None: where that halves them at least
     max_loras: int | None = None
     max_lora_rank: int | None = None
     spec_tokens: int | None = None  # drafted tokens per round
@@ -62,8 +63,9 @@ class EngineConfig:
         fraction = self.memory_fraction
         if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
             raise ConfigError(f"memory_fraction is {shown(fraction)}, expected more than 0 and at most 1")
-        if self.prefix_cache is not None and not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache is {shown(self.prefix_cache)}, expected True or False")
+        for name in ("prefix_cache", "window_kv"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise ConfigError(f"{name} is {shown(value)}, expected True or False")
         folder = self.artifacts
         if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
             raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
@@ -111,6 +113,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_KV_MAX_BLOCKS": ("kv_blocks", int),
     "FERRUM_PAGED_MAX_SEQS": ("max_seqs", int),
     "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
+    "FERRUM_WINDOW_KV": ("window_kv", _flag),
     "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
     "FERRUM_DTYPE": ("dtype", dtype_name),
     "FERRUM_ATTENTION": ("attention", str.lower),

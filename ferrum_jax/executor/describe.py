@@ -78,7 +78,7 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: 
         memory_requirements=MemoryRequirements(
             parameter_memory=_num_bytes(params),
             activation_memory_per_token=_activation_bytes(cfg, params),
-            kv_cache_memory_per_token=plan.cache.bytes_per_position // plan.cache.num_layers,
+            kv_cache_memory_per_token=plan.cache.bytes_per_layer,
             overhead_memory=stack_bytes(cfg, plan.loras, dtype),
         ),
     )
@@ -95,6 +95,7 @@ def memory_usage(
     block = plan.cache.bytes_per_position * plan.cache.block_size
     allocated = weights + plan.cache.num_bytes
     used = weights + (slots.pool.num_blocks - slots.pool.num_free) * block
+    used += len(slots.cache_ids) * plan.cache.ring_bytes
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", allocated)
     return ExecutorMemoryUsage(
         allocated_bytes=allocated,

@@ -69,6 +69,9 @@ class Loops:
         found: dict[int, DecodedRun] = {}
 
         def work() -> list[NDArray[np.int32]]:
+            sequences.replay(
+                [(growth.live(i), sequences.adapters.row_of(run.cache_id)) for i, run in enumerate(checked)]
+            )
             for key, indices in groups:
                 live = {index: growth.live(index) for index in indices}
                 found.update(self._run(key, {index: checked[index] for index in indices}, live, until_one_ends))

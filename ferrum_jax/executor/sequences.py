@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import buckets
 from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepKey, StepPlan, choose_bucket
 from ferrum_jax.compile.steps import StepCache
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotAllocation, KvSlotRequest, KvSlotReservation
@@ -22,7 +22,7 @@ from ferrum_jax.executor.steady import Steady, steady_rows
 from ferrum_jax.executor.work import Work, checked_requests, decode_rows
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
-from ferrum_jax.kvcache.slots import SlotTable
+from ferrum_jax.kvcache.slots import LiveSequence, SlotTable
 from ferrum_jax.weights.peft import PeftAdapter
 
 NOTHING = np.zeros(0, np.int32)
@@ -58,6 +58,8 @@ class Sequences:
             block_size=self.plan.cache.block_size,
             num_blocks=self.plan.cache.num_blocks,
             prefixes=PrefixIndex() if self.plan.prefix_cache else None,
+            ring_blocks=self.plan.cache.ring_blocks,
+            window=self.plan.window,
         )
 
     def advance(self, work: Sequence[Work]) -> list[Answer | None]:
@@ -163,12 +165,17 @@ class Sequences:
 
     def gather(self, cache_id: str, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Copies one layer's keys and values of a live sequence: `[length, K, H]` each."""
-        live, num_layers = self.slots.get(cache_id), self.plan.cache.num_layers
-        if layer >= num_layers:
-            raise RequestValidationError(f"layer is {layer}, the model has {num_layers}")
+        live, seats = self.slots.get(cache_id), self.plan.seats
+        if layer >= len(seats):
+            raise RequestValidationError(f"layer is {layer}, the model has {len(seats)}")
+        seat = seats[layer]
+        if seat is None:
+            raise UnsupportedError(
+                f"layer {layer} keeps its window of {self.plan.window} positions alone; window_kv=False keeps all"
+            )
         if live is None:
             raise RequestValidationError(f"{cache_id!r} is unknown, it has no keys and values")
-        return self.device.gather(layer, self.slots.table[live.slot], live.length, self.steps.get)
+        return self.device.gather(seat, self.slots.table[live.slot], live.length, self.steps.get)
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence and its binding; an unknown id is no error."""
@@ -244,6 +251,7 @@ class Sequences:
                 answers[at].append(piece)
 
         def forward() -> None:
+            self.replay([(growth.live(index), uses[index]) for index in left])
             rows = []
             for index in left:
                 live, row, skip = growth.live(index), work[index], reused[index]
@@ -264,6 +272,22 @@ class Sequences:
         if self.adapters.are_used():
             self.adapters.count(row.cache_id for row in work)
         return answers
+
+    def replay(self, rows: Sequence[tuple[LiveSequence, int]]) -> None:
+        """Computes again the sequences that are cut, each with its adapter: from their beginning.
+
+        What a layer keeps depends on what the layer below it made of a window, and so on down to the first token.
+        """
+        cut = [(live, use) for live, use in rows if self.slots.is_cut(live)]
+        if not cut:
+            return
+        plans = buckets.plan([live.length for live, _ in cut], self.plan.ladders)
+        plans = [_with_adapters(plan, [use for _, use in cut]) for plan in plans]
+        again = [Row(np.array(live.tokens, np.int32), 0, live.slot, False, None, use) for live, use in cut]
+        for plan in plans:
+            self.device.run(plan, again, self.slots.table, self.steps.get, self.adapters.stacks)()
+        for live, _ in cut:
+            self.slots.refill_ring(live)
 
     def perform(self, growth: Growth, work: Callable[[], Sequence[NDArray[np.int32]] | None]) -> None:
         """Takes what was planned, does the work, and commits what it says was written; or takes all back."""

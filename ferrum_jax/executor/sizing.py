@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
-from ferrum_jax.compile.buckets import AnyKey, InstallKey, Ladders, LoopKey, StepKey, ladder
+from ferrum_jax.compile.buckets import AnyKey, GatherKey, InstallKey, Ladders, LoopKey, StepKey, ladder
 from ferrum_jax.compile.lowering import lower
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import BackendError, ConfigError, ResourceExhaustedError
@@ -16,7 +16,9 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.backends import choose_attention, kv_layout
+from ferrum_jax.models.layout import SCANNED
 from ferrum_jax.models.quantised import activation_dtype
+from ferrum_jax.models.rings import num_ring_blocks
 from ferrum_jax.models.specs import ParamTree
 
 MOST_IN_FLIGHT = 2  # steps of one call, whose outputs lie on the device together
@@ -34,6 +36,8 @@ class EnginePlan:
     kv_capacity: int  # positions
     cache: CacheSpec
     ladders: Ladders
+    seats: tuple[int | None, ...] = ()  # of each layer among those that keep everything; None: it keeps a ring
+    window: int = 1  # positions that a token sees in a ring, itself included
     prefix_cache: bool = False
     loras: LoraSpec | None = None
     spec_tokens: int = 0  # drafted at a time; 0: no speculation
@@ -41,7 +45,10 @@ class EnginePlan:
     def declared(self) -> list[AnyKey]:
         """Every device call that legal traffic can need, adapters included."""
         keys = self.ladders.declared(adapters=self.loras is not None)
-        return keys if self.loras is None else [*keys, InstallKey(self.loras.max_loras, self.loras.max_rank)]
+        if self.loras is not None:
+            keys.append(InstallKey(self.loras.max_loras, self.loras.max_rank))
+        # Of rings alone, nothing is gathered.
+        return [key for key in keys if self.cache.num_layers or not isinstance(key, GatherKey)]
 
     def first(self) -> list[AnyKey]:
         """The steps of a short prompt and of the tokens after it, which most answers begin with."""
@@ -82,9 +89,14 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         layout=engine.layout,
     )
 
+    chunks = _ladders(engine, max_seqs, capacity, columns, platform)
+    window, ring_blocks = _ring(engine, cfg, chunks, block_size, columns)
+    in_rings = [bool(ring_blocks) and seen is not None for seen in cfg.layer_windows]
+    whole = [layer for layer, is_ring in enumerate(in_rings) if not is_ring]
+
     def spec(num_blocks: int) -> CacheSpec:
         return CacheSpec(
-            num_layers=cfg.num_hidden_layers,
+            num_layers=len(whole),
             num_blocks=num_blocks,
             block_size=block_size,
             num_kv_heads=cfg.num_key_value_heads,
@@ -92,13 +104,24 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
             dtype=kv_dtype,
             layout=kv_layout(attention),
             attention=attention,
+            ring_layers=sum(in_rings),
+            ring_blocks=ring_blocks,
+            num_rings=max_seqs if ring_blocks else 0,
         )
 
     loras = _lora_spec(engine)
     free_bytes = max(0, free_bytes - 2 * stack_bytes(cfg, loras, engine.dtype or spec(1).dtype))
     fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
-    block_bytes = spec(1).num_bytes
-    affordable = int(free_bytes * fraction) // block_bytes
+    block_bytes, rings_bytes = spec(1).num_bytes - spec(0).num_bytes, spec(0).num_bytes
+    for_blocks = int(free_bytes * fraction) - rings_bytes
+    if for_blocks < 0:
+        raise ResourceExhaustedError(
+            f"rings of {ring_blocks} blocks for {max_seqs} sequences take {rings_bytes:,} bytes; {fraction:.0%} of "
+            f"{free_bytes:,} bytes are free for them: ask for fewer max_seqs",
+            needed=rings_bytes,
+            free=int(free_bytes * fraction),
+        )
+    affordable = for_blocks // block_bytes if block_bytes else max_seqs * columns
     # Given as such, the pool may be smaller than all sequences together could fill: that is paging.
     num_blocks = max_seqs * columns if engine.kv_blocks is None else engine.kv_blocks
     both = engine.max_seqs is not None and engine.kv_capacity is not None
@@ -118,7 +141,9 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         max_seqs=max_seqs,
         kv_capacity=capacity,
         cache=spec(num_blocks),
-        ladders=_ladders(engine, max_seqs, capacity, -(-capacity // block_size), platform),
+        ladders=_ladders(engine, max_seqs, capacity, -(-capacity // block_size) + ring_blocks, platform),
+        seats=tuple(None if is_ring else whole.index(layer) for layer, is_ring in enumerate(in_rings)),
+        window=window,
         prefix_cache=bool(engine.prefix_cache),
         loras=loras,
         spec_tokens=engine.spec_tokens or 0,
@@ -211,6 +236,27 @@ def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
         table_columns=columns,
         loop_tokens=engine.loop_tokens or 0,
     )
+
+
+def _ring(engine: EngineConfig, cfg: ModelConfig, chunks: Ladders, block_size: int, columns: int) -> tuple[int, int]:
+    """Decides the window and the blocks of a sequence's ring, 1 and 0 where it has none."""
+    windows = [window for window in cfg.layer_windows if window is not None]
+    if engine.window_kv is False or (engine.window_kv is None and (not windows or engine.prefix_cache)):
+        return 1, 0
+    obstacle = None
+    if not windows:
+        obstacle = f"no layer of this {cfg.model_type} has a window"
+    elif engine.prefix_cache:
+        obstacle = "prefix_cache shares what is kept, and a window is not kept"
+    elif engine.layout == SCANNED:
+        obstacle = "the layers of layout 'scanned' share one KV"
+    if obstacle is not None:
+        if engine.window_kv:
+            raise ConfigError(f"window_kv: {obstacle}")
+        return 1, 0
+    longest = max(chunks.chunk_tokens[-1], chunks.verify_tokens[-1])
+    blocks = num_ring_blocks(max(windows), longest, block_size)
+    return (max(windows), blocks) if engine.window_kv or 2 * blocks <= columns else (1, 0)
 
 
 def _lora_spec(engine: EngineConfig) -> LoraSpec | None:

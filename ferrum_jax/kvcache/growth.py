@@ -163,7 +163,7 @@ class Growth:
                 slots.pool.release(undo.lost)
             if slots.prefixes is not None:
                 slots.enter(live)
-            slots.find_room(live)
+            slots.settle(live)
 
     def undo(self) -> None:
         """Takes everything back; ids that were unknown are so again."""
@@ -173,6 +173,9 @@ class Growth:
                 self._slots.pool.release(row.undo.gained)
                 if row.undo.is_new:
                     self._slots.release(row.want.cache_id)
+            if row.live is not None:
+                self._slots.lose_ring(row.live)  # what ran before it failed may have gone round in it
+                row.live.room = 0
 
     def _match(self, prefixes: PrefixIndex, row: GrowingRow) -> list[PrefixEntry]:
         """Finds the full blocks, from where the sequence ends, that are in the prefixes."""

@@ -17,6 +17,7 @@ class LiveSequence:
 
     slot: int
     room: int = 0  # positions that can be written, one after the other, with no more bookkeeping than their count
+    lost: int = 0  # positions before this one are no longer in its ring
     tokens: array = field(default_factory=lambda: array("i"))  # those whose keys and values are written
     blocks: list[int] = field(default_factory=list)
     entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
@@ -32,6 +33,8 @@ class SlotTable:
     """Cache ids to slots, and the block table `[max_seqs, M]` whose used rows travel with each batch.
 
     With `prefixes`, every full block is entered there and stays, after its sequence is gone, until the pool needs it.
+    With rings, the last columns of the table are each slot's ring, and a sequence that is longer than it loses there
+    what it wrote first; one whose next token would see some of that `is_cut`.
     """
 
     def __init__(
@@ -42,14 +45,30 @@ class SlotTable:
         block_size: int,
         num_blocks: int,
         prefixes: PrefixIndex | None = None,
+        ring_blocks: int = 0,
+        window: int = 1,
     ):
+        """Makes all slots free.
+
+        Args:
+            max_seqs: slots.
+            kv_capacity: positions a sequence can reach.
+            block_size: positions.
+            num_blocks: of the pool.
+            prefixes: where full blocks are entered, if they are.
+            ring_blocks: of the ring that each slot has, if it has one.
+            window: positions that a token sees in the ring, itself included.
+        """
         self.max_seqs = max_seqs
         self.kv_capacity = kv_capacity
         self.block_size = block_size
         self.prefixes = prefixes
         self.pool = BlockPool(num_blocks, self.forget)
         self.longest = min(kv_capacity, num_blocks * block_size)  # positions of a sequence that is alone
-        self.table = np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32)
+        self.ring_size = ring_blocks * block_size  # positions
+        self.window = window
+        rings = np.arange(max_seqs * ring_blocks, dtype=np.int32).reshape(max_seqs, ring_blocks)
+        self.table = np.hstack([np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32), rings])
         self._live: dict[str, LiveSequence] = {}
         self._free_slots = list(range(max_seqs - 1, -1, -1))
 
@@ -129,7 +148,8 @@ class SlotTable:
         for block in shared:
             self.pool.hold(block)
         self.seat(made, shared)
-        self.find_room(live)
+        self.lose_ring(made)
+        self.settle(live)
 
     def truncate(self, cache_id: str, new_len: int) -> None:
         """Rolls a sequence back and frees the blocks wholly past its new end, reserved ones too.
@@ -144,7 +164,9 @@ class SlotTable:
         del live.entries[new_len // self.block_size :]
         self.pool.release(live.blocks[keep:])
         del live.blocks[keep:]
-        self.find_room(live)
+        if not live.tokens:
+            live.lost = 0
+        self.settle(live)
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence's slot and blocks; an unknown id is no error."""
@@ -153,15 +175,37 @@ class SlotTable:
             self.pool.release(live.blocks)
             self._free_slots.append(live.slot)
 
-    def find_room(self, live: LiveSequence) -> None:
-        """Finds how far a sequence can go on in blocks that nobody else holds and no prefix is entered for."""
+    def is_cut(self, live: LiveSequence) -> bool:
+        """True of a sequence whose next token would see what its ring has lost."""
+        return max(0, len(live.tokens) - (self.window - 1)) < live.lost
+
+    def lose_ring(self, live: LiveSequence) -> None:
+        """Counts all of a sequence's ring as lost."""
+        if self.ring_size and live.tokens:
+            live.lost = len(live.tokens)
+
+    def refill_ring(self, live: LiveSequence) -> None:
+        """Counts the ring as written anew, from the sequence's beginning to its end."""
+        live.lost = max(0, len(live.tokens) - self.ring_size)
+        self.settle(live)
+
+    def settle(self, live: LiveSequence) -> None:
+        """Finds what a new length means: what the ring has lost, and how far the sequence can go on.
+
+        It can in blocks that nobody else holds and no prefix is entered for, unless it is cut.
+        """
+        if self.ring_size:
+            live.lost = max(live.lost, len(live.tokens) - self.ring_size)
         at, inside = divmod(len(live.tokens), self.block_size)
         is_own = not inside or (self.pool.num_holders(live.blocks[at]) == 1 and not self.pool.is_kept(live.blocks[at]))
-        live.room = min(len(live.blocks) * self.block_size, self.longest) if is_own else 0
+        ready = is_own and not self.is_cut(live)
+        live.room = min(len(live.blocks) * self.block_size, self.longest) if ready else 0
 
     def append(self, live: LiveSequence, token: int) -> None:
         """Counts one token as written, for which the sequence had room, and enters the block it fills."""
         live.tokens.append(token)
+        if self.ring_size:
+            live.lost = max(live.lost, len(live.tokens) - self.ring_size)
         if not len(live.tokens) % self.block_size:
             self.enter(live)
 

@@ -9,6 +9,9 @@
 `products`: both products of attention read a block as a plain matrix, with no transposition of what is cached.
 `positions`: a token's heads lie together, so that it is written as one run, and a head's H values are one run to a
 reader, whatever the block size. `interleaved` is what the ragged kernel of TPUs reads.
+
+Layers that see no further than a window may keep no more: they have arrays of their own, in which each row of the block
+tables has a ring of blocks that it goes round in (models/rings.py).
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +33,7 @@ Layout = Literal["products", "positions", "interleaved"]
 class CacheSpec:
     """Sizes of the KV of one model."""
 
-    num_layers: int
+    num_layers: int  # that keep everything
     num_blocks: int
     block_size: int  # positions
     num_kv_heads: int
@@ -38,16 +41,29 @@ class CacheSpec:
     dtype: str
     layout: Layout = "products"
     attention: str = "xla"  # the backend that reads it (models/layers/attention.py)
+    ring_layers: int = 0  # that keep a ring of each sequence
+    ring_blocks: int = 0  # of one ring
+    num_rings: int = 0
+
+    @property
+    def bytes_per_layer(self) -> int:
+        """Bytes that keys and values of one position take in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes that keys and values of one position take over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
+        """Bytes that keys and values of one position take over all layers that keep everything."""
+        return self.num_layers * self.bytes_per_layer
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of one ring over all its layers."""
+        return self.ring_layers * self.ring_blocks * self.block_size * self.bytes_per_layer
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole KV."""
-        return self.bytes_per_position * self.block_size * self.num_blocks
+        return self.bytes_per_position * self.block_size * self.num_blocks + self.num_rings * self.ring_bytes
 
 
 @flax.struct.dataclass
@@ -60,18 +76,30 @@ class KvState(Generic[Leaf]):
     k: Leaf  # [L, P, K, H, C], [L, P, C, K, H] or [L, P, C, 2K, H]
     v: Leaf | None = None  # [L, P, K, C, H], [L, P, C, K, H], or None where `k` holds both
     layout: Layout = flax.struct.field(pytree_node=False, default="products")
+    rings: "KvState[Leaf] | None" = None  # of the layers that keep no more than a window; P is rings times their blocks
+    ring_blocks: int = flax.struct.field(pytree_node=False, default=0)  # of one of them
 
 
 def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
     """Gives the shapes and dtypes of the KV, for lowering."""
-    pool, heads = (spec.num_layers, spec.num_blocks), spec.num_kv_heads
+    rings = None
+    if spec.ring_layers:
+        rings = shapes(
+            replace(spec, num_layers=spec.ring_layers, num_blocks=spec.num_rings * spec.ring_blocks, ring_layers=0)
+        )
+    pool, heads, ring = (spec.num_layers, spec.num_blocks), spec.num_kv_heads, spec.ring_blocks if rings else 0
     size, width, dtype = spec.block_size, spec.head_dim, np.dtype(spec.dtype)
     if spec.layout == "interleaved":
-        return KvState(k=jax.ShapeDtypeStruct((*pool, size, 2 * heads, width), dtype), layout=spec.layout)
+        both = jax.ShapeDtypeStruct((*pool, size, 2 * heads, width), dtype)
+        return KvState(k=both, layout=spec.layout, rings=rings, ring_blocks=ring)
     k = (heads, width, size) if spec.layout == "products" else (size, heads, width)
     v = (heads, size, width) if spec.layout == "products" else (size, heads, width)
     return KvState(
-        k=jax.ShapeDtypeStruct((*pool, *k), dtype), v=jax.ShapeDtypeStruct((*pool, *v), dtype), layout=spec.layout
+        k=jax.ShapeDtypeStruct((*pool, *k), dtype),
+        v=jax.ShapeDtypeStruct((*pool, *v), dtype),
+        layout=spec.layout,
+        rings=rings,
+        ring_blocks=ring,
     )
 
 
@@ -182,7 +210,7 @@ def read_positions(
 
 
 def copy_blocks(kv: KvState[jax.Array], pairs: Int[Array, "B 2"], count: Int[Array, ""]) -> KvState[jax.Array]:
-    """Copies whole blocks, all layers, one after another: the first `count` of (source, destination)."""
+    """Copies whole blocks, one after another, the first `count` of (source, destination); rings have none to share."""
 
     def copy(index: jax.Array, kv: KvState[jax.Array]) -> KvState[jax.Array]:
         source, destination = pairs[index, 0], pairs[index, 1]
@@ -191,7 +219,7 @@ def copy_blocks(kv: KvState[jax.Array], pairs: Int[Array, "B 2"], count: Int[Arr
             block = jax.lax.dynamic_slice_in_dim(leaf, source, 1, axis=1)
             return jax.lax.dynamic_update_slice_in_dim(leaf, block, destination, axis=1)
 
-        return jax.tree.map(move, kv)
+        return replace(kv, k=move(kv.k), v=None if kv.v is None else move(kv.v))
 
     return jax.lax.fori_loop(0, count, copy, kv)
 

@@ -33,6 +33,10 @@ class Site(NamedTuple):
     batch: Batch[jax.Array]
     backend: str  # of attention
 
+    def at(self, layer: int, window: int | None, turn: tuple[jax.Array, jax.Array]) -> "Site":
+        """Gives where another layer stands."""
+        return self._replace(layer=layer, window=window, turn=turn)
+
 
 def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
     """Describes four products, and the norms of query and key heads where there are some."""

@@ -6,6 +6,8 @@ A family says what a layer is: `layer(params, adapted, x, kv, site, cfg)` gives 
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.layers.rope import rotations
 from ferrum_jax.models.products import Lora
 from ferrum_jax.models.quantised import activation_dtype, rows_of
+from ferrum_jax.models.rings import ring_addresses, shown_as_sequences, split_tables
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
 
@@ -77,26 +80,50 @@ def forward(
     """
     tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
     at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
-    found = [addresses(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups]
-    block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in found]) for i in (0, 1))
     x = embed(params, tokens, cfg) if inputs_embeds is None else inputs_embeds
     adapted = _adapted(loras, batch, cfg)
     kinds, kind_of_layer = frequencies_of_layers(cfg)
     turns = [rotations(at, *kind) for kind in kinds]
-    site = Site(0, cfg.layer_windows[0], turns[0], (block_ids, offsets), batch, attention)
+    ring = None
+    if kv.rings is not None:
+        batch, ring = _ring_site(batch, kv, cfg, turns[0], attention)
+    places = _places([addresses(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups])
+    site = Site(0, cfg.layer_windows[0], turns[0], places, batch, attention)
     layers = params["model"]["layers"]
     if isinstance(layers, dict):
         x, kv = _scan(layer, layers, adapted, x, kv, site, turns, kind_of_layer, cfg)
     else:
-        for index, (own, lora) in enumerate(zip(layers, adapted, strict=True)):
-            here = site._replace(layer=index, window=cfg.layer_windows[index], turn=turns[kind_of_layer[index]])
-            x, kv = layer(own, lora, x, kv, here, cfg)
+        seats = count(), count()  # of layers that keep everything, and of those that keep a ring
+        for own, lora, window, kind in zip(layers, adapted, cfg.layer_windows, kind_of_layer, strict=True):
+            if ring is None or kv.rings is None or window is None:
+                x, kv = layer(own, lora, x, kv, site.at(next(seats[0]), window, turns[kind]), cfg)
+            else:
+                x, rings = layer(own, lora, x, kv.rings, ring.at(next(seats[1]), window, turns[kind]), cfg)
+                kv = replace(kv, rings=rings)
     x = norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
     head = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
     logits = vocabulary_logits(x, head["weight"])
     if (cap := cfg.final_logit_softcapping) is not None:
         logits = cap * jnp.tanh(logits / cap)
     return logits, kv
+
+
+def _ring_site(
+    batch: Batch[jax.Array], kv: KvState[jax.Array], cfg: ModelConfig, turn: tuple[jax.Array, jax.Array], backend: str
+) -> tuple[Batch[jax.Array], Site]:
+    """Gives the batch without its rings, and where the layers that keep rings stand."""
+    assert kv.rings is not None
+    widest = max(window for window in cfg.layer_windows if window is not None)
+    whole, rings = split_tables(batch, kv.ring_blocks)
+    size = state.block_size(kv)
+    places = _places([ring_addresses(rows, size, state.num_blocks(kv.rings)) for rows in rings.groups])
+    return whole, Site(0, widest, turn, places, shown_as_sequences(rings, widest, size), backend)
+
+
+def _places(found: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Joins the groups' blocks and offsets to those of all tokens, `[X]` each."""
+    block_ids, offsets = (jnp.concatenate([place[i].ravel() for place in found]) for i in (0, 1))
+    return block_ids, offsets
 
 
 def _adapted(loras: ParamTree | None, batch: Batch[jax.Array], cfg: ModelConfig) -> list[Adapted]:
