@@ -94,6 +94,14 @@ PHI4_MINI: dict[str, Any] = {
     "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
     "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
 }  # fmt: skip
+OLMO2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0",
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -146,6 +154,11 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
             long_factor=(2.0,) * 48,
         ),
         partial_rotary_factor=0.75, tie_word_embeddings=True, layer_windows=(262144,) * 32, dtype="bfloat16",
+    )),
+    "OLMo-2-7B": (OLMO2_7B, ModelConfig(
+        model_type="olmo2", vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
+        rope_theta=500000.0, layer_windows=(None,) * 32, dtype="float32",
     )),
     "gemma-2-9b": (GEMMA2_9B, ModelConfig(
         model_type="gemma2", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,

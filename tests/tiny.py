@@ -142,6 +142,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         num_attention_heads=4,
         head_dim=None,
     ),
+    "olmo2": _config("olmo2", rope_theta=300.0),
+    "olmo2_biases": _config(
+        "olmo2",
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling={"rope_type": "yarn", **YARN},
+        num_key_value_heads=None,
+    ),
     "gemma2": _gemma("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
     "gemma2_biases": _gemma(
         "gemma2",
