@@ -102,6 +102,16 @@ OLMO2_7B: dict[str, Any] = {
     "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0",
     "use_cache": True, "vocab_size": 100352,
 }  # fmt: skip
+GRANITE_8B: dict[str, Any] = {
+    "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
+    "attention_multiplier": 0.0078125, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12800,
+    "logits_scaling": 16.0, "max_position_embeddings": 4096, "mlp_bias": False, "model_type": "granite",
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.46.0.dev0", "use_cache": True,
+    "vocab_size": 49155,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -159,6 +169,12 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         model_type="olmo2", vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
         num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
         rope_theta=500000.0, layer_windows=(None,) * 32, dtype="float32",
+    )),
+    "granite-3.0-8b": (GRANITE_8B, ModelConfig(
+        model_type="granite", vocab_size=49155, hidden_size=4096, intermediate_size=12800, num_hidden_layers=40,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, attention_multiplier=1 / 128, embedding_multiplier=12.0, residual_multiplier=0.22,
+        logits_scaling=16.0, layer_windows=(None,) * 40, dtype="bfloat16",
     )),
     "gemma-2-9b": (GEMMA2_9B, ModelConfig(
         model_type="gemma2", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,

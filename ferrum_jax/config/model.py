@@ -37,6 +37,8 @@ class ModelConfig:
     attn_logit_softcapping: float | None = None  # scores are softened to stay below it
     final_logit_softcapping: float | None = None
     embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a block adds
+    logits_scaling: float = 1.0  # divides the logits
     layer_windows: tuple[int | None, ...]  # per layer: positions seen, or None for all
     dtype: str = "float32"  # of the checkpoint
 
@@ -66,7 +68,7 @@ class ModelConfig:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
         for window in self.layer_windows:
             refuse_below("sliding_window", window, 1)
-        for name in ("rope_theta", "rms_norm_eps", "embedding_multiplier"):
+        for name in ("rope_theta", "rms_norm_eps", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
             refuse_not_positive(name, getattr(self, name))
         for name in ("local_rope_theta", "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name) is not None:
