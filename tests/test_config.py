@@ -112,6 +112,16 @@ GRANITE_8B: dict[str, Any] = {
     "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.46.0.dev0", "use_cache": True,
     "vocab_size": 49155,
 }  # fmt: skip
+SMOLLM3_3B: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None,
+    "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+    "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False,
+    "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -175,6 +185,12 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
         tie_word_embeddings=True, attention_multiplier=1 / 128, embedding_multiplier=12.0, residual_multiplier=0.22,
         logits_scaling=16.0, layer_windows=(None,) * 40, dtype="bfloat16",
+    )),
+    "SmolLM3-3B": (SMOLLM3_3B, ModelConfig(
+        model_type="smollm3", vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=128, max_position_embeddings=65536, rms_norm_eps=1e-6,
+        rope_theta=5e6, layers_without_rope=(3, 7, 11, 15, 19, 23, 27, 31, 35), tie_word_embeddings=True,
+        layer_windows=(None,) * 36, dtype="bfloat16",
     )),
     "gemma-2-9b": (GEMMA2_9B, ModelConfig(
         model_type="gemma2", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
@@ -275,6 +291,15 @@ def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
     ):
         with pytest.raises(kind, match=says):
             ModelConfig.from_hf(PHI4_MINI | changes)
+
+
+def test_smollm3_says_which_layers_turn_or_how_often_one_does_not():
+    told = {name: value for name, value in SMOLLM3_3B.items() if name != "no_rope_layers"}
+    assert ModelConfig.from_hf(told) == ModelConfig.from_hf(SMOLLM3_3B)
+    with pytest.raises(ConfigError, match="no_rope_layers has 2 entries for 36 layers"):
+        ModelConfig.from_hf(SMOLLM3_3B | {"no_rope_layers": [1, 0]})
+    with pytest.raises(UnsupportedError, match="no_rope_layers"):
+        ModelConfig.from_hf(SMOLLM3_3B | {"model_type": "llama"})
 
 
 def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():

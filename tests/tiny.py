@@ -168,6 +168,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
         logits_scaling=0.8,
         head_dim=None,
     ),
+    "smollm3": _config("smollm3", rope_theta=300.0, no_rope_layer_interval=2, pad_token_id=0),
+    "smollm3_window_biases": _config(
+        "smollm3",
+        attention_bias=True,
+        mlp_bias=True,
+        no_rope_layers=[0, 1, 1],
+        use_sliding_window=True,
+        sliding_window=7,
+        rope_scaling={"rope_type": "linear", "factor": 2.5},
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    ),
     "gemma2": _gemma("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
     "gemma2_biases": _gemma(
         "gemma2",

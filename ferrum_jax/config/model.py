@@ -28,6 +28,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0  # the share of each head that turns
     local_rope_theta: float | None = None  # of layers with a window, which then have no scaling; as the others' if None
+    layers_without_rope: tuple[int, ...] = ()  # whose heads do not turn at all
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
     attention_out_bias: bool = False
@@ -52,6 +53,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
+        if any(layer not in range(self.num_hidden_layers) for layer in self.layers_without_rope):
+            raise ConfigError(f"layers_without_rope are {self.layers_without_rope} of {self.num_hidden_layers} layers")
         refuse_not_positive("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
             raise ConfigError(
