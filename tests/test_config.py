@@ -296,7 +296,7 @@ def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
 def test_smollm3_says_which_layers_turn_or_how_often_one_does_not():
     told = {name: value for name, value in SMOLLM3_3B.items() if name != "no_rope_layers"}
     assert ModelConfig.from_hf(told) == ModelConfig.from_hf(SMOLLM3_3B)
-    with pytest.raises(ConfigError, match="no_rope_layers has 2 entries for 36 layers"):
+    with pytest.raises(ConfigError, match=r"no_rope_layers is \[1, 0\], expected a list of 36 entries"):
         ModelConfig.from_hf(SMOLLM3_3B | {"no_rope_layers": [1, 0]})
     with pytest.raises(UnsupportedError, match="no_rope_layers"):
         ModelConfig.from_hf(SMOLLM3_3B | {"model_type": "llama"})

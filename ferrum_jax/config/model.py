@@ -53,8 +53,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
-        if any(layer not in range(self.num_hidden_layers) for layer in self.layers_without_rope):
-            raise ConfigError(f"layers_without_rope are {self.layers_without_rope} of {self.num_hidden_layers} layers")
+        without, layers = self.layers_without_rope, range(self.num_hidden_layers)
+        if not isinstance(without, tuple) or any(layer not in layers for layer in without):
+            raise ConfigError(f"layers_without_rope are {shown(without)}, expected a tuple out of {len(layers)} layers")
         refuse_not_positive("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
             raise ConfigError(

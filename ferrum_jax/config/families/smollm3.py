@@ -5,7 +5,7 @@ from typing import Any
 
 from ferrum_jax.config.common import read_activation, read_sizes, read_switch, windows_of
 from ferrum_jax.config.rope import read_rope
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.contract.errors import ConfigError, shown
 
 IMPLEMENTED = ("no_rope_layers",)
 
@@ -17,8 +17,8 @@ def read(config: Mapping[str, Any]) -> dict[str, Any]:
     layers, interval = range(sizes["num_hidden_layers"]), config.get("no_rope_layer_interval", 4)
     turns = config.get("no_rope_layers")  # which, by its use, says where there are rotary embeddings
     turns = [(layer + 1) % interval != 0 for layer in layers] if turns is None else turns
-    if len(turns) != len(layers):
-        raise ConfigError(f"no_rope_layers has {len(turns)} entries for {len(layers)} layers")
+    if not isinstance(turns, list) or len(turns) != len(layers):
+        raise ConfigError(f"no_rope_layers is {shown(turns)}, expected a list of {len(layers)} entries")
     window = config.get("sliding_window")
     slides = read_switch(config, "use_sliding_window") and window is not None
     kinds = ["sliding_attention" if slides and not turn else "full_attention" for turn in turns]
