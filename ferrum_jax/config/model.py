@@ -35,6 +35,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
     attention_multiplier: float | None = None  # of scores; head_dim ** -0.5 if None
+    attention_sinks: bool = False  # a learnt score of each query head that takes its share of the softmax for nothing
     attn_logit_softcapping: float | None = None  # scores are softened to stay below it
     final_logit_softcapping: float | None = None
     embedding_multiplier: float = 1.0

@@ -20,9 +20,8 @@ def frequencies_of_layers(cfg: ModelConfig) -> tuple[list[Frequencies], list[int
         of_layer = [int(window is not None) for window in cfg.layer_windows]
     if cfg.layers_without_rope:  # a turn by no angle changes no number
         kinds.append((np.zeros(cfg.rotary_dim // 2, np.float32), 1.0))
-        of_layer = [
-            len(kinds) - 1 if layer in cfg.layers_without_rope else of_layer[layer] for layer in range(len(of_layer))
-        ]
+        none, still = len(kinds) - 1, set(cfg.layers_without_rope)
+        of_layer = [none if layer in still else kind for layer, kind in enumerate(of_layer)]
     return kinds, of_layer
 
 
