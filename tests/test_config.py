@@ -94,6 +94,34 @@ PHI4_MINI: dict[str, Any] = {
     "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
     "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
 }  # fmt: skip
+OLMO2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0",
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
+GRANITE_8B: dict[str, Any] = {
+    "architectures": ["GraniteForCausalLM"], "attention_bias": False, "attention_dropout": 0.1,
+    "attention_multiplier": 0.0078125, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12800,
+    "logits_scaling": 16.0, "max_position_embeddings": 4096, "mlp_bias": False, "model_type": "granite",
+    "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000,
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "transformers_version": "4.46.0.dev0", "use_cache": True,
+    "vocab_size": 49155,
+}  # fmt: skip
+SMOLLM3_3B: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None,
+    "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 11008, "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536,
+    "max_window_layers": 28, "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9, "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4,
+    "pad_token_id": 128004, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0,
+    "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False,
+    "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -146,6 +174,23 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
             long_factor=(2.0,) * 48,
         ),
         partial_rotary_factor=0.75, tie_word_embeddings=True, layer_windows=(262144,) * 32, dtype="bfloat16",
+    )),
+    "OLMo-2-7B": (OLMO2_7B, ModelConfig(
+        model_type="olmo2", vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
+        rope_theta=500000.0, layer_windows=(None,) * 32, dtype="float32",
+    )),
+    "granite-3.0-8b": (GRANITE_8B, ModelConfig(
+        model_type="granite", vocab_size=49155, hidden_size=4096, intermediate_size=12800, num_hidden_layers=40,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, attention_multiplier=1 / 128, embedding_multiplier=12.0, residual_multiplier=0.22,
+        logits_scaling=16.0, layer_windows=(None,) * 40, dtype="bfloat16",
+    )),
+    "SmolLM3-3B": (SMOLLM3_3B, ModelConfig(
+        model_type="smollm3", vocab_size=128256, hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=128, max_position_embeddings=65536, rms_norm_eps=1e-6,
+        rope_theta=5e6, layers_without_rope=(3, 7, 11, 15, 19, 23, 27, 31, 35), tie_word_embeddings=True,
+        layer_windows=(None,) * 36, dtype="bfloat16",
     )),
     "gemma-2-9b": (GEMMA2_9B, ModelConfig(
         model_type="gemma2", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
@@ -246,6 +291,15 @@ def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
     ):
         with pytest.raises(kind, match=says):
             ModelConfig.from_hf(PHI4_MINI | changes)
+
+
+def test_smollm3_says_which_layers_turn_or_how_often_one_does_not():
+    told = {name: value for name, value in SMOLLM3_3B.items() if name != "no_rope_layers"}
+    assert ModelConfig.from_hf(told) == ModelConfig.from_hf(SMOLLM3_3B)
+    with pytest.raises(ConfigError, match=r"no_rope_layers is \[1, 0\], expected a list of 36 entries"):
+        ModelConfig.from_hf(SMOLLM3_3B | {"no_rope_layers": [1, 0]})
+    with pytest.raises(UnsupportedError, match="no_rope_layers"):
+        ModelConfig.from_hf(SMOLLM3_3B | {"model_type": "llama"})
 
 
 def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():

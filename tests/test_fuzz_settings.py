@@ -21,6 +21,7 @@ from tests.executor.junk import JSON, JUNK, maybe, spoiled
 from tests.long import SECONDS, SEED
 
 NAME = "qwen3_window_biases"
+OTHERS = ("gemma2", "gemma3", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "granite", "smollm3_window_biases")
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 CONTRACT = (getattr(contract, name) for name in contract.__all__)
 KINDS = [kind for kind in CONTRACT if is_dataclass(kind) and isinstance(kind, type)]
@@ -112,7 +113,11 @@ def test_a_value_built_of_junk_is_refused_or_built(build: Callable[[], Any]):
 @settings(max_examples=300, deadline=None, database=None, suppress_health_check=QUIET)
 @given(
     st.one_of(
-        maybe(st.one_of(spoiled(HF, JUNK), spoiled(HF, JSON))).map(lambda given: lambda: ModelConfig.from_hf(given)),
+        maybe(
+            st.sampled_from([HF, *(tiny.CONFIGS[name] for name in OTHERS)]).flatmap(
+                lambda config: st.one_of(spoiled(config, JUNK), spoiled(config, JSON))
+            )
+        ).map(lambda given: lambda: ModelConfig.from_hf(given)),
         spoiled(CFG_FIELDS, JUNK).map(lambda given: lambda: replace(CFG, **given)),
         JUNK.map(lambda given: lambda: Device.parse(given)),
         JUNK.map(lambda given: lambda: ferrum_jax.load(given, progress=False)),

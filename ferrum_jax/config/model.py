@@ -28,15 +28,19 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0  # the share of each head that turns
     local_rope_theta: float | None = None  # of layers with a window, which then have no scaling; as the others' if None
+    layers_without_rope: tuple[int, ...] = ()  # whose heads do not turn at all
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
     attention_multiplier: float | None = None  # of scores; head_dim ** -0.5 if None
+    attention_sinks: bool = False  # a learnt score of each query head that takes its share of the softmax for nothing
     attn_logit_softcapping: float | None = None  # scores are softened to stay below it
     final_logit_softcapping: float | None = None
     embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what a block adds
+    logits_scaling: float = 1.0  # divides the logits
     layer_windows: tuple[int | None, ...]  # per layer: positions seen, or None for all
     dtype: str = "float32"  # of the checkpoint
 
@@ -50,6 +54,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
+        without, layers = self.layers_without_rope, range(self.num_hidden_layers)
+        if not isinstance(without, tuple) or any(layer not in layers for layer in without):
+            raise ConfigError(f"layers_without_rope are {shown(without)}, expected a tuple out of {len(layers)} layers")
         refuse_not_positive("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
             raise ConfigError(
@@ -66,7 +73,7 @@ class ModelConfig:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
         for window in self.layer_windows:
             refuse_below("sliding_window", window, 1)
-        for name in ("rope_theta", "rms_norm_eps", "embedding_multiplier"):
+        for name in ("rope_theta", "rms_norm_eps", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
             refuse_not_positive(name, getattr(self, name))
         for name in ("local_rope_theta", "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name) is not None:

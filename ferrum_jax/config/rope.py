@@ -46,7 +46,9 @@ class RopeScaling:
             )
         if self.rope_type == "longrope":
             for name in LISTS:
-                for divisor in getattr(self, name) or (None,):
+                if not isinstance(divisors := getattr(self, name), tuple):
+                    raise ConfigError(f"{name} of the RoPE scaling is {shown(divisors)}, expected a tuple")
+                for divisor in divisors:
                     refuse_not_positive(f"{name} of the RoPE scaling", divisor)
 
 

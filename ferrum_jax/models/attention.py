@@ -17,7 +17,7 @@ from ferrum_jax.models.layers.attention import attend
 from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.layers.rope import rotate
 from ferrum_jax.models.products import Lora, linear_specs, project, project_all
-from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # products of one input, and what their joined weight is called
@@ -39,16 +39,18 @@ class Site(NamedTuple):
 
 
 def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
-    """Describes four products, and the norms of query and key heads where there are some."""
+    """Describes four products, and where there are some, the norms of query and key heads and their sinks."""
     model = (cfg.hidden_size, "embed")
     queries = (cfg.num_attention_heads * cfg.head_dim, "heads")
     keys = (cfg.num_key_value_heads * cfg.head_dim, "kv_heads")
-    specs = {
+    specs: ParamTree = {
         "q_proj": linear_specs(queries, model, cfg.attention_bias),
         "k_proj": linear_specs(keys, model, cfg.attention_bias),
         "v_proj": linear_specs(keys, model, cfg.attention_bias),
         "o_proj": linear_specs(model, queries, cfg.attention_out_bias),
     }
+    if cfg.attention_sinks:
+        specs["sinks"] = ParamSpec((cfg.num_attention_heads,), ("heads",))
     if cfg.qk_norm:
         specs |= {name: norm_specs(cfg.head_dim, "head", norm_init) for name in ("q_norm", "k_norm")}
     return specs
@@ -68,7 +70,7 @@ def self_attention(
     if cfg.qk_norm:
         q = norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps)
         k = norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps)
-    mixed, kv = turn_and_attend(q, k, v, kv, site, cfg)
+    mixed, kv = turn_and_attend(q, k, v, kv, site, cfg, block.get("sinks"))
     return project(mixed, block, lora, "o_proj"), kv
 
 
@@ -90,6 +92,7 @@ def turn_and_attend(
     kv: KvState[jax.Array],
     site: Site,
     cfg: ModelConfig,
+    sinks: jax.Array | None = None,  # [N]
 ) -> tuple[jax.Array, KvState[jax.Array]]:
     """Rotates queries and keys, writes keys and values, and attends to what is written: heads mixed to `[X, N*H]`."""
     q, k = rotate(q, *site.turn), rotate(k, *site.turn)
@@ -107,6 +110,7 @@ def turn_and_attend(
             scale=scale,
             window=site.window,
             softcap=cfg.attn_logit_softcapping,
+            sinks=sinks,
             backend=site.backend,
         )
         outs.append(out.reshape(size, -1))

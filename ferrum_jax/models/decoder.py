@@ -103,6 +103,8 @@ def forward(
     x = norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
     head = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
     logits = vocabulary_logits(x, head["weight"])
+    if cfg.logits_scaling != 1.0:
+        logits = logits / cfg.logits_scaling
     if (cap := cfg.final_logit_softcapping) is not None:
         logits = cap * jnp.tanh(logits / cap)
     return logits, kv

@@ -1,7 +1,8 @@
-"""Llama 2 to 3.2, and the families whose forward is the same up to a setting: Mistral, Qwen2, Qwen3.
+"""Llama 2 to 3.2, and the families whose forward is the same up to a setting: Mistral, Qwen2, Qwen3, SmolLM3.
 
 Touvron et al. 2023, "Llama 2"; Jiang et al. 2023, "Mistral 7B" (sliding window); Qwen2 (biases of q, k and v); Qwen3
-(RMSNorm of query and key heads). Parity with Hugging Face transformers: tests/models/test_parity.py.
+(RMSNorm of query and key heads); SmolLM3 (layers without rotary embeddings).
+Parity with Hugging Face transformers: tests/models/test_parity.py.
 """
 
 from functools import partial

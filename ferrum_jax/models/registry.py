@@ -4,11 +4,11 @@ from types import ModuleType
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import gemma, llama, phi3
+from ferrum_jax.models import gemma, granite, llama, olmo2, phi3
 
 _FAMILIES: dict[str, ModuleType] = {
     "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
-    "phi3": phi3,
+    "phi3": phi3, "olmo2": olmo2, "granite": granite, "smollm3": llama,
 }  # fmt: skip
 
 

@@ -14,10 +14,15 @@ Frequencies = tuple[NDArray[np.float32], float]  # radians per position of each 
 
 def frequencies_of_layers(cfg: ModelConfig) -> tuple[list[Frequencies], list[int]]:
     """Gives the different rotations of a model, and which of them each layer has."""
-    if cfg.local_rope_theta is None:
-        return [frequencies(cfg)], [0] * cfg.num_hidden_layers
-    local = rope.default_frequencies(cfg.rotary_dim, cfg.local_rope_theta), 1.0
-    return [frequencies(cfg), local], [int(window is not None) for window in cfg.layer_windows]
+    kinds, of_layer = [frequencies(cfg)], [0] * cfg.num_hidden_layers
+    if cfg.local_rope_theta is not None:
+        kinds.append((rope.default_frequencies(cfg.rotary_dim, cfg.local_rope_theta), 1.0))
+        of_layer = [int(window is not None) for window in cfg.layer_windows]
+    if cfg.layers_without_rope:  # a turn by no angle changes no number
+        kinds.append((np.zeros(cfg.rotary_dim // 2, np.float32), 1.0))
+        none, still = len(kinds) - 1, set(cfg.layers_without_rope)
+        of_layer = [none if layer in still else kind for layer, kind in enumerate(of_layer)]
+    return kinds, of_layer
 
 
 def frequencies(cfg: ModelConfig) -> Frequencies:

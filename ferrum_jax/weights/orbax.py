@@ -67,7 +67,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has lists where a configuration has tuples."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in dict(fields).items()}
 
 
 def read_formats(folder: Path) -> dict[str, Format]:

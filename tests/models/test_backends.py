@@ -60,6 +60,7 @@ def test_a_backend_of_another_platform_is_a_config_error(asked: str, platform: s
         ("tpu", "tpu", {"cfg": replace(WIDE, head_dim=64)}, "head_dim is 64, supported are multiples of 128"),
         ("triton", "gpu", {"cfg": CFG}, "head_dim is 10, supported are multiples of 16 up to 256"),
         ("triton", "gpu", {"cfg": replace(WIDE, head_dim=512)}, "head_dim is 512"),
+        ("cudnn", "gpu", {"cfg": replace(WIDE, attention_sinks=True)}, "the model has attention sinks, it has none"),
         ("triton", "gpu", {"cfg": replace(WIDE, attn_logit_softcapping=50.0)}, "it has no soft cap of scores"),
         (
             "tpu",

@@ -40,6 +40,14 @@ def test_a_saved_checkpoint_is_loaded_as_it_was(name: str, tmp_path: Path):
     tiny.assert_same_tree(found, params)
 
 
+@pytest.mark.parametrize("name", tiny.CONFIGS)
+def test_a_configuration_is_read_as_it_was_written(name: str, tmp_path: Path):
+    cfg = tiny.model_config(name).reaching(150)
+    (tmp_path / orbax.CONFIG).write_text(json.dumps(dataclasses.asdict(cfg)), encoding="utf-8")
+    assert orbax.read_config(tmp_path) == cfg
+    assert hash(orbax.read_config(tmp_path)) == hash(cfg)
+
+
 def test_a_restored_model_gives_the_logits_of_its_folder(checkpoint: Path, tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "folder", tiny.CONFIGS[NAME])
     engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=64, block_size=8, verify_tokens=(32,))

@@ -5,7 +5,7 @@ from typing import Any
 
 from ferrum_jax.config.common import read_activation, read_sizes, read_switch, windows_of
 from ferrum_jax.config.rope import read_rope
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
 IMPLEMENTED = (
     "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq",
@@ -18,10 +18,11 @@ def read(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_second(config: Mapping[str, Any]) -> dict[str, Any]:
-    layers = range(config["num_hidden_layers"])
+    both = _read_both(config)
+    layers = range(both["num_hidden_layers"])
     kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in layers]
     return {
-        **_read_both(config),
+        **both,
         **read_rope(config),
         "attn_logit_softcapping": config.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": config.get("final_logit_softcapping", 30.0),
@@ -39,10 +40,11 @@ def _read_third(config: Mapping[str, Any]) -> dict[str, Any]:
     window, period = config.get("sliding_window", 4096), config.get("sliding_window_pattern", 6)
     if window is None:
         raise ConfigError("sliding_window is null, and layers of one kind need it")
-    layers = range(1, config["num_hidden_layers"] + 1)
+    both = _read_both(config)
+    layers = range(1, both["num_hidden_layers"] + 1)
     kinds = config.get("layer_types") or ["sliding_attention" if i % period else "full_attention" for i in layers]
     return {
-        **_read_both(config),
+        **both,
         **_read_two_ropes(config),
         "qk_norm": True,
         "final_logit_softcapping": config.get("final_logit_softcapping"),
@@ -52,18 +54,25 @@ def _read_third(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_two_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Reads both ways of writing two settings of rotary embeddings: one for each kind of layer, or by names."""
-    given = config.get("rope_parameters") or {}
-    local = given.get("sliding_attention") or {}
+    given = _settings(config, "rope_parameters")
+    local = _settings(given, "sliding_attention")
     if local.get("rope_type", "default") != "default":
         raise UnsupportedError(f"rope_type {local['rope_type']!r} of layers with a window is not implemented")
-    own = config.get("rope_scaling") or {}
-    full = {"rope_theta": config.get("rope_theta", 1e6)} | (given.get("full_attention") or {}) | own
+    full = {"rope_theta": config.get("rope_theta", 1e6)} | _settings(given, "full_attention")
+    full |= _settings(config, "rope_scaling")
     if (factor := full.get("factor")) is not None:  # the positions that the configuration has are the scaled ones
         full = {"original_max_position_embeddings": int(config["max_position_embeddings"] / factor)} | full
     return {
         **read_rope({**config, "rope_parameters": full, "rope_scaling": None}),
         "local_rope_theta": float(local.get("rope_theta", config.get("rope_local_base_freq", 10000.0))),
     }
+
+
+def _settings(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} is {shown(found)}, expected an object")
+    return dict(found)
 
 
 def _read_both(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,19 +29,24 @@ def attend(
     scale: float,
     window: int | Int[Array, ""] | None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """Attends every token to the positions up to its own, the new keys and values being in the KV already.
 
     With a `window`, a token at position p sees positions p-window+1 to p. With a `softcap`, scaled scores s become
-    `softcap * tanh(s / softcap)`, as in Gemma 2 (Gemma Team 2024, section 2). Padding tokens and rows give zeros.
-    KV that no sequence has written may hold anything, NaN included.
+    `softcap * tanh(s / softcap)`, as in Gemma 2 (Gemma Team 2024, section 2). Sinks are scores of a position beside the
+    sequence, whose value is zero, as in GPT-OSS (Xiao et al. 2023, "Efficient Streaming Language Models with Attention
+    Sinks", section 3.3). Padding tokens and rows give zeros. KV that no sequence has written may hold anything, NaN
+    included.
 
     Raises:
-        UnsupportedError: there is no such backend, it cannot read the KV's layout, or has no soft cap.
+        UnsupportedError: there is no such backend, it cannot read the KV's layout, or has no soft cap or sinks.
     """
     if backend == "xla":
-        return attend_xla(q, kv, layer, rows, scale=scale, window=window, softcap=softcap)
+        return attend_xla(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if sinks is not None:
+        raise UnsupportedError(f"attention {backend!r} has no sinks, 'xla' has")
     if softcap is not None:
         raise UnsupportedError(f"attention {backend!r} has no soft cap of scores, 'xla' has")
     if not isinstance(window, int | None):

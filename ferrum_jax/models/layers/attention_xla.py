@@ -27,10 +27,12 @@ def attend_xla(
     scale: float,
     window: int | Int[Array, ""] | None,
     softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends as `attend` says."""
     batch, tokens, heads, head_dim = q.shape
     kv_heads = state.num_kv_heads(kv)
+    sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
     size = min(tokens, QUERY_BLOCK)
     pad = -tokens % size
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
@@ -38,7 +40,7 @@ def attend_xla(
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [T/size, B, K, G, size, H]
 
     def attend_block(start: jax.Array, q: jax.Array) -> jax.Array:
-        return _walk(q, kv, layer, rows, start, scale, window, softcap)
+        return _walk(q, kv, layer, rows, start, scale, window, softcap, sinks)
 
     if q.shape[0] == 1:
         out = attend_block(jnp.int32(0), q[0])[None]
@@ -58,6 +60,7 @@ def _walk(
     scale: float,
     window: int | Int[Array, ""] | None,
     softcap: float | None,
+    sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "B K G T H"]:
     """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
     block_size = state.block_size(kv)
@@ -108,6 +111,9 @@ def _walk(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
+    if sinks is not None:  # as if their position had been visited
+        best = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], shape)
+        start_carry = best, jnp.ones(shape, jnp.float32), start_carry[2]
     columns = jnp.arange(rows.tables.shape[1], dtype=jnp.int32)
     (_, total, out), _ = lax.scan(step, start_carry, columns)
     return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)

@@ -30,6 +30,7 @@ class Case:
     block: int = 16
     columns: int = 5
     window: int | None = None
+    softcap: float | None = None
     dtype: str = "float32"
 
 
@@ -79,7 +80,7 @@ def fill(case: Case, layout: Layout, seed: int = 0) -> Filled:
     return Filled(q, kv, rows, keys, values)
 
 
-def expected(case: Case, filled: Filled) -> NDArray[np.float64]:
+def expected(case: Case, filled: Filled, sinks: NDArray[np.float32] | None = None) -> NDArray[np.float64]:
     """Attention of every real token in float64, one at a time; padding tokens have zeros."""
     q = np.asarray(filled.q, np.float64)
     out = np.zeros_like(q)
@@ -91,6 +92,9 @@ def expected(case: Case, filled: Filled) -> NDArray[np.float64]:
                 k = filled.keys[row][first:last, head // case.group].astype(np.float64)
                 v = filled.values[row][first:last, head // case.group].astype(np.float64)
                 scores = k @ q[row, token, head] * case.head_dim**-0.5
+                if case.softcap is not None:
+                    scores = case.softcap * np.tanh(scores / case.softcap)
                 weights = np.exp(scores - scores.max())
-                out[row, token, head] = weights @ v / weights.sum()
+                sink = 0.0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
+                out[row, token, head] = weights @ v / (weights.sum() + sink)
     return out
