@@ -1,7 +1,8 @@
 """Hugging Face folders: `config.json` and one or many safetensors shards, read one tensor at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.models.quantisation import Formats
+from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.weights.codes import Codes, decode, read_codes
+from ferrum_jax.weights.keeping import choose_format, keep
 from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
 from ferrum_jax.weights.safetensors_file import FLOATS, NARROW, Entry, read_entries, read_tensor, refuse_dtype
 from ferrum_jax.weights.scheme import Scheme, read_scheme
@@ -71,7 +74,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path):
         self.path = folder
-        self.formats: Formats = {}  # what the folder has quantised is undone as it is read
+        self.formats: Formats = {}  # what the folder has quantised is undone as it is read, unless it is asked for
         self.config, self._scheme = _read_config(folder / "config.json")
         self._file_of: dict[str, Path] = {}
         self._entries: dict[str, Entry] = {}
@@ -87,16 +90,40 @@ class SafetensorsSource:
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor; a quantised one as the numbers it stands for, in float32."""
-        if name in self._packed:
+        if name not in self._packed:
+            return read_tensor(self._file_of[name], name)
+        with self._naming(name):
             return decode(self._read_codes(name))
-        return read_tensor(self._file_of[name], name)
+
+    def kept_formats(self) -> Formats:
+        """Says how the quantised weights are kept, if they are.
+
+        Raises:
+            UnsupportedError: one of them cannot be.
+        """
+        found, scheme = {}, self._scheme
+        for name, weight in self._packed.items():
+            assert scheme is not None
+            found[name] = choose_format(f"{self.path}: {name}", weight, self._entries, scheme)
+        return found
+
+    def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
+        """Reads one quantised weight as it is kept."""
+        assert self._scheme is not None
+        form = choose_format(name, self._packed[name], self._entries, self._scheme)
+        with self._naming(name):
+            return keep(self._read_codes(name), self._scheme, form)
 
     def _read_codes(self, name: str) -> Codes:
         assert self._scheme is not None
         weight = self._packed[name]
         parts = {part: read_tensor(self._file_of[tensor], tensor) for part, tensor in weight.tensors.items()}
+        return read_codes(parts, self._scheme, weight.shape)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
         try:
-            return read_codes(parts, self._scheme, weight.shape)
+            yield
         except InvalidFormatError as problem:
             raise InvalidFormatError(f"{self.path}: {name}: {problem}") from None
 

@@ -20,35 +20,48 @@ from tests.weights.scalar_packings import PACKINGS, Matrix, Parts, write_tensors
 NAME = "qwen3_window_biases"
 CONFIG = tiny.CONFIGS[NAME]
 Q = "model.layers.1.self_attn.q_proj"
+LEFT_OUT = "model.layers.0.mlp.down_proj.weight"
 Tensors = dict[str, np.ndarray]
 
 every_packing = pytest.mark.parametrize("kind", PACKINGS)
 
 
 def is_packed(name: str) -> bool:
-    """Products of layers are, but one that was left out; embeddings and head are not."""
-    return ".layers." in name and name.endswith("_proj.weight") and name != "model.layers.0.mlp.down_proj.weight"
+    """Products of layers are; embeddings and head are not."""
+    return ".layers." in name and name.endswith("_proj.weight")
 
 
 @functools.cache
-def contents(kind: str) -> tuple[Tensors, dict[str, Parts]]:
-    """Gives the tensors that are as they were, and those of each quantised weight."""
-    drawn = tiny.tensors(CONFIG)
-    packed = {name: PACKINGS[kind].pack(tensor) for name, tensor in drawn.items() if is_packed(name)}
+def contents(
+    kind: str, whole: bool = False, width: int = CONFIG["intermediate_size"]
+) -> tuple[Tensors, dict[str, Parts]]:
+    """Gives the tensors that are as they were, a product among them unless `whole`, and those of quantised weights."""
+    drawn = tiny.tensors(CONFIG | {"intermediate_size": width})
+    names = [name for name in drawn if is_packed(name) and (whole or name != LEFT_OUT)]
+    packed = {name: PACKINGS[kind].pack(drawn[name]) for name in names}
     return {name: tensor for name, tensor in drawn.items() if name not in packed}, packed
 
 
-def write(path: Path, kind: str, change: Callable[[Tensors], object] | None = None, **settings: Any) -> Path:
-    plain, packed = contents(kind)
+def write(
+    path: Path,
+    kind: str,
+    change: Callable[[Tensors], object] | None = None,
+    *,
+    whole: bool = False,
+    width: int = CONFIG["intermediate_size"],
+    **settings: Any,
+) -> Path:
+    """Writes a folder of the tensors of `contents`, changed by `change`; `settings` are those of its packing."""
+    plain, packed = contents(kind, whole, width)
     tensors = plain | {
         f"{name.removesuffix('.weight')}.{part}": tensor
         for name, parts in packed.items()
         for part, tensor in parts.items()
     }
     if change is not None:
-        change(tensors)
+        change(tensors := {name: tensor.copy() for name, tensor in tensors.items()})
     path.mkdir(parents=True, exist_ok=True)
-    config = CONFIG | {"quantization_config": PACKINGS[kind].config | settings}
+    config = CONFIG | {"intermediate_size": width, "quantization_config": PACKINGS[kind].config | settings}
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     write_tensors(path / "model.safetensors", tensors)
     return path
