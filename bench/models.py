@@ -10,6 +10,8 @@ import numpy as np
 
 from bench.shapes import SHAPES
 from ferrum_jax import hub, models
+from ferrum_jax.compile.artifacts import Artifacts
+from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.executor.runner import ModelRunner
@@ -72,13 +74,19 @@ def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:
     return Subject(name, models.init_params(cfg, jax.random.key(0), dtype), cfg, dtype)
 
 
-def run(subject: Subject, engine: EngineConfig, layout: str = CHECKPOINT) -> ModelRunner:
-    """Makes a strict runner: after `warmup`, a step that is missing is an error. It has its own parameters' layout."""
+def run(subject: Subject, engine: EngineConfig, layout: str = CHECKPOINT, artifacts: Path | None = None) -> ModelRunner:
+    """Makes a strict runner: after `warmup`, a step that is missing is an error. It has its own parameters' layout.
+
+    `artifacts` is the folder where compiled steps are kept, if they are.
+    """
     device = find_device(None)
     settings = engine.over(EngineConfig(dtype=subject.dtype))
     plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
     params = lay_out(subject.params, subject.config, layout)
-    return ModelRunner(params, subject.config, plan, device=device, strict=True)
+    kept = None
+    if artifacts is not None:
+        kept = Artifacts(artifacts, describe_program(subject.config, params, plan.cache, plan.loras, device))
+    return ModelRunner(params, subject.config, plan, device=device, strict=True, artifacts=kept)
 
 
 def decodes(runner: ModelRunner, cache_ids: Sequence[str], context: int) -> tuple[list[DecodeRow], Callable[[], None]]:

@@ -63,6 +63,37 @@ QWEN3_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+GEMMA2_9B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 16,
+    "num_hidden_layers": 42, "num_key_value_heads": 8, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+    "torch_dtype": "float32", "transformers_version": "4.42.0.dev0", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+}  # fmt: skip
+PHI4_MINI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 199999,
+    "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+    "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1] * 48, "type": "longrope"}, "rope_theta": 10000.0,
+    "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -107,6 +138,27 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
         rope_theta=1e6, qk_norm=True, layer_windows=(None,) * 36, dtype="bfloat16",
     )),
+    "Phi-4-mini": (PHI4_MINI, ModelConfig(
+        model_type="phi3", vocab_size=200064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
+        num_attention_heads=24, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_scaling=RopeScaling(
+            rope_type="longrope", factor=32.0, original_max_position_embeddings=4096, short_factor=(1.0,) * 48,
+            long_factor=(2.0,) * 48,
+        ),
+        partial_rotary_factor=0.75, tie_word_embeddings=True, layer_windows=(262144,) * 32, dtype="bfloat16",
+    )),
+    "gemma-2-9b": (GEMMA2_9B, ModelConfig(
+        model_type="gemma2", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, attention_multiplier=1 / 16, attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0, embedding_multiplier=3584**0.5, layer_windows=(4096, None) * 21, dtype="float32",
+    )),
+    "gemma-3-1b-it": (GEMMA3_1B, ModelConfig(
+        model_type="gemma3_text", vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=256, max_position_embeddings=32768, rms_norm_eps=1e-6,
+        rope_theta=1e6, local_rope_theta=1e4, tie_word_embeddings=True, qk_norm=True, attention_multiplier=1 / 16,
+        embedding_multiplier=1152**0.5, layer_windows=((512,) * 5 + (None,)) * 4 + (512, 512), dtype="bfloat16",
+    )),
 }  # fmt: skip
 
 
@@ -115,7 +167,8 @@ def test_a_published_configuration_is_read_in_full(name: str):
     published, expected = REAL[name]
     assert ModelConfig.from_hf(published) == expected
     assert hash(ModelConfig.from_hf(published)) == hash(expected)
-    assert expected.max_seq_len == published["max_position_embeddings"]
+    longest = published["max_position_embeddings"]
+    assert expected.reaching(longest).max_seq_len == longest
 
 
 def test_the_newer_spelling_of_rope_and_dtype_means_the_same():
@@ -165,6 +218,60 @@ def test_every_family_that_a_configuration_may_have_has_a_forward():
         cfg = ModelConfig.from_hf(LLAMA2_7B | {"model_type": family, "num_hidden_layers": 1})
         assert callable(models.family(cfg).forward)
     assert set(FAMILIES) == set(registry._FAMILIES)
+
+
+def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
+    short = ModelConfig.from_hf(PHI4_MINI)
+    assert (short.max_seq_len, short.rotary_dim) == (4096, 96)
+    assert short.reaching(4096) == short
+    assert (scaling := short.rope_scaling) is not None
+    long = short.reaching(4097)
+    assert (long.max_seq_len, long.rope_scaling) == (131072, dataclasses.replace(scaling, is_long=True))
+    assert long.reaching(10) == short
+    llama = ModelConfig.from_hf(LLAMA31_8B)
+    assert llama.reaching(200_000) is llama
+    for changes, kind, says in (
+        (
+            {"rope_scaling": PHI4_MINI["rope_scaling"] | {"long_factor": [2.0]}},
+            ConfigError,
+            "1 factors for 48",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            UnsupportedError,
+            "'longrope' is not implemented",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedError, "'linear' is not implemented for phi3"),
+        ({"partial_rotary_factor": 0.76, "rope_scaling": None}, ConfigError, "it turns 97 of 128 numbers"),
+    ):
+        with pytest.raises(kind, match=says):
+            ModelConfig.from_hf(PHI4_MINI | changes)
+
+
+def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():
+    scaled = GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert ModelConfig.from_hf(scaled).max_seq_len == 32768
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    named = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    newer = {name: value for name, value in scaled.items() if name not in named} | {"rope_parameters": kinds}
+    assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(scaled)
+    kinds["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    for changes, says in (
+        ({"rope_parameters": kinds}, "rope_type 'linear' of layers with a window"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        (
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention = True is not implemented for gemma3_text",
+        ),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not implemented"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            ModelConfig.from_hf(newer | changes)
+    with pytest.raises(ConfigError, match="sliding_window is null"):
+        ModelConfig.from_hf(GEMMA3_1B | {"sliding_window": None})
 
 
 def test_windows_fall_on_the_layers_that_are_said_to_slide():

@@ -27,6 +27,8 @@ LENGTH = 45  # tokens of a prompt: more than any window below and than any origi
 LONG = 150  # tokens: more than one query block of attention
 ORIGINAL = 16  # positions
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+LONG_FACTOR = [2.0, 7.0, 5.0]
+NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is not what is missing
 YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
@@ -47,11 +49,20 @@ def _config(model_type: str, **settings: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
-    return {name: value for name, value in (base | settings).items() if value is not None or name == "sliding_window"}
+    return {name: value for name, value in (base | settings).items() if value is not None or name in NULLS}
 
 
 def _qwen2(**settings: Any) -> dict[str, Any]:  # its head width is always hidden_size / num_attention_heads
     return _config("qwen2", **({"head_dim": None, "sliding_window": 7} | settings))
+
+
+def _gemma(model_type: str, **settings: Any) -> dict[str, Any]:
+    own = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 11}
+    return _config(model_type, **(own | {"sliding_window": 7, "tie_word_embeddings": True} | settings))
+
+
+def _phi3(**settings: Any) -> dict[str, Any]:
+    return _config("phi3", **({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | settings))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -109,6 +120,55 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_yarn": _config("qwen3", rope_theta=200.0, rope_scaling={"rope_type": "yarn", **YARN}),
     "qwen3_llama3": _config("qwen3", rope_scaling={"rope_type": "llama3", **LLAMA3}),
+    "phi3": _phi3(rope_theta=300.0, sliding_window=11),
+    "phi3_short": _phi3(
+        rope_scaling={"type": "longrope", "short_factor": [1.3, 1.0, 2.0], "long_factor": LONG_FACTOR},
+        partial_rotary_factor=0.5,
+        num_attention_heads=4,
+        head_dim=None,
+        max_position_embeddings=384,
+        original_max_position_embeddings=200,
+    ),
+    "phi3_beyond": _phi3(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.3, 1.0, 2.0],
+            "long_factor": LONG_FACTOR,
+        },
+        original_max_position_embeddings=ORIGINAL,
+        tie_word_embeddings=True,
+        num_attention_heads=4,
+        head_dim=None,
+    ),
+    "gemma2": _gemma("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
+    "gemma2_biases": _gemma(
+        "gemma2",
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, **YARN},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "gemma3": _gemma(
+        "gemma3_text",
+        rope_theta=500.0,
+        rope_local_base_freq=40.0,
+        rope_scaling={"rope_type": "linear", "factor": 2.5},
+        sliding_window_pattern=3,
+    ),
+    "gemma3_rope_by_kind": _gemma(
+        "gemma3_text",
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "rope_theta": 200.0, **YARN},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        final_logit_softcapping=2.0,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -140,7 +200,9 @@ def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
     """Draws all tensors of a checkpoint, by name."""
     cfg = ModelConfig.from_hf(config)
     specs = named_leaves(family(cfg).param_specs(cfg))
-    return {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
+    drawn = {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
+    offset = {name for name, spec in specs.items() if name.endswith("norm.weight") and spec.init == "zeros"}
+    return {name: tensor - 1 if name in offset else tensor for name, tensor in drawn.items()}
 
 
 def tiny_params(config: Mapping[str, Any], seed: int = SEED) -> ParamTree:

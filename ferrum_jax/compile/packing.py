@@ -1,5 +1,7 @@
 """The whole input of a step as one int32 buffer: one upload a step, whatever is in it."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,7 @@ def _split(buffer, key: StepKey) -> list[Rows]:
 
     def take(*shape: int):
         nonlocal at
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         piece = buffer[at : at + size].reshape(shape)
         at += size
         return piece

@@ -8,7 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import packing
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, GatherKey, LoopKey, Outputs, Piece, SelectKey, StepPlan
+from ferrum_jax.compile.buckets import (
+    AnyKey,
+    CopyKey,
+    GatherKey,
+    LoopKey,
+    Outputs,
+    Piece,
+    SelectKey,
+    StepKey,
+    StepPlan,
+)
 from ferrum_jax.compile.looping import LoopRow, pack_loop
 from ferrum_jax.compile.lowering import lower
 from ferrum_jax.compile.selecting import Greedy, packed_rows
@@ -17,6 +27,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.decoding import DecodedRun
 from ferrum_jax.contract.errors import BackendError, DeviceError
 from ferrum_jax.executor.kv_memory import KvMemory
+from ferrum_jax.executor.steady import Steady
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.specs import ParamTree
@@ -144,6 +155,35 @@ class DeviceKv:
 
         answers: dict[int, Answer] = {}
         self._kv = self._replacing(step, plan.key)
+        return answer
+
+    def run_steady(
+        self, key: StepKey, steady: Steady, tables: NDArray[np.int32], get: GetStep
+    ) -> Callable[[], list[NDArray[np.float32]]]:
+        """Begins a step of decode rows; gives the call that waits for their logits, `[V]` each. Raises as `run`."""
+        buffer, (rows,) = packing.blank(key)
+        count = len(steady.tokens)
+        rows.tokens[:count, 0], rows.lengths[:count], rows.counts[:count] = steady.tokens, steady.lengths, 1
+        rows.tables[:count] = tables[[live.slot for live in steady.lives]]
+        begun: list[StepOutputs] = []
+        found: list[NDArray[np.float32]] = []
+
+        def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
+            outputs, written = get(key)(self._params, kv, buffer)
+            begun.append(outputs)
+            return written
+
+        def fetch(kv: KvState[jax.Array]) -> KvState[jax.Array]:
+            self.last_fetched_bytes = 0
+            assert begun[0].logits is not None
+            found.append(self._to_host(begun[0].logits))
+            return kv
+
+        def answer() -> list[NDArray[np.float32]]:
+            self._kv = self._replacing(fetch, key)
+            return [row.copy() for row in found[0][:count]]
+
+        self._kv = self._replacing(step, key)
         return answer
 
     def run_loop(

@@ -30,7 +30,7 @@ from ferrum_jax.executor.lifecycle import Closing, Lifecycle, serialised
 from ferrum_jax.executor.loops import Loops
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.executor.work import appended, appended_rows, decode_rows, unified_rows
+from ferrum_jax.executor.work import appended, appended_rows, unified_rows
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.progress import Track
@@ -337,8 +337,8 @@ class ModelRunner(Closing, DecoderOnlyLLM):
 
     def _decode(
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy] | None = None
-    ) -> list[Answer | None]:
-        return self._sequences.advance(decode_rows(batch, policies, self._vocab_size, self._sequences.slots.length))
+    ) -> Sequence[Answer | None]:
+        return self._sequences.decode(batch, policies, self._vocab_size)
 
     def _unify(
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy] | None = None

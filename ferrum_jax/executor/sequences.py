@@ -8,15 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import buckets
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepPlan
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepKey, StepPlan, choose_bucket
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.llm import DecodeRow
+from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotAllocation, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor.adapters import NONE, Adapters
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, Row
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
-from ferrum_jax.executor.work import Work, checked_requests
+from ferrum_jax.executor.steady import Steady, steady_rows
+from ferrum_jax.executor.work import Work, checked_requests, decode_rows
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.slots import SlotTable
@@ -77,6 +80,29 @@ class Sequences:
             for row, count in zip(work, reused, strict=True):
                 self.prefixes.count(len(row.tokens), count)
         return answers
+
+    def decode(
+        self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy] | None, vocab_size: int
+    ) -> Sequence[Answer | None]:
+        """Appends one token of each (cache id, token, position) row; answers as `advance`, quickly where it can."""
+        if policies is None and not self.adapters.are_used():
+            steady = steady_rows(batch, self.slots, vocab_size)
+            if steady is not None and len(steady.tokens) <= self.plan.ladders.decode_rows[-1]:
+                return self._step(steady)
+        return self.advance(decode_rows(batch, policies, vocab_size, self.slots.length))
+
+    def _step(self, steady: Steady) -> list[NDArray[np.float32]]:
+        ladders = self.plan.ladders
+        key = StepKey(choose_bucket(ladders.decode_rows, len(steady.tokens)), 0, 0, ladders.table_columns)
+        self.make_ready([key])
+        fetch = self.device.run_steady(key, steady, self.slots.table, self.steps.get)
+        try:
+            for live, token in zip(steady.lives, steady.tokens, strict=True):
+                self.slots.append(live, token)
+            return fetch()
+        except BaseException:  # an interrupt, too: the books say what nobody was told, or half of it
+            self.device.give_up()
+            raise
 
     def verify(self, work: Sequence[Work]) -> list[NDArray[np.float32]]:
         """Appends each row's tokens; gives the logits of every one of them, `[n, V]`."""

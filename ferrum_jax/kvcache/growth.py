@@ -163,6 +163,7 @@ class Growth:
                 slots.pool.release(undo.lost)
             if slots.prefixes is not None:
                 slots.enter(live)
+            slots.find_room(live)
 
     def undo(self) -> None:
         """Takes everything back; ids that were unknown are so again."""

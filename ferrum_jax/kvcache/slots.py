@@ -1,7 +1,7 @@
 """Which live sequence sits in which slot, how long it is, and which blocks it holds."""
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,11 +11,12 @@ from ferrum_jax.kvcache.blocks import BlockPool
 from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 
 
-@dataclass
+@dataclass(eq=False, slots=True)
 class LiveSequence:
     """One live sequence."""
 
     slot: int
+    room: int = 0  # positions that can be written, one after the other, with no more bookkeeping than their count
     tokens: array = field(default_factory=lambda: array("i"))  # those whose keys and values are written
     blocks: list[int] = field(default_factory=list)
     entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
@@ -55,6 +56,13 @@ class SlotTable:
     def get(self, cache_id: str) -> LiveSequence | None:
         """Gives the live sequence, or None."""
         return self._live.get(cache_id)
+
+    def find(self, cache_ids: Iterable[str]) -> list[LiveSequence] | None:
+        """Gives the live sequences; None unless all ids are known."""
+        try:
+            return [self._live[cache_id] for cache_id in cache_ids]
+        except KeyError:
+            return None
 
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
@@ -99,7 +107,7 @@ class SlotTable:
 
     def seat(self, live: LiveSequence, blocks: list[int]) -> None:
         """Sets the blocks of a sequence, whoever holds them."""
-        live.blocks = blocks
+        live.blocks, live.room = blocks, 0
         self.table[live.slot, : len(blocks)] = blocks
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
@@ -121,6 +129,7 @@ class SlotTable:
         for block in shared:
             self.pool.hold(block)
         self.seat(made, shared)
+        self.find_room(live)
 
     def truncate(self, cache_id: str, new_len: int) -> None:
         """Rolls a sequence back and frees the blocks wholly past its new end, reserved ones too.
@@ -135,6 +144,7 @@ class SlotTable:
         del live.entries[new_len // self.block_size :]
         self.pool.release(live.blocks[keep:])
         del live.blocks[keep:]
+        self.find_room(live)
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence's slot and blocks; an unknown id is no error."""
@@ -142,6 +152,18 @@ class SlotTable:
         if live is not None:
             self.pool.release(live.blocks)
             self._free_slots.append(live.slot)
+
+    def find_room(self, live: LiveSequence) -> None:
+        """Finds how far a sequence can go on in blocks that nobody else holds and no prefix is entered for."""
+        at, inside = divmod(len(live.tokens), self.block_size)
+        is_own = not inside or (self.pool.num_holders(live.blocks[at]) == 1 and not self.pool.is_kept(live.blocks[at]))
+        live.room = min(len(live.blocks) * self.block_size, self.longest) if is_own else 0
+
+    def append(self, live: LiveSequence, token: int) -> None:
+        """Counts one token as written, for which the sequence had room, and enters the block it fills."""
+        live.tokens.append(token)
+        if not len(live.tokens) % self.block_size:
+            self.enter(live)
 
     def enter(self, live: LiveSequence) -> None:
         """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""

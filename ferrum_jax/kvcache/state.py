@@ -111,17 +111,17 @@ def write(
     v = v.astype(kv.k.dtype)
     if kv.v is None:
         both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [X, 2K, H]
-        return replace(kv, k=kv.k.at[layer, block_ids, offsets].set(both, mode="drop"))
+        return replace(kv, k=kv.k.at[layer, block_ids, offsets].set(both, mode="drop", wrap_negative_indices=False))
     if kv.layout == "positions":
         return replace(
             kv,
-            k=kv.k.at[layer, block_ids, offsets].set(k, mode="drop"),
-            v=kv.v.at[layer, block_ids, offsets].set(v, mode="drop"),
+            k=kv.k.at[layer, block_ids, offsets].set(k, mode="drop", wrap_negative_indices=False),
+            v=kv.v.at[layer, block_ids, offsets].set(v, mode="drop", wrap_negative_indices=False),
         )
     return replace(
         kv,
-        k=kv.k.at[layer, block_ids, :, :, offsets].set(k, mode="drop"),
-        v=kv.v.at[layer, block_ids, :, offsets, :].set(v, mode="drop"),
+        k=kv.k.at[layer, block_ids, :, :, offsets].set(k, mode="drop", wrap_negative_indices=False),
+        v=kv.v.at[layer, block_ids, :, offsets, :].set(v, mode="drop", wrap_negative_indices=False),
     )
 
 
@@ -132,14 +132,14 @@ def read(
 
     An id outside the pool reads some other block, whose positions the caller must mask.
     """
-    k = kv.k.at[layer, block_ids].get(mode="clip")
+    k = kv.k.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)
     if kv.layout == "products":
         assert kv.v is not None
-        return k, kv.v.at[layer, block_ids].get(mode="clip")
+        return k, kv.v.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)
     if kv.v is None:
         k, v = k[..., 0::2, :], k[..., 1::2, :]  # [B, C, K, H]
     else:
-        v = kv.v.at[layer, block_ids].get(mode="clip")
+        v = kv.v.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)
     return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
 
 
@@ -176,8 +176,8 @@ def read_positions(
     if kv.v is None or kv.layout != "positions":
         raise UnsupportedError(f"layout {kv.layout} of the KV cannot be read by position, only `positions` can")
     return (
-        kv.k.at[layer, block_ids, offsets].get(mode="clip"),
-        kv.v.at[layer, block_ids, offsets].get(mode="clip"),
+        kv.k.at[layer, block_ids, offsets].get(mode="clip", wrap_negative_indices=False),
+        kv.v.at[layer, block_ids, offsets].get(mode="clip", wrap_negative_indices=False),
     )
 
 

@@ -5,6 +5,7 @@ from typing import Generic, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int
 
 Leaf = TypeVar("Leaf")
@@ -46,9 +47,9 @@ def is_real(rows: Rows[jax.Array]) -> Bool[Array, "B T"]:
 def addresses(rows: Rows[jax.Array], block_size: int, num_blocks: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """Block id and offset that every token is written to; padding gets block `num_blocks`, which drops the write."""
     at = positions(rows)
-    columns = jnp.minimum(at // block_size, rows.tables.shape[1] - 1)
-    block_ids = jnp.take_along_axis(rows.tables, columns, axis=1)
-    return jnp.where(is_real(rows), block_ids, num_blocks), at % block_size
+    columns = jnp.minimum(lax.div(at, jnp.int32(block_size)), rows.tables.shape[1] - 1)
+    block_ids = jnp.take_along_axis(rows.tables, columns, axis=1, mode="promise_in_bounds")
+    return jnp.where(is_real(rows), block_ids, num_blocks), lax.rem(at, jnp.int32(block_size))
 
 
 def adapter_of_token(batch: Batch[jax.Array]) -> Int[Array, " X"] | None:

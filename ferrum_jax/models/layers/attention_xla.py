@@ -26,6 +26,7 @@ def attend_xla(
     *,
     scale: float,
     window: int | Int[Array, ""] | None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends as `attend` says."""
     batch, tokens, heads, head_dim = q.shape
@@ -37,7 +38,7 @@ def attend_xla(
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [T/size, B, K, G, size, H]
 
     def attend_block(start: jax.Array, q: jax.Array) -> jax.Array:
-        return _walk(q, kv, layer, rows, start, scale, window)
+        return _walk(q, kv, layer, rows, start, scale, window, softcap)
 
     if q.shape[0] == 1:
         out = attend_block(jnp.int32(0), q[0])[None]
@@ -56,12 +57,14 @@ def _walk(
     start: Int[Array, ""],
     scale: float,
     window: int | Int[Array, ""] | None,
+    softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
     """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
     block_size = state.block_size(kv)
     tokens = q.shape[3]
     token = start + jnp.arange(tokens, dtype=jnp.int32)
     query_at = rows.lengths[:, None] + token  # [B, T]
+    last_seen = jnp.where(token < rows.counts[:, None], query_at, -1)  # [B, T]: padding sees nothing
     ends = rows.lengths + jnp.minimum(rows.counts, start + tokens)  # no token of this query block sees past it
     ends = jnp.where(rows.counts > start, ends, 0)
     first_seen = query_at[:, 0] - (window - 1) if window is not None else jnp.zeros_like(ends)
@@ -73,17 +76,20 @@ def _walk(
         best, total, out = carry
         k, v = state.read(kv, layer, rows.tables[:, column])
         key_at = column * block_size + jnp.arange(block_size, dtype=jnp.int32)
-        seen = (key_at <= query_at[..., None]) & (token < rows.counts[:, None])[..., None]  # [B, T, C]
+        seen = key_at <= last_seen[..., None]  # [B, T, C]
         if window is not None:
             seen &= key_at > query_at[..., None] - window
         seen = seen[:, None, None]
         scores = jnp.einsum(
             "BKGTH,BKHC->BKGTC", q, k.astype(q.dtype), precision=high, preferred_element_type=jnp.float32
         )
-        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        scores = scores * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(seen, scores, -jnp.inf)
         new_best = jnp.maximum(best, scores.max(axis=-1))
         finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
-        weights = jnp.where(seen, jnp.exp(scores - finite[..., None]), 0.0)
+        weights = jnp.exp(scores - finite[..., None])  # 0 where nothing is seen
         keep = jnp.exp(best - finite)
         written = (key_at < ends[:, None])[:, None, :, None]
         v = jnp.where(written, v, 0).astype(q.dtype)
