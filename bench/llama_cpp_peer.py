@@ -32,9 +32,10 @@ _Row = tuple[int, Sequence[int], int]  # sequence, tokens, position of the first
 
 
 class LlamaCppPeer:
-    """One model of llama.cpp, read from a temporary file that is gone afterwards."""
+    """One model of llama.cpp, read from a temporary file that is gone afterwards, or from one that is there."""
 
-    def __init__(self, subject: Subject, platform: str):
+    def __init__(self, subject: Subject, platform: str, file: Path | None = None):
+        """Loads the weights of a subject, or those of `file`, which has the same model in formats of its own."""
         if platform != "cpu" or subject.dtype != "float32":
             raise NotImplementedError(f"it is compared in float32 on a CPU, this is {subject.dtype} on a {platform}")
         self._lib: Any = importlib.import_module("llama_cpp")
@@ -44,13 +45,19 @@ class LlamaCppPeer:
         params = self._lib.llama_model_default_params()
         params.n_gpu_layers, params.use_mmap = 0, False
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "weights.gguf")
-            gguf_copy.write(subject, path)
+            path = file or Path(folder, "weights.gguf")
+            if file is None:
+                gguf_copy.write(subject, path)
             self._model = self._lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {subject.name}")
         weakref.finalize(self, self._lib.llama_model_free, self._model)
         self._vocab_size = subject.config.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors, as they are kept."""
+        return self._lib.llama_model_size(self._model)
 
     def prefill(self, tokens: list[int]) -> dict[str, Contestant]:
         """A prompt into an empty cache, by attention and size of a physical batch."""

@@ -1,12 +1,17 @@
-"""What do weights in int8 and in fp8 make of a decode step and of a prompt, beside the weights as they are?
+"""What do weights in few bits make of a decode step and of a prompt, beside the weights in full?
 
 The contract's `decode_batch` of 1 and of 8 rows and its `prefill` of 128 tokens, for the same model with its matrices
-kept three ways; all take turns, call by call. The floor reads the weights as they are kept, once. `agree` is the share
-of a prompt's positions whose likeliest token is that of the weights as they are: of random weights it says nothing.
+in int8, in fp8 and, where the checkpoint has quantised them itself, as they are there (`keep`); all take turns, call by
+call. Beside them, on a CPU and where it is installed, llama.cpp over the same GGUF file, in the fastest of its
+settings. The floor reads the weights as they are kept, once. `agree` is the share of a prompt's positions whose
+likeliest token is that of the weights in full: of random weights it says nothing.
 """
 
+import argparse
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,15 +19,23 @@ import numpy as np
 
 from bench import card, models
 from bench.floor import Work, decode_work, prefill_work
+from bench.llama_cpp_peer import LlamaCppPeer
 from bench.machine import Probes, ceilings, make_probes, measure
-from bench.models import Subject
+from bench.models import TOKEN, Subject
+from bench.peers import NEEDS
+from bench.shapes import SHAPES
 from bench.timing import Contestant, alternate
+from ferrum_jax import hub
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.loading import load_params
 from ferrum_jax.models import quantise
+from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.sharding.devices import find_device
 
-KEPT = ("as they are", "int8", "float8_e4m3fn")
+PLAIN, KEEP, PEER = "in full", "keep", "llama.cpp, the same file"
+KEPT = ("int8", "float8_e4m3fn")
 CONTEXT, PROMPT = 256, 128  # positions, tokens
 SMOKE_CONTEXT, SMOKE_PROMPT = 16, 32
 ROWS = (1, 8)
@@ -30,29 +43,61 @@ BURST = 4  # calls in a row
 
 
 def main() -> None:
-    """Times the three in turn and prints the table and the JSON line."""
-    found = card.options(__doc__)
+    """Times all in turn and prints the table and the JSON line."""
+    found = card.options(__doc__, more=_choose_weights)
     context, tokens = (SMOKE_CONTEXT, SMOKE_PROMPT) if found.smoke else (CONTEXT, PROMPT)
     plain = models.read(found)
     probes = make_probes(plain.dtype, smoke=found.smoke)
-    subjects = {name: _kept(plain, name) for name in KEPT}
+    subjects = {name: _kept(plain, name) for name in (PLAIN, *KEPT) if name in (PLAIN, *found.weights)}
+    subjects |= _as_stored(found, plain)
     runners = {name: models.run(subject, _engine(context, tokens)) for name, subject in subjects.items()}
-    conditions = card.show_card(plain, runners[KEPT[0]].plan.cache, measure(probes))
+    peer = _find_peer(found, plain)
+    conditions = card.show_card(plain, runners[PLAIN].plan.cache, measure(probes))
     for runner in runners.values():
         runner.warmup(progress=True)
     agree = _agreement(runners, tokens)
     rows = []
     for count in ROWS:
         calls = {name: _decode(runner, count, context) for name, runner in runners.items()}
+        prompts = [models.prompt(plain.config, context, seed=row) for row in range(count)]
+        theirs = {} if peer is None else peer.decode(prompts, TOKEN, burst=BURST)
         work = decode_work(plain.config, rows=count, context=context, itemsize=np.dtype(plain.dtype).itemsize)
-        rows += _measure(f"decode {count}", calls, subjects, work, probes, found.rounds)
+        rows += _measure(f"decode {count}", calls, subjects, work, probes, found.rounds, theirs, peer)
         for runner in runners.values():
             runner.reset()
     calls = {name: _prefill(runner, tokens) for name, runner in runners.items()}
+    theirs = {} if peer is None else peer.prefill(models.prompt(plain.config, tokens))
     work = prefill_work(plain.config, tokens=tokens, itemsize=np.dtype(plain.dtype).itemsize)
-    rows += _measure(f"prompt of {tokens}", calls, subjects, work, probes, found.rounds)
+    rows += _measure(f"prompt of {tokens}", calls, subjects, work, probes, found.rounds, theirs, peer)
     _show(rows, agree)
     card.finish("quantised", found, conditions, rows, agree=agree)
+
+
+def _choose_weights(reader: argparse.ArgumentParser) -> None:
+    known = (*KEPT, KEEP)
+    reader.add_argument("--weights", nargs="+", choices=known, default=known, help="ways to keep them [all]")
+
+
+def _as_stored(found: argparse.Namespace, plain: Subject) -> dict[str, Subject]:
+    """Reads the model again as its checkpoint keeps it, if that is in fewer bits."""
+    path = _path_of(found)
+    if path is None or KEEP not in found.weights:
+        return {}
+    params, _ = load_params(path, plain.dtype, quantize=KEEP)
+    return {KEEP: replace(plain, params=params)} if formats_of(params) else {}
+
+
+def _find_peer(found: argparse.Namespace, plain: Subject) -> LlamaCppPeer | None:
+    path, platform = _path_of(found), find_device(None).platform
+    missing = [package for package in NEEDS["llama.cpp"] if importlib.util.find_spec(package) is None]
+    if path is None or path.suffix != ".gguf" or missing or (platform, plain.dtype) != ("cpu", "float32"):
+        return None
+    return LlamaCppPeer(plain, platform, path)
+
+
+def _path_of(found: argparse.Namespace) -> Path | None:
+    """Where the model lies, unless it is a random one."""
+    return None if found.smoke or found.model in SHAPES else Path(hub.resolve(found.model))
 
 
 def _engine(context: int, tokens: int) -> EngineConfig:
@@ -68,17 +113,17 @@ def _engine(context: int, tokens: int) -> EngineConfig:
 
 
 def _kept(plain: Subject, name: str) -> Subject:
-    return plain if name == KEPT[0] else replace(plain, params=quantise(plain.params, plain.config, name))
+    return plain if name == PLAIN else replace(plain, params=quantise(plain.params, plain.config, name))
 
 
 def _agreement(runners: Mapping[str, ModelRunner], tokens: int) -> dict[str, float]:
-    """Share of positions at which the likeliest token is the same as without quantisation."""
+    """Share of positions at which the likeliest token is that of the weights in full."""
     best = {}
     for name, runner in runners.items():
         ids = models.prompt(runner.model_config, tokens)
         best[name] = runner.forward_verify("agree", ids).argmax(axis=-1)
         runner.reset()
-    return {name: float((ids == best[KEPT[0]]).mean()) for name, ids in best.items()}
+    return {name: float((ids == best[PLAIN]).mean()) for name, ids in best.items()}
 
 
 def _decode(runner: ModelRunner, count: int, context: int) -> Contestant:
@@ -98,12 +143,14 @@ def _measure(
     work: Work,
     probes: Probes,
     rounds: int,
+    theirs: Mapping[str, Contestant],
+    peer: LlamaCppPeer | None,
 ) -> list[dict[str, Any]]:
-    times = alternate({**calls, **probes.contestants}, rounds=rounds)
-    machine, first = ceilings(probes, times), times[KEPT[0]].median
+    times = alternate({**calls, **theirs, **probes.contestants}, rounds=rounds)
+    machine, first = ceilings(probes, times), times[PLAIN].median
     found = []
     for name, subject in subjects.items():
-        saved = _product_bytes(subjects[KEPT[0]]) - _product_bytes(subject)
+        saved = _product_bytes(subjects[PLAIN]) - _product_bytes(subject)
         floor = replace(work, num_bytes=work.num_bytes - saved).floor_ms(machine)
         found.append(
             {
@@ -118,6 +165,11 @@ def _measure(
                 **{rate: round(value) for rate, value in asdict(machine).items()},
             }
         )
+    if peer is not None:
+        best = min(theirs, key=lambda kind: times[kind].median)
+        spent = {"call_ms": times[best].median, "call_p90_ms": times[best].p90}
+        over = {"over_plain": times[best].median / first, "setting": best}
+        found.append({"row": row, "weights": PEER, "weight_bytes": peer.weight_bytes, **spent, **over})
     return found
 
 
@@ -133,9 +185,10 @@ def _show(rows: list[dict[str, Any]], agree: Mapping[str, float]) -> None:
     for row in rows:
         cells = [row["row"], row["weights"], f"{row['weight_bytes'] / 1e6:.1f}"]
         cells += [f"{row[key]:.1f}" for key in ("call_ms", "call_p90_ms")]
-        cells += [f"{row['over_plain']:.2f}", f"{row['floor_ms']:.1f}", f"{row['call_over_floor']:.2f}"]
-        lines.append([*cells, f"{agree[row['weights']]:.2f}"])
-    headings = ("row", "weights", "MB", "call ms", "p90", "over plain", "floor ms", "over floor", "agree")
+        cells += [f"{row['over_plain']:.2f}"]
+        cells += [f"{row['floor_ms']:.1f}", f"{row['call_over_floor']:.2f}"] if "floor_ms" in row else ["", ""]
+        lines.append([*cells, f"{agree[row['weights']]:.2f}" if row["weights"] in agree else ""])
+    headings = ("row", "weights", "MB", "call ms", "p90", "over full", "floor ms", "over floor", "agree")
     card.show_table(headings, lines, left=("row", "weights"))
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     pass
 
 QuantizeOption = Annotated[
-    str | None, typer.Option(help="Keep matrices in int8 or float8_e4m3fn, with a scale for each row")
+    str | None, typer.Option(help="Matrices in int8 or float8_e4m3fn, or keep: as the checkpoint has them quantised")
 ]
 LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 app = typer.Typer(

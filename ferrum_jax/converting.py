@@ -33,11 +33,11 @@ def convert(
 
     Args:
         source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
-            model. What a GGUF file has quantised is written as the numbers it stands for.
+            model. What it has quantised is written as the numbers it stands for, unless it is kept.
         destination: the new folder.
         dtype: of the weights; the one that the configuration names if None, float32 for a GGUF.
         progress: show bars on standard error while working.
-        quantize: `int8` or `float8_e4m3fn`, as for `load`: the checkpoint is as much smaller, and loads so.
+        quantize: `int8`, `float8_e4m3fn` or `keep`, as for `load`: the checkpoint is as much smaller, and loads so.
 
     Returns:
         The folder, which `load`, `load_params` and `LLM` take.

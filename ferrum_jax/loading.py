@@ -83,8 +83,9 @@ def load(
         mesh: several devices: not built yet.
         artifacts: folder where compiled steps are kept for later starts; the user's cache folder if None or True, none
             if False. Loading one runs code, so a folder that somebody else may write is not used.
-        quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `none`
-            for weights as the checkpoint has them. Activations stay in `dtype`.
+        quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in
+            the bits, groups and scales that the checkpoint has it in; `none`, as None, dequantises those of folders and
+            GGUF files. Activations stay in `dtype`.
         strict: after `warmup`, a step that would have to be compiled is an error.
         progress: show bars on standard error while working.
 
@@ -281,7 +282,9 @@ def param_specs(source: Checkpoint, quantize: str | None) -> ParamTree:
 
 
 def _formats(source: Checkpoint, quantize: str | None) -> Formats:
-    """Says what remains to be quantised."""
+    """Says what remains to be quantised, or to be kept as it is."""
+    if quantize == "keep":
+        return {} if isinstance(source, orbax.OrbaxSource) else source.kept_formats()
     asked = {} if quantize in (None, "none") else choose_formats(source.config, quantize)
     if asked and source.formats and asked != source.formats:
         kinds = ", ".join(sorted({form.dtype for form in source.formats.values()}))
@@ -298,7 +301,7 @@ def _read(
     dtype, quantize = settings.dtype or default_dtype(device), settings.quantize
     layout, formats = settings.layout or CHECKPOINT, _formats(source, quantize)
     try:
-        return _read_all(source, dtype, layout, formats, device, progress), source.config
+        return _read_all(source, dtype, layout, formats, device, progress, quantize == "keep"), source.config
     except jax.errors.JaxRuntimeError as problem:
         needed = num_bytes(param_specs(source, quantize), dtype)
         raise ResourceExhaustedError(
@@ -307,7 +310,7 @@ def _read(
 
 
 def _read_all(
-    source: Checkpoint, dtype: str, layout: str, formats: Formats, device: JaxDevice, progress: bool
+    source: Checkpoint, dtype: str, layout: str, formats: Formats, device: JaxDevice, progress: bool, is_kept: bool
 ) -> ParamTree:
     if isinstance(source, orbax.OrbaxSource) and not formats:
         if layout == CHECKPOINT:
@@ -321,6 +324,7 @@ def _read_all(
         device=device,
         ignorable=lambda name: _ignorable(name, source.config),
         formats=formats,
+        read_kept=source.read_kept if is_kept and not isinstance(source, orbax.OrbaxSource) else None,
         progress=progress,
     )
 

@@ -11,7 +11,7 @@ from ferrum_jax.contract.errors import ConfigError, shown
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
 ATTENTIONS = ("xla", "triton", "cudnn", "tpu")
 DTYPES = ("float32", "float16", "bfloat16")
-QUANTISED = ("int8", "float8_e4m3fn", "none")
+QUANTISED = ("int8", "float8_e4m3fn", "keep", "none")
 _NAMES = {"dtype": DTYPES, "kv_dtype": DTYPES, "attention": ATTENTIONS, "layout": LAYOUTS, "quantize": QUANTISED}
 
 
@@ -25,7 +25,7 @@ class EngineConfig:
     dtype: str | None = None  # of weights and activations
     kv_dtype: str | None = None
     attention: str | None = None  # which backend computes it: xla, triton, cudnn or tpu
-    quantize: str | None = None  # of the weights of products; "none": as the checkpoint has them
+    quantize: str | None = None  # of weights of products; "keep": as the checkpoint has them quantised, "none": not
     max_seqs: int | None = None  # live sequences
     kv_capacity: int | None = None  # positions one sequence can reach
     block_size: int | None = None  # positions

@@ -12,7 +12,7 @@ from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, Model
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
 from ferrum_jax.kvcache.slots import SlotTable
-from ferrum_jax.models.quantised import activation_dtype, is_quantised
+from ferrum_jax.models.quantised import UINT4, activation_dtype, is_packed, is_quantised
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import JaxDevice
 
@@ -22,6 +22,7 @@ _DTYPES = {
     "bfloat16": DataType.BF16,
     "int8": DataType.INT8,
     "float8_e4m3fn": DataType.FP8,
+    UINT4: DataType.INT4,
 }
 
 
@@ -44,8 +45,8 @@ def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree,
     """
     sizes: Counter[str] = Counter()
     for leaf in jax.tree.leaves(params, is_leaf=is_quantised):
-        kept = leaf.values if is_quantised(leaf) else leaf
-        sizes[kept.dtype.name] += math.prod(kept.shape)
+        kept = leaf.values.dtype.name if is_quantised(leaf) else leaf.dtype.name
+        sizes[UINT4 if is_quantised(leaf) and is_packed(leaf) else kept] += math.prod(leaf.shape)
     return ModelInfo(
         model_id=name,
         model_type=cfg.model_type,

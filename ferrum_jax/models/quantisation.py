@@ -7,15 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models import specs
 from ferrum_jax.models.layout import CHECKPOINT, lay_out, layout_of
 from ferrum_jax.models.quantised import (
     LARGEST,
+    UINT4,
     QuantisedWeight,
     activation_dtype,
     dequantise_weight,
+    is_packed,
     is_quantised,
     quantise_weight,
 )
@@ -27,14 +29,20 @@ from ferrum_jax.models.specs import ParamSpec, ParamTree
 class Format:
     """How one weight is kept."""
 
-    dtype: str  # of the values
+    dtype: str  # of the values; those of "uint4" lie two in a byte
     groups: int = 1  # scales of an output channel
+    scales: str = "float32"  # their dtype
+    offsets: str | None = None  # their dtype; None where there are none
 
     def __post_init__(self):
-        if self.dtype not in LARGEST:
-            raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {self.dtype!r}")
+        known = (*LARGEST, UINT4)
+        if self.dtype not in known:
+            raise InvalidParameterError(f"weights are kept in {' or '.join(known)}, not {self.dtype!r}")
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise InvalidParameterError(f"groups are {self.groups!r}, expected an integer of at least 1")
+        for name, dtype in (("scales", self.scales), ("offsets", self.offsets)):
+            if dtype not in DTYPES and not (name == "offsets" and dtype is None):
+                raise InvalidParameterError(f"{name} are {dtype!r}, expected {' or '.join(DTYPES)}")
 
 
 Formats = Mapping[str, Format]  # by the names of the weights that are quantised
@@ -50,6 +58,8 @@ def choose_formats(
     Raises:
         InvalidParameterError: there is no such format, or `group_size` does not divide the inputs of some product.
     """
+    if dtype not in LARGEST:
+        raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {dtype!r}")
     found = {}
     for name, spec in specs.named_leaves(family(cfg).param_specs(cfg)).items():
         if len(spec.shape) < 2 or ("vocab" in spec.axes and not vocabulary):
@@ -62,7 +72,7 @@ def choose_formats(
 
 
 def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
-    """Describes the tree in which the weights named in `formats` are values and scales.
+    """Describes the tree in which the weights named in `formats` are values, scales and offsets.
 
     Scales lie where the output channels do; those of groups are divided as the input is.
     """
@@ -72,8 +82,12 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
             return spec
         form = formats[name]
         last = spec.axes[-1] if form.groups > 1 else "group"
-        scales = ParamSpec((*spec.shape[:-1], form.groups), (*spec.axes[:-1], last), "ones", dtype="float32")
-        return QuantisedWeight(values=replace(spec, dtype=form.dtype), scales=scales)
+        scales = ParamSpec((*spec.shape[:-1], form.groups), (*spec.axes[:-1], last), "ones", dtype=form.scales)
+        values = replace(spec, dtype=form.dtype)
+        if form.dtype == UINT4:
+            values = replace(spec, dtype="uint8", shape=(*spec.shape[:-1], spec.shape[-1] // 2))
+        offsets = None if form.offsets is None else replace(scales, init="zeros", dtype=form.offsets)
+        return QuantisedWeight(values=values, scales=scales, offsets=offsets)
 
     return specs.map_specs(kept, plain)
 
@@ -81,11 +95,16 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
 def formats_of(params: ParamTree) -> dict[str, Format]:
     """Tells how the weights of a tree are kept: those that are quantised, by name; leaves may be shapes."""
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
-    return {
-        specs.name_of(path): Format(leaf.values.dtype.name, leaf.scales.shape[-1])
-        for path, leaf in paths
-        if is_quantised(leaf)
-    }
+    return {specs.name_of(path): _format_of(leaf) for path, leaf in paths if is_quantised(leaf)}
+
+
+def _format_of(leaf: Any) -> Format:
+    return Format(
+        dtype=UINT4 if is_packed(leaf) else leaf.values.dtype.name,
+        groups=leaf.scales.shape[-1],
+        scales=leaf.scales.dtype.name,
+        offsets=None if leaf.offsets is None else leaf.offsets.dtype.name,
+    )
 
 
 def quantise(

@@ -1,9 +1,10 @@
 """A weight kept in few bits beside its scales: a leaf of a parameter tree that products and look-ups take for an array.
 
-A number of the weight is its value times the scale of its place. Symmetric, round to nearest: Jacob et al. 2018,
-"Quantization and Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel:
-Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8
-Formats for Deep Learning", section 3.
+A number of the weight is its value times the scale of its place, plus an offset where there are any. Symmetric, round
+to nearest: Jacob et al. 2018, "Quantization and Training of Neural Networks", section 2.1, with a zero point of 0; one
+scale for each output channel: Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn:
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3. Values of four bits lie two in a byte, as in a
+block of GGUF's Q4_0: byte i of a group holds its column i in the low bits and column i + half of the group in the high.
 """
 
 from typing import Any, Generic, TypeVar
@@ -17,24 +18,28 @@ from ferrum_jax.contract.errors import InvalidParameterError
 
 Leaf = TypeVar("Leaf")
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # value of each format that is used; -128 is not
+UINT4 = "uint4"  # what values of four bits are called, two of which are a uint8
+MIDDLE = 8.0  # of four bits: what stands for 0 where there are no offsets
 
 
 @flax.struct.dataclass
 class QuantisedWeight(Generic[Leaf]):
-    """A matrix `[F, D]`, or a stack of them, as values and scales.
+    """A matrix `[F, D]`, or a stack of them, as values, scales and, in some formats, offsets.
 
-    A pytree of two leaves: what maps, shards, stacks or slices trees by their first axes does so with both alike. It
-    has no dtype of its own, since there are two: `values.dtype`, and that of the products, which is their input's.
+    A pytree of two or three leaves: what maps, shards, stacks or slices trees by their first axes does so with all
+    alike. It has no dtype of its own, since there are two: that of the values, and that of the products, which is their
+    input's.
     """
 
-    values: Leaf  # int8 or float8_e4m3fn [..., F, D]
-    scales: Leaf  # float32 [..., F, G]: one for D / G adjacent columns; G is 1 where a scale is of a whole channel
+    values: Leaf  # int8 or float8_e4m3fn [..., F, D], or uint8 [..., F, D / 2] of two four-bit numbers each
+    scales: Leaf  # floating [..., F, G]: one for D / G adjacent columns; G is 1 where a scale is of a whole channel
+    offsets: Leaf | None = None  # floating [..., F, G]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the matrix this stands for."""
         values: Any = self.values
-        return values.shape
+        return (*values.shape[:-1], values.shape[-1] * (2 if is_packed(self) else 1))
 
 
 Weight = jax.Array | QuantisedWeight
@@ -68,11 +73,38 @@ def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight
     return QuantisedWeight(values=values, scales=scales)
 
 
+def pack(values: np.ndarray, groups: int) -> np.ndarray:
+    """Puts four-bit numbers `[F, D]`, uint8 below 16, two into a byte: `[F, D / 2]`; groups must be of even size."""
+    halves = values.reshape(len(values), groups, 2, -1)
+    return (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(values), -1)
+
+
+def halves(weight: QuantisedWeight) -> list[jax.Array]:
+    """Gives the low and the high halves of four-bit values `[..., F, G, D / G / 2]` in float32, signed or not."""
+    packed = weight.values.reshape(*weight.scales.shape, -1)
+    middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
+    return [half.astype(jnp.float32) - middle for half in (packed & jnp.uint8(15), packed >> jnp.uint8(4))]
+
+
 def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
     """Gives the numbers a weight stands for: computed in float32, rounded once to `dtype`."""
-    groups = weight.scales.shape[-1]
-    wide = weight.values.astype(jnp.float32).reshape(*weight.shape[:-1], groups, -1) * weight.scales[..., None]
-    return wide.reshape(weight.shape).astype(dtype)
+    if is_packed(weight):
+        wide = jnp.concatenate(halves(weight), axis=-1)
+    else:
+        wide = weight.values.astype(jnp.float32).reshape(*weight.scales.shape, -1)
+    return scaled(wide, weight).reshape(weight.shape).astype(dtype)
+
+
+def scaled(values: jax.Array, weight: QuantisedWeight) -> jax.Array:
+    """Gives what values `[..., F, G, columns]` of a weight stand for, in float32."""
+    found = values * weight.scales.astype(jnp.float32)[..., None]
+    return found if weight.offsets is None else found + weight.offsets.astype(jnp.float32)[..., None]
+
+
+def is_packed(weight: QuantisedWeight) -> bool:
+    """Says whether two values lie in a byte."""
+    values: Any = weight.values
+    return jnp.dtype(values.dtype) == jnp.uint8
 
 
 def rows_of(weight: Weight, ids: jax.Array, dtype: Any) -> jax.Array:

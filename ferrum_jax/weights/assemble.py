@@ -46,12 +46,13 @@ def assemble(
     device: JaxDevice,
     ignorable: Callable[[str], bool],
     formats: Formats = MappingProxyType({}),
+    read_kept: Callable[[str], QuantisedWeight[np.ndarray]] | None = None,
     progress: bool = False,
 ) -> ParamTree:
     """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on `device`.
 
-    The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has. `ignorable`
-    says which tensors that no parameter wants may be left unread.
+    The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has, or as
+    `read_kept` gives them. `ignorable` says which tensors that no parameter wants may be left unread.
 
     Raises:
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
@@ -60,8 +61,9 @@ def assemble(
     refuse_mismatched(source.path, source.shapes(), wanted, ignorable)
 
     def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
-        form, tensor = formats.get(name), source.read(name)
-        return tensor.astype(jnp.dtype(dtype), copy=False) if form is None else quantise_tensor(tensor, form)
+        if name not in formats:
+            return source.read(name).astype(jnp.dtype(dtype), copy=False)
+        return quantise_tensor(source.read(name), formats[name]) if read_kept is None else read_kept(name)
 
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)

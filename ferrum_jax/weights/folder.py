@@ -1,13 +1,12 @@
 """Hugging Face folders: `config.json` and one or many safetensors shards, read one tensor at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  # makes NumPy know bfloat16
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import (
@@ -19,9 +18,16 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.models.quantisation import Formats
+from ferrum_jax.models.quantised import QuantisedWeight
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.weights.codes import Codes, decode, read_codes
+from ferrum_jax.weights.keeping import choose_format, keep
+from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
+from ferrum_jax.weights.safetensors_file import FLOATS, NARROW, Entry, read_entries, read_tensor, refuse_dtype
+from ferrum_jax.weights.scheme import Scheme, read_scheme
 
 INDEX = "model.safetensors.index.json"
-DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -68,61 +74,91 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path):
         self.path = folder
-        self.formats: Formats = {}  # none: a checkpoint that says it is quantised is refused
-        self.config = _read_config(folder / "config.json")
+        self.formats: Formats = {}  # what the folder has quantised is undone as it is read, unless it is asked for
+        self.config, self._scheme = _read_config(folder / "config.json")
         self._file_of: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._entries: dict[str, Entry] = {}
         for shard in _shards(folder):
             self._scan(shard)
         _refuse_incomplete(folder, self._file_of)
+        self._packed = {} if self._scheme is None else self._find_packed(self._scheme)
+        self._shapes = self._plain_shapes() | {name: weight.shape for name, weight in self._packed.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the headers."""
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor."""
-        return read_tensor(self._file_of[name], name)
+        """Reads one tensor; a quantised one as the numbers it stands for, in float32."""
+        if name not in self._packed:
+            return read_tensor(self._file_of[name], name)
+        with self._naming(name):
+            return decode(self._read_codes(name))
+
+    def kept_formats(self) -> Formats:
+        """Says how the quantised weights are kept, if they are.
+
+        Raises:
+            UnsupportedError: one of them cannot be.
+        """
+        found, scheme = {}, self._scheme
+        for name, weight in self._packed.items():
+            assert scheme is not None
+            found[name] = choose_format(f"{self.path}: {name}", weight, self._entries, scheme)
+        return found
+
+    def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
+        """Reads one quantised weight as it is kept."""
+        assert self._scheme is not None
+        form = choose_format(name, self._packed[name], self._entries, self._scheme)
+        with self._naming(name):
+            return keep(self._read_codes(name), self._scheme, form)
+
+    def _read_codes(self, name: str) -> Codes:
+        assert self._scheme is not None
+        weight = self._packed[name]
+        parts = {part: read_tensor(self._file_of[tensor], tensor) for part, tensor in weight.tensors.items()}
+        return read_codes(parts, self._scheme, weight.shape)
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except InvalidFormatError as problem:
+            raise InvalidFormatError(f"{self.path}: {name}: {problem}") from None
 
     def _scan(self, path: Path) -> None:
-        for name, shape in read_header(path).items():
+        supported = FLOATS if self._scheme is None else FLOATS + NARROW
+        for name, entry in read_entries(path, supported).items():
             if name in self._file_of:
                 raise InvalidFormatError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
             self._file_of[name] = path
-            self._shapes[name] = shape
+            self._entries[name] = entry
+
+    def _find_packed(self, scheme: Scheme) -> dict[str, PackedWeight]:
+        return find_weights(self.path, self._entries, scheme, lambda name: read_tensor(self._file_of[name], name))
+
+    def _plain_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is not quantised. GPTQ adds biases of zeros to products that have none: they are left out."""
+        parts = {tensor for weight in self._packed.values() for tensor in weight.tensors.values()}
+        wanted = named_leaves(family(self.config).param_specs(self.config)) if self._packed else {}
+        found = {}
+        for name, entry in self._entries.items():
+            if name in parts or (self._packed and is_unread(name)):
+                continue
+            refuse_dtype(self._file_of[name], name, entry.dtype, FLOATS)
+            module, _, last = name.rpartition(".")
+            added = last == "bias" and f"{module}.weight" in self._packed and name not in wanted
+            if not (added and not read_tensor(self._file_of[name], name).any()):
+                found[name] = entry.shape
+        return found
 
 
-def read_header(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor of a safetensors file, none of which is read."""
-    shapes = {}
+def _read_config(path: Path) -> tuple[ModelConfig, Scheme | None]:
+    fields = read_json(path)
+    packing = fields.pop("quantization_config", None) or fields.pop("compression_config", None)
     try:
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118  # not a mapping
-                tensor = file.get_slice(name)
-                if tensor.get_dtype() not in DTYPES:
-                    raise UnsupportedError(
-                        f"{path}: tensor {name} is {tensor.get_dtype()}, supported are {', '.join(DTYPES)}"
-                    )
-                shapes[name] = tuple(tensor.get_shape())
-    except FileNotFoundError:
-        raise NotFoundError(f"{path} does not exist") from None
-    except (SafetensorError, OSError) as problem:
-        raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
-    return shapes
-
-
-def read_tensor(path: Path, name: str) -> np.ndarray:
-    """Reads one tensor of a safetensors file."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            return file.get_tensor(name)
-    except (SafetensorError, OSError) as problem:
-        raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
-
-
-def _read_config(path: Path) -> ModelConfig:
-    try:
-        return ModelConfig.from_hf(read_json(path))
+        return ModelConfig.from_hf(fields), None if packing is None else read_scheme(packing)
     except (ConfigError, UnsupportedError) as problem:
         raise type(problem)(f"{path}: {problem}") from None
 

@@ -1,16 +1,19 @@
-"""GGUF files, dequantised through the `gguf` package; the configuration comes out of the file itself."""
+"""GGUF files, dequantised through the `gguf` package or kept; the configuration comes out of the file itself."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
 from ferrum_jax.models.layers import rope
 from ferrum_jax.models.quantisation import Formats
+from ferrum_jax.models.quantised import QuantisedWeight
+from ferrum_jax.weights.gguf_blocks import choose_format, keep
 from ferrum_jax.weights.gguf_file import GgufFile
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ class GgufSource:
 
     def __init__(self, path: Path):
         self.path = path
-        self.formats: Formats = {}  # a file's own quantisation is undone as it is read
+        self.formats: Formats = {}  # a file's own quantisation is undone as it is read, unless it is asked for
         self.file = GgufFile(path)
         try:
             # One switch of Hugging Face stands for all four projections, and a file may have biases on any.
@@ -46,22 +49,49 @@ class GgufSource:
         """Dequantises one tensor to float32."""
         from gguf.quants import dequantize
 
+        tensor, kind = self._tensors[name], self._kind_of(name)
+        # Float32 as it lies would be a view, and with it all of the file stay mapped as long as the parameters.
+        return self._take(
+            name,
+            lambda shape: (
+                dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32, copy=kind == "F32")
+            ),
+        )
+
+    def kept_formats(self) -> Formats:
+        """Says how the quantised matrices are kept, if they are."""
+        formats = {
+            name: choose_format(self._kind_of(name), shape[1])
+            for name, shape in self.shapes().items()
+            if len(shape) == 2
+        }
+        return {name: form for name, form in formats.items() if form is not None}
+
+    def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
+        """Reads one quantised matrix as it is kept."""
+        kind, data = self._kind_of(name), self._tensors[name].data
+        return self._take(name, lambda shape: keep(kind, data, shape))
+
+    def _kind_of(self, name: str) -> str:
         tensor = self._tensors[name]
         kind = tensor.tensor_type.name
         if kind not in TYPES:
             raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(TYPES)}")
-        shape = self.shapes()[name]
+        return kind
+
+    def _take(self, name: str, make: Callable[[Any], Any]) -> Any:
+        """Makes an array or a leaf of one tensor, given its shape, with the rows in Hugging Face's order."""
         try:
-            # Float32 as it lies would be a view, and with it all of the file stay mapped as long as the parameters.
-            values = dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32, copy=kind == "F32")
+            made = make(self.shapes()[name])
         except (ValueError, IndexError) as problem:
-            raise InvalidFormatError(f"{self.path}: tensor {tensor.name} cannot be read: {problem}") from None
-        if self._field("general.architecture") == "llama":
-            if ".q_proj." in name:
-                return _unpermute(values, self.config.num_attention_heads)
-            if ".k_proj." in name:
-                return _unpermute(values, self.config.num_key_value_heads)
-        return values
+            raise InvalidFormatError(
+                f"{self.path}: tensor {self._tensors[name].name} cannot be read: {problem}"
+            ) from None
+        heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
+        module = name.split(".")[-2]
+        if self._field("general.architecture") == "llama" and module in heads:
+            return jax.tree.map(lambda values: _unpermute(values, heads[module]), made)
+        return made
 
     def _field(self, key: str, default: Any = None) -> Any:
         return self.file.metadata.get(key, default)

@@ -1,6 +1,6 @@
 """Orbax checkpoints: a parameter tree and its configuration in one folder.
 
-Values and scales of a quantised weight are stored under its name, and the configuration says which weights are.
+The parts of a quantised weight are stored under its name, and the configuration says which weights have been quantised.
 """
 
 import dataclasses
@@ -80,9 +80,11 @@ def read_formats(folder: Path) -> dict[str, Format]:
 
 
 def _stored(tree: ParamTree) -> ParamTree:
-    """The tree as it is stored: a quantised weight is a dict of its two parts."""
+    """The tree as it is stored: a quantised weight is a dict of its parts."""
     return jax.tree.map(
-        lambda leaf: {"values": leaf.values, "scales": leaf.scales} if is_quantised(leaf) else leaf,
+        lambda leaf: (
+            {name: part for name, part in vars(leaf).items() if part is not None} if is_quantised(leaf) else leaf
+        ),
         tree,
         is_leaf=is_quantised,
     )

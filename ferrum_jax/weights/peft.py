@@ -23,8 +23,9 @@ from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.weights.assemble import refuse_listed, refuse_mismatched
-from ferrum_jax.weights.folder import read_header, read_json, read_tensor
+from ferrum_jax.weights.folder import read_json
 from ferrum_jax.weights.peft_config import PeftConfig
+from ferrum_jax.weights.safetensors_file import read_entries, read_tensor
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -58,7 +59,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
     products = {name: weight for name, weight in adapters.projections(cfg).items() if config.is_target(name)}
     _refuse_misdirected(folder / CONFIG, config, products)
     path = _weights_of(folder)
-    tensor_of = _canonical(path, read_header(path))
+    tensor_of = _canonical(path, {name: entry.shape for name, entry in read_entries(path).items()})
     refuse_mismatched(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(config, products))
     halves = {
         name: (

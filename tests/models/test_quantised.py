@@ -19,6 +19,7 @@ from ferrum_jax.models.quantised import (
     QuantisedWeight,
     activation_dtype,
     dequantise_weight,
+    pack,
     quantise_weight,
     rows_of,
 )
@@ -257,3 +258,45 @@ def test_drawn_parameters_are_quantised_one_by_one_to_the_same_numbers(dtype: st
         for part in ("values", "scales"):
             mine, theirs = (specs.named_leaves(tree)[f"{name}.{part}"] for tree in (found, expected))
             np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(theirs, np.float32))
+
+
+def four_bits(rows: int, columns: int, groups: int, *, offsets: bool) -> tuple[QuantisedWeight, np.ndarray]:
+    """Draws a weight of four bits, and gives the numbers it stands for."""
+    draw = np.random.default_rng([rows, columns, groups])
+    numbers = draw.integers(0, 16, (rows, columns)).astype(np.uint8)
+    scales, added = (draw.uniform(-1, 1, (rows, groups)).astype(np.float16) for _ in range(2))
+    spread = [np.repeat(part.astype(np.float32), columns // groups, axis=1) for part in (scales, added)]
+    plain = numbers * spread[0] + spread[1] if offsets else (numbers.astype(np.float32) - 8) * spread[0]
+    kept = QuantisedWeight(values=pack(numbers, groups), scales=scales, offsets=added if offsets else None)
+    return jax.tree.map(jnp.asarray, kept), plain
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("groups", [1, 6])
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_four_bits_stand_for_their_numbers_wherever_they_are_used(tokens: int, groups: int, offsets: bool):
+    kept, plain = four_bits(97, 48, groups, offsets=offsets)
+    assert kept.shape == plain.shape
+    np.testing.assert_array_equal(dequantise_weight(kept, "float32"), plain)
+    np.testing.assert_array_equal(rows_of(kept, jnp.array([3, 96, 3]), "float32"), plain[[3, 96, 3]])
+    x, turned = jnp.asarray(drawn(tokens, 48, seed=1)), jnp.asarray(drawn(tokens, 48, seed=2))
+    assert relative(jax.jit(linear)(x, kept), linear(x, jnp.asarray(plain))) < SAME
+    assert relative(products._rescaled(x, kept), linear(x, jnp.asarray(plain))) < SAME  # what other platforms run
+    slopes = [jax.jvp(lambda x, w=w: linear(x, w) ** 2, (x,), (turned,))[1] for w in (kept, jnp.asarray(plain))]
+    assert relative(*slopes) < SAME
+
+
+def test_a_packed_block_of_gguf_is_packed_the_same_way():
+    kept, _ = four_bits(5, 64, 2, offsets=False)
+    low, high = np.asarray(kept.values) & 15, np.asarray(kept.values) >> 4
+    numbers = np.random.default_rng([5, 64, 2]).integers(0, 16, (5, 64))
+    np.testing.assert_array_equal(low[:, :16], numbers[:, :16])
+    np.testing.assert_array_equal(high[:, 16:], numbers[:, 48:])
+
+
+def test_every_byte_of_fp8_is_widened_to_its_number():
+    every = np.arange(256, dtype=np.uint8)
+    expected = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    found = jax.jit(products._widen_fp8)(jnp.asarray(every))
+    np.testing.assert_array_equal(found, expected)
+    assert (np.signbit(found) == np.signbit(expected))[~np.isnan(expected)].all()

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.weights.gguf_file import GgufFile
 
 REFERENCES = Path(__file__).parents[1] / "references" / "smollm2.npz"
 PROMPT = "license"  # 600 tokens, the longest of the references
@@ -52,3 +54,17 @@ def test_the_distance_to_the_model_itself_is_bounded(
     assert np.sqrt(((found - expected) ** 2).mean()) < error
     ours, theirs = (values - np.logaddexp.reduce(values, axis=-1, keepdims=True) for values in (found, expected))
     assert (np.exp(theirs) * (theirs - ours)).sum(axis=-1).mean() < divergence
+
+
+def test_the_model_is_kept_in_the_bits_of_its_file(
+    plain: tuple[ParamTree, ModelConfig], tokens: jax.Array, smollm2_path: Path
+):
+    params, cfg = plain
+    kept, _ = ferrum_jax.load_params(smollm2_path, "float32", quantize="keep")
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+    assert held == sum(int(tensor.n_bytes) for tensor in GgufFile(smollm2_path).tensors)
+    assert {(form.dtype, form.groups) for form in formats_of(kept).values()} == {
+        ("int8", 18), ("uint4", 18), ("uint4", 48),
+    }  # fmt: skip
+    some = tokens[:, :64]
+    np.testing.assert_allclose(logits_of(kept, some, cfg), logits_of(params, some, cfg), rtol=0, atol=EXACT)

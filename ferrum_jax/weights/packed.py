@@ -1,0 +1,159 @@
+"""Which weights of a Hugging Face folder are quantised, and whether their tensors are what its configuration says.
+
+A weight is quantised where its tensors are: lists of modules that were left out (`modules_to_not_convert`, `ignore`)
+say nothing more. Scales of activations, keys and values are left unread, since those stay in their own dtypes.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ferrum_jax.contract.errors import InvalidFormatError
+from ferrum_jax.weights.assemble import refuse_listed
+from ferrum_jax.weights.codes import WORD
+from ferrum_jax.weights.safetensors_file import Entry
+from ferrum_jax.weights.scheme import AWQ, GPTQ, PLAIN, WORDS, Scheme
+
+Shape = tuple[int, ...]
+_FLOATS = ("F32", "F16", "BF16")
+_MARKS = {GPTQ: "qweight", AWQ: "qweight", WORDS: "weight_packed", PLAIN: "weight"}  # the tensor that holds the values
+_NARROW = ("I8", "F8_E4M3")
+_UNREAD = (
+    "input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "activation_scale_inv", "output_scale",
+    "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Part:
+    dtypes: Collection[str]
+    shapes: Collection[Shape]  # any of them
+    is_needed: bool = True
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One quantised matrix: its shape, and the names of its tensors by what they are to it."""
+
+    shape: tuple[int, int]
+    tensors: Mapping[str, str]
+
+
+def find_weights(
+    path: Path, entries: Mapping[str, Entry], scheme: Scheme, read: Callable[[str], NDArray[Any]]
+) -> dict[str, PackedWeight]:
+    """Finds every quantised weight by its name, such as `model.layers.0.mlp.up_proj.weight`.
+
+    Raises:
+        InvalidFormatError: tensors are missing, or of a wrong dtype or shape: all of them in one message; or no weight
+            is quantised.
+    """
+    found, problems = {}, []
+    for name in entries:
+        module, _, last = name.rpartition(".")
+        if last != _MARKS[scheme.packing] or (scheme.packing == PLAIN and not _is_narrow(entries, module)):
+            continue
+        given = _tensors_of(entries, module)
+        parts = {part: entries[tensor] for part, tensor in given.items()}
+        is_said = scheme.packing == WORDS and parts.get("weight_shape", Entry("", ())).shape == (2,)
+        shape, wanted = _describe(parts, scheme, read(given["weight_shape"]).tolist() if is_said else None)
+        mine = _mismatches(module, parts, wanted)
+        if scheme.group_size and scheme.block_rows == 1 and shape[1] % scheme.group_size:
+            mine = [f"{module} has {shape[1]} inputs, which groups of {scheme.group_size} do not divide"]
+        problems += mine
+        found[f"{module}.weight"] = PackedWeight(shape, {part: given[part] for part in wanted if part in given})
+    refuse_listed(path, problems)
+    if not found:
+        raise InvalidFormatError(
+            f"{path}: quantization_config says {scheme.method}, but no module has a tensor {_MARKS[scheme.packing]!r} "
+            "that is quantised so"
+        )
+    return found
+
+
+def is_unread(name: str) -> bool:
+    """Says whether a tensor is a scale that only activations or the KV of other engines use."""
+    return name.rpartition(".")[2] in _UNREAD
+
+
+def _is_narrow(entries: Mapping[str, Entry], module: str) -> bool:
+    return entries[f"{module}.weight"].dtype in _NARROW or f"{module}.weight_scale" in entries
+
+
+def _tensors_of(entries: Mapping[str, Entry], module: str) -> dict[str, str]:
+    names = ("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale",
+             "weight_zero_point", "weight_g_idx")  # fmt: skip
+    found = {part: f"{module}.{part}" for part in names if f"{module}.{part}" in entries}
+    if f"{module}.weight_scale_inv" in entries:  # DeepSeek's name for what is multiplied, too
+        found["weight_scale"] = f"{module}.weight_scale_inv"
+    return found
+
+
+def _describe(
+    given: Mapping[str, Entry], scheme: Scheme, said: list[int] | None
+) -> tuple[tuple[int, int], dict[str, _Part]]:
+    """Gives the shape of a weight, which is the one `said` where words may have bits to spare, and its tensors."""
+    per_word = WORD // scheme.bits
+    stored = given[_MARKS[scheme.packing]].shape
+    height, width = stored if len(stored) == 2 else (0, 0)
+    if scheme.packing == GPTQ:
+        shape = (width, height * per_word)
+        groups = _count(shape[1], scheme)
+        return shape, {
+            "qweight": _Part(("I32",), [stored if len(stored) == 2 else (0, 0)]),
+            "qzeros": _Part(("I32",), [(groups, -(-width // per_word))]),
+            "scales": _Part(_FLOATS, [(groups, width)]),
+            "g_idx": _Part(("I32",), [(shape[1],)], is_needed=scheme.is_ordered),
+        }
+    if scheme.packing == AWQ:
+        shape = (width * per_word, height)
+        groups = _count(height, scheme)
+        return shape, {
+            "qweight": _Part(("I32",), [stored if len(stored) == 2 else (0, 0)]),
+            "qzeros": _Part(("I32",), [(groups, width)]),
+            "scales": _Part(_FLOATS, [(groups, shape[0])]),
+        }
+    shape = (height, width)
+    if scheme.packing == WORDS:
+        shape = (height, width * per_word) if said is None else (said[0], said[1])
+    groups, rows = _count(shape[1], scheme), -(-shape[0] // scheme.block_rows)
+    scales: list[Shape] = [(rows, groups)]
+    if scheme.group_size is None:
+        scales += [(shape[0],), (1,), (), (1, 1)]
+    zeros = _Part(("I8",), scales, is_needed=not scheme.is_symmetric)
+    if scheme.packing == PLAIN:
+        values = _Part(("F8_E4M3",) if scheme.is_float else ("I8",), [shape])
+        return shape, {
+            "weight": values,
+            "weight_scale": _Part((*_FLOATS, "F8_E8M0"), scales),
+            "weight_zero_point": zeros,
+        }
+    words = _Part(("I8", "I32"), [*scales, (-(-shape[0] // per_word), groups)], is_needed=not scheme.is_symmetric)
+    return shape, {
+        "weight_packed": _Part(("I32",), [(shape[0], -(-shape[1] // per_word))]),
+        "weight_scale": _Part(_FLOATS, scales),
+        "weight_shape": _Part(("I64", "I32"), [(2,)]),
+        "weight_zero_point": words,
+        "weight_g_idx": _Part(("I32",), [(shape[1],)], is_needed=False),
+    }
+
+
+def _count(columns: int, scheme: Scheme) -> int:
+    """Groups of a channel; the last block of DeepSeek's may be narrower."""
+    return 1 if scheme.group_size is None else -(-columns // scheme.group_size)
+
+
+def _mismatches(module: str, given: Mapping[str, Entry], wanted: Mapping[str, _Part]) -> list[str]:
+    problems = []
+    for part, want in wanted.items():
+        if part not in given:
+            problems += [f"{module}.{part} is missing"] if want.is_needed else []
+        elif given[part].dtype not in want.dtypes:
+            problems.append(f"{module}.{part} is {given[part].dtype}, expected {' or '.join(want.dtypes)}")
+        elif given[part].shape not in want.shapes:
+            expected = " or ".join(str(list(shape)) for shape in want.shapes)
+            problems.append(f"{module}.{part} has shape {list(given[part].shape)}, expected {expected}")
+    return problems

@@ -1,0 +1,77 @@
+"""One safetensors file: what its header says, and its tensors one by one."""
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes  # makes NumPy know bfloat16
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+NARROW = ("I64", "I32", "I8", "F8_E4M3", "F8_E8M0")  # which only tensors of quantised weights have
+_EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+
+
+class Entry(NamedTuple):
+    """What a header says of one tensor."""
+
+    dtype: str  # as safetensors calls it
+    shape: tuple[int, ...]
+
+
+def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, Entry]:
+    """What the header says of every tensor, none of which is read.
+
+    Raises:
+        NotFoundError: there is no such file.
+        UnsupportedError: a tensor has a dtype that is not among those `supported`.
+        InvalidFormatError: this is not a whole safetensors file.
+    """
+    entries = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118  # not a mapping
+                tensor = file.get_slice(name)
+                entries[name] = Entry(tensor.get_dtype(), tuple(tensor.get_shape()))
+                refuse_dtype(path, name, entries[name].dtype, supported)
+    except FileNotFoundError:
+        raise NotFoundError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as problem:
+        raise InvalidFormatError(f"{path} is not a whole safetensors file: {problem}") from None
+    return entries
+
+
+def refuse_dtype(path: Path, name: str, dtype: str, supported: Collection[str]) -> None:
+    """Raises UnsupportedError unless a tensor's dtype is supported."""
+    if dtype not in supported:
+        raise UnsupportedError(f"{path}: tensor {name} is {dtype}, supported are {', '.join(supported)}")
+
+
+def read_tensor(path: Path, name: str) -> NDArray[Any]:
+    """Reads one tensor of a file whose header was read."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            kind = _EIGHT_BITS.get(file.get_slice(name).get_dtype())
+            if kind is None:
+                return file.get_tensor(name)
+        return _read_bytes(path, name).view(kind)
+    except (SafetensorError, OSError) as problem:
+        raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
+
+
+def _read_bytes(path: Path, name: str) -> NDArray[np.uint8]:
+    """Reads a tensor of bytes whose dtype NumPy does not have; safetensors has verified the header by then.
+
+    A file begins with the length of its header, a JSON object, as a little-endian integer of 64 bits.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))[name]
+        start, end = entry["data_offsets"]
+        file.seek(8 + length + start)
+        return np.frombuffer(file.read(end - start), np.uint8).reshape(entry["shape"])

@@ -1,0 +1,187 @@
+"""What the `quantization_config` of a Hugging Face folder says: how the weights of its products are packed.
+
+Supported are GPTQ (Frantar et al. 2022, as AutoGPTQ and GPTQModel write it), AWQ (Lin et al. 2023, AutoAWQ's `gemm`),
+the integers and fp8 of compressed-tensors (vLLM project), and fp8 in blocks (DeepSeek-AI 2024, "DeepSeek-V3 Technical
+Report", section 3.3.2) or with a scale for each channel or tensor (FBGEMM).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
+
+GPTQ, AWQ, WORDS, PLAIN = "gptq", "awq", "words", "plain"
+SUPPORTED = (
+    "gptq of 4 or 8 bits, awq of 4 bits (gemm), compressed-tensors (pack-quantized, int-quantized, float-quantized), "
+    "fp8 and fbgemm_fp8"
+)
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How the quantised weights of a checkpoint are kept; which ones they are, is told by their tensors."""
+
+    method: str  # as the configuration calls it
+    packing: str  # GPTQ, AWQ: 32-bit words along inputs or outputs; WORDS: of compressed-tensors; PLAIN: one a number
+    bits: int  # of a value
+    is_float: bool = False  # values are fp8, not integers
+    group_size: int | None = None  # adjacent inputs that share a scale; None: all of a channel
+    block_rows: int = 1  # adjacent outputs that share a scale
+    is_symmetric: bool = True  # values are signed, or their zero point is half of their range
+    is_ordered: bool = False  # columns were quantised by activation, so that any of them may share a scale
+    zero_shift: int = 0  # to be added to zero points as they are stored
+
+
+def read_scheme(config: Any) -> Scheme:
+    """Reads a `quantization_config`.
+
+    Raises:
+        UnsupportedError: it says something that is not implemented.
+        ConfigError: a field is missing or has the wrong type.
+    """
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"quantization_config is {shown(config)}, expected an object")
+    method = config.get("quant_method")
+    readers = {
+        "gptq": _gptq,
+        "awq": _awq,
+        "compressed-tensors": _compressed,
+        "fp8": _fp8,
+        "fbgemm_fp8": _fbgemm,
+    }
+    if method == "bitsandbytes":
+        raise UnsupportedError(
+            "quantization_config of bitsandbytes is not supported, as its formats are its library's own; supported are "
+            f"{SUPPORTED}; or load the model as it was before, with quantize='int8'"
+        )
+    if not isinstance(method, str) or method not in readers:
+        raise UnsupportedError(f"quantization_config has quant_method {shown(method)}, supported are {SUPPORTED}")
+    try:
+        return readers[method](config)
+    except (UnsupportedError, ConfigError) as problem:
+        raise type(problem)(f"quantization_config of {method}: {problem}") from None
+
+
+def _gptq(config: Mapping[str, Any]) -> Scheme:
+    stored = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if stored not in ("gptq", "gptq_v2"):
+        raise UnsupportedError(f"checkpoint_format {shown(stored)} is not implemented, only gptq and gptq_v2 are")
+    _refuse_set(config, "is_marlin_format", "adapter")
+    if config.get("pack_dtype", "int32") not in ("int32", None):
+        raise UnsupportedError(f"pack_dtype {shown(config['pack_dtype'])} is not implemented, only int32 is")
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or any(not str(pattern).startswith("-:") for pattern in dynamic):
+        raise UnsupportedError(
+            "dynamic settings of single modules are not implemented, only leaving them out ('-:') is"
+        )
+    return Scheme(
+        method="gptq",
+        packing=GPTQ,
+        bits=_bits(config, "bits", (4, 8)),
+        group_size=_group_size(config),
+        is_symmetric=_switch(config, "sym", default=True),
+        is_ordered=_switch(config, "desc_act", default=False),
+        zero_shift=1 if stored == "gptq" else 0,
+    )
+
+
+def _awq(config: Mapping[str, Any]) -> Scheme:
+    stored = config.get("version") or config.get("format") or "gemm"
+    if str(stored).lower() != "gemm":
+        raise UnsupportedError(f"version {shown(stored)} is not implemented, only gemm is")
+    bits, groups = _bits(config, "bits", (4,)), _group_size(config)
+    return Scheme(method="awq", packing=AWQ, bits=bits, group_size=groups, is_symmetric=False)
+
+
+def _compressed(config: Mapping[str, Any]) -> Scheme:
+    stored = config.get("format")
+    if stored not in _FORMATS:
+        raise UnsupportedError(f"format {shown(stored)} is not implemented, only {', '.join(_FORMATS)} are")
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise UnsupportedError(f"sparsity_config {shown(sparsity)} is not implemented, only dense weights are")
+    _refuse_set(config, "transform_config")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError(f"config_groups is {shown(groups)}, expected at least one group")
+    found = {_compressed_weights(stored, name, group) for name, group in groups.items()}
+    if len(found) > 1:
+        raise UnsupportedError("config_groups whose weights are kept in different ways are not implemented")
+    return found.pop()
+
+
+def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"{name} of config_groups says nothing of weights")
+    kind, strategy = weights.get("type", "int"), weights.get("strategy")
+    strategy = strategy or ("group" if weights.get("group_size") else "tensor")
+    if kind not in ("int", "float") or (stored, kind) in (("pack-quantized", "float"), ("int-quantized", "float")):
+        raise UnsupportedError(f"weights of type {shown(kind)} in {stored} are not implemented")
+    if strategy not in ("tensor", "channel", "group", "block"):
+        raise UnsupportedError(f"strategy {shown(strategy)} is not implemented, only tensor, channel, group, block are")
+    packed, block = stored == "pack-quantized", (1, None)
+    if strategy == "group":
+        block = (1, _group_size(weights))
+    elif strategy == "block":
+        block = _block(weights.get("block_structure"), "block_structure")
+    return Scheme(
+        method="compressed-tensors",
+        packing=WORDS if packed else PLAIN,
+        bits=_bits(weights, "num_bits", (4, 8) if packed else (8,)),
+        is_float=kind == "float",
+        group_size=block[1],
+        block_rows=block[0],
+        is_symmetric=_switch(weights, "symmetric", default=True),
+    )
+
+
+def _fp8(config: Mapping[str, Any]) -> Scheme:
+    given = config.get("weight_block_size")
+    rows, columns = (1, None) if given is None else _block(given, "weight_block_size")
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise UnsupportedError(f"fmt {shown(config['fmt'])} is not implemented, only e4m3 is")
+    if config.get("expert_dtype", "fp8") != "fp8":
+        raise UnsupportedError(f"expert_dtype {shown(config['expert_dtype'])} is not implemented, only fp8 is")
+    return Scheme(method="fp8", packing=PLAIN, bits=8, is_float=True, group_size=columns, block_rows=rows)
+
+
+def _fbgemm(_: Mapping[str, Any]) -> Scheme:
+    return Scheme(method="fbgemm_fp8", packing=PLAIN, bits=8, is_float=True)
+
+
+def _bits(config: Mapping[str, Any], name: str, known: Sequence[int]) -> int:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value not in known:
+        raise UnsupportedError(f"{name} is {shown(value)}, supported are {' and '.join(map(str, known))}")
+    return value
+
+
+def _group_size(config: Mapping[str, Any]) -> int | None:
+    """Gives the inputs that share a scale; -1 stands for all."""
+    value = config.get("group_size")
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        raise ConfigError(f"group_size is {shown(value)}, expected a number of inputs, or -1 for all")
+    return None if value == -1 else value
+
+
+def _block(value: Any, name: str) -> tuple[int, int]:
+    sizes = value if isinstance(value, (list, tuple)) else ()
+    if len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ConfigError(f"{name} is {shown(value)}, expected outputs and inputs of a block")
+    return sizes[0], sizes[1]
+
+
+def _switch(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {shown(value)}, expected true or false")
+    return value
+
+
+def _refuse_set(config: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if config.get(name):
+            raise UnsupportedError(f"{name} = {shown(config[name])} is not implemented")

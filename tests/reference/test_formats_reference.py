@@ -1,0 +1,60 @@
+"""Weights that compressed-tensors packs, read as it reads them itself."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from ferrum_jax.weights.codes import decode, read_codes
+from ferrum_jax.weights.scheme import read_scheme
+
+SHAPE = (40, 48)
+INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 8}
+INT8: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FP8: dict[str, Any] = INT8 | {"type": "float"}
+
+pytestmark = pytest.mark.reference
+
+
+@pytest.mark.parametrize(
+    ("form", "weights", "scales"),
+    [
+        ("pack-quantized", INT4, (40, 6)),
+        ("pack-quantized", INT4 | {"symmetric": False}, (40, 6)),
+        ("pack-quantized", INT4 | {"strategy": "channel", "group_size": None}, (40, 1)),
+        ("pack-quantized", INT4 | {"num_bits": 8}, (40, 6)),
+        ("int-quantized", INT8, (40, 1)),
+        ("int-quantized", INT8 | {"symmetric": False}, (40, 1)),
+        ("float-quantized", FP8, (40, 1)),
+        ("float-quantized", FP8 | {"strategy": "tensor"}, (1,)),
+        ("float-quantized", FP8 | {"strategy": "block", "block_structure": [16, 16]}, (3, 3)),
+    ],
+)
+def test_what_compressed_tensors_packs_is_read_as_it_reads_it(
+    form: str, weights: dict[str, Any], scales: tuple[int, ...]
+):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    draw, bits = torch.Generator().manual_seed(3), weights["num_bits"]
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**weights))
+    largest = 448 if weights["type"] == "float" else 2 ** (bits - 1)
+    tensors = {
+        "weight": torch.randn(SHAPE, generator=draw),
+        "weight_scale": (torch.rand(scales, generator=draw) * 0.5 + 0.2) * 3 / largest,
+    }
+    if not weights["symmetric"]:
+        tensors["weight_zero_point"] = torch.randint(-largest, largest, scales, dtype=torch.int8, generator=draw)
+    compressor = compressors.BaseCompressor.get_value_from_registry(form)
+    packed = compressor.compress(tensors, scheme)
+    expected = compressor.decompress(packed, scheme)["weight"].float().numpy()
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"a": {"weights": weights}}}
+    parts = {name: _array(tensor) for name, tensor in packed.items()}
+    np.testing.assert_array_equal(decode(read_codes(parts, read_scheme(config), SHAPE)), expected)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype == torch.float8_e4m3fn:
+        return tensor.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)
+    return tensor.numpy()

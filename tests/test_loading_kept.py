@@ -1,0 +1,131 @@
+"""Weights kept in the few bits of their checkpoint: the same numbers as dequantised, in less memory."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+
+import ferrum_jax
+from ferrum_jax import EngineConfig, models
+from ferrum_jax.contract import DataType
+from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
+from ferrum_jax.loading import open_checkpoint, param_specs
+from ferrum_jax.models import specs
+from ferrum_jax.models.quantisation import formats_of
+from tests import tiny
+from tests.weights import test_packed
+from tests.weights.scalar_ggml import FORMATS, draw_blocks, read_blocks
+from tests.weights.test_gguf import write_gguf
+
+NAME = test_packed.NAME
+LOGITS = 1e-4  # the forward's own tolerance: float32 sums in another order
+KEPT = [kind for kind in test_packed.PACKINGS if "ordered" not in kind and kind != "fp8_blocks"]
+WIDE = tiny.CONFIGS["llama3"] | {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 32,
+    "num_hidden_layers": 1,
+}  # blocks of 256
+ENGINE = EngineConfig(max_seqs=1, kv_capacity=16, block_size=8, decode_rows=(1,), chunk_rows=(1,), chunk_tokens=(8,))
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_kept_weight_stands_for_the_same_numbers(kind: str, tmp_path: Path):
+    path = test_packed.write(tmp_path, kind)
+    kept, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
+    plain, _ = ferrum_jax.load_params(path, "float32")
+    if kind == "int8_zeros":  # its scales have all bits of float32, so that offsets are rounded
+        for found, leaf in zip(jax.tree.leaves(models.dequantise(kept)), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-7)
+    else:
+        tiny.assert_same_tree(models.dequantise(kept), plain)
+    assert formats_of(kept).keys() == test_packed.contents(kind)[1].keys()
+    described = param_specs(open_checkpoint(path), "keep")
+    assert specs.shapes(described, "float32") == jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), kept
+    )
+    assert cfg == tiny.model_config(NAME)
+
+
+@pytest.mark.parametrize("kind", ["gptq", "int8_zeros"])
+def test_a_forward_of_kept_weights_equals_that_of_the_dequantised_ones(kind: str, tmp_path: Path):
+    path = test_packed.write(tmp_path, kind)
+    tokens = jnp.asarray(tiny.prompt(NAME)[:14]).reshape(2, 7)
+    (kept, cfg), (plain, _) = (ferrum_jax.load_params(path, "float32", quantize=wish) for wish in ("keep", None))
+    run = jax.jit(models.forward, static_argnums=2)
+    np.testing.assert_allclose(run(kept, tokens, cfg), run(plain, tokens, cfg), rtol=0, atol=LOGITS)
+
+
+def test_only_blocks_that_divide_the_inputs_are_kept(tmp_path: Path):
+    narrower = test_packed.write(tmp_path / "narrower", "fp8_blocks")
+    message = r"down_proj\.weight cannot be kept as it is: blocks of 16 do not divide its 72 inputs"
+    with pytest.raises(UnsupportedError, match=message):
+        ferrum_jax.load_params(narrower, quantize="keep")
+    path = test_packed.write(tmp_path / "whole", "fp8_blocks", width=80)
+    kept, plain = (ferrum_jax.load_params(path, "float32", quantize=wish)[0] for wish in ("keep", None))
+    tiny.assert_same_tree(models.dequantise(kept), plain)
+    assert {(form.dtype, form.groups) for form in formats_of(kept).values()} == {
+        ("float8_e4m3fn", groups) for groups in (3, 5, 10)
+    }
+
+
+@pytest.mark.parametrize("kind", ["gptq_ordered", "gptq_ordered_v2"])
+def test_columns_ordered_by_activation_are_dequantised_but_not_kept(kind: str, tmp_path: Path):
+    path = test_packed.write(tmp_path, kind)
+    for ask in (lambda: ferrum_jax.load_params(path, quantize="keep"), lambda: ferrum_jax.load(path, quantize="keep")):
+        with pytest.raises(UnsupportedError, match=r"cannot be kept as it is: .*desc_act.*without quantize='keep'"):
+            ask()
+
+
+def test_weights_that_are_called_symmetric_but_are_not_are_refused(tmp_path: Path):
+    path = test_packed.write(tmp_path, "gptq_v2", sym=True)
+    with pytest.raises(InvalidFormatError, match="zero points are not all 8, though the weights are called symmetric"):
+        ferrum_jax.load_params(path, quantize="keep")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_kept_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path: Path):
+    shapes = {name: leaf.shape for name, leaf in tiny.tensors(WIDE).items() if leaf.ndim == 2}
+    drawn = {name: draw_blocks(kind, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    raw = {name: (data, GGMLQuantizationType[kind]) for name, data in drawn.items()}
+    file = write_gguf(tmp_path / "m.gguf", WIDE, raw=raw)
+    (kept, _), (plain, _) = (ferrum_jax.load_params(file, "float32", quantize=wish) for wish in ("keep", "none"))
+    assert formats_of(kept).keys() == shapes.keys()
+    for name, leaf in specs.named_leaves(plain).items():
+        found = specs.named_leaves(models.dequantise(kept))[name]
+        np.testing.assert_allclose(found, leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
+    name = test_packed.LEFT_OUT
+    expected = read_blocks(kind, drawn[name], shapes[name])
+    found = specs.named_leaves(models.dequantise(kept))[name]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+def test_a_kept_model_is_converted_laid_out_and_served(tmp_path: Path):
+    every, prompt = test_packed.write(tmp_path / "whole", "awq", whole=True), tiny.prompt(NAME)[:7]
+    expected, cfg = ferrum_jax.load_params(every, "float32", quantize="keep")
+    made = ferrum_jax.convert(every, tmp_path / "made", "float32", quantize="keep", progress=False)
+    for source in (made, every):
+        tiny.assert_same_tree(ferrum_jax.load_params(source, "float32", quantize="keep")[0], expected)
+    with pytest.raises(ConfigError, match=r"already \(uint4\): leave it out"):
+        ferrum_jax.load(made, quantize="int8")
+    with ferrum_jax.load(made, engine=ENGINE, layout="scanned", progress=False) as runner:
+        logits = runner.prefill("a", prompt)
+        assert runner.model_info().dtype is DataType.INT4
+        assert runner.model_info().num_parameters == sum(
+            leaf.size for leaf in tiny.tensors(test_packed.CONFIG).values()
+        )
+        held = runner.memory_usage().allocated_bytes - runner.plan.cache.num_bytes
+        assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(expected))
+    wanted = models.forward(models.dequantise(expected), jnp.asarray([prompt]), cfg)[0, -1]
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=LOGITS)
+
+
+def test_what_no_checkpoint_quantised_stays_as_it_is(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path / "plain", tiny.CONFIGS[NAME])
+    found, _ = ferrum_jax.load_params(folder, quantize="keep")
+    tiny.assert_same_tree(found, tiny.tiny_params(tiny.CONFIGS[NAME]))
+    made = ferrum_jax.convert(folder, tmp_path / "made", progress=False)
+    tiny.assert_same_tree(ferrum_jax.load_params(made, quantize="keep")[0], found)
