@@ -67,6 +67,16 @@ class SelectKey:
 
 
 @dataclass(frozen=True, order=True)
+class ScoreKey:
+    """The log-probability of a given token after each row of a step's logits, and the best token there."""
+
+    logit_rows: int  # R
+
+    def __str__(self) -> str:
+        return f"score R{self.logit_rows}"
+
+
+@dataclass(frozen=True, order=True)
 class CopyKey:
     """Copies of up to so many KV blocks, for sequences that stop sharing one."""
 
@@ -97,7 +107,7 @@ class InstallKey:
         return f"install A{self.max_loras} R{self.max_rank}"
 
 
-AnyKey = StepKey | LoopKey | SelectKey | CopyKey | GatherKey | InstallKey
+AnyKey = StepKey | LoopKey | SelectKey | ScoreKey | CopyKey | GatherKey | InstallKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +161,12 @@ class Ladders:
         """Every device call that legal traffic can need: the steps, and the small calls beside them."""
         steps = self.steps(adapters=adapters)
         selects = {SelectKey(key.num_logit_rows) for key in steps if key.outputs == Outputs.LAST.value}
+        scores = {ScoreKey(key.num_logit_rows) for key in steps if key.outputs == Outputs.ALL.value}
         return [
             *steps,
             *self.loops(adapters=adapters),
             *sorted(selects),
+            *sorted(scores),
             CopyKey(self.max_copies),
             GatherKey(self.table_columns),
         ]

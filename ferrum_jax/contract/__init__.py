@@ -57,6 +57,7 @@ from ferrum_jax.contract.policy import (
     LogitsReturnPolicy,
     TokenSelectionMask,
 )
+from ferrum_jax.contract.scoring import TokenScores as TokenScores
 from ferrum_jax.contract.slots import (
     ActiveLoraAdapter,
     KvSlotAllocation,
@@ -137,6 +138,7 @@ __all__ = [
     "SerializationError",
     "SpeculativeDecodeOutput",
     "SpeculativeExecutor",
+    "TokenScores",
     "TokenSelectionMask",
     "TokenizerError",
     "UnifiedBatch",

@@ -16,10 +16,11 @@ from ferrum_jax.contract.checks import (
     refuse_unequal,
 )
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
-from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
+from ferrum_jax.contract.scoring import TokenScores, scores_of
 from ferrum_jax.contract.slots import (
     ActiveLoraAdapter,
     KvSlotCapacitySnapshot,
@@ -32,6 +33,7 @@ Logits = NDArray[np.float32]  # [V]
 DecodeRow = tuple[str, int, int]  # cache id, token id, position
 UnifiedRow = tuple[str, Sequence[int], int, bool]  # cache id, token ids, position offset, is final chunk
 VerifyRow = tuple[str, Sequence[int]]  # cache id, token ids
+ScoreRow = tuple[str, Sequence[int], Sequence[int]]  # cache id, token ids, and the token after each of them
 
 
 class DecoderOnlyLLM(abc.ABC):
@@ -105,6 +107,19 @@ class DecoderOnlyLLM(abc.ABC):
         for cache_id, tokens in checked:
             checked_tokens(cache_id, tokens, self.config.vocab_size)
         return [self.forward_verify(cache_id, tokens) for cache_id, tokens in checked]
+
+    def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
+        """Appends each row's tokens and scores its targets: target i is the token after token i.
+
+        The default takes the logits of `forward_verify_batch` to the host.
+        """
+        checked = checked_rows("rows", rows, "cache_id tokens targets")
+        wanted = [checked_tokens(cache_id, targets, self.config.vocab_size) for cache_id, _, targets in checked]
+        for (cache_id, tokens, _), targets in zip(checked, wanted, strict=True):
+            if len(tokens) != len(targets):
+                raise RequestValidationError(f"{cache_id!r}: {len(tokens)} tokens, but {len(targets)} targets")
+        logits = self.forward_verify_batch([(cache_id, tokens) for cache_id, tokens, _ in checked])
+        return [scores_of(row, targets) for row, targets in zip(logits, wanted, strict=True)]
 
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows, final chunks and intermediate chunks in one forward; None where a chunk is not final."""

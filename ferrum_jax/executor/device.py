@@ -8,7 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import packing
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, GatherKey, LoopKey, Outputs, Piece, SelectKey, StepPlan
+from ferrum_jax.compile.buckets import (
+    AnyKey,
+    CopyKey,
+    GatherKey,
+    LoopKey,
+    Outputs,
+    Piece,
+    ScoreKey,
+    SelectKey,
+    StepPlan,
+)
 from ferrum_jax.compile.looping import LoopRow, pack_loop
 from ferrum_jax.compile.lowering import lower
 from ferrum_jax.compile.selecting import Greedy, packed_rows
@@ -35,6 +45,7 @@ class Row(NamedTuple):
     wanted: bool  # whether it answers
     policy: Greedy | None = None  # how, if not with all logits
     adapter: int = -1  # row of the adapters' stacks, -1 for none
+    targets: NDArray[np.int32] | None = None  # [n]: tokens to score, for steps with the outputs `ALL`
 
 
 class DeviceKv:
@@ -78,6 +89,16 @@ class DeviceKv:
     def give_up(self) -> None:
         """Counts the KV as lost: what the host knows of it may no longer be true."""
         self._kv = None
+
+    def free(self) -> None:
+        """Frees the KV."""
+        for leaf in jax.tree.leaves(self._kv):
+            leaf.delete()
+        self._kv = None
+
+    def set_params(self, params: ParamTree) -> None:
+        """Takes other parameters of the same shapes for all steps from now on."""
+        self._params = params
 
     def drop(self) -> None:
         """Frees the KV and forgets the parameters."""
@@ -184,6 +205,8 @@ class DeviceKv:
         if not wanted:
             jax.block_until_ready(outputs)
             return {}
+        if any(rows[piece.row].targets is not None for piece in wanted.values()):
+            return self._score(plan, outputs.logits, rows, get)
         if plan.key.outputs == Outputs.ALL.value:
             host, width = self._to_host(outputs.logits), plan.key.chunk_tokens
             return {piece.row: host[at * width : at * width + piece.size].copy() for at, piece in wanted.items()}
@@ -212,6 +235,17 @@ class DeviceKv:
             if policies[at] is not None:
                 answers[piece.row] = int(host[at])
         return answers
+
+    def _score(self, plan: StepPlan, logits: jax.Array, rows: Sequence[Row], get: GetStep) -> dict[int, Answer]:
+        """Gives the bits of each piece's best tokens, and its log-probabilities: `[2, n]`."""
+        targets = np.zeros((plan.key.chunk_rows, plan.key.chunk_tokens), np.int32)
+        for at, piece in enumerate(plan.chunks):
+            wanted = rows[piece.row].targets
+            assert wanted is not None, "a step scores all of its rows or none"
+            targets[at, : piece.size] = wanted[piece.start : piece.start + piece.size]
+        found = self._to_host(get(ScoreKey(targets.size))(logits, targets.ravel())).view(np.float32)
+        found = found.reshape(2, *targets.shape)
+        return {piece.row: found[:, at, : piece.size].copy() for at, piece in enumerate(plan.chunks)}
 
     def _to_host(self, array: jax.Array) -> NDArray[Any]:
         host = np.asarray(array)

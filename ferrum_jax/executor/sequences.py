@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import buckets
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepPlan
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, ScoreKey, SelectKey, StepPlan
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.scoring import TokenScores
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotAllocation, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor.adapters import NONE, Adapters
 from ferrum_jax.executor.counters import PrefixCounters
@@ -48,6 +49,15 @@ class Sequences:
         self.prefixes.evictions += self.slots.pool.evictions
         self.slots = self._empty_slots()
 
+    def forget_prefixes(self, why: str) -> None:
+        """Forgets what every block holds; raises RequestValidation, saying what for, while a sequence is live."""
+        if live := self.slots.cache_ids:
+            raise RequestValidationError(
+                f"{len(live)} sequences are live, {live[0]!r} among them: release them before {why}, or reset()"
+            )
+        self.prefixes.evictions += self.slots.pool.evictions
+        self.slots = self._empty_slots()
+
     def _empty_slots(self) -> SlotTable:
         return SlotTable(
             max_seqs=self.plan.max_seqs,
@@ -80,10 +90,15 @@ class Sequences:
 
     def verify(self, work: Sequence[Work]) -> list[NDArray[np.float32]]:
         """Appends each row's tokens; gives the logits of every one of them, `[n, V]`."""
-        growth = Growth(self.slots, [self._want(row.cache_id, row.tokens) for row in work])
-        plans = buckets.plan_verify([len(row.tokens) for row in work], self.plan.ladders)
-        found = self._run(growth, work, range(len(work)), [0] * len(work), plans)
-        return [np.concatenate([np.asarray(piece) for piece in pieces]) for pieces in found]
+        return [np.concatenate([np.asarray(piece) for piece in found]) for found in self._run_all(work)]
+
+    def score(self, work: Sequence[Work]) -> list[TokenScores]:
+        """Appends each row's tokens; gives the log-probability of the target after every one, and the best token."""
+        scores = []
+        for found in self._run_all(work):
+            bits, logprobs = np.concatenate([np.asarray(piece) for piece in found], axis=1)
+            scores.append(TokenScores(logprobs=logprobs, greedy_ids=bits.view(np.int32)))
+        return scores
 
     def prepare(self, cache_id: str, count: int) -> None:
         """Takes a slot for an id, if it has none, and compiles the steps for a prompt and for decoding after it."""
@@ -194,6 +209,12 @@ class Sequences:
         for key in keys:
             self.steps.get(key)
 
+    def _run_all(self, work: Sequence[Work]) -> list[list[Answer]]:
+        """Appends each row's tokens, computing all of them whatever prefix is known."""
+        growth = Growth(self.slots, [self._want(row.cache_id, row.tokens) for row in work])
+        plans = buckets.plan_verify([len(row.tokens) for row in work], self.plan.ladders)
+        return self._run(growth, work, range(len(work)), [0] * len(work), plans)
+
     def _run(
         self,
         growth: Growth,
@@ -209,7 +230,9 @@ class Sequences:
             plans = [_with_adapters(plan, [uses[index] for index in left]) for plan in plans]
         chosen = any(row.policy is not None and row.wanted for row in work)
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
-        self.make_ready([*(plan.key for plan in plans), *selects, *self.extra_keys(growth)])
+        scored = any(row.targets is not None for row in work)
+        scores = [ScoreKey(plan.key.num_logit_rows) for plan in plans] if scored else []
+        self.make_ready([*(plan.key for plan in plans), *selects, *scores, *self.extra_keys(growth)])
         pending: list[Callable[[], dict[int, Answer]]] = []
         answers: list[list[Answer]] = [[] for _ in left]
 
@@ -222,7 +245,8 @@ class Sequences:
             for index in left:
                 live, row, skip = growth.live(index), work[index], reused[index]
                 tokens = row.tokens[skip:] if skip else row.tokens
-                rows.append(Row(tokens, len(live.tokens) + skip, live.slot, row.wanted, row.policy, uses[index]))
+                at = len(live.tokens) + skip
+                rows.append(Row(tokens, at, live.slot, row.wanted, row.policy, uses[index], row.targets))
             for plan in plans:
                 if len(pending) == MOST_IN_FLIGHT:
                     collect()
