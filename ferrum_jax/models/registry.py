@@ -4,13 +4,15 @@ from types import ModuleType
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import llama
+from ferrum_jax.models import gemma, llama
 
-_FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}
+_FAMILIES: dict[str, ModuleType] = {
+    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
+}  # fmt: skip
 
 
 def family(cfg: ModelConfig) -> ModuleType:
-    """Gives the module with `param_specs`, `embed` and `forward` for this configuration."""
+    """Gives the module with `param_specs`, `FUSED` and `forward` for this configuration."""
     found = _FAMILIES.get(cfg.model_type)
     if found is None:
         raise UnsupportedError(f"model_type {cfg.model_type!r}: supported are {', '.join(_FAMILIES)}")
