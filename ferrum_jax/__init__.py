@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ferrum_jax.config import ModelConfig as ModelConfig
     from ferrum_jax.converting import convert as convert
     from ferrum_jax.executor.llm_executor import LlmExecutor as LlmExecutor
+    from ferrum_jax.executor.making import from_params as from_params
     from ferrum_jax.executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
     from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
@@ -40,6 +41,7 @@ _LAZY = {
     "LlmExecutorRegistry": "ferrum_jax.executor.registry",
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
+    "from_params": "ferrum_jax.executor.making",
     "generate_fn": "ferrum_jax.generate.rollout",
     "kv_spec": "ferrum_jax.generate.rollout",
     "SamplingParams": "ferrum_jax.generate.params",

@@ -26,6 +26,13 @@ class StepKey:
     table_columns: int  # M blocks per row
     outputs: str = Outputs.LAST.value
     adapters: bool = False  # whether rows may have a LoRA adapter
+    hidden: tuple[int, ...] = ()  # layers whose hidden states are shown
+    attention: tuple[int, ...] = ()  # layers whose attention weights are shown
+
+    @property
+    def is_watched(self) -> bool:
+        """True if it shows anything beside its outputs."""
+        return bool(self.hidden or self.attention)
 
     @property
     def num_logit_rows(self) -> int:
@@ -39,7 +46,8 @@ class StepKey:
 
     def __str__(self) -> str:
         name = f"D{self.decode_rows} P{self.chunk_rows}x{self.chunk_tokens} M{self.table_columns} {self.outputs}"
-        return f"{name} adapters" if self.adapters else name
+        name = f"{name} adapters" if self.adapters else name
+        return f"{name} hidden {self.hidden} attention {self.attention}" if self.is_watched else name
 
 
 @dataclass(frozen=True, order=True)

@@ -75,8 +75,10 @@ from ferrum_jax.contract.tensors import (
     UnifiedBatchItem,
 )
 from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
+from ferrum_jax.contract.watching import Watched
 
 # `IOError` and `TimeoutError` are here too, but `import *` does not bring them: they would hide the builtins.
+
 __all__ = [
     "ActiveLoraAdapter",
     "AlreadyExistsError",
@@ -144,4 +146,5 @@ __all__ = [
     "UnifiedBatch",
     "UnifiedBatchItem",
     "UnsupportedError",
+    "Watched",
 ]

@@ -28,6 +28,7 @@ from ferrum_jax.contract.slots import (
     KvSlotReservation,
 )
 from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
+from ferrum_jax.contract.watching import Watched
 
 Logits = NDArray[np.float32]  # [V]
 DecodeRow = tuple[str, int, int]  # cache id, token id, position
@@ -120,6 +121,15 @@ class DecoderOnlyLLM(abc.ABC):
                 raise RequestValidationError(f"{cache_id!r}: {len(tokens)} tokens, but {len(targets)} targets")
         logits = self.forward_verify_batch([(cache_id, tokens) for cache_id, tokens, _ in checked])
         return [scores_of(row, targets) for row, targets in zip(logits, wanted, strict=True)]
+
+    def watch(
+        self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
+    ) -> Watched:
+        """Appends `tokens` as `forward_verify` does; gives hidden states and attention weights of chosen layers, too.
+
+        `hidden` counts the layers before: 0 are the embeddings. `attention_weights` are layers from 0.
+        """
+        raise UnsupportedError(f"{type(self).__name__} does not show its layers")
 
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows, final chunks and intermediate chunks in one forward; None where a chunk is not final."""

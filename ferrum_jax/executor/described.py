@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from numpy.typing import NDArray
+
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import checked_id
+from ferrum_jax.contract.checks import checked_id, checked_int
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.llm import DecoderOnlyLLM
@@ -36,6 +38,21 @@ class Described(DecoderOnlyLLM):
     def config(self) -> LlmRuntimeConfig:
         """Sizes a scheduler needs; answers in every state."""
         return describe.runtime_config(self.model_config)
+
+    @property
+    def loop_tokens(self) -> int:
+        """Tokens that one device call of `decode_n` gives each row; 0 where there are no loops."""
+        return self.plan.ladders.loop_tokens
+
+    @serialised
+    def kv_capacity(self) -> int:
+        """Longest sequence one id can reach, in positions."""
+        return self.plan.kv_capacity
+
+    @serialised
+    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies one layer's keys (turned by RoPE) and values of a live sequence: `[positions, kv_heads, head_dim]`."""
+        return self._sequences.gather(checked_id(cache_id), checked_int("layer", layer, 0))
 
     @serialised
     def kv_len(self, cache_id: str) -> int | None:

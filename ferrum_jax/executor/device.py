@@ -30,6 +30,7 @@ from ferrum_jax.executor.kv_memory import KvMemory
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.watching import Seen
 
 T = TypeVar("T")
 Answer = NDArray[np.float32] | int
@@ -58,6 +59,7 @@ class DeviceKv:
         self._kv: KvState[jax.Array] | None = None
         self.fetched_bytes = 0  # that crossed to the host
         self.last_fetched_bytes = 0  # of them in the last call
+        self.seen: list[Seen[NDArray[Any]]] = []  # what steps have shown, in order, until somebody takes it
         self.reallocate()
 
     @property
@@ -207,6 +209,8 @@ class DeviceKv:
             return {}
         if any(rows[piece.row].targets is not None for piece in wanted.values()):
             return self._score(plan, outputs.logits, rows, get)
+        if outputs.seen is not None:
+            self.seen.append(jax.tree.map(self._to_host, outputs.seen))
         if plan.key.outputs == Outputs.ALL.value:
             host, width = self._to_host(outputs.logits), plan.key.chunk_tokens
             return {piece.row: host[at * width : at * width + piece.size].copy() for at, piece in wanted.items()}

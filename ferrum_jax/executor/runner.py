@@ -20,6 +20,7 @@ from ferrum_jax.contract.llm import DecodeRow, Logits, ScoreRow, UnifiedRow, Ver
 from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.scoring import TokenScores
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.watching import Watched
 from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.described import Described
@@ -33,6 +34,7 @@ from ferrum_jax.executor.weights import refuse_other_shapes
 from ferrum_jax.executor.work import appended, appended_rows, decode_rows, scored_rows, unified_rows
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.watching import Watch, checked_watch
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
@@ -129,6 +131,15 @@ class ModelRunner(Closing, Described):
         return self._sequences.score(scored_rows(rows, self._vocab_size))
 
     @serialised
+    def watch(
+        self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
+    ) -> Watched:
+        """Appends `tokens`; gives what is asked of each. A step for other layers compiles when it is first needed."""
+        row = appended(cache_id, tokens, self._vocab_size)
+        wanted = Watch(hidden=tuple(hidden), attention=tuple(attention_weights))
+        return self._sequences.watch(row, checked_watch(wanted, self.model_config))
+
+    @serialised
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
         return [None if row is None else expected_logits(row) for row in self._unify(items)]
@@ -148,11 +159,6 @@ class ModelRunner(Closing, Described):
         first, so that a call that runs short of blocks changes nothing.
         """
         return self._loops.decode(runs, until_one_ends=checked_flag("until_one_ends", until_one_ends))
-
-    @property
-    def loop_tokens(self) -> int:
-        """Tokens that one device call of `decode_n` gives each row; 0 where there are no loops."""
-        return self.plan.ladders.loop_tokens
 
     @serialised
     def unified_forward_can_return_full_logits(self) -> bool:
@@ -202,16 +208,6 @@ class ModelRunner(Closing, Described):
         """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
         hint = checked_int("capacity_hint", capacity_hint, 0)
         self._sequences.slots.refuse_past_capacity(checked_id(cache_id), hint)
-
-    @serialised
-    def kv_capacity(self) -> int:
-        """Longest sequence one id can reach, in positions."""
-        return self.plan.kv_capacity
-
-    @serialised
-    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Copies one layer's keys (turned by RoPE) and values of a live sequence: `[positions, kv_heads, head_dim]`."""
-        return self._sequences.gather(checked_id(cache_id), checked_int("layer", layer, 0))
 
     @serialised
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:

@@ -13,6 +13,7 @@ from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.scoring import TokenScores
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotAllocation, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.watching import Watched
 from ferrum_jax.executor.adapters import NONE, Adapters
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, Row
@@ -21,6 +22,7 @@ from ferrum_jax.executor.work import Work, checked_requests
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.slots import SlotTable
+from ferrum_jax.models.watching import Watch
 from ferrum_jax.weights.peft import PeftAdapter
 
 NOTHING = np.zeros(0, np.int32)
@@ -99,6 +101,28 @@ class Sequences:
             bits, logprobs = np.concatenate([np.asarray(piece) for piece in found], axis=1)
             scores.append(TokenScores(logprobs=logprobs, greedy_ids=bits.view(np.int32)))
         return scores
+
+    def watch(self, row: Work, wanted: Watch) -> Watched:
+        """Appends one row's tokens; gives logits, hidden states and attention weights of every one of them."""
+        self.device.seen = []
+        start, (found,) = self.slots.length(row.cache_id), self._run_all([row], wanted)
+        end, pieces, self.device.seen = start + len(row.tokens), self.device.seen, []
+        sizes = [len(np.asarray(logits)) for logits in found]
+        return Watched(
+            logits=np.concatenate([np.asarray(logits) for logits in found]),
+            hidden={
+                layer: np.concatenate(
+                    [seen.hidden[layer][:n].astype(np.float32) for seen, n in zip(pieces, sizes, strict=True)]
+                )
+                for layer in wanted.hidden
+            },
+            attention_weights={
+                layer: np.concatenate(
+                    [seen.attention[layer][0][0, :, :n, :end] for seen, n in zip(pieces, sizes, strict=True)], axis=1
+                )
+                for layer in wanted.attention
+            },
+        )
 
     def prepare(self, cache_id: str, count: int) -> None:
         """Takes a slot for an id, if it has none, and compiles the steps for a prompt and for decoding after it."""
@@ -209,10 +233,13 @@ class Sequences:
         for key in keys:
             self.steps.get(key)
 
-    def _run_all(self, work: Sequence[Work]) -> list[list[Answer]]:
+    def _run_all(self, work: Sequence[Work], watch: Watch = Watch()) -> list[list[Answer]]:
         """Appends each row's tokens, computing all of them whatever prefix is known."""
         growth = Growth(self.slots, [self._want(row.cache_id, row.tokens) for row in work])
         plans = buckets.plan_verify([len(row.tokens) for row in work], self.plan.ladders)
+        if watch != Watch():
+            shown = {"hidden": watch.hidden, "attention": watch.attention}
+            plans = [replace(plan, key=replace(plan.key, **shown)) for plan in plans]
         return self._run(growth, work, range(len(work)), [0] * len(work), plans)
 
     def _run(

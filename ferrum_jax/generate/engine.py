@@ -178,7 +178,8 @@ class Engine:
         running: list[Request] = []
         with contextlib.suppress(ResourceExhaustedError, UnsupportedError):
             while request.copies and len(self._running) < self._room:
-                self.model.fork(request.cache_id, request.copies[0].cache_id)
+                if request.num_read:  # otherwise there is nothing to share
+                    self.model.fork(request.cache_id, request.copies[0].cache_id)
                 copy = request.copies.pop(0)
                 copy.num_read = request.num_read
                 self._running.append(copy)

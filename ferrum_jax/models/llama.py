@@ -45,3 +45,4 @@ def _layer(
 
 
 forward = partial(decoder.forward, _layer)
+head = decoder.head

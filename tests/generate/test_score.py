@@ -100,6 +100,8 @@ def test_one_prompt_goes_before_every_continuation_and_is_read_once(
     for score, after in zip(scores, continuations, strict=True):
         assert (score.prompt_token_ids, score.token_ids) == (prompt, after)
         np.testing.assert_allclose(score.logprobs, chosen(oracle, prompt + after, len(prompt)), rtol=0, atol=TOLERANCE)
+    short = llm.score([7], [[token] for token in range(6)])  # nothing is read before what is scored
+    np.testing.assert_allclose([score.total for score in short], oracle([7])[-1][:6], rtol=0, atol=TOLERANCE)
     many = llm.score(prompt, [[token] for token in range(20)])  # more than there are slots
     found = [score.total for score in many]
     np.testing.assert_allclose(found, oracle(prompt)[-1][:20], rtol=0, atol=TOLERANCE)
