@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from ferrum_jax.config import ModelConfig as ModelConfig
     from ferrum_jax.converting import convert as convert
     from ferrum_jax.executor.llm_executor import LlmExecutor as LlmExecutor
+    from ferrum_jax.executor.making import from_params as from_params
     from ferrum_jax.executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
     from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
     from ferrum_jax.generate.llm import LLM as LLM
     from ferrum_jax.generate.params import SamplingParams as SamplingParams
+    from ferrum_jax.generate.rollout import generate_fn as generate_fn
+    from ferrum_jax.generate.rollout import kv_spec as kv_spec
     from ferrum_jax.generate.speculation import Speculation as Speculation
     from ferrum_jax.loading import load as load
     from ferrum_jax.loading import load_params as load_params
@@ -38,6 +41,9 @@ _LAZY = {
     "LlmExecutorRegistry": "ferrum_jax.executor.registry",
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
+    "from_params": "ferrum_jax.executor.making",
+    "generate_fn": "ferrum_jax.generate.rollout",
+    "kv_spec": "ferrum_jax.generate.rollout",
     "SamplingParams": "ferrum_jax.generate.params",
     "Speculation": "ferrum_jax.generate.speculation",
     "load": "ferrum_jax.loading",

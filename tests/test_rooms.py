@@ -10,7 +10,7 @@ import ferrum_jax
 ROOT = Path(ferrum_jax.__file__).parent
 ORDER = [
     "contract", "config", "progress", "sharding", "kvcache", "models", "weights", "sampling", "compile", "executor",
-    "wheel_model", "hub", "loading", "factory", "generate", "converting", "cli",
+    "wheel_model", "hub", "loading", "factory", "generate", "harness", "converting", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 CORE = ("models", "sampling", "kvcache/state.py", "weights/assemble.py")

@@ -26,6 +26,13 @@ class StepKey:
     table_columns: int  # M blocks per row
     outputs: str = Outputs.LAST.value
     adapters: bool = False  # whether rows may have a LoRA adapter
+    hidden: tuple[int, ...] = ()  # layers whose hidden states are shown
+    attention: tuple[int, ...] = ()  # layers whose attention weights are shown
+
+    @property
+    def is_watched(self) -> bool:
+        """True if it shows anything beside its outputs."""
+        return bool(self.hidden or self.attention)
 
     @property
     def num_logit_rows(self) -> int:
@@ -39,7 +46,8 @@ class StepKey:
 
     def __str__(self) -> str:
         name = f"D{self.decode_rows} P{self.chunk_rows}x{self.chunk_tokens} M{self.table_columns} {self.outputs}"
-        return f"{name} adapters" if self.adapters else name
+        name = f"{name} adapters" if self.adapters else name
+        return f"{name} hidden {self.hidden} attention {self.attention}" if self.is_watched else name
 
 
 @dataclass(frozen=True, order=True)
@@ -64,6 +72,16 @@ class SelectKey:
 
     def __str__(self) -> str:
         return f"select R{self.logit_rows}"
+
+
+@dataclass(frozen=True, order=True)
+class ScoreKey:
+    """The log-probability of a given token after each row of a step's logits, and the best token there."""
+
+    logit_rows: int  # R
+
+    def __str__(self) -> str:
+        return f"score R{self.logit_rows}"
 
 
 @dataclass(frozen=True, order=True)
@@ -97,7 +115,7 @@ class InstallKey:
         return f"install A{self.max_loras} R{self.max_rank}"
 
 
-AnyKey = StepKey | LoopKey | SelectKey | CopyKey | GatherKey | InstallKey
+AnyKey = StepKey | LoopKey | SelectKey | ScoreKey | CopyKey | GatherKey | InstallKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +169,12 @@ class Ladders:
         """Every device call that legal traffic can need: the steps, and the small calls beside them."""
         steps = self.steps(adapters=adapters)
         selects = {SelectKey(key.num_logit_rows) for key in steps if key.outputs == Outputs.LAST.value}
+        scores = {ScoreKey(key.num_logit_rows) for key in steps if key.outputs == Outputs.ALL.value}
         return [
             *steps,
             *self.loops(adapters=adapters),
             *sorted(selects),
+            *sorted(scores),
             CopyKey(self.max_copies),
             GatherKey(self.table_columns),
         ]

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.compile.bits import num_words
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, InstallKey, LoopKey, SelectKey, StepKey
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, InstallKey, LoopKey, ScoreKey, SelectKey, StepKey
 from ferrum_jax.compile.looping import decode_loop, loop_size
+from ferrum_jax.compile.scoring import score
 from ferrum_jax.compile.selecting import select
 from ferrum_jax.compile.steps import lower_step
 from ferrum_jax.config import ModelConfig
@@ -36,9 +37,11 @@ def lower(
         dtype = jax.tree.leaves(loras)[0].dtype.name
         spec = LoraSpec(max_loras=key.max_loras, max_rank=key.max_rank)
         return jax.jit(adapters.install).lower(loras, specs.shapes(adapters.adapter_specs(cfg, spec), dtype), _ints())
-    if isinstance(key, SelectKey):
+    if isinstance(key, SelectKey | ScoreKey):
         placed = jax.tree.leaves(kv)[0].sharding
         logits = jax.ShapeDtypeStruct((key.logit_rows, cfg.vocab_size), jnp.float32, sharding=placed)
+        if isinstance(key, ScoreKey):
+            return jax.jit(score).lower(logits, _ints(key.logit_rows))
         return jax.jit(select).lower(logits, _ints(1 + key.logit_rows * (1 + 2 * num_words(cfg.vocab_size))))
     if isinstance(key, CopyKey):
         return jax.jit(state.copy_blocks, donate_argnums=0).lower(kv, _ints(key.blocks, 2), _ints())

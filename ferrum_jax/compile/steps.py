@@ -22,6 +22,7 @@ from ferrum_jax.contract.errors import BackendError
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.watching import Seen, Watch
 
 _log = logging.getLogger(__name__)
 Key = TypeVar("Key", bound=Hashable)
@@ -35,6 +36,7 @@ class StepOutputs:
     logits: jax.Array | None = None  # float32 [R, V]
     token_ids: jax.Array | None = None  # int32 [R]
     logprobs: jax.Array | None = None  # float32 [R], of `token_ids`
+    seen: Seen[jax.Array] | None = None  # of the layers that the key names
 
 
 def step(
@@ -48,7 +50,12 @@ def step(
     attention: str = "xla",
 ) -> tuple[StepOutputs, KvState[jax.Array]]:
     """Runs the new tokens of one packed batch through the model. `kv` is donated."""
-    logits, kv = family(cfg).forward(params, kv, unpack(buffer, key), cfg, loras=loras, attention=attention)
+    run = functools.partial(family(cfg).forward, loras=loras, attention=attention)
+    if key.is_watched:
+        watch = Watch(hidden=key.hidden, attention=key.attention)
+        logits, kv, seen = run(params, kv, unpack(buffer, key), cfg, watch=watch)
+        return StepOutputs(logits=logits, seen=seen), kv
+    logits, kv = run(params, kv, unpack(buffer, key), cfg)
     return StepOutputs(logits=logits), kv
 
 

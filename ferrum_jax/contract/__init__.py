@@ -57,6 +57,7 @@ from ferrum_jax.contract.policy import (
     LogitsReturnPolicy,
     TokenSelectionMask,
 )
+from ferrum_jax.contract.scoring import TokenScores as TokenScores
 from ferrum_jax.contract.slots import (
     ActiveLoraAdapter,
     KvSlotAllocation,
@@ -74,8 +75,10 @@ from ferrum_jax.contract.tensors import (
     UnifiedBatchItem,
 )
 from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
+from ferrum_jax.contract.watching import Watched
 
 # `IOError` and `TimeoutError` are here too, but `import *` does not bring them: they would hide the builtins.
+
 __all__ = [
     "ActiveLoraAdapter",
     "AlreadyExistsError",
@@ -137,9 +140,11 @@ __all__ = [
     "SerializationError",
     "SpeculativeDecodeOutput",
     "SpeculativeExecutor",
+    "TokenScores",
     "TokenSelectionMask",
     "TokenizerError",
     "UnifiedBatch",
     "UnifiedBatchItem",
     "UnsupportedError",
+    "Watched",
 ]

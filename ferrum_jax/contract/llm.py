@@ -16,10 +16,11 @@ from ferrum_jax.contract.checks import (
     refuse_unequal,
 )
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
-from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
+from ferrum_jax.contract.scoring import TokenScores, scores_of
 from ferrum_jax.contract.slots import (
     ActiveLoraAdapter,
     KvSlotCapacitySnapshot,
@@ -27,11 +28,13 @@ from ferrum_jax.contract.slots import (
     KvSlotReservation,
 )
 from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
+from ferrum_jax.contract.watching import Watched
 
 Logits = NDArray[np.float32]  # [V]
 DecodeRow = tuple[str, int, int]  # cache id, token id, position
 UnifiedRow = tuple[str, Sequence[int], int, bool]  # cache id, token ids, position offset, is final chunk
 VerifyRow = tuple[str, Sequence[int]]  # cache id, token ids
+ScoreRow = tuple[str, Sequence[int], Sequence[int]]  # cache id, token ids, and the token after each of them
 
 
 class DecoderOnlyLLM(abc.ABC):
@@ -105,6 +108,28 @@ class DecoderOnlyLLM(abc.ABC):
         for cache_id, tokens in checked:
             checked_tokens(cache_id, tokens, self.config.vocab_size)
         return [self.forward_verify(cache_id, tokens) for cache_id, tokens in checked]
+
+    def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
+        """Appends each row's tokens and scores its targets: target i is the token after token i.
+
+        The default takes the logits of `forward_verify_batch` to the host.
+        """
+        checked = checked_rows("rows", rows, "cache_id tokens targets")
+        wanted = [checked_tokens(cache_id, targets, self.config.vocab_size) for cache_id, _, targets in checked]
+        for (cache_id, tokens, _), targets in zip(checked, wanted, strict=True):
+            if len(tokens) != len(targets):
+                raise RequestValidationError(f"{cache_id!r}: {len(tokens)} tokens, but {len(targets)} targets")
+        logits = self.forward_verify_batch([(cache_id, tokens) for cache_id, tokens, _ in checked])
+        return [scores_of(row, targets) for row, targets in zip(logits, wanted, strict=True)]
+
+    def watch(
+        self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
+    ) -> Watched:
+        """Appends `tokens` as `forward_verify` does; gives hidden states and attention weights of chosen layers, too.
+
+        `hidden` counts the layers before: 0 are the embeddings. `attention_weights` are layers from 0.
+        """
+        raise UnsupportedError(f"{type(self).__name__} does not show its layers")
 
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows, final chunks and intermediate chunks in one forward; None where a chunk is not final."""

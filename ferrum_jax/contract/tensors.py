@@ -43,8 +43,8 @@ class PrefillOutput:
 
     logits: Any  # float32 [batch, seq, vocab]
     kv_cache: KvCacheHandle
-    hidden_states: Sequence[Any] | None = None  # per layer [batch, seq, hidden]
-    attention_weights: Sequence[Any] | None = None  # per layer [batch, heads, seq, positions]
+    hidden_states: Sequence[Any] | None = None  # [batch, seq, hidden] of each layer that was asked for
+    attention_weights: Sequence[Any] | None = None  # [batch, heads, seq, positions] of each layer that was asked for
 
     def last_token_logits(self) -> Any:
         """Logits of the last position, `[batch, vocab]`."""

@@ -1,14 +1,14 @@
 """Which adapters are loaded, in which row of the stacks, and which sequence is bound to which."""
 
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from ferrum_jax.compile.buckets import InstallKey
+from ferrum_jax.compile.buckets import InstallKey, StepPlan
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import (
@@ -191,3 +191,10 @@ def _refuse_nameless(name: Any) -> None:
 
 def _called(name: str | None) -> str:
     return "no adapter" if name is None else f"adapter {name!r}"
+
+
+def with_adapters(plan: StepPlan, uses: Sequence[int]) -> StepPlan:
+    """Gives the plan for a step with adapters if any of its rows uses one; `uses` are rows of the stacks."""
+    if all(uses[piece.row] == NONE for piece in (*plan.decodes, *plan.chunks)):
+        return plan
+    return replace(plan, key=replace(plan.key, adapters=True))

@@ -15,6 +15,7 @@ from ferrum_jax.compile.buckets import (
     LoopKey,
     Outputs,
     Piece,
+    ScoreKey,
     SelectKey,
     StepKey,
     StepPlan,
@@ -31,6 +32,7 @@ from ferrum_jax.executor.steady import Steady
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.watching import Seen
 
 T = TypeVar("T")
 Answer = NDArray[np.float32] | int
@@ -46,6 +48,7 @@ class Row(NamedTuple):
     wanted: bool  # whether it answers
     policy: Greedy | None = None  # how, if not with all logits
     adapter: int = -1  # row of the adapters' stacks, -1 for none
+    targets: NDArray[np.int32] | None = None  # [n]: tokens to score, for steps with the outputs `ALL`
 
 
 class DeviceKv:
@@ -58,6 +61,7 @@ class DeviceKv:
         self._kv: KvState[jax.Array] | None = None
         self.fetched_bytes = 0  # that crossed to the host
         self.last_fetched_bytes = 0  # of them in the last call
+        self._seen: list[Seen[NDArray[Any]]] = []  # what steps have shown, in order
         self.reallocate()
 
     @property
@@ -86,9 +90,24 @@ class DeviceKv:
         self._kv = None
         self._kv = self._memory.allocate()
 
+    def take_seen(self) -> list[Seen[NDArray[Any]]]:
+        """Gives what steps have shown since the last time."""
+        seen, self._seen = self._seen, []
+        return seen
+
     def give_up(self) -> None:
         """Counts the KV as lost: what the host knows of it may no longer be true."""
         self._kv = None
+
+    def free(self) -> None:
+        """Frees the KV."""
+        for leaf in jax.tree.leaves(self._kv):
+            leaf.delete()
+        self._kv = None
+
+    def set_params(self, params: ParamTree) -> None:
+        """Takes other parameters of the same shapes for all steps from now on."""
+        self._params = params
 
     def drop(self) -> None:
         """Frees the KV and forgets the parameters."""
@@ -224,6 +243,10 @@ class DeviceKv:
         if not wanted:
             jax.block_until_ready(outputs)
             return {}
+        if any(rows[piece.row].targets is not None for piece in wanted.values()):
+            return self._score(plan, outputs.logits, rows, get)
+        if outputs.seen is not None:
+            self._seen.append(jax.tree.map(self._to_host, outputs.seen))
         if plan.key.outputs == Outputs.ALL.value:
             host, width = self._to_host(outputs.logits), plan.key.chunk_tokens
             return {piece.row: host[at * width : at * width + piece.size].copy() for at, piece in wanted.items()}
@@ -252,6 +275,17 @@ class DeviceKv:
             if policies[at] is not None:
                 answers[piece.row] = int(host[at])
         return answers
+
+    def _score(self, plan: StepPlan, logits: jax.Array, rows: Sequence[Row], get: GetStep) -> dict[int, Answer]:
+        """Gives the bits of each piece's best tokens, and its log-probabilities: `[2, n]`."""
+        targets = np.zeros((plan.key.chunk_rows, plan.key.chunk_tokens), np.int32)
+        for at, piece in enumerate(plan.chunks):
+            wanted = rows[piece.row].targets
+            assert wanted is not None, "a step scores all of its rows or none"
+            targets[at, : piece.size] = wanted[piece.start : piece.start + piece.size]
+        found = self._to_host(get(ScoreKey(targets.size))(logits, targets.ravel())).view(np.float32)
+        found = found.reshape(2, *targets.shape)
+        return {piece.row: found[:, at, : piece.size].copy() for at, piece in enumerate(plan.chunks)}
 
     def _to_host(self, array: jax.Array) -> NDArray[Any]:
         host = np.asarray(array)

@@ -5,6 +5,7 @@ Each function is called by the holder of the lock, and raises with every change 
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ferrum_jax.contract.errors import ModelError, RequestValidationError, Resou
 from ferrum_jax.contract.llm import Logits, choose
 from ferrum_jax.contract.policy import FullLogits
 from ferrum_jax.contract.slots import KvSlotRequest
+from ferrum_jax.contract.watching import Watched
 from ferrum_jax.executor.handle import current
 from ferrum_jax.executor.inputs import RowInput
 from ferrum_jax.executor.ledger import Ledger, TrackedSequence
@@ -22,7 +24,8 @@ from ferrum_jax.executor.profile import overrides
 from ferrum_jax.executor.savepoint import Savepoint
 
 Answer = Logits | int
-Prefill = Callable[[Savepoint, Sequence[TrackedSequence], Sequence[RowInput]], list[NDArray[np.float32]]]
+Prefilled = NDArray[np.float32] | Watched
+Prefill = Callable[[Savepoint, Sequence[TrackedSequence], Sequence[RowInput]], list[Prefilled]]
 
 
 def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequence]:
@@ -57,12 +60,12 @@ def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequenc
     return opened
 
 
-def prefill(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[NDArray[np.float32]]:
+def prefill(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[Prefilled]:
     """Appends one chunk after another: `[1, V]` of its last token, or `[n, V]` where all logits are asked for."""
     model, answers = point.ledger.model, []
     for live, row in zip(opened, rows, strict=True):
-        if row.options.full_logits:
-            answers.append(verify(point, live, row.tokens))
+        if _is_apart(row):
+            answers.append(_apart(point, live, row))
             continue
         logits = model.prefill(live.cache_id, row.tokens.tolist())
         point.ledger.advance(live, len(row.tokens))
@@ -70,14 +73,27 @@ def prefill(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[
     return answers
 
 
-def prefill_cohort(
-    point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]
-) -> list[NDArray[np.float32]]:
+def _is_apart(row: RowInput) -> bool:
+    """True of a chunk that has a forward of its own, for all logits or for what its layers show."""
+    return row.options.full_logits or row.options.is_watched
+
+
+def _apart(point: Savepoint, live: TrackedSequence, row: RowInput) -> Prefilled:
+    options, model = row.options, point.ledger.model
+    if not options.is_watched:
+        return verify(point, live, row.tokens)
+    layers = {"hidden": options.hidden_layers, "attention_weights": options.attention_layers}
+    seen = model.watch(live.cache_id, row.tokens.tolist(), **layers)
+    point.ledger.advance(live, len(row.tokens))
+    return seen if options.full_logits else replace(seen, logits=seen.logits[-1:])
+
+
+def prefill_cohort(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[Prefilled]:
     """As `prefill`, with one forward for all chunks of which only the last token's logits are asked for."""
-    last = [pair for pair in zip(opened, rows, strict=True) if not pair[1].options.full_logits]
+    last = [pair for pair in zip(opened, rows, strict=True) if not _is_apart(pair[1])]
     answers = iter(unified(point, [live for live, _ in last], [row for _, row in last]) if last else [])
     return [
-        verify(point, live, row.tokens) if row.options.full_logits else np.asarray(next(answers))[None]
+        _apart(point, live, row) if _is_apart(row) else np.asarray(next(answers))[None]
         for live, row in zip(opened, rows, strict=True)
     ]
 

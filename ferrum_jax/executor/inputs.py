@@ -11,7 +11,7 @@ from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int, ch
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.tensors import DecodeInput, PrefillInput, UnifiedBatchItem
-from ferrum_jax.executor.metadata import FULL_LOGITS, Options, read_options
+from ferrum_jax.executor.metadata import ATTENTION_LAYERS, FULL_LOGITS, HIDDEN_LAYERS, Options, read_options
 
 T = TypeVar("T")
 
@@ -176,5 +176,7 @@ def _refuse_masked(name: str, given: Any, count: int) -> None:
 
 def _refuse_contradiction(label: str, policy: LogitsReturnPolicy, options: Options, vocab_size: int) -> None:
     refuse_policy(policy, vocab_size)
+    if options.is_watched:
+        raise UnsupportedError(f"{label}: {HIDDEN_LAYERS} and {ATTENTION_LAYERS} are for prefill, and for it alone")
     if options.full_logits and not isinstance(policy, FullLogits):
         raise RequestValidationError(f"{label}: {FULL_LOGITS} contradicts the policy {type(policy).__name__}")

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from ferrum_jax.contract.errors import CancelledError, DeviceError
+from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError
 from ferrum_jax.contract.execution import ExecutorState
 
 P = ParamSpec("P")
@@ -27,6 +27,7 @@ class Lifecycle:
         self._noun = noun
         self._is_lost = is_lost
         self._failure = ""
+        self.paused = ""  # why nothing may be called for now, though the state is Ready
 
     def refuse_closed(self) -> None:
         """Raises CancelledError after `close`."""
@@ -34,8 +35,14 @@ class Lifecycle:
             raise CancelledError(f"this {self._noun} is closed")
 
     def refuse_unless_ready(self) -> None:
-        """Raises after `close`, and DeviceError after a failure."""
+        """Raises after `close`, DeviceError after a failure, and RequestValidationError while it is paused."""
         self.refuse_closed()
+        self.refuse_failed()
+        if self.paused:
+            raise RequestValidationError(self.paused)
+
+    def refuse_failed(self) -> None:
+        """Raises DeviceError after a failure."""
         if self.state is ExecutorState.Error:
             raise DeviceError(f"a step failed on the device, only reset() helps: {self._failure}")
 

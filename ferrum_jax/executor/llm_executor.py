@@ -105,7 +105,9 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     async def prefill(self, input: PrefillInput) -> PrefillOutput:
         """Reads a prompt, or its next chunk: `input_ids [1, n]` gives `logits [1, 1, vocab]` of the last token.
 
-        With the metadata `ferrum_require_full_logits` it gives `[1, n, vocab]`.
+        With the metadata `ferrum_require_full_logits` it gives `[1, n, vocab]`. With `ferrum_hidden_layers` and
+        `ferrum_attention_layers`, lists of layers as `DecoderOnlyLLM.watch` counts them, the output has their hidden
+        states and attention weights, in the order of the lists.
         """
         (given,) = checked_list("inputs", [input], PrefillInput)
         row = prefill_row("input", given, self._vocab_size)
@@ -314,7 +316,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     async def _prefill(self, rows: Sequence[RowInput], forward: forwards.Prefill) -> list[PrefillOutput]:
         def work(point: Savepoint) -> list[PrefillOutput]:
             opened = forwards.open_rows(point, rows)
-            return prefill_outputs(self._place, opened, forward(point, opened, rows))
+            return prefill_outputs(self._place, opened, forward(point, opened, rows), [row.options for row in rows])
 
         return await self._run("prefill", rows, work)
 

@@ -14,7 +14,9 @@ LORA_PATH = "ferrum_lora_path"
 FULL_LOGITS = "ferrum_require_full_logits"
 CAPACITY_HINT = "ferrum_kv_capacity_hint"
 ADMISSION_TARGET = "ferrum_kv_admission_target_len"
-KEYS = (LORA_ADAPTER, LORA_PATH, FULL_LOGITS, CAPACITY_HINT, ADMISSION_TARGET)
+HIDDEN_LAYERS = "ferrum_hidden_layers"
+ATTENTION_LAYERS = "ferrum_attention_layers"
+KEYS = (LORA_ADAPTER, LORA_PATH, FULL_LOGITS, CAPACITY_HINT, ADMISSION_TARGET, HIDDEN_LAYERS, ATTENTION_LAYERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,13 @@ class Options:
     full_logits: bool = False  # of every position in a prefill; no shortcut in a decode
     capacity_hint: int | None = None  # positions the sequence may reach
     admission_target: int | None = None  # positions that must fit before anything runs
+    hidden_layers: tuple[int, ...] = ()  # whose hidden states a prefill gives, as `DecoderOnlyLLM.watch` counts them
+    attention_layers: tuple[int, ...] = ()  # whose attention weights a prefill gives
+
+    @property
+    def is_watched(self) -> bool:
+        """True if it asks for anything of a layer."""
+        return bool(self.hidden_layers or self.attention_layers)
 
 
 def read_options(label: str, metadata: Any) -> Options:
@@ -47,6 +56,8 @@ def read_options(label: str, metadata: Any) -> Options:
         full_logits=bool(full_logits),
         capacity_hint=_positions(label, CAPACITY_HINT, ours),
         admission_target=_positions(label, ADMISSION_TARGET, ours),
+        hidden_layers=_layers(label, HIDDEN_LAYERS, ours),
+        attention_layers=_layers(label, ATTENTION_LAYERS, ours),
     )
 
 
@@ -64,3 +75,12 @@ def _adapter(label: str, name: Any, path: Any) -> ActiveLoraAdapter | None:
 def _positions(label: str, key: str, metadata: Mapping[str, Any]) -> int | None:
     value = metadata.get(key)
     return None if value is None else checked_int(f"{label}: {key}", value, 0)
+
+
+def _layers(label: str, key: str, metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    given = metadata.get(key)
+    if given is None:
+        return ()
+    if not isinstance(given, list | tuple):
+        raise RequestValidationError(f"{label}: {key} is {shown(given)}, expected a list of layers")
+    return tuple(checked_int(f"{label}: {key}", layer, 0) for layer in given)

@@ -7,8 +7,10 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.contract.tensors import DecodeOutput, PrefillOutput
+from ferrum_jax.contract.watching import Watched
 from ferrum_jax.executor.handle import LlmKvCacheHandle, Place
 from ferrum_jax.executor.ledger import TrackedSequence
+from ferrum_jax.executor.metadata import Options
 
 
 def handle_of(place: Place, live: TrackedSequence) -> LlmKvCacheHandle:
@@ -17,13 +19,29 @@ def handle_of(place: Place, live: TrackedSequence) -> LlmKvCacheHandle:
 
 
 def prefill_outputs(
-    place: Place, opened: Sequence[TrackedSequence], logits: Sequence[NDArray[np.float32]]
+    place: Place,
+    opened: Sequence[TrackedSequence],
+    found: Sequence[NDArray[np.float32] | Watched],
+    asked: Sequence[Options],
 ) -> list[PrefillOutput]:
-    """Gives `[1, n, V]` for every `[n, V]`."""
-    return [
-        PrefillOutput(logits=rows[None], kv_cache=handle_of(place, live))
-        for live, rows in zip(opened, logits, strict=True)
-    ]
+    """Gives `[1, n, V]` for every `[n, V]`, and what was watched in the order in which it was asked for."""
+    outputs = []
+    for live, one, options in zip(opened, found, asked, strict=True):
+        handle = handle_of(place, live)
+        if not isinstance(one, Watched):
+            outputs.append(PrefillOutput(logits=one[None], kv_cache=handle))
+            continue
+        hidden = [one.hidden[layer][None] for layer in options.hidden_layers]
+        weights = [one.attention_weights[layer][None] for layer in options.attention_layers]
+        outputs.append(
+            PrefillOutput(
+                logits=one.logits[None],
+                kv_cache=handle,
+                hidden_states=hidden or None,
+                attention_weights=weights or None,
+            )
+        )
+    return outputs
 
 
 def decode_output(handle: LlmKvCacheHandle, answer: Logits | int) -> DecodeOutput:

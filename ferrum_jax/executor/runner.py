@@ -15,29 +15,31 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
 from ferrum_jax.contract.errors import RequestValidationError, shown
-from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
-from ferrum_jax.contract.handles import BlockTable
-from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, UnifiedRow, VerifyRow
+from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.contract.llm import DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
 from ferrum_jax.contract.policy import LogitsReturnPolicy
-from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
-from ferrum_jax.executor import describe
+from ferrum_jax.contract.scoring import TokenScores
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.watching import Watched
 from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.executor.counters import DecodeBatchCounters
+from ferrum_jax.executor.described import Described
 from ferrum_jax.executor.device import Answer, DeviceKv, expected, expected_logits
 from ferrum_jax.executor.kv_memory import KvMemory
 from ferrum_jax.executor.lifecycle import Closing, Lifecycle, serialised
 from ferrum_jax.executor.loops import Loops
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.executor.work import appended, appended_rows, unified_rows
+from ferrum_jax.executor.weights import refuse_other_shapes
+from ferrum_jax.executor.work import appended, appended_rows, scored_rows, unified_rows
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.watching import Watch, checked_watch
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
 
-class ModelRunner(Closing, DecoderOnlyLLM):
+class ModelRunner(Closing, Described):
     """Live sequences of one model on one device.
 
     Calls from several threads are serialised. Whatever can refuse does so before anything changes; a device failure
@@ -58,6 +60,7 @@ class ModelRunner(Closing, DecoderOnlyLLM):
     ):
         """Allocates the KV, unless `memory`, which is of the plan's size, has one ready."""
         self.params = params
+        self.params_version = 0  # how often they were set anew
         self.model_config = model_config
         self.plan = plan
         self.device = device
@@ -72,11 +75,6 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         self._vocab_size = model_config.vocab_size
         self._loops = Loops(self._sequences, self._vocab_size)
         self._decode_batches = DecodeBatchCounters()
-
-    @property
-    def config(self) -> LlmRuntimeConfig:
-        """Sizes a scheduler needs; answers in every state."""
-        return describe.runtime_config(self.model_config)
 
     @property
     def state(self) -> ExecutorState:
@@ -125,6 +123,23 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         return self._sequences.verify(appended_rows(rows, self._vocab_size))
 
     @serialised
+    def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
+        """Appends tokens of several sequences; gives what the model says of the targets after each of them.
+
+        As many rows run in one step as `verify_rows` allow, `verify_tokens` of each. Known prefixes are not reused.
+        """
+        return self._sequences.score(scored_rows(rows, self._vocab_size))
+
+    @serialised
+    def watch(
+        self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
+    ) -> Watched:
+        """Appends `tokens`; gives what is asked of each. A step for other layers compiles when it is first needed."""
+        row = appended(cache_id, tokens, self._vocab_size)
+        wanted = Watch(hidden=tuple(hidden), attention=tuple(attention_weights))
+        return self._sequences.watch(row, checked_watch(wanted, self.model_config))
+
+    @serialised
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
         return [None if row is None else expected_logits(row) for row in self._unify(items)]
@@ -144,11 +159,6 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         first, so that a call that runs short of blocks changes nothing.
         """
         return self._loops.decode(runs, until_one_ends=checked_flag("until_one_ends", until_one_ends))
-
-    @property
-    def loop_tokens(self) -> int:
-        """Tokens that one device call of `decode_n` gives each row; 0 where there are no loops."""
-        return self.plan.ladders.loop_tokens
 
     @serialised
     def unified_forward_can_return_full_logits(self) -> bool:
@@ -186,7 +196,7 @@ class ModelRunner(Closing, DecoderOnlyLLM):
             if self._device.is_lost:
                 self._device.reallocate()
             self._sequences.clear()
-            self._life.state = ExecutorState.Ready
+            self._life.state, self._life.paused = ExecutorState.Ready, ""
 
     @serialised
     def prepare(self, cache_id: str, max_tokens: int) -> None:
@@ -200,32 +210,6 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         self._sequences.slots.refuse_past_capacity(checked_id(cache_id), hint)
 
     @serialised
-    def kv_capacity(self) -> int:
-        """Longest sequence one id can reach, in positions."""
-        return self.plan.kv_capacity
-
-    @serialised
-    def kv_len(self, cache_id: str) -> int | None:
-        """Positions held for `cache_id`, or None for an unknown id."""
-        live = self._sequences.slots.get(checked_id(cache_id))
-        return None if live is None else live.length
-
-    @serialised
-    def kv_block_table(self, cache_id: str) -> BlockTable | None:
-        """Where a sequence's positions lie, reserved ones left out; None for an unknown id."""
-        slots = self._sequences.slots
-        live = slots.get(checked_id(cache_id))
-        if live is None:
-            return None
-        blocks = tuple(live.blocks[: slots.num_blocks(live.length)])
-        return BlockTable(physical_blocks=blocks, sequence_length=live.length, block_size=slots.block_size)
-
-    @serialised
-    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Copies one layer's keys (turned by RoPE) and values of a live sequence: `[positions, kv_heads, head_dim]`."""
-        return self._sequences.gather(checked_id(cache_id), checked_int("layer", layer, 0))
-
-    @serialised
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Makes `target_len` positions of each id writable, all or nothing.
 
@@ -236,14 +220,6 @@ class ModelRunner(Closing, DecoderOnlyLLM):
             ResourceExhaustedError: slots or blocks are short, for the targets or for the admission targets.
         """
         return self._sequences.reserve(requests)
-
-    @serialised
-    def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
-        """Counts the pool's blocks; those that only a prefix could want are free."""
-        pool = self._sequences.slots.pool
-        return KvSlotCapacitySnapshot(
-            block_size=self.plan.cache.block_size, total_blocks=pool.num_blocks, free_blocks=pool.num_free
-        )
 
     @serialised
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
@@ -285,38 +261,53 @@ class ModelRunner(Closing, DecoderOnlyLLM):
         self._sequences.unload(name)
 
     @serialised
-    def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of KV reuse, of decode batches and of what crossed to the host."""
-        return describe.cache_metrics(self._sequences) | {
-            "source": type(self).__name__,
-            "decode_batch": self._decode_batches.snapshot(),
-        }
-
-    @serialised
-    def lora_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of adapters; an application is one row of one call through one projection."""
-        return self._adapters.metrics() | {"source": type(self).__name__}
-
-    @serialised
-    def model_info(self) -> ModelInfo:
-        """Identity and size of the model as it was loaded."""
-        return describe.model_info(self.name, self.model_config, self.plan, self.params, self.device)
-
-    @serialised
-    def capabilities(self) -> ExecutorCapabilities:
-        """What was built for this model on this device."""
-        return describe.capabilities(self.model_config, self.plan, self.params, self.device)
-
-    @serialised
-    def memory_usage(self) -> ExecutorMemoryUsage:
-        """Bytes of the parameters and the KV, and how much of them is in use."""
-        return describe.memory_usage(self._sequences.slots, self.plan, self.model_config, self.params, self.device)
-
-    @serialised
     def warmup(self, *, progress: bool = True, load: bool = False) -> None:
         """Compiles every declared step, or finds it whole on disk and loads it when first used; `load`: now."""
         track = Track("compiling steps") if progress else None
         self._steps.warmup(self.plan.declared(), track, load=load)
+
+    def set_params(self, params: ParamTree) -> None:
+        """Takes other weights, which must have the tree, shapes, dtypes and device of those that are there.
+
+        Arrays are taken as they are, not copied; nothing is compiled. Every known prefix is forgotten, and
+        `params_version` goes up by one. It may be called while the KV is freed.
+
+        Raises:
+            RequestValidationError: a sequence is live, whose keys and values are of the old weights.
+            InvalidParameterError: the weights differ in more than their values; the message lists where.
+        """
+        with self._life.lock:
+            self._life.refuse_closed()
+            self._life.refuse_failed()
+            refuse_other_shapes(params, self.params)
+            self._sequences.forget_prefixes("new weights are set")
+            self.params = params
+            self._device.set_params(params)
+            self.params_version += 1
+
+    @serialised
+    def free_kv(self) -> None:
+        """Gives the KV's memory back until `allocate_kv` or `reset`; until then only `set_params` and `close` go.
+
+        Raises:
+            RequestValidationError: a sequence is live.
+        """
+        self._sequences.forget_prefixes("the KV is freed")
+        self._device.free()
+        self._life.paused = "the KV is freed: allocate_kv() first"
+
+    def allocate_kv(self) -> None:
+        """Brings the KV back after `free_kv`, empty and of the same size; compiles nothing.
+
+        Raises:
+            ResourceExhaustedError: the device has not so much memory left; the KV stays freed.
+        """
+        with self._life.lock:
+            self._life.refuse_closed()
+            self._life.refuse_failed()
+            if self._life.paused:
+                self._device.reallocate()
+                self._life.paused = ""
 
     @serialised
     def compile_stats(self) -> dict[str, Any]:

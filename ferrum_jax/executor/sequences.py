@@ -8,21 +8,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import buckets
-from ferrum_jax.compile.buckets import AnyKey, CopyKey, SelectKey, StepKey, StepPlan, choose_bucket
+from ferrum_jax.compile.buckets import AnyKey, CopyKey, ScoreKey, SelectKey, StepKey, StepPlan, choose_bucket
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.contract.policy import LogitsReturnPolicy
+from ferrum_jax.contract.scoring import TokenScores
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotAllocation, KvSlotRequest, KvSlotReservation
-from ferrum_jax.executor.adapters import NONE, Adapters
+from ferrum_jax.contract.watching import Watched
+from ferrum_jax.executor.adapters import NONE, Adapters, with_adapters
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, Row
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.executor.steady import Steady, steady_rows
+from ferrum_jax.executor.watched import joined
 from ferrum_jax.executor.work import Work, checked_requests, decode_rows
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.slots import LiveSequence, SlotTable
+from ferrum_jax.models.watching import Watch
 from ferrum_jax.weights.peft import PeftAdapter
 
 NOTHING = np.zeros(0, np.int32)
@@ -48,6 +52,15 @@ class Sequences:
     def clear(self) -> None:
         """Forgets every sequence, prefix and binding; counters go on."""
         self.adapters.clear_bindings()
+        self.prefixes.evictions += self.slots.pool.evictions
+        self.slots = self._empty_slots()
+
+    def forget_prefixes(self, why: str) -> None:
+        """Forgets what every block holds; raises RequestValidation, saying what for, while a sequence is live."""
+        if live := self.slots.cache_ids:
+            raise RequestValidationError(
+                f"{len(live)} sequences are live, {live[0]!r} among them: release them before {why}, or reset()"
+            )
         self.prefixes.evictions += self.slots.pool.evictions
         self.slots = self._empty_slots()
 
@@ -108,10 +121,21 @@ class Sequences:
 
     def verify(self, work: Sequence[Work]) -> list[NDArray[np.float32]]:
         """Appends each row's tokens; gives the logits of every one of them, `[n, V]`."""
-        growth = Growth(self.slots, [self._want(row.cache_id, row.tokens) for row in work])
-        plans = buckets.plan_verify([len(row.tokens) for row in work], self.plan.ladders)
-        found = self._run(growth, work, range(len(work)), [0] * len(work), plans)
-        return [np.concatenate([np.asarray(piece) for piece in pieces]) for pieces in found]
+        return [np.concatenate([np.asarray(piece) for piece in found]) for found in self._run_all(work)]
+
+    def score(self, work: Sequence[Work]) -> list[TokenScores]:
+        """Appends each row's tokens; gives the log-probability of the target after every one, and the best token."""
+        scores = []
+        for found in self._run_all(work):
+            bits, logprobs = np.concatenate([np.asarray(piece) for piece in found], axis=1)
+            scores.append(TokenScores(logprobs=logprobs, greedy_ids=bits.view(np.int32)))
+        return scores
+
+    def watch(self, row: Work, wanted: Watch) -> Watched:
+        """Appends one row's tokens; gives logits, hidden states and attention weights of every one of them."""
+        self.device.take_seen()
+        start, (found,) = self.slots.length(row.cache_id), self._run_all([row], wanted)
+        return joined(found, self.device.take_seen(), wanted, start + len(row.tokens))
 
     def prepare(self, cache_id: str, count: int) -> None:
         """Takes a slot for an id, if it has none, and compiles the steps for a prompt and for decoding after it."""
@@ -227,6 +251,15 @@ class Sequences:
         for key in keys:
             self.steps.get(key)
 
+    def _run_all(self, work: Sequence[Work], watch: Watch = Watch()) -> list[list[Answer]]:
+        """Appends each row's tokens, computing all of them whatever prefix is known."""
+        growth = Growth(self.slots, [self._want(row.cache_id, row.tokens) for row in work])
+        plans = buckets.plan_verify([len(row.tokens) for row in work], self.plan.ladders)
+        if watch != Watch():
+            shown = {"hidden": watch.hidden, "attention": watch.attention}
+            plans = [replace(plan, key=replace(plan.key, **shown)) for plan in plans]
+        return self._run(growth, work, range(len(work)), [0] * len(work), plans)
+
     def _run(
         self,
         growth: Growth,
@@ -239,10 +272,12 @@ class Sequences:
         uses = [NONE] * len(work)
         if self.adapters.are_used():
             uses = [self.adapters.row_of(row.cache_id) for row in work]
-            plans = [_with_adapters(plan, [uses[index] for index in left]) for plan in plans]
+            plans = [with_adapters(plan, [uses[index] for index in left]) for plan in plans]
         chosen = any(row.policy is not None and row.wanted for row in work)
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
-        self.make_ready([*(plan.key for plan in plans), *selects, *self.extra_keys(growth)])
+        scored = any(row.targets is not None for row in work)
+        scores = [ScoreKey(plan.key.num_logit_rows) for plan in plans] if scored else []
+        self.make_ready([*(plan.key for plan in plans), *selects, *scores, *self.extra_keys(growth)])
         pending: list[Callable[[], dict[int, Answer]]] = []
         answers: list[list[Answer]] = [[] for _ in left]
 
@@ -256,7 +291,8 @@ class Sequences:
             for index in left:
                 live, row, skip = growth.live(index), work[index], reused[index]
                 tokens = row.tokens[skip:] if skip else row.tokens
-                rows.append(Row(tokens, len(live.tokens) + skip, live.slot, row.wanted, row.policy, uses[index]))
+                at = len(live.tokens) + skip
+                rows.append(Row(tokens, at, live.slot, row.wanted, row.policy, uses[index], row.targets))
             for plan in plans:
                 if len(pending) == MOST_IN_FLIGHT:
                     collect()
@@ -282,7 +318,7 @@ class Sequences:
         if not cut:
             return
         plans = buckets.plan([live.length for live, _ in cut], self.plan.ladders)
-        plans = [_with_adapters(plan, [use for _, use in cut]) for plan in plans]
+        plans = [with_adapters(plan, [use for _, use in cut]) for plan in plans]
         again = [Row(np.array(live.tokens, np.int32), 0, live.slot, False, None, use) for live, use in cut]
         for plan in plans:
             self.device.run(plan, again, self.slots.table, self.steps.get, self.adapters.stacks)()
@@ -312,10 +348,3 @@ class Sequences:
         key = CopyKey(self.plan.ladders.max_copies)
         for start in range(0, len(pairs), key.blocks):
             self.device.copy_blocks(pairs[start : start + key.blocks], key, self.steps.get)
-
-
-def _with_adapters(plan: StepPlan, uses: Sequence[int]) -> StepPlan:
-    """Gives the plan for a step with adapters if any of its rows uses one."""
-    if all(uses[piece.row] == NONE for piece in (*plan.decodes, *plan.chunks)):
-        return plan
-    return replace(plan, key=replace(plan.key, adapters=True))

@@ -31,6 +31,7 @@ class Work(NamedTuple):
     tokens: NDArray[np.int32]  # [n]
     wanted: bool = True
     policy: Greedy | None = None  # None: all logits
+    targets: NDArray[np.int32] | None = None  # [n]: tokens whose log-probabilities are wanted instead of logits
 
 
 def appended(cache_id: str, tokens: Sequence[int], vocab_size: int) -> Work:
@@ -42,6 +43,19 @@ def appended_rows(rows: Sequence[Any], vocab_size: int) -> list[Work]:
     """Checks (cache id, tokens) rows that go to their sequences' ends."""
     checked = checked_rows("rows", rows, "cache_id tokens")
     work = [appended(cache_id, tokens, vocab_size) for cache_id, tokens in checked]
+    refuse_repeated(row.cache_id for row in work)
+    return work
+
+
+def scored_rows(rows: Sequence[Any], vocab_size: int) -> list[Work]:
+    """Checks (cache id, tokens, targets) rows: as many targets as tokens."""
+    work = []
+    for cache_id, tokens, targets in checked_rows("rows", rows, "cache_id tokens targets"):
+        row = appended(cache_id, tokens, vocab_size)
+        wanted = checked_tokens(cache_id, targets, vocab_size)
+        if len(wanted) != len(row.tokens):
+            raise RequestValidationError(f"{cache_id!r}: {len(row.tokens)} tokens, but {len(wanted)} targets")
+        work.append(row._replace(targets=wanted))
     refuse_repeated(row.cache_id for row in work)
     return work
 

@@ -43,4 +43,5 @@ def advance(model: DecoderOnlyLLM, batch: Sequence[Request], *, until_one_ends: 
 
 
 def _can_run(request: Request) -> bool:
-    return 0 < request.num_read == len(request.tokens) - 1 and len(request.stop_ids) <= MOST_STOP_IDS
+    is_read = 0 < request.num_read == len(request.tokens) - 1
+    return is_read and not request.copies and len(request.stop_ids) <= MOST_STOP_IDS

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
-from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, UnifiedRow
+from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, ScoreRow, UnifiedRow
 from ferrum_jax.generate import bursts
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.params import SamplingParams
@@ -81,7 +81,8 @@ class Engine:
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token, or several.
 
-        Several, in one call of the model, where it has loops and every prompt is read.
+        Several, in one call of the model, where it has loops and every prompt is read. Prompts that are being scored
+        advance in a call of their own.
 
         Requests for which something was drafted are verified in a forward of their own and get one token or more.
 
@@ -129,8 +130,11 @@ class Engine:
                 self._attempt([request])
 
     def _advance(self, batch: Sequence[Request]) -> None:
+        if scoring := [request for request in batch if request.is_scoring]:
+            self._leave_if_done(self._score(scoring))
+            batch = [request for request in batch if request not in scoring]
         if self.speculator is not None:
-            ahead = self.speculator.advance(batch)
+            ahead = self.speculator.advance([request for request in batch if not request.copies])
             self._leave_if_done(ahead)
             batch = [request for request in batch if request not in ahead]
         if not batch:
@@ -140,11 +144,49 @@ class Engine:
             return
         rows, logits = self._forward(batch)
         ready = [(request, row) for request, row in zip(rows, logits, strict=True) if row is not None]
+        ready += [(copy, row) for request, row in ready for copy in self._fork(request)]
         if ready:
             choices = self.sampler.choose([request for request, _ in ready], [row for _, row in ready])
             for (request, _), (token, logprob) in zip(ready, choices, strict=True):
                 request.append(token, logprob)
-        self._leave_if_done(batch)
+        self._leave_if_done([request for request, _ in ready])
+
+    def _score(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Scores the next tokens of prompts, which share `chunk_tokens`, oldest first.
+
+        Copies that generate nothing have another text after the same prompt: they part here.
+        """
+        requests = [*requests, *(copy for request in requests if request.limit == 0 for copy in self._fork(request))]
+        budget = self._chunk_tokens
+        rows: list[Request] = []
+        items: list[ScoreRow] = []
+        for request in requests:
+            end = request.num_read + min(request.num_unscored, budget)
+            if end > request.num_read:
+                budget -= end - request.num_read
+                rows.append(request)
+                tokens = request.prompt[request.num_read : end + 1]
+                items.append((request.cache_id, tokens[:-1], tokens[1:]))
+        for request, scores in zip(rows, self.model.score_batch(items), strict=True):
+            request.take_scores(scores)
+        return rows
+
+    def _fork(self, request: Request) -> list[Request]:
+        """Lets copies start from where a request has read; those for which there is no room wait to be read alone."""
+        for copy in request.copies:
+            copy.scores, copy.greedy_ids = list(request.scores), list(request.greedy_ids)
+        running: list[Request] = []
+        with contextlib.suppress(ResourceExhaustedError, UnsupportedError):
+            while request.copies and len(self._running) < self._room:
+                if request.num_read:  # otherwise there is nothing to share
+                    self.model.fork(request.cache_id, request.copies[0].cache_id)
+                copy = request.copies.pop(0)
+                copy.num_read = request.num_read
+                self._running.append(copy)
+                running.append(copy)
+        self._waiting.extendleft(reversed(request.copies))
+        request.copies = []
+        return running
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room:
@@ -156,14 +198,15 @@ class Engine:
         rows: list[Request] = []
         items: list[UnifiedRow] = []
         for request in batch:
-            unread = request.tokens[request.num_read :]
+            unread = request.unread
             count = len(unread) if len(unread) == 1 else min(len(unread), budget)
             if count == 0:
                 continue
             if len(unread) > 1:
                 budget -= count
             rows.append(request)
-            items.append((request.cache_id, unread[:count], request.num_read, count == len(unread)))
+            is_final = request.num_read + count == len(request.tokens)
+            items.append((request.cache_id, unread[:count], request.num_read, is_final))
         logits = self._run(items)
         for request, (_, tokens, _, _) in zip(rows, items, strict=True):
             request.num_read += len(tokens)
@@ -206,7 +249,7 @@ class Engine:
 
     def _read_anew(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            request.num_read = 0
+            request.read_anew()
             self._release(request)
 
     def _leave_if_done(self, requests: Sequence[Request]) -> None:
@@ -228,5 +271,6 @@ class Engine:
 
     def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
         for request in list(requests):
-            request.error = problem
+            for one in (request, *request.copies):
+                one.error = problem
             self._leave(request)

@@ -1,8 +1,10 @@
 """`LLM`: prompts in, text out."""
 
+import itertools
 import os
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -15,54 +17,17 @@ from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.params import RequestOutput, SamplingParams
+from ferrum_jax.generate.prompts import Prompt, as_prompts
 from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.score import Score, score_of, split_text
 from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
 from ferrum_jax.generate.stops import StopWatcher
+from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.hub import resolve
 from ferrum_jax.loading import load, open_checkpoint
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
-
-Prompt = str | Sequence[int]
-
-
-class Stream:
-    """An answer that is being generated: an iterator of text, and its output once it is finished."""
-
-    def __init__(self, engine: Engine, request: Request):
-        self._request = request
-        self._pieces = self._run(engine, request)
-
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Gives the answer up and frees what it holds."""
-        self._pieces.close()
-
-    def output(self) -> RequestOutput:
-        """Gives the finished output; an answer that is not finished is a RequestValidationError."""
-        if not self._request.is_done:
-            raise RequestValidationError("this stream is not finished: take its pieces first")
-        return self._request.output()
-
-    @staticmethod
-    def _run(engine: Engine, request: Request) -> Generator[str, None, None]:
-        engine.submit(request)
-        try:
-            while not request.is_done:
-                engine.step()
-                if piece := request.take_text():
-                    yield piece
-            if piece := request.take_text():
-                yield piece
-            request.output()
-        finally:
-            engine.abort(request)
 
 
 class LLM:
@@ -175,7 +140,7 @@ class LLM:
         progress: bool = False,
         return_errors: bool = False,
     ) -> list[RequestOutput]:
-        """Answers prompts together; outputs come in their order.
+        """Answers prompts together; outputs come in their order, the `n` of one prompt side by side.
 
         Args:
             prompts: one text or one list of ids, or several of either.
@@ -189,31 +154,69 @@ class LLM:
             RequestValidationError: a prompt is empty or longer than the KV capacity; nothing was started.
             FerrumError: a prompt failed, and errors are not to be returned.
         """
-        listed = _as_prompts(prompts)
+        listed = as_prompts(prompts)
         each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(listed):
             raise RequestValidationError(f"{len(listed)} prompts need as many SamplingParams, {len(each)} were given")
-        requests = [self._request(prompt, param) for prompt, param in zip(listed, each, strict=True)]
+        groups = [self._requests(prompt, param) for prompt, param in zip(listed, each, strict=True)]
+        self._finish(groups, Track("generating") if progress else None, return_errors=return_errors)
+        return [request.output(return_error=return_errors) for group in groups for request in group]
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        *,
+        progress: bool = False,
+    ) -> list[Score]:
+        """Gives the log-probability of every token of each continuation after its prompt; nothing is generated.
+
+        Args:
+            prompts: texts or lists of ids; one alone goes before every continuation. What several continuations in a
+                row share is read once, and a known prefix not at all.
+            continuations: as many. A text is scored from the first token that differs from those of the prompt alone,
+                so that its beginning may be a token that the two share.
+            progress: show a bar of finished continuations.
+
+        Raises:
+            RequestValidationError: there are not as many of both, one is empty, or both together exceed the KV
+                capacity; nothing was started.
+        """
+        befores, afters = as_prompts(prompts), as_prompts(continuations)
+        if len(befores) == 1:
+            befores *= len(afters)
+        if len(befores) != len(afters):
+            raise RequestValidationError(f"{len(befores)} prompts, {len(afters)} continuations: give as many of both")
+        requests = [self._scored(*both) for both in zip(befores, afters, strict=True)]
+        groups = [list(group) for _, group in itertools.groupby(requests, lambda one: one.prompt[: one.score_from])]
+        for first, *others in groups:
+            first.copies = others
+        self._finish(groups, Track("scoring") if progress else None)
+        return [score_of(request) for request in requests]
+
+    def _finish(self, groups: Sequence[Sequence[Request]], track: Track | None, *, return_errors: bool = False) -> None:
+        """Runs groups of requests that begin alike, of which the first has the others as its copies."""
         try:
-            for request in requests:
-                self._engine.submit(request)
-            for request in Track("generating")(requests) if progress else requests:
-                while not request.is_done:
-                    self._engine.step()
-                if request.error is not None and not return_errors:
-                    request.error.add_note(f"prompts[{requests.index(request)}] of {len(requests)}")
-                    raise request.error
+            for first, *_ in groups:
+                self._engine.submit(first)
+            for at, group in enumerate(groups if track is None else track(groups)):
+                for request in group:
+                    while not request.is_done:
+                        self._engine.step()
+                    if request.error is not None and not return_errors:
+                        request.error.add_note(f"prompts[{at}] of {len(groups)}")
+                        raise request.error
         finally:
-            for request in requests:
-                self._engine.abort(request)
-        return [request.output(return_error=return_errors) for request in requests]
+            for group in groups:
+                for request in group:
+                    self._engine.abort(request)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
         """Yields the answer piece by piece, as soon as a piece can no longer change.
 
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
         """
-        return Stream(self._engine, self._request(prompt, params or SamplingParams()))
+        return Stream(self._engine, self._request(prompt, _refuse_several(params or SamplingParams())))
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Compiles what answering this prompt alone will need, the sampler included; leaves no trace."""
@@ -233,7 +236,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> RequestOutput:
         """Answers a conversation, laid out by the model's chat template."""
-        return self.generate([self.chat_prompt(messages, tools=tools)], params)[0]
+        return self.generate([self.chat_prompt(messages, tools=tools)], _refuse_several(params or SamplingParams()))[0]
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -256,43 +259,76 @@ class LLM:
             raise UnsupportedError("this LLM has no tokenizer: pass token ids")
         return self.tokenizer
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else list(prompt)
-        capacity, vocab = self.model.kv_capacity(), self.model.config.vocab_size
-        if not ids:
-            raise RequestValidationError("a prompt needs at least one token, this one has none")
-        if len(ids) > capacity:
-            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
+    def _ids(self, prompt: Prompt, *, is_first: bool = True) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._need_tokenizer().encode(prompt, add_special_tokens=is_first)
+        else:
+            ids = list(prompt)
+        vocab = self.model.config.vocab_size
         for at, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
                 raise RequestValidationError(
                     f"the prompt's token at position {at} is {token!r}, expected an id from 0 to {vocab - 1}"
                 )
+        return [int(token) for token in ids]
+
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """Gives the requests of one prompt: the first has the others as its copies."""
+        first = self._request(prompt, params)
+        for at in range(1, params.n):
+            seed = None if params.seed is None else (params.seed + at) % 2**32
+            first.copies.append(self._request(first.prompt, replace(params, seed=seed)))
+        return [first, *first.copies]
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        ids, capacity = self._ids(prompt), self.model.kv_capacity()
+        if not ids:
+            raise RequestValidationError("a prompt needs at least one token, this one has none")
+        if len(ids) > capacity:
+            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
         if params.stop_texts and self.tokenizer is None:
             raise UnsupportedError("stop texts need a tokenizer, and this LLM has none")
         own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
         room = capacity - len(ids) + 1  # the last token is never read
         return Request(
             cache_id=self._engine.new_cache_id(),
-            prompt=[int(token) for token in ids],
+            prompt=ids,
             params=params,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             stop_ids=frozenset(own) | frozenset(params.stop_token_ids),
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
             detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer),
             watcher=StopWatcher(params.stop_texts),
+            score_from=1 if params.prompt_logprobs else None,
+        )
+
+    def _scored(self, prompt: Prompt, continuation: Prompt) -> Request:
+        """Gives the request that scores a continuation and generates nothing."""
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            before, after = split_text(self._need_tokenizer(), prompt, continuation)
+        else:
+            before, after = self._ids(prompt), self._ids(continuation, is_first=False)
+        if not before or not after:
+            raise RequestValidationError(
+                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there"
+            )
+        needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
+        if needed > capacity:
+            raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}")
+        return Request(
+            cache_id=self._engine.new_cache_id(),
+            prompt=before + after,
+            params=SamplingParams(),
+            seed=0,
+            stop_ids=frozenset(),
+            limit=0,
+            detokenizer=None,
+            watcher=StopWatcher(()),
+            score_from=len(before),
         )
 
 
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    ids = [prompt for prompt in prompts if isinstance(prompt, (int, np.integer))]
-    if ids and len(ids) == len(prompts):
-        return [[int(token) for token in ids]]
-    several = [prompt for prompt in prompts if not isinstance(prompt, (int, np.integer))]
-    if len(several) != len(prompts):
-        raise RequestValidationError(
-            "prompts mix token ids with texts or lists: give one list of ids, or a list of prompts"
-        )
-    return several
+def _refuse_several(params: SamplingParams) -> SamplingParams:
+    if params.n != 1:
+        raise RequestValidationError(f"n is {params.n}: `generate` gives several answers, this call gives one")
+    return params

@@ -25,6 +25,8 @@ class SamplingParams(Sampling):
         stop_token_ids: ids that end the answer, besides the model's own.
         ignore_eos: go on past the model's own end of sequence.
         logprobs: also give each token's log-probability under the model's own distribution.
+        prompt_logprobs: the same for the prompt's tokens, all of which are then computed, known prefix or not.
+        n: how many answers to draw; the prompt is read once. Answer i has the seed `seed + i`, modulo 2^32.
     """
 
     seed: int | None = None
@@ -33,6 +35,8 @@ class SamplingParams(Sampling):
     stop_token_ids: tuple[int, ...] | list[int] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    prompt_logprobs: bool = False
+    n: int = 1
 
     def __post_init__(self):
         super().__post_init__()
@@ -42,6 +46,7 @@ class SamplingParams(Sampling):
         refuse_unless(
             "max_tokens", self, lambda x: x is None or (is_integer(x) and x >= 1), "an integer of at least 1, or None"
         )
+        refuse_unless("n", self, lambda x: is_integer(x) and x >= 1, "an integer of at least 1")
         refuse_unless(
             "stop",
             self,
@@ -71,9 +76,10 @@ class RequestOutput:
     """One finished generation.
 
     `token_ids` holds everything generated, the token that stopped it included; `text` leaves special tokens and the
-    stop text out. `logprobs` has one figure per id, or is None where it was not asked for. `error` is what ended a
-    generation whose `finish_reason` is `error`: the rest is then what there was before it. With speculation, `drafted`
-    counts the tokens that were proposed and verified, and `accepted` those of them that stand in the answer.
+    stop text out. `logprobs` has one figure per id, or is None where it was not asked for; `prompt_logprobs` likewise
+    for the prompt's ids, the first of which, that nothing predicts, has None. `error` is what ended a generation whose
+    `finish_reason` is `error`: the rest is then what there was before it. With speculation, `drafted` counts the tokens
+    that were proposed and verified, and `accepted` those of them that stand in the answer.
     """
 
     prompt_token_ids: list[int]
@@ -81,6 +87,7 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     logprobs: list[float] | None = None
+    prompt_logprobs: list[float | None] | None = None
     time_to_first_token: float = 0.0  # seconds since the request was submitted
     error: FerrumError | None = None
     drafted: int = 0

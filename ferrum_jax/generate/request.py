@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from ferrum_jax.contract.errors import FerrumError
+from ferrum_jax.contract.scoring import TokenScores
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
 from ferrum_jax.generate.stops import StopWatcher
@@ -11,7 +12,10 @@ from ferrum_jax.generate.stops import StopWatcher
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what was generated from it so far, and how far the model has read."""
+    """A prompt, what was generated from it so far, and how far the model has read.
+
+    Where tokens of the prompt are to be scored, the model reads up to the first of them, scores them, and reads on.
+    """
 
     cache_id: str
     prompt: list[int]
@@ -23,6 +27,10 @@ class Request:
     watcher: StopWatcher
     tokens: list[int] = field(default_factory=list)  # prompt and answer
     num_read: int = 0  # tokens whose keys and values are in the KV
+    score_from: int | None = None  # the first token of the prompt that is to be scored; None: none is
+    scores: list[float] = field(default_factory=list)  # log-probabilities of the tokens from there on
+    greedy_ids: list[int] = field(default_factory=list)  # the likeliest tokens there
+    copies: list["Request"] = field(default_factory=list)  # that begin where the prompt, or what they share, is read
     logprobs: list[float] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # pieces; grows only, since another thread may be taking them
     num_taken: int = 0  # pieces of `text` that were taken
@@ -40,6 +48,22 @@ class Request:
     def is_done(self) -> bool:
         """True once it finished or failed."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def num_unscored(self) -> int:
+        """Tokens of the prompt that are still to be scored."""
+        return 0 if self.score_from is None else len(self.prompt) - self.score_from - len(self.scores)
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens that an ordinary step may read next."""
+        end = len(self.tokens) if self.num_unscored == 0 else (self.score_from or 0) - 1
+        return self.tokens[self.num_read : end]
+
+    @property
+    def is_scoring(self) -> bool:
+        """True while what comes next is to be scored."""
+        return self.num_unscored > 0 and not self.unread
 
     @property
     def answer(self) -> list[int]:
@@ -63,6 +87,20 @@ class Request:
         elif len(self.answer) >= self.limit:
             self._finish("length")
 
+    def take_scores(self, scores: TokenScores) -> None:
+        """Takes the scores of the next tokens of the prompt, after the last of which one without an answer is done."""
+        self.num_read += len(scores.logprobs)
+        self.scores += scores.logprobs.tolist()
+        self.greedy_ids += scores.greedy_ids.tolist()
+        if self.num_unscored == 0 and self.limit == 0:
+            self.finish_reason = "length"
+
+    def read_anew(self) -> None:
+        """Begins again with a KV that holds nothing; what was generated stays, and scores if they are complete."""
+        self.num_read = 0
+        if self.num_unscored:
+            self.scores, self.greedy_ids = [], []
+
     def take_text(self) -> str:
         """Gives the text that became final since the last time."""
         taken = self.text[self.num_taken :]
@@ -81,6 +119,7 @@ class Request:
             text="".join(self.text),
             finish_reason=reason,
             logprobs=self.logprobs if self.params.logprobs else None,
+            prompt_logprobs=[None, *self.scores] if self.params.prompt_logprobs else None,
             time_to_first_token=self.first_token_after,
             error=self.error,
             drafted=self.drafted,

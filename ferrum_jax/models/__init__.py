@@ -1,5 +1,8 @@
 """Models as pure functions over parameter and KV pytrees."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -20,6 +23,9 @@ from ferrum_jax.models.quantised import QuantisedWeight as QuantisedWeight
 from ferrum_jax.models.quantised import activation_dtype, quantise_weight
 from ferrum_jax.models.registry import family as family
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.watching import Seen as Seen
+from ferrum_jax.models.watching import Watch as Watch
+from ferrum_jax.models.watching import steered as steered
 
 config_from_hf = ModelConfig.from_hf
 
@@ -50,6 +56,7 @@ def forward(
     inputs_embeds: Float[Array, "B T D"] | None = None,
     loras: ParamTree | None = None,
     adapters: Int[Array, " B"] | None = None,
+    steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
     attention: str = "xla",
 ) -> Float[Array, "B T V"]:
     """Runs whole sequences from position 0 and gives the float32 logits of every token.
@@ -61,11 +68,61 @@ def forward(
     `loras` are stacks of adapters (models/adapters.py) in the parameters' dtype, differentiable like them, and
     `adapters` says which one each row uses; any index outside the stacks, such as -1, is none.
 
+    `steering` is added to what each layer gives, for all tokens or for each one.
+
     `attention` is the backend; only `xla` has gradients.
 
     Raises:
         InvalidParameterError: only one of `loras` and `adapters` is given, or `tokens` are not `[B, T]` of at least 1.
     """
+    return _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, None)[0]
+
+
+def watch(
+    params: ParamTree,
+    tokens: Int[Array, "B T"],
+    cfg: ModelConfig,
+    *,
+    hidden: Sequence[int] = (),
+    attention_weights: Sequence[int] = (),
+    inputs_embeds: Float[Array, "B T D"] | None = None,
+    loras: ParamTree | None = None,
+    adapters: Int[Array, " B"] | None = None,
+    steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
+    attention: str = "xla",
+) -> tuple[Float[Array, "B T V"], dict[int, Array], dict[int, Array]]:
+    """As `forward`; gives also hidden states `[B, T, D]` and attention weights `[B, N, T, T]` of chosen layers.
+
+    `hidden` counts layers: 0 are the embeddings, L what the last layer gives, before the final norm. The layers of
+    `attention_weights` go from 0 to L-1. Both are static under `jit`.
+
+    Raises:
+        InvalidParameterError: as `forward`, or a layer is not there.
+        UnsupportedError: the family cannot show its attention weights.
+    """
+    chosen = Watch(hidden=tuple(hidden), attention=tuple(attention_weights))
+    logits, seen = _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, chosen)
+    length = tokens.shape[1]
+    states = {at: x.reshape(*tokens.shape, -1) for at, x in seen.hidden.items()}
+    return logits, states, {at: weights[0][..., :length] for at, weights in seen.attention.items()}
+
+
+def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:
+    """Gives the logits that a hidden state stands for: the final norm, and the product with the vocabulary."""
+    return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)
+
+
+def _run(
+    params: ParamTree,
+    tokens: jax.Array,
+    cfg: ModelConfig,
+    inputs_embeds: jax.Array | None,
+    loras: ParamTree | None,
+    adapters: jax.Array | None,
+    steering: jax.Array | None,
+    attention: str,
+    chosen: Watch | None,
+) -> tuple[jax.Array, Any]:
     if jnp.ndim(tokens) != 2 or 0 in jnp.shape(tokens):
         raise InvalidParameterError(f"tokens have shape {list(jnp.shape(tokens))}, expected [B, T] of at least 1 each")
     if (loras is None) != (adapters is None):
@@ -94,5 +151,9 @@ def forward(
     )
     step = Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32))
     flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
-    logits, _ = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras, attention)
-    return logits.reshape(batch, length, -1)
+    if steering is not None:
+        each = steering if steering.ndim == 2 else steering.reshape(len(steering), batch * length, -1)
+        params = steered(params, each)
+    options = {} if chosen is None else {"watch": chosen}
+    logits, _, *seen = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras, attention, **options)
+    return logits.reshape(batch, length, -1), seen[0] if seen else None

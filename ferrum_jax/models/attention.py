@@ -14,6 +14,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Batch
 from ferrum_jax.models.layers.attention import attend
+from ferrum_jax.models.layers.attention_weights import attention_weights
 from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.layers.rope import rotate
 from ferrum_jax.models.products import Lora, linear_specs, project, project_all
@@ -32,6 +33,7 @@ class Site(NamedTuple):
     places: tuple[jax.Array, jax.Array]  # of each token in the KV: block and offset, [X] each
     batch: Batch[jax.Array]
     backend: str  # of attention
+    weights: list[jax.Array] | None = None  # of attention, one for each group of rows, where somebody wants to see them
 
     def at(self, layer: int, window: int | None, turn: tuple[jax.Array, jax.Array]) -> "Site":
         """Gives where another layer stands."""
@@ -56,6 +58,7 @@ def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
     return specs
 
 
+@jax.named_scope("attention")
 def self_attention(
     block: ParamTree,
     lora: Lora,
@@ -115,4 +118,9 @@ def turn_and_attend(
         )
         outs.append(out.reshape(size, -1))
         start += size
+        if site.weights is not None:
+            seen = attention_weights(
+                mine, kv, site.layer, rows, scale=scale, window=site.window, softcap=cfg.attn_logit_softcapping
+            )
+            site.weights.append(seen)
     return jnp.concatenate(outs), kv

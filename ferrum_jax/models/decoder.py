@@ -8,13 +8,14 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.attention import Norm, Site
@@ -28,6 +29,7 @@ from ferrum_jax.models.quantised import activation_dtype, rows_of
 from ferrum_jax.models.rings import ring_addresses, shown_as_sequences, split_tables
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
+from ferrum_jax.models.watching import Seen, Watch, add, added, checked_watch
 
 Adapted = dict[str, Lora]  # by block
 Layer = Callable[
@@ -67,16 +69,19 @@ def forward(
     attention: str = "xla",
     *,
     norm: Norm = rms_norm,
-) -> tuple[jax.Array, KvState[jax.Array]]:
+    watch: Watch | None = None,
+) -> Any:
     """Runs all new tokens of a batch; gives float32 logits `[R, V]` of the rows asked for, and the KV written.
 
-    `params` may have any layout of models/layout.py. `inputs_embeds` `[X, D]`, where given, take the place of
-    what `embed` gives. `loras` are the stacks of models/adapters.py, in the parameters' dtype; they count where rows of
-    the batch have adapters. `attention` is the backend whose layout the KV has (models/layers/attention.py).
-    `norm` is the family's, of what the last layer gives.
+    `params` may have any layout of models/layout.py, and vectors to be added (models/watching.py). `inputs_embeds`
+    `[X, D]`, where given, take the place of what `embed` gives. `loras` are the stacks of models/adapters.py, in the
+    parameters' dtype; they count where rows of the batch have adapters. `attention` is the backend whose layout the KV
+    has (models/layers/attention.py). `norm` is the family's, of what the last layer gives. With `watch`, a third thing
+    is given: what was `Seen`.
 
     Raises:
-        InvalidParameterError: rows have adapters, but there are no `loras`.
+        InvalidParameterError: rows have adapters, but there are no `loras`; or a layer to be watched is not there.
+        UnsupportedError: the family cannot show its attention weights.
     """
     tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
     at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
@@ -89,25 +94,57 @@ def forward(
         batch, ring = _ring_site(batch, kv, cfg, turns[0], attention)
     places = _places([addresses(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups])
     site = Site(0, cfg.layer_windows[0], turns[0], places, batch, attention)
-    layers = params["model"]["layers"]
+    layers, steering = params["model"]["layers"], added(params, cfg)
+    wanted = Watch() if watch is None else checked_watch(watch, cfg)
+    seen = Seen(hidden={0: x} if 0 in wanted.hidden else {}, attention={})
     if isinstance(layers, dict):
-        x, kv = _scan(layer, layers, adapted, x, kv, site, turns, kind_of_layer, cfg)
+        x, kv, seen = _scan(layer, layers, adapted, x, kv, site, turns, kind_of_layer, cfg, steering, wanted, seen)
     else:
-        seats = count(), count()  # of layers that keep everything, and of those that keep a ring
-        for own, lora, window, kind in zip(layers, adapted, cfg.layer_windows, kind_of_layer, strict=True):
-            if ring is None or kv.rings is None or window is None:
-                x, kv = layer(own, lora, x, kv, site.at(next(seats[0]), window, turns[kind]), cfg)
-            else:
-                x, rings = layer(own, lora, x, kv.rings, ring.at(next(seats[1]), window, turns[kind]), cfg)
-                kv = replace(kv, rings=rings)
-    x = norm(x[batch.logit_rows], params["model"]["norm"]["weight"], cfg.rms_norm_eps)
-    head = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
-    logits = vocabulary_logits(x, head["weight"])
+        sites, seats = (site, ring or site), (count(), count())  # of layers that keep everything, and a ring
+        for index, (own, lora, window) in enumerate(zip(layers, adapted, cfg.layer_windows, strict=True)):
+            in_ring = ring is not None and window is not None
+            here = sites[in_ring].at(next(seats[in_ring]), window, turns[kind_of_layer[index]])
+            pool = kv.rings if in_ring else kv
+            assert pool is not None
+            if index in wanted.attention:
+                _refuse_ring(index, in_ring)
+                here = here._replace(weights=[])
+            with jax.named_scope(f"layer_{index}"):
+                x, written = layer(own, lora, x, pool, here, cfg)
+            kv = replace(kv, rings=written) if in_ring else written
+            x = add(x, steering, index)
+            if index + 1 in wanted.hidden:
+                seen.hidden[index + 1] = x
+            if here.weights is not None:
+                seen.attention[index] = _shown(here.weights, batch, cfg)
+    logits = head(params, x[batch.logit_rows], cfg, norm=norm)
+    return (logits, kv) if watch is None else (logits, kv, seen)
+
+
+@jax.named_scope("head")
+def head(params: ParamTree, x: jax.Array, cfg: ModelConfig, *, norm: Norm = rms_norm) -> jax.Array:
+    """Gives the float32 logits `[R, V]` of what the last layer gives, `[R, D]`, after the family's norm."""
+    x = norm(x, params["model"]["norm"]["weight"], cfg.rms_norm_eps)
+    table = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
+    logits = vocabulary_logits(x, table["weight"])
     if cfg.logits_scaling != 1.0:
         logits = logits / cfg.logits_scaling
-    if (cap := cfg.final_logit_softcapping) is not None:
-        logits = cap * jnp.tanh(logits / cap)
-    return logits, kv
+    cap = cfg.final_logit_softcapping
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _refuse_ring(layer: int, in_ring: bool) -> None:
+    if in_ring:
+        raise UnsupportedError(
+            f"layer {layer} keeps its window alone, its attention weights cannot be shown; window_kv=False keeps all"
+        )
+
+
+def _shown(weights: list[jax.Array], batch: Batch[jax.Array], cfg: ModelConfig) -> tuple[jax.Array, ...]:
+    """Gives what a layer has shown, or raises UnsupportedError where it shows nothing."""
+    if len(weights) != len(batch.groups):
+        raise UnsupportedError(f"the attention of {cfg.model_type!r} does not show its weights")
+    return tuple(weights)
 
 
 def _ring_site(
@@ -151,10 +188,14 @@ def _scan(
     turns: list[tuple[jax.Array, jax.Array]],  # the different ones
     kind_of_layer: list[int],  # which of them each layer has
     cfg: ModelConfig,
-) -> tuple[jax.Array, KvState[jax.Array]]:
+    steering: jax.Array | None,  # [L, 1 or X, D]
+    wanted: Watch,
+    seen: Seen[jax.Array],
+) -> tuple[jax.Array, KvState[jax.Array], Seen[jax.Array]]:
     """Runs the layers in one loop. The KV is carried, so that it is written where it lies.
 
-    Stacks of adapters, which keep a leaf for each layer, are stacked here: a copy of them in every step.
+    Stacks of adapters, which keep a leaf for each layer, are stacked here: a copy of them in every step. What one layer
+    is to show, all show.
     """
     windows = set(cfg.layer_windows)
     differing = jnp.asarray([NO_WINDOW if window is None else window for window in cfg.layer_windows], jnp.int32)
@@ -162,20 +203,29 @@ def _scan(
     every_turn = jax.tree.map(lambda *kinds: jnp.stack(kinds), *turns) if len(turns) > 1 else None
 
     def step(carry, xs):
-        own, stacks, window, kind, index = xs
+        own, stacks, window, kind, index, vector = xs
         lora = {name: lora and (stacks[name], lora[1]) for name, lora in adapted[0].items()}
         here = site._replace(
             layer=index,
             window=window if len(windows) > 1 else site.window,
             turn=site.turn if every_turn is None else jax.tree.map(operator.itemgetter(kind), every_turn),
         )
+        if wanted.attention:
+            here = here._replace(weights=[])
         x, kv = carry
-        return layer(own, lora, x, kv, here, cfg), None
+        with jax.named_scope("layer"):
+            x, kv = layer(own, lora, x, kv, here, cfg)
+        if vector is not None:
+            x = add(x, vector[None], 0)
+        shown = () if here.weights is None else _shown(here.weights, here.batch, cfg)
+        return (x, kv), (x if wanted.hidden else (), shown)
 
     indices = jnp.arange(cfg.num_hidden_layers, dtype=jnp.int32)
     kinds = jnp.asarray(kind_of_layer, jnp.int32)
-    (x, kv), _ = lax.scan(step, (x, kv), (layers, loras, differing, kinds, indices))
-    return x, kv
+    (x, kv), (hidden, weights) = lax.scan(step, (x, kv), (layers, loras, differing, kinds, indices, steering))
+    seen.hidden.update({count: hidden[count - 1] for count in wanted.hidden if count})
+    seen.attention.update({index: tuple(group[index] for group in weights) for index in wanted.attention})
+    return x, kv, seen
 
 
 def _stacks(adapted: Adapted) -> ParamTree:

@@ -53,3 +53,4 @@ def _layer(
 
 
 forward = partial(decoder.forward, _layer, norm=offset_rms_norm)
+head = partial(decoder.head, norm=offset_rms_norm)

@@ -46,3 +46,4 @@ def _layer(
 
 
 forward = partial(decoder.forward, _layer)
+head = decoder.head

@@ -24,6 +24,7 @@ def mlp_specs(cfg: ModelConfig) -> ParamTree:
     }
 
 
+@jax.named_scope("mlp")
 def gated_mlp(
     block: ParamTree, lora: Lora, x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 ) -> jax.Array:

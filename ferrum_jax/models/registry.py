@@ -13,7 +13,7 @@ _FAMILIES: dict[str, ModuleType] = {
 
 
 def family(cfg: ModelConfig) -> ModuleType:
-    """Gives the module with `param_specs`, `FUSED` and `forward` for this configuration."""
+    """Gives the module with `param_specs`, `FUSED`, `forward` and `head` for this configuration."""
     found = _FAMILIES.get(cfg.model_type)
     if found is None:
         raise UnsupportedError(f"model_type {cfg.model_type!r}: supported are {', '.join(_FAMILIES)}")

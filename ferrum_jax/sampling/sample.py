@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.sampling.filters import filter_logits
+from ferrum_jax.sampling.logprobs import token_logprobs
 from ferrum_jax.sampling.penalty import penalise_repetition
 
 Leaf = TypeVar("Leaf")
@@ -46,8 +47,7 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     greedy = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     drawn = lax.cond(jnp.any(inputs.temperature > 0), lambda: _draw(scores, inputs), lambda: greedy)
     token_ids = jnp.where(inputs.temperature > 0, drawn, greedy)
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
-    return Choice(token_ids=token_ids, logprobs=chosen - jax.nn.logsumexp(logits, axis=-1))
+    return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids))
 
 
 def distribution(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:

@@ -3,6 +3,7 @@
 Checked against PEFT itself: tests/models/test_adapters.py, tests/reference/test_adapters_reference.py.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import (
     ConfigError,
     InvalidFormatError,
+    InvalidParameterError,
     NotFoundError,
     RequestValidationError,
     UnsupportedError,
@@ -105,6 +108,27 @@ def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
         ]
     refuse_listed(adapter.path, problems)
     return specs.from_names(adapters.adapter_specs(adapter.cfg, spec), leaves)
+
+
+def write_adapter(folder: str | Path, stacks: ParamTree, cfg: ModelConfig, index: int = 0) -> None:
+    """Writes one row of stacks (models/adapters.py) as PEFT has it, with a scale of 1.
+
+    Raises:
+        InvalidParameterError: the stacks have no such row.
+    """
+    folder, leaves, tensors = Path(folder), specs.named_leaves(stacks), {}
+    for name in adapters.projections(cfg):
+        down, up = (np.asarray(leaves[f"{name}.{half}"], np.float32) for half in ("down", "up"))
+        if not 0 <= index < len(down):
+            raise InvalidParameterError(f"there are {len(down)} adapters, number {index} is not among them")
+        tensors[_name(name, "A")] = np.ascontiguousarray(down[index])
+        tensors[_name(name, "B")] = np.ascontiguousarray(up[:, index])
+    rank = len(next(iter(tensors.values())))
+    targets = sorted({name.rpartition(".")[2] for name in adapters.projections(cfg)})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
 def _read_config(folder: Path) -> PeftConfig:

@@ -182,7 +182,8 @@ def test_what_stands_beside_the_steps_is_declared():
     steps, others = ladders.steps(), [str(key) for key in ladders.declared()[len(ladders.steps()) :]]
     assert ladders.declared()[: len(steps)] == steps
     assert others == [
-        "select R1", "select R3", "select R4", "select R5", "select R7", "copy 4 blocks", f"gather M{COLUMNS}"
+        "select R1", "select R3", "select R4", "select R5", "select R7",
+        "score R6", "score R12", "copy 4 blocks", f"gather M{COLUMNS}",
     ]  # fmt: skip
     both = ladders.steps(adapters=True)
     assert {key for key in both if not key.adapters} == set(steps)

@@ -108,6 +108,8 @@ def _one_legal_call(runner: ModelRunner, rng: random.Random) -> None:
         case 11:
             runner.prepare(key, rng.randint(1, CAPACITY - length))
             runner.prepare_kv_capacity(key, CAPACITY)
+        case 12:
+            runner.score_batch([(key, tokens, tokens)])
         case 13:
             runner.reserve_kv_slots([KvSlotRequest(cache_id=key, target_len=rng.randint(0, length + room))])
         case 14:

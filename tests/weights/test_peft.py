@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,13 +17,14 @@ from ferrum_jax.contract.errors import (
     ConfigError,
     FerrumError,
     InvalidFormatError,
+    InvalidParameterError,
     NotFoundError,
     RequestValidationError,
     UnsupportedError,
 )
-from ferrum_jax.models.adapters import LoraSpec, adapter_specs
-from ferrum_jax.models.specs import named_leaves
-from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter
+from ferrum_jax.models.adapters import LoraSpec, adapter_specs, install, stack_specs
+from ferrum_jax.models.specs import initialise, named_leaves
+from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter, write_adapter
 from tests import adapters, tiny
 
 CFG = tiny.model_config("llama3")
@@ -345,3 +347,16 @@ def test_damaged_directories_are_refused_or_read_and_nothing_else(tmp_path: Path
         shutil.rmtree(folder)
     assert 200 < len(messages) < 400
     assert all(str(folder) in message for folder, message in messages.items())
+
+
+def test_what_is_written_is_read_back(tmp_path: Path):
+    cfg, spec = tiny.model_config("qwen2"), LoraSpec(max_loras=2, max_rank=3)
+    start = initialise(stack_specs(cfg, spec), jax.random.key(0), "float32")
+    stacks = jax.tree.map(lambda leaf: jax.random.normal(jax.random.key(leaf.size), leaf.shape), start)
+    write_adapter(tmp_path / "made", stacks, cfg, 1)
+    found = install(start, lay_out(read_adapter(tmp_path / "made", cfg), spec, "float32"), 1)
+    for name, leaf in named_leaves(found).items():
+        row = (slice(None), 1) if name.endswith("up") else 1
+        np.testing.assert_array_equal(leaf[row], named_leaves(stacks)[name][row])
+    with pytest.raises(InvalidParameterError, match="there are 2 adapters, number 2 is not among them"):
+        write_adapter(tmp_path, stacks, cfg, 2)

@@ -1,0 +1,150 @@
+"""Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`."""
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.decoding import Sampling, is_integer
+from ferrum_jax.contract.errors import InvalidParameterError, shown
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import CacheSpec, KvState
+from ferrum_jax.models.backends import kv_layout
+from ferrum_jax.models.batch import Batch, Rows
+from ferrum_jax.models.quantised import activation_dtype
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sampling.sample import SampleInputs, sample
+
+BLOCK = 128  # positions, of a KV that is made here
+Leaf = TypeVar("Leaf")
+
+
+@flax.struct.dataclass
+class Rollout(Generic[Leaf]):
+    """What was generated; after a row's end, ids are -1 and log-probabilities 0."""
+
+    token_ids: Leaf  # int32 [B, N]
+    logprobs: Leaf  # float32 [B, N], under the model's own distribution
+
+
+def kv_spec(
+    params: ParamTree, cfg: ModelConfig, *, rows: int, positions: int, dtype: str | None = None, attention: str = "xla"
+) -> CacheSpec:
+    """Sizes the KV that `generate_fn` needs for `rows` sequences of up to `positions` tokens, the answer included."""
+    block_size = min(positions, BLOCK)
+    return CacheSpec(
+        num_layers=cfg.num_hidden_layers,
+        num_blocks=rows * -(-positions // block_size),
+        block_size=block_size,
+        num_kv_heads=cfg.num_key_value_heads,
+        head_dim=cfg.head_dim,
+        dtype=dtype or activation_dtype(params).name,
+        layout=kv_layout(attention),
+        attention=attention,
+    )
+
+
+def generate_fn(
+    params: ParamTree,
+    kv: KvState[jax.Array] | None,
+    tokens: jax.Array,  # int32 [B, T]
+    lengths: jax.Array,  # int32 [B]
+    seeds: jax.Array,  # uint32 [B]
+    cfg: ModelConfig,
+    *,
+    max_tokens: int,
+    sampling: Sampling = Sampling(),
+    stop_ids: Sequence[int] = (),
+    attention: str = "xla",
+) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
+    """Continues every prompt of a batch by up to `max_tokens` tokens, as the engine would with the same seeds.
+
+    Under `jit`, `cfg`, `max_tokens`, `sampling`, `stop_ids` and `attention` are static or closed over, and `kv`, if it
+    is given and donated, is written in place. The decoding is one `scan`, so it has derivatives of the
+    log-probabilities; a row that has ended is padding until the others have.
+
+    Args:
+        params: the model's, in any layout.
+        kv: what `state.empty` makes of `kv_spec`, with anything in it; None makes one here.
+        tokens: prompts, padded on the right.
+        lengths: of the prompts, at least 1 each.
+        seeds: the draw of a token depends on its row's seed and its position alone.
+        cfg: the model's.
+        max_tokens: tokens to generate for each row at most.
+        sampling: how tokens are chosen; the default is greedy.
+        stop_ids: ids that end a row, which has them as its last.
+        attention: the backend whose layout the KV has.
+
+    Returns:
+        What was generated, and the KV written.
+
+    Raises:
+        InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks.
+    """
+    if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:
+        raise InvalidParameterError(
+            f"tokens have shape {list(tokens.shape)}, lengths {list(lengths.shape)}, seeds {list(seeds.shape)}: "
+            "expected [B, T], [B] and [B] of at least 1 each"
+        )
+    if not is_integer(max_tokens) or max_tokens < 1:
+        raise InvalidParameterError(f"max_tokens is {shown(max_tokens)}, expected an integer of at least 1")
+    batch, length = tokens.shape
+    if kv is None:
+        kv = state.empty(kv_spec(params, cfg, rows=batch, positions=length + max_tokens, attention=attention))
+    columns = -(-(length + max_tokens) // state.block_size(kv))
+    if state.num_blocks(kv) < batch * columns:
+        raise InvalidParameterError(
+            f"{batch} rows of {length + max_tokens} positions need {batch * columns} KV blocks, "
+            f"there are {state.num_blocks(kv)}"
+        )
+    tables = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
+    lengths, rows = lengths.astype(jnp.int32), jnp.arange(batch, dtype=jnp.int32)
+    stops = jnp.asarray(list(stop_ids), jnp.int32)
+    ones = jnp.ones(batch, jnp.float32)
+
+    def forward(kv: KvState[jax.Array], group: Rows[jax.Array], wanted: jax.Array):
+        step = Batch(groups=(group,), logit_rows=wanted)
+        return family(cfg).forward(params, kv, step, cfg, attention=attention)
+
+    def choose(logits: jax.Array, seen: jax.Array, alive: jax.Array, at: jax.Array):
+        inputs = SampleInputs(
+            temperature=ones * sampling.temperature,
+            top_k=jnp.full(batch, min(sampling.top_k, cfg.vocab_size), jnp.int32),
+            top_p=ones * sampling.top_p,
+            min_p=ones * sampling.min_p,
+            repetition_penalty=ones * sampling.repetition_penalty,
+            seed=seeds.astype(jnp.uint32),
+            position=lengths + at,
+            seen=seen,
+        )
+        choice = sample(logits, inputs)
+        ids = jnp.where(alive, choice.token_ids, -1)
+        stopped = jnp.any(ids[:, None] == stops, axis=1)
+        seen = seen.at[rows, jnp.maximum(ids, 0)].max(alive)
+        return Rollout(ids, jnp.where(alive, choice.logprobs, 0.0)), seen, alive & ~stopped
+
+    def decode(carry, at: jax.Array):
+        kv, last, seen, alive = carry
+        group = Rows(
+            tokens=jnp.maximum(last, 0)[:, None],
+            lengths=lengths + at - 1,
+            counts=alive.astype(jnp.int32),
+            tables=tables,
+        )
+        logits, kv = forward(kv, group, rows)
+        found, seen, alive = choose(logits, seen, alive, at)
+        return (kv, found.token_ids, seen, alive), found
+
+    prompts = Rows(tokens=tokens.astype(jnp.int32), lengths=jnp.zeros_like(lengths), counts=lengths, tables=tables)
+    logits, kv = forward(kv, prompts, rows * length + lengths - 1)
+    real = jnp.arange(length) < lengths[:, None]
+    seen = jnp.zeros((batch, cfg.vocab_size), jnp.bool_).at[rows[:, None], tokens].max(real)
+    first, seen, alive = choose(logits, seen, jnp.ones(batch, jnp.bool_), jnp.int32(0))
+    steps = jnp.arange(1, max_tokens, dtype=jnp.int32)
+    (written, *_), later = lax.scan(decode, (kv, first.token_ids, seen, alive), steps)
+    return jax.tree.map(lambda one, many: jnp.concatenate([one[None], many]).T, first, later), written

@@ -1,0 +1,47 @@
+"""A runner of parameters that are there already."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ferrum_jax
+from ferrum_jax import models
+from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.models.layout import SCANNED, lay_out
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CFG, ENGINE
+
+TOKENS = [5, 30, 2, 2, 17]
+
+
+@pytest.mark.parametrize("layout", ["checkpoint", SCANNED])
+def test_parameters_are_served_as_they_are(layout: str, params: ParamTree):
+    mine = lay_out(params, CFG, layout)
+    with ferrum_jax.from_params(mine, CFG, engine=ENGINE, max_seqs=2, decode_rows=(2,), chunk_rows=(1,)) as runner:
+        assert runner.params is mine
+        assert runner.plan.max_seqs == 2
+        expected = models.forward(params, jnp.array([TOKENS]), CFG)[0, -1]
+        np.testing.assert_allclose(runner.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', these parameters have 'float32'"),
+        ({"layout": "fused"}, "layout is 'fused', these parameters have 'checkpoint'"),
+        ({"quantize": "int8"}, "which belongs to `load`"),
+        ({"max_seqs": 0}, "max_seqs"),
+    ],
+)
+def test_settings_that_contradict_the_parameters_are_refused(settings: dict, message: str, params: ParamTree):
+    with pytest.raises(ConfigError, match=message):
+        ferrum_jax.from_params(params, CFG, engine=dataclasses.replace(ENGINE, dtype=None), **settings)
+
+
+def test_activations_in_bfloat16_are_those_of_the_parameters(params: ParamTree):
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    with ferrum_jax.from_params(half, CFG, max_seqs=1, kv_capacity=16) as runner:
+        assert runner.plan.cache.dtype == "bfloat16"

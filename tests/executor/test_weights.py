@@ -1,0 +1,135 @@
+"""Other weights in a runner that goes on: nothing compiles, no old prefix is found, the KV may be away meanwhile."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ferrum_jax import models
+from ferrum_jax.contract.errors import CancelledError, InvalidParameterError, RequestValidationError
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CFG, ENGINE, make_runner
+
+TOKENS = list(range(1, 21))
+
+
+@pytest.fixture(scope="module")
+def others(params: ParamTree) -> ParamTree:
+    return jax.tree.map(lambda leaf: (leaf * 1.1).block_until_ready(), params)
+
+
+@pytest.fixture(scope="module")
+def shared(params: ParamTree) -> Iterator[ModelRunner]:
+    engine = replace(ENGINE, prefix_cache=True, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,))
+    with make_runner(params, engine) as runner:
+        yield runner
+
+
+@pytest.fixture
+def runner(shared: ModelRunner, params: ParamTree) -> ModelRunner:
+    shared.reset()
+    shared.set_params(params)
+    return shared
+
+
+def logits_of(params: ParamTree, tokens: list[int]) -> np.ndarray:
+    return np.asarray(models.forward(params, jnp.array([tokens]), CFG))[0, -1]
+
+
+def test_new_weights_answer_at_once_compile_nothing_and_find_no_old_prefix(
+    runner: ModelRunner, params: ParamTree, others: ParamTree, compiles: list[str]
+):
+    expected = [logits_of(weights, TOKENS) for weights in (params, others, params)]
+    runner.prefill("a", TOKENS)
+    runner.release("a")
+    version = runner.params_version
+    runner.prefill("warm", TOKENS)
+    assert runner.cache_metrics_snapshot()["hits"] == 1
+    runner.release("warm")
+    compiles.clear()
+    for weights, wanted in zip((params, others, params), expected, strict=True):
+        runner.set_params(weights)
+        np.testing.assert_allclose(runner.prefill("a", TOKENS), wanted, rtol=0, atol=1e-4)
+        runner.release("a")
+    assert compiles == []
+    assert runner.params_version == version + 3
+    assert runner.cache_metrics_snapshot()["hits"] == 1
+    assert runner.params is params
+
+
+def test_weights_are_taken_without_a_copy(runner: ModelRunner, others: ParamTree):
+    runner.set_params(others)
+    for mine, theirs in zip(jax.tree.leaves(runner.params), jax.tree.leaves(others), strict=True):
+        assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+
+
+def _changed(params: ParamTree, leaf: object) -> ParamTree:
+    leaves = models.specs.named_leaves(params) | {"model.norm.weight": leaf}
+    return models.specs.from_names(models.family(CFG).param_specs(CFG), leaves)
+
+
+def test_weights_that_differ_in_more_than_values_are_refused_and_change_nothing(runner: ModelRunner, params: ParamTree):
+    gone = jnp.ones(24)
+    gone.delete()
+    wrong = [
+        (jnp.ones(25), r"model.norm.weight is float32\[25\] on .*, expected float32\[24\]"),
+        (jnp.ones(24, jnp.float16), "float16"),
+        (np.ones(24, np.float32), "a ndarray"),
+        (gone, "donated or deleted"),
+    ]
+    for leaf, message in wrong:
+        with pytest.raises(InvalidParameterError, match=message):
+            runner.set_params(_changed(params, leaf))
+    with pytest.raises(InvalidParameterError, match="lm_head is unknown"):
+        runner.set_params(params | {"lm_head": jnp.ones(3)})
+    with pytest.raises(InvalidParameterError, match=r"model\.\S+ is missing.* and \d+ more"):
+        runner.set_params({})
+    assert runner.params is params
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), logits_of(params, TOKENS), rtol=0, atol=1e-4)
+
+
+def test_weights_are_refused_while_a_sequence_is_live(runner: ModelRunner, params: ParamTree, others: ParamTree):
+    runner.prefill("a", TOKENS)
+    for refused in (lambda: runner.set_params(others), runner.free_kv):
+        with pytest.raises(RequestValidationError, match="1 sequences are live, 'a' among them"):
+            refused()
+    assert runner.kv_len("a") == len(TOKENS)
+    np.testing.assert_allclose(runner.decode("a", 30, len(TOKENS)), logits_of(params, [*TOKENS, 30]), rtol=0, atol=1e-4)
+    runner.reset()
+    runner.set_params(others)
+
+
+def test_the_kv_can_be_away_while_weights_are_set(
+    runner: ModelRunner, params: ParamTree, others: ParamTree, compiles: list[str]
+):
+    runner.prefill("a", TOKENS)
+    runner.release("a")
+    compiles.clear()
+    kv = jax.tree.leaves(runner._device.kv)
+    runner.free_kv()
+    assert all(leaf.is_deleted() for leaf in kv)
+    for call in (lambda: runner.prefill("a", [1]), lambda: runner.kv_len("a"), runner.free_kv):
+        with pytest.raises(RequestValidationError, match="the KV is freed"):
+            call()
+    runner.set_params(others)
+    runner.allocate_kv()
+    runner.allocate_kv()  # which is there
+    found = runner.prefill("a", TOKENS)
+    assert compiles == []
+    np.testing.assert_allclose(found, logits_of(others, TOKENS), rtol=0, atol=1e-4)
+    runner.release("a")
+    runner.free_kv()
+    runner.reset()
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+
+
+def test_a_runner_may_be_closed_while_its_kv_is_away(params: ParamTree):
+    with make_runner(params) as runner:
+        runner.free_kv()
+    for call in (lambda: runner.set_params(params), runner.allocate_kv):
+        with pytest.raises(CancelledError):
+            call()

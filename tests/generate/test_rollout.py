@@ -1,0 +1,108 @@
+"""`generate_fn`, a pure function, gives what the engine gives, and can be jitted, vmapped and differentiated."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ferrum_jax import LLM, SamplingParams, generate_fn, kv_spec, models
+from ferrum_jax.contract import Sampling
+from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.kvcache import state
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CFG, ENGINE, make_runner
+
+TOLERANCE = 1e-5  # float32 sums in another order
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [2, 7], [8] * 5]
+LENGTHS = jnp.array([len(prompt) for prompt in PROMPTS])
+TOKENS = jnp.array([prompt + [0] * (7 - len(prompt)) for prompt in PROMPTS])
+SEEDS = jnp.array([5, 2**32 - 1, 0], jnp.uint32)
+HOWS = [
+    Sampling(),
+    Sampling(temperature=0.9, top_k=20, top_p=0.95),
+    Sampling(temperature=1.3, min_p=0.01, repetition_penalty=1.4),
+    Sampling(repetition_penalty=1.5),
+]
+
+
+@pytest.fixture(scope="module")
+def params() -> ParamTree:
+    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
+
+
+@pytest.fixture(scope="module")
+def llm(params: ParamTree) -> Iterator[LLM]:
+    with make_runner(params, replace(ENGINE, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,))) as runner:
+        yield LLM.from_model(runner, max_rows=3)
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_it_gives_what_the_engine_gives_with_the_same_seeds(how: Sampling, params: ParamTree, llm: LLM):
+    asked = [
+        SamplingParams(**vars(how), max_tokens=11, seed=seed, logprobs=True, stop_token_ids=(30, 36))
+        for seed in SEEDS.tolist()
+    ]
+    run = jax.jit(partial(generate_fn, cfg=CFG, max_tokens=11, sampling=how, stop_ids=(30, 36)))
+    found, _ = run(params, None, TOKENS, LENGTHS, SEEDS)
+    for at, out in enumerate(llm.generate(PROMPTS, asked)):
+        count = len(out.token_ids)
+        assert found.token_ids[at, :count].tolist() == out.token_ids
+        assert found.token_ids[at, count:].tolist() == [-1] * (11 - count)
+        np.testing.assert_allclose(found.logprobs[at, :count], np.array(out.logprobs), rtol=0, atol=TOLERANCE)
+        assert not found.logprobs[at, count:].any()
+
+
+def test_a_kv_that_held_anything_gives_the_same_and_is_written_in_place(params: ParamTree):
+    spec = kv_spec(params, CFG, rows=3, positions=12)
+    dirty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), state.shapes(spec))
+    run = jax.jit(partial(generate_fn, cfg=CFG, max_tokens=5), donate_argnums=1)
+    expected, _ = generate_fn(params, None, TOKENS, LENGTHS, SEEDS, CFG, max_tokens=5)
+    compiled = run.lower(params, dirty, TOKENS, LENGTHS, SEEDS).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= spec.num_bytes
+    for _ in range(2):
+        found, dirty = compiled(params, dirty, TOKENS, LENGTHS, SEEDS)
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+
+
+def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
+    found, _ = generate_fn(params, None, TOKENS[:1], LENGTHS[:1], SEEDS[:1], CFG, max_tokens=3)
+    whole = jnp.concatenate([TOKENS[:1], found.token_ids], axis=1)
+
+    def through_the_rollout(params: ParamTree) -> jax.Array:
+        return generate_fn(params, None, TOKENS[:1], LENGTHS[:1], SEEDS[:1], CFG, max_tokens=3)[0].logprobs.sum()
+
+    def through_the_forward(params: ParamTree) -> jax.Array:
+        logp = jax.nn.log_softmax(models.forward(params, whole, CFG)[:, 6:-1])
+        return jnp.take_along_axis(logp, whole[:, 7:, None], axis=-1).sum()
+
+    mine, theirs = jax.jit(jax.grad(through_the_rollout))(params), jax.jit(jax.grad(through_the_forward))(params)
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": TOKENS[0]}, r"tokens have shape \[7\]"),
+        ({"lengths": LENGTHS[:2]}, r"lengths \[2\]"),
+        ({"seeds": SEEDS[:2]}, r"seeds \[2\]"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": True}, "max_tokens is True"),
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict, message: str, params: ParamTree):
+    given = {"tokens": TOKENS, "lengths": LENGTHS, "seeds": SEEDS, "max_tokens": 3} | change
+    with pytest.raises(InvalidParameterError, match=message):
+        generate_fn(params, None, cfg=CFG, **given)
+
+
+def test_a_kv_that_is_too_small_is_refused(params: ParamTree):
+    small = state.empty(kv_spec(params, CFG, rows=2, positions=12))
+    with pytest.raises(InvalidParameterError, match="3 rows of 12 positions need 3 KV blocks, there are 2"):
+        generate_fn(params, small, TOKENS, LENGTHS, SEEDS, CFG, max_tokens=5)

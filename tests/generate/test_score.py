@@ -1,0 +1,240 @@
+"""`LLM.score`, log-probabilities of prompts and answers, and several answers of one prompt."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from numpy.typing import NDArray
+
+from ferrum_jax import LLM, SamplingParams, Speculation, models
+from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.llm import UnifiedRow
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CAPACITY, CFG, ENGINE, make_runner
+from tests.fake import CountingLLM, SummingLLM, answer
+
+Oracle = Callable[[Sequence[int]], NDArray[np.floating]]
+TOLERANCE = 1e-5  # float32 sums in another order
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7], [8] * 20, [36, 0, 1], [5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11]]
+
+
+@pytest.fixture(scope="module")
+def params() -> ParamTree:
+    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
+
+
+@pytest.fixture(scope="module")
+def oracle(params: ParamTree) -> Oracle:
+    run = jax.jit(lambda tokens: models.forward(params, tokens, CFG))
+
+    def logprobs(tokens: Sequence[int]) -> NDArray[np.floating]:
+        padded = np.zeros((1, CAPACITY + 1), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = np.asarray(run(padded))[0, : len(tokens)]
+        return logits - np.logaddexp.reduce(logits, axis=-1, dtype=np.float64, keepdims=True)
+
+    return logprobs
+
+
+@pytest.fixture(scope="module")
+def runner(params: ParamTree) -> Iterator[ModelRunner]:
+    engine = replace(ENGINE, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,), loop_tokens=4, prefix_cache=True)
+    with make_runner(params, engine) as runner:
+        yield runner
+
+
+@pytest.fixture
+def llm(runner: ModelRunner) -> LLM:
+    runner.reset()
+    return LLM.from_model(runner, max_rows=4, chunk_tokens=11)
+
+
+def chosen(oracle: Oracle, tokens: list[int], start: int) -> NDArray[np.floating]:
+    """Log-probabilities of the tokens from `start` on, each given those before it."""
+    return oracle(tokens)[np.arange(start - 1, len(tokens) - 1), tokens[start:]]
+
+
+def test_scores_of_any_batch_are_those_of_the_forward(llm: LLM, oracle: Oracle):
+    continuations = [[7, 7], [1] * 14, [0], [30, 31, 32], [5, 5, 5, 5], [12]]
+    for _ in range(2):  # the second time, the prompts are known prefixes
+        scores = llm.score(PROMPTS, continuations)
+        for score, prompt, after in zip(scores, PROMPTS, continuations, strict=True):
+            assert (score.prompt_token_ids, score.token_ids) == (prompt, after)
+            expected = chosen(oracle, prompt + after, len(prompt))
+            np.testing.assert_allclose(score.logprobs, expected, rtol=0, atol=TOLERANCE)
+            assert score.total == pytest.approx(expected.sum(), abs=len(after) * TOLERANCE)
+            best = oracle(prompt + after)[len(prompt) - 1 : -1].argmax(axis=1)
+            assert score.greedy_ids == best.tolist()
+            assert score.is_greedy == (best.tolist() == after)
+    assert llm.runner.cache_metrics_snapshot()["hits"] > 0
+    assert llm.runner.kv_slot_capacity_snapshot().free_blocks == 18
+
+
+def test_a_greedy_answer_scores_as_greedy_and_with_its_own_logprobs(llm: LLM):
+    outs = llm.generate(PROMPTS, SamplingParams(max_tokens=6, logprobs=True))
+    for score, out in zip(llm.score(PROMPTS, [out.token_ids for out in outs]), outs, strict=True):
+        assert score.is_greedy
+        assert out.logprobs is not None
+        np.testing.assert_allclose(score.logprobs, out.logprobs, rtol=0, atol=TOLERANCE)
+
+
+def test_one_prompt_goes_before_every_continuation_and_is_read_once(
+    llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[int] = []
+    unified_forward = llm.runner.unified_forward
+
+    def counted(items: Sequence[UnifiedRow]):
+        read.extend(len(tokens) for _, tokens, _, _ in items)
+        return unified_forward(items)
+
+    monkeypatch.setattr(llm.runner, "unified_forward", counted)
+    prompt, continuations = [4, 2, 9, 9, 9, 1], [[1], [2], [3, 4], [9, 0, 1]]
+    scores = llm.score(prompt, continuations)
+    assert sum(read) == len(prompt) - 1
+    for score, after in zip(scores, continuations, strict=True):
+        assert (score.prompt_token_ids, score.token_ids) == (prompt, after)
+        np.testing.assert_allclose(score.logprobs, chosen(oracle, prompt + after, len(prompt)), rtol=0, atol=TOLERANCE)
+    short = llm.score([7], [[token] for token in range(6)])  # nothing is read before what is scored
+    np.testing.assert_allclose([score.total for score in short], oracle([7])[-1][:6], rtol=0, atol=TOLERANCE)
+    many = llm.score(prompt, [[token] for token in range(20)])  # more than there are slots
+    found = [score.total for score in many]
+    np.testing.assert_allclose(found, oracle(prompt)[-1][:20], rtol=0, atol=TOLERANCE)
+
+
+def test_a_continuation_up_to_the_capacity_can_be_scored(llm: LLM, oracle: Oracle):
+    after = [9] * (CAPACITY - 1)
+    (score,) = llm.score([[1, 2]], [after])
+    np.testing.assert_allclose(score.logprobs, chosen(oracle, [1, 2, *after], 2), rtol=0, atol=TOLERANCE)
+    with pytest.raises(RequestValidationError, match=f"{CAPACITY + 1} positions, the KV capacity is {CAPACITY}"):
+        llm.score([[1, 2]], [[*after, 9]])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "continuations", "message"),
+    [
+        ([[1], [2]], [[1]], "2 prompts, 1 continuations"),
+        ([[1]], [[]], "1 and 0 are there"),
+        ([[]], [[1]], "0 and 1 are there"),
+        ([[1]], [[CFG.vocab_size]], "position 0"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(prompts, continuations, message: str, llm: LLM):
+    with pytest.raises(RequestValidationError, match=message):
+        llm.score(prompts, continuations)
+
+
+def test_texts_are_tokenised_together_and_scored_from_where_they_differ():
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1, "c": 2, "bc": 3}, merges=[("b", "c")]))
+    llm = LLM.from_model(SummingLLM(vocab_size=4), Tokenizer(backend=backend))
+    (apart, merged, ids) = (
+        llm.score("ab", "ab")[0], llm.score("ab", "ca")[0], llm.score([[0, 1]], ["ca"])[0]
+    )  # fmt: skip
+    assert (apart.prompt_token_ids, apart.token_ids) == ([0, 1], [0, 1])
+    assert (merged.prompt_token_ids, merged.token_ids) == ([0], [3, 0])
+    assert (ids.prompt_token_ids, ids.token_ids) == ([0, 1], [2, 0])
+
+
+ALL = SamplingParams(max_tokens=7, temperature=0.9, seed=11, logprobs=True, prompt_logprobs=True)
+
+
+def test_logprobs_of_prompts_and_answers_are_those_of_the_forward(llm: LLM, oracle: Oracle):
+    for _ in range(2):  # known prefixes do not hide what was asked for
+        for out in llm.generate(PROMPTS, [replace(ALL, logprobs=at % 3 > 0) for at in range(len(PROMPTS))]):
+            tokens = out.prompt_token_ids + out.token_ids
+            expected = chosen(oracle, tokens, 1)
+            count = len(out.prompt_token_ids)
+            assert out.prompt_logprobs is not None
+            assert out.prompt_logprobs[0] is None
+            np.testing.assert_allclose(np.array(out.prompt_logprobs[1:], float), expected[: count - 1], atol=TOLERANCE)
+            if out.logprobs is not None:
+                np.testing.assert_allclose(out.logprobs, expected[count - 1 :], rtol=0, atol=TOLERANCE)
+
+
+def test_asking_for_logprobs_of_the_prompt_changes_no_answer(llm: LLM):
+    plain = llm.generate(PROMPTS, replace(ALL, prompt_logprobs=False))
+    assert [out.prompt_logprobs for out in plain] == [None] * len(PROMPTS)
+    assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == [out.token_ids for out in plain]
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_in_a_batch(llm: LLM):
+    seeded = [replace(ALL, seed=at) for at in range(len(PROMPTS))]
+    together = llm.generate(PROMPTS, seeded)
+    for prompt, how, out in zip(PROMPTS, seeded, together, strict=True):
+        (alone,) = llm.generate([prompt], how)
+        assert alone.token_ids == out.token_ids
+        assert alone.logprobs == pytest.approx(out.logprobs, abs=TOLERANCE)
+
+
+def test_several_answers_are_those_of_their_seeds_and_the_prompt_is_read_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    read: list[int] = []
+    unified_forward = llm.runner.unified_forward
+
+    def counted(items: Sequence[UnifiedRow]):
+        read.extend(len(tokens) for _, tokens, _, _ in items)
+        return unified_forward(items)
+
+    prompt = [33, 34, 35] * 3
+    expected = [llm.generate([prompt], replace(ALL, seed=(2**32 - 2 + at) % 2**32))[0] for at in range(4)]
+    llm.runner.reset()
+    monkeypatch.setattr(llm.runner, "unified_forward", counted)
+    outs = llm.generate([prompt], replace(ALL, seed=2**32 - 2, n=4, prompt_logprobs=False))
+    assert sum(count for count in read if count > 1) == len(prompt)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    assert len({tuple(out.token_ids) for out in outs}) > 1
+    for out, alone in zip(outs, expected, strict=True):
+        assert out.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2, 4])
+def test_answers_for_which_there_is_no_room_come_later(max_rows: int, runner: ModelRunner):
+    runner.reset()
+    asked = [replace(ALL, n=5), SamplingParams(max_tokens=3), replace(ALL, n=3, seed=40)]
+    outs = LLM.from_model(runner, max_rows=max_rows).generate(PROMPTS[:3], asked)
+    llm = LLM.from_model(runner, max_rows=1)
+    seeds = [replace(ALL, seed=11 + at) for at in range(5)]
+    later = [replace(ALL, seed=40 + at) for at in range(3)]
+    alone = llm.generate([PROMPTS[0]] * 5 + [PROMPTS[1]] + [PROMPTS[2]] * 3, [*seeds, asked[1], *later])
+    assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+    assert [out.prompt_logprobs is None for out in outs] == [out.prompt_logprobs is None for out in alone]
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+
+
+def test_several_answers_of_a_model_that_cannot_fork_or_drafts(runner: ModelRunner):
+    counting = CountingLLM()
+    outs = LLM.from_model(counting).generate([[1, 2], [3]], SamplingParams(max_tokens=4, n=3))
+    assert [out.token_ids for out in outs] == [answer(counting, [1, 2], 4)] * 3 + [answer(counting, [3], 4)] * 3
+    runner.reset()
+    drafting = LLM.from_model(runner, max_rows=4, speculation=Speculation(num_tokens=2))
+    outs = drafting.generate(PROMPTS[:2], replace(ALL, temperature=0.0, n=2))
+    plain = LLM.from_model(runner, max_rows=4).generate(PROMPTS[:2], replace(ALL, temperature=0.0))
+    assert [out.token_ids for out in outs] == [plain[0].token_ids] * 2 + [plain[1].token_ids] * 2
+    assert [out.prompt_logprobs for out in outs[:2]] == [plain[0].prompt_logprobs] * 2
+
+
+def test_what_fails_while_a_prompt_is_read_fails_all_its_answers(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+    def short(items):
+        raise ResourceExhaustedError("no block", needed=1, free=0)
+
+    runner.reset()
+    llm = LLM.from_model(runner, max_rows=1)
+    monkeypatch.setattr(runner, "unified_forward", short)
+    outs = llm.generate([[1, 2, 3]], SamplingParams(n=3), return_errors=True)
+    assert [out.finish_reason for out in outs] == ["error"] * 3
+    with pytest.raises(ResourceExhaustedError, match="no block") as caught:
+        llm.generate([[5, 6]], SamplingParams(n=2))
+    assert caught.value.__notes__ == ["prompts[0] of 1"]
+
+
+def test_n_is_refused_where_it_makes_no_sense(llm: LLM):
+    with pytest.raises(InvalidParameterError, match="n is 0"):
+        SamplingParams(n=0)
+    with pytest.raises(RequestValidationError, match="n is 2"):
+        llm.stream([1], SamplingParams(n=2))

@@ -1,0 +1,189 @@
+"""Hidden states and attention weights of the forward, and vectors added to it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ferrum_jax import models
+from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.kvcache import state
+from ferrum_jax.models import Batch, Rows, Watch
+from ferrum_jax.models.layout import CHECKPOINT, SCANNED, lay_out
+from ferrum_jax.models.watching import steered
+from tests.tiny import CONFIGS, model_config, prompt, tiny_params
+
+NAMES = ("qwen3_window_biases", "gemma2")
+TOLERANCE = 2e-5  # float32 sums in another order
+WIDTH = 48
+watch = jax.jit(models.watch, static_argnames=("cfg", "hidden", "attention_weights"))
+forward = jax.jit(models.forward, static_argnames="cfg")
+
+
+def model(name: str):
+    return tiny_params(CONFIGS[name]), model_config(name)
+
+
+def tokens_of(name: str) -> jax.Array:
+    return jnp.array(prompt(name)[:44]).reshape(2, -1)
+
+
+def test_the_names_cover_every_kind_of_decoder():
+    assert {models.family(model_config(name)) for name in NAMES} == set(map(models.family, map(model_config, CONFIGS)))
+
+
+@pytest.mark.parametrize("layout", [CHECKPOINT, SCANNED])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_seen_explains_the_logits(name: str, layout: str):
+    params, cfg = model(name)
+    params = lay_out(params, cfg, layout)
+    tokens = tokens_of(name)
+    every = range(cfg.num_hidden_layers + 1)
+    expected = forward(params, tokens, cfg)
+    logits, hidden, weights = watch(params, tokens, cfg, hidden=tuple(every), attention_weights=(2, 0))
+    np.testing.assert_array_equal(logits, expected)
+    assert sorted(hidden) == list(every)
+    assert hidden[0].shape == (2, tokens.shape[1], WIDTH)
+    np.testing.assert_allclose(models.logits_of(params, hidden[cfg.num_hidden_layers], cfg), logits, atol=TOLERANCE)
+    assert sorted(weights) == [0, 2]
+    for layer, seen in weights.items():
+        assert seen.shape == (2, 8, tokens.shape[1], tokens.shape[1])
+        np.testing.assert_allclose(seen.sum(axis=-1), 1.0, atol=1e-6)
+        at = np.arange(tokens.shape[1])
+        visible = at[None] <= at[:, None]
+        if (window := cfg.layer_windows[layer]) is not None:
+            visible &= at[None] > at[:, None] - window
+        assert not np.asarray(seen)[:, :, ~visible].any()
+        assert (np.asarray(seen)[:, :, visible] > 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_mixes_values_by_the_weights_that_are_shown(name: str):
+    """One value is set apart: what it adds to the output is its weight."""
+    params, cfg = model(name)
+    tokens = tokens_of(name)[:1]
+    length = tokens.shape[1]
+    _, _, weights = watch(params, tokens, cfg, attention_weights=(1,))
+    q_like = jax.random.normal(jax.random.key(0), (1, length, cfg.num_attention_heads, cfg.head_dim))
+    keys, values = jax.random.normal(jax.random.key(1), (2, length, cfg.num_key_value_heads, cfg.head_dim))
+    from ferrum_jax.models.layers.attention import attend
+    from ferrum_jax.models.layers.attention_weights import attention_weights
+
+    spec = state.CacheSpec(
+        num_layers=2, num_blocks=6, block_size=8, num_kv_heads=keys.shape[1], head_dim=cfg.head_dim, dtype="float32"
+    )
+    table = jnp.array([[4, 0, 2]])
+    at = jnp.arange(length)
+    kv = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), state.shapes(spec))
+    kv = state.write(kv, 1, table[0, at // 8], at % 8, keys, values)
+    rows = Rows(tokens=tokens[:, 9:], lengths=jnp.array([9]), counts=jnp.array([length - 10]), tables=table)
+    how = {"scale": 0.4, "window": cfg.layer_windows[1], "softcap": cfg.attn_logit_softcapping}
+    found = attention_weights(q_like[:, 9:], kv, 1, rows, **how)
+    assert found.shape == (1, cfg.num_attention_heads, length - 9, 24)
+    assert not found[:, :, -1].any()  # padding
+    group = cfg.num_attention_heads // cfg.num_key_value_heads
+    mixed = jnp.einsum("BNTS,SNH->BTNH", found[..., :length], jnp.repeat(values, group, axis=1))
+    np.testing.assert_allclose(mixed, attend(q_like[:, 9:], kv, 1, rows, **how), rtol=0, atol=TOLERANCE)
+    assert weights[1].shape == (1, cfg.num_attention_heads, length, length)
+
+
+@pytest.mark.parametrize("layout", [CHECKPOINT, SCANNED])
+@pytest.mark.parametrize("name", NAMES)
+def test_steering_adds_to_what_a_layer_gives(name: str, layout: str):
+    params, cfg = model(name)
+    params = lay_out(params, cfg, layout)
+    tokens = tokens_of(name)
+    vectors = jax.random.normal(jax.random.key(3), (cfg.num_hidden_layers, WIDTH))
+    _, plain, _ = watch(params, tokens, cfg, hidden=(0, 1, 2))
+    logits, hidden, _ = watch(params, tokens, cfg, hidden=(0, 1, 2), steering=vectors.at[1:].set(0.0))
+    np.testing.assert_array_equal(hidden[0], plain[0])
+    np.testing.assert_allclose(hidden[1], plain[1] + vectors[0], atol=TOLERANCE)
+    assert float(jnp.abs(hidden[2] - plain[2]).max()) > 0.1
+    last = jnp.zeros_like(vectors).at[-1].set(vectors[-1])
+    _, both, _ = watch(params, tokens, cfg, hidden=(3,))
+    expected = models.logits_of(params, both[3] + vectors[-1], cfg)
+    np.testing.assert_allclose(forward(params, tokens, cfg, steering=last), expected, atol=TOLERANCE)
+    each = jnp.zeros((3, *tokens.shape, WIDTH)).at[:, 1, 5:].set(vectors[:, None])
+    found = forward(params, tokens, cfg, steering=each)
+    unsteered = forward(params, tokens, cfg)
+    np.testing.assert_allclose(found[0], unsteered[0], atol=TOLERANCE)
+    np.testing.assert_allclose(found[1, :5], unsteered[1, :5], atol=TOLERANCE)
+    assert float(jnp.abs(found[1, 5:] - unsteered[1, 5:]).max()) > 0.1
+    assert logits.shape == found.shape
+
+
+def test_a_new_vector_compiles_nothing_and_has_a_gradient(compiles: list[str]):
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")
+    run = jax.jit(lambda vectors: models.forward(params, tokens, cfg, steering=vectors).sum())
+    slope = jax.jit(jax.grad(run))
+    vectors = [jax.random.normal(jax.random.key(at), (3, WIDTH)) for at in range(3)]
+    values = [run(vectors[0]), slope(vectors[0])]
+    jax.block_until_ready(values)
+    compiles.clear()
+    for vector in vectors[1:]:
+        jax.block_until_ready((run(vector), slope(vector)))
+    assert compiles == []
+    assert float(jnp.abs(values[1]).min()) > 0
+
+
+def test_a_runner_steps_with_the_vectors_of_its_parameters(compiles: list[str]):
+    from tests.executor.conftest import CFG, ENGINE, make_runner
+
+    params = models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
+    vectors = [jax.random.normal(jax.random.key(at), (2, 24)) for at in range(2)]
+    tokens = jnp.array([[5, 4, 3, 2, 1, 0, 9]])
+    expected = [forward(params, tokens, CFG, steering=vector)[0, -1] for vector in vectors]
+    with make_runner(steered(params, jnp.zeros((2, 24))), ENGINE) as runner:
+        runner.prefill("a", tokens[0].tolist())
+        trees = [steered(params, vector) for vector in vectors]
+        compiles.clear()
+        for tree, wanted in zip(trees, expected, strict=True):
+            runner.reset()
+            runner.set_params(tree)
+            np.testing.assert_allclose(runner.prefill("a", tokens[0].tolist()), wanted, rtol=0, atol=1e-4)
+        assert compiles == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"hidden": [4]}, "hidden has the layer 4, expected 0 to 3"),
+        ({"attention_weights": [3]}, "attention has the layer 3, expected 0 to 2"),
+        ({"hidden": [-1]}, "hidden has the layer -1"),
+        ({"hidden": [True]}, "hidden has the layer True"),
+        ({"steering": jnp.zeros((2, WIDTH))}, "steering is for 2 layers, the model has 3"),
+        ({"steering": jnp.zeros((3, WIDTH - 1))}, r"steering has shape \[3, 47\]"),
+    ],
+)
+def test_what_is_not_there_cannot_be_watched_or_steered(asked: dict, message: str):
+    params, cfg = model("mistral")
+    with pytest.raises(InvalidParameterError, match=message):
+        models.watch(params, tokens_of("mistral"), cfg, **asked)
+
+
+def test_groups_of_a_batch_show_their_own_weights():
+    params, cfg = model("mistral")
+    spec = state.CacheSpec(
+        num_layers=3, num_blocks=6, block_size=8, num_kv_heads=2, head_dim=cfg.head_dim, dtype="float32"
+    )
+    one = Rows(tokens=jnp.array([[7]]), lengths=jnp.array([0]), counts=jnp.array([1]), tables=jnp.array([[0, 1]]))
+    other = Rows(
+        tokens=jnp.array([[1, 2, 3]]), lengths=jnp.array([0]), counts=jnp.array([3]), tables=jnp.array([[2, 3]])
+    )
+    batch = Batch(groups=(one, other), logit_rows=jnp.arange(4))
+    _, _, seen = models.family(cfg).forward(
+        params, state.empty(spec), batch, cfg, watch=Watch(hidden=(1,), attention=(0,))
+    )
+    assert [group.shape for group in seen.attention[0]] == [(1, 8, 1, 16), (1, 8, 3, 16)]
+    _, hidden, weights = models.watch(params, other.tokens, cfg, hidden=[1], attention_weights=[0])
+    np.testing.assert_allclose(seen.hidden[1][1:], hidden[1][0], atol=TOLERANCE)
+    np.testing.assert_allclose(seen.attention[0][1][..., :3], weights[0], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("layout", "layer"), [(CHECKPOINT, "layer_1"), (SCANNED, "layer")])
+def test_profiles_name_the_parts_of_a_layer(layout: str, layer: str):
+    params, cfg = model("mistral")
+    text = forward.lower(lay_out(params, cfg, layout), tokens_of("mistral"), cfg).as_text(debug_info=True)
+    for part in (f"{layer}/attention/", f"{layer}/mlp/", "head/"):
+        assert part in text

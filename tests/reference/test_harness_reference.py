@@ -1,0 +1,139 @@
+"""lm-evaluation-harness with this package and with its own transformers backend: the same figures, without a hub."""
+
+# pyright: reportMissingImports=false
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+import ferrum_jax
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.generate.tokenizer import Tokenizer
+from scripts.make_references import load_smollm2
+
+lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `eval`")
+pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]  # the harness and its libraries have theirs
+
+ROOT = Path(ferrum_jax.__file__).parents[1]
+TASKS = ROOT / "examples" / "evaluation"
+TOLERANCE = 1e-3  # of log-likelihoods: logits agree within 2e-3
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("HF_HOME", str(tmp_path_factory.mktemp("hub")))
+        patch.chdir(ROOT)
+        yield
+
+
+@pytest.fixture(scope="module")
+def ours(smollm2_path: Path, offline: None) -> Any:
+    from ferrum_jax.harness import FerrumLM
+
+    return FerrumLM(str(smollm2_path), max_length=64, batch_size=4, dtype="float32", progress=False)
+
+
+@pytest.fixture(scope="module")
+def theirs(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory, offline: None) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    own = Tokenizer.from_gguf(smollm2_path)
+    own.save(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), bos_token=own.bos_token, eos_token=own.eos_token
+    )
+    tokenizer.chat_template = own.chat_template
+    return HFLM(pretrained=load_smollm2(smollm2_path), tokenizer=tokenizer, max_length=64, batch_size=4)
+
+
+def evaluate(model: Any) -> Results:
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=["capitals", "capitals_text", "capitals_generated"],
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=True,
+    )
+    assert found is not None
+    return found
+
+
+def test_accuracies_and_log_likelihoods_are_those_of_the_harness_own_backend(ours: Any, theirs: Any):
+    mine, reference = evaluate(ours), evaluate(theirs)
+    for task, figures in reference["results"].items():
+        for name, value in figures.items():
+            if isinstance(value, float):
+                assert mine["results"][task][name] == pytest.approx(value, rel=1e-3), (task, name)
+    assert mine["results"]["capitals"]["acc,none"] == reference["results"]["capitals"]["acc,none"] > 0.5
+    for task, samples in reference["samples"].items():
+        for own, other in zip(mine["samples"][task], samples, strict=True):
+            assert own["arguments"] == other["arguments"]
+            for found, expected in zip(own["resps"], other["resps"], strict=True):
+                _assert_same(found[0], expected[0])
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+    if isinstance(expected, str):
+        assert found == expected
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, abs=TOLERANCE)
+    else:
+        assert found[0] == pytest.approx(expected[0], abs=TOLERANCE)
+        assert bool(found[1]) == bool(expected[1])
+
+
+def _instances(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [Instance(request_type=kind, doc={}, arguments=one, idx=at) for at, one in enumerate(arguments)]
+
+
+def test_long_empty_and_spaced_texts_are_scored_alike(ours: Any, theirs: Any):
+    text = " ".join(f"The number {n} comes before {n + 1}." for n in range(40))
+    pairs = _instances("loglikelihood", ("", "Once upon"), ("A cat ", "sat"), (text, " and"), ("1 2 3", " 4 5"))
+    for found, expected in zip(ours.loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True):
+        _assert_same(found, expected)
+    texts = _instances("loglikelihood_rolling", (text,), ("Short.",))
+    for found, expected in zip(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts), strict=True):
+        assert found == pytest.approx(expected, abs=10 * TOLERANCE)  # a sum over hundreds of tokens
+
+
+def test_conversations_are_laid_out_alike(ours: Any, theirs: Any):
+    history = [{"role": "user", "content": "Name a colour."}, {"role": "assistant", "content": "One is"}]
+    assert ours.apply_chat_template(history[:1]) == theirs.apply_chat_template(history[:1])
+    found, expected = (one.apply_chat_template(history, add_generation_prompt=False) for one in (ours, theirs))
+    assert found == expected
+    assert ours.chat_template(True) == theirs.chat_template(True)
+
+
+def test_generation_arguments_are_understood_or_refused(ours: Any):
+    ask = ours.generate_until
+    (greedy,) = ask(_instances("generate_until", ("The capital of France is", {"max_gen_toks": 6, "until": "."})))
+    assert "Paris" in greedy
+    assert "." not in greedy
+    drawn = {"max_gen_toks": 12, "do_sample": True, "temperature": 1.5, "seed": 3}
+    assert ask(_instances("generate_until", ("Once", drawn), ("Once", drawn)))[0] != ""
+    with pytest.raises(UnsupportedError, match="num_beams"):
+        ask(_instances("generate_until", ("Once", {"num_beams": 4})))
+    with pytest.raises(RequestValidationError, match="max_gen_toks is 64, the maximal length 64"):
+        ask(_instances("generate_until", ("Once", {"max_gen_toks": 64})))
+
+
+def test_the_command_line_knows_the_model(smollm2_path: Path, offline: None):
+    arguments = f"--tasks capitals --include_path {TASKS} --limit 2 --model ferrum_jax"
+    model = ["--model_args", f"pretrained={smollm2_path},max_length=64"]
+    command = [sys.executable, "-m", "ferrum_jax.harness", *arguments.split(), *model]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "|capitals|" in done.stdout
