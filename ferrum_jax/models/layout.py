@@ -62,6 +62,8 @@ def recipes(cfg: ModelConfig, layout: str) -> ParamTree:
         return tree
     layers = [_fused(layer, module.FUSED) for layer in tree["model"]["layers"]]
     if layout == SCANNED:
+        if len({jax.tree.structure(layer) for layer in layers}) > 1:
+            raise UnsupportedError(f"layout {SCANNED!r}: the layers of this {cfg.model_type} have different parameters")
         layers = jax.tree.map(lambda *rows: Recipe(tuple(row.layers[0] for row in rows), is_stacked=True), *layers)
     return tree | {"model": tree["model"] | {"layers": layers}}
 
@@ -71,6 +73,8 @@ def _fused(layer: ParamTree, groups: dict[str, dict[str, tuple[str, ...]]]) -> P
     for block, fused in groups.items():
         made[block] = dict(layer[block])
         for name, parts in fused.items():
+            if not made[block].keys() >= set(parts):
+                continue  # a layer of another kind
             taken = [made[block].pop(part) for part in parts]
             made[block][name] = {leaf: Recipe((tuple(one[leaf].layers[0][0] for one in taken),)) for leaf in taken[0]}
     return made

@@ -10,7 +10,7 @@ _FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": llama, "qwen2": l
 
 
 def family(cfg: ModelConfig) -> ModuleType:
-    """Gives the module with `param_specs`, `embed` and `forward` for this configuration."""
+    """Gives the module with `param_specs`, `FUSED` and `forward` for this configuration."""
     found = _FAMILIES.get(cfg.model_type)
     if found is None:
         raise UnsupportedError(f"model_type {cfg.model_type!r}: supported are {', '.join(_FAMILIES)}")

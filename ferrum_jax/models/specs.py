@@ -27,6 +27,11 @@ class ParamSpec:
     dtype: str | None = None  # that of the activations if None
 
 
+def norm_specs(size: int, axis: str = "embed") -> ParamTree:
+    """Describes the scale of a norm over `size` numbers."""
+    return {"weight": ParamSpec((size,), (axis,), "ones")}
+
+
 def named_leaves(tree: ParamTree) -> dict[str, Any]:
     """Maps checkpoint names to leaves."""
     paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))[0]

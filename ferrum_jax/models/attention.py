@@ -1,0 +1,92 @@
+"""The attention of a layer: its parameters, its heads, and their way through the KV.
+
+A family whose attention is `self_attention` takes it whole; others put theirs together from the same steps.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.models.batch import Batch
+from ferrum_jax.models.layers.attention import attend
+from ferrum_jax.models.layers.norm import rms_norm
+from ferrum_jax.models.layers.rope import rotate
+from ferrum_jax.models.products import Lora, linear_specs, project, project_all
+from ferrum_jax.models.specs import ParamTree, norm_specs
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # products of one input, and what their joined weight is called
+
+
+class Site(NamedTuple):
+    """Where a layer stands: which one it is, and what all layers of the step share."""
+
+    layer: int | jax.Array
+    window: int | jax.Array | None  # positions it sees, or None for all
+    turn: tuple[jax.Array, jax.Array]  # cosines and sines of each token, [X, 1, H/2] each
+    places: tuple[jax.Array, jax.Array]  # of each token in the KV: block and offset, [X] each
+    batch: Batch[jax.Array]
+    backend: str  # of attention
+
+
+def attention_specs(cfg: ModelConfig) -> ParamTree:
+    """Describes four products, and the norms of query and key heads where there are some."""
+    model = (cfg.hidden_size, "embed")
+    queries = (cfg.num_attention_heads * cfg.head_dim, "heads")
+    keys = (cfg.num_key_value_heads * cfg.head_dim, "kv_heads")
+    specs = {
+        "q_proj": linear_specs(queries, model, cfg.attention_bias),
+        "k_proj": linear_specs(keys, model, cfg.attention_bias),
+        "v_proj": linear_specs(keys, model, cfg.attention_bias),
+        "o_proj": linear_specs(model, queries, cfg.attention_out_bias),
+    }
+    if cfg.qk_norm:
+        specs |= {"q_norm": norm_specs(cfg.head_dim, "head"), "k_norm": norm_specs(cfg.head_dim, "head")}
+    return specs
+
+
+def self_attention(
+    block: ParamTree, lora: Lora, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    """Attends with grouped heads, after an RMSNorm of every query and key head where `cfg.qk_norm`: x is `[X, D]`."""
+    q, k, v = (split_heads(y, cfg) for y in project_qkv(block, lora, x, cfg))
+    if cfg.qk_norm:
+        q = rms_norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps)
+        k = rms_norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps)
+    mixed, kv = turn_and_attend(q, k, v, kv, site, cfg)
+    return project(mixed, block, lora, "o_proj"), kv
+
+
+def project_qkv(block: ParamTree, lora: Lora, x: jax.Array, cfg: ModelConfig) -> list[jax.Array]:
+    """Projects to queries, keys and values, `[X, N*H]` and twice `[X, K*H]`."""
+    num_heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads
+    return project_all(x, block, lora, "qkv_proj", FUSED["qkv_proj"], num_heads)
+
+
+def split_heads(y: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Cuts what was projected into heads, `[X, heads*H]` to `[X, heads, H]`."""
+    return y.reshape(len(y), -1, cfg.head_dim)
+
+
+def turn_and_attend(
+    q: jax.Array,  # [X, N, H]
+    k: jax.Array,  # [X, K, H]
+    v: jax.Array,
+    kv: KvState[jax.Array],
+    site: Site,
+    cfg: ModelConfig,
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    """Rotates queries and keys, writes keys and values, and attends to what is written: heads mixed to `[X, N*H]`."""
+    q, k = rotate(q, *site.turn), rotate(k, *site.turn)
+    kv = state.write(kv, site.layer, *site.places, k, v)
+    outs, start = [], 0
+    for rows in site.batch.groups:
+        size = rows.tokens.size
+        mine = q[start : start + size].reshape(*rows.tokens.shape, -1, cfg.head_dim)
+        out = attend(mine, kv, site.layer, rows, scale=cfg.head_dim**-0.5, window=site.window, backend=site.backend)
+        outs.append(out.reshape(size, -1))
+        start += size
+    return jnp.concatenate(outs), kv

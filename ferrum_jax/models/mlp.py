@@ -1,0 +1,28 @@
+"""The gated feed-forward block of a layer.
+
+Shazeer 2020, "GLU Variants Improve Transformer".
+"""
+
+import jax
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.models.products import Lora, linear_specs, project, project_all
+from ferrum_jax.models.specs import ParamTree
+
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}  # products of one input, and what their joined weight is called
+
+
+def mlp_specs(cfg: ModelConfig) -> ParamTree:
+    """Describes its three products."""
+    model, wide = (cfg.hidden_size, "embed"), (cfg.intermediate_size, "mlp")
+    return {
+        "gate_proj": linear_specs(wide, model, cfg.mlp_bias),
+        "up_proj": linear_specs(wide, model, cfg.mlp_bias),
+        "down_proj": linear_specs(model, wide, cfg.mlp_bias),
+    }
+
+
+def gated_mlp(block: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
+    """Computes `down(silu(gate(x)) * up(x))`, `[X, D]` to `[X, D]`."""
+    gate, up = project_all(x, block, lora, "gate_up_proj", FUSED["gate_up_proj"], (1, 1))
+    return project(jax.nn.silu(gate) * up, block, lora, "down_proj")
