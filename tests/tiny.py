@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, from_names, named_leaves
+from ferrum_jax.weights.experts import specs_apart, stored_apart
 
 Tensors = dict[str, NDArray[np.float32]]
 
@@ -52,6 +53,11 @@ def _config(model_type: str, **settings: Any) -> dict[str, Any]:
 
 def _qwen2(**settings: Any) -> dict[str, Any]:  # its head width is always hidden_size / num_attention_heads
     return _config("qwen2", **({"head_dim": None, "sliding_window": 7} | settings))
+
+
+def _moe(model_type: str, **settings: Any) -> dict[str, Any]:
+    experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": False}
+    return _config(model_type, **(experts | settings))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -109,6 +115,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_yarn": _config("qwen3", rope_theta=200.0, rope_scaling={"rope_type": "yarn", **YARN}),
     "qwen3_llama3": _config("qwen3", rope_scaling={"rope_type": "llama3", **LLAMA3}),
+    "mixtral": _config("mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "qwen2_moe": _moe("qwen2_moe", shared_expert_intermediate_size=36, head_dim=None, mlp_only_layers=[1]),
+    "qwen2_moe_window": _moe(
+        "qwen2_moe",
+        shared_expert_intermediate_size=36,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen3_moe": _moe("qwen3_moe", norm_topk_prob=True),
+    "qwen3_moe_tied": _moe(
+        "qwen3_moe",
+        num_experts=None,
+        num_local_experts=6,
+        decoder_sparse_step=2,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=11,
+    ),
 }
 
 
@@ -137,17 +165,20 @@ def seeded_tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.fl
 
 
 def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
-    """Draws all tensors of a checkpoint, by name."""
+    """Draws all tensors of a checkpoint, by name: those of experts one by one."""
     cfg = ModelConfig.from_hf(config)
-    specs = named_leaves(family(cfg).param_specs(cfg))
+    wanted = named_leaves(family(cfg).param_specs(cfg))
+    specs = specs_apart(wanted, stored_apart(wanted, {}))
     return {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
 
 
 def tiny_params(config: Mapping[str, Any], seed: int = SEED) -> ParamTree:
     """Gives the same tensors as a parameter tree."""
     cfg = ModelConfig.from_hf(config)
-    leaves = {name: jnp.asarray(tensor) for name, tensor in tensors(config, seed).items()}
-    return from_names(family(cfg).param_specs(cfg), leaves)
+    specs, drawn = family(cfg).param_specs(cfg), tensors(config, seed)
+    for name, parts in stored_apart(named_leaves(specs), {}).items():
+        drawn[name] = np.stack([drawn.pop(part) for part in parts])
+    return from_names(specs, {name: jnp.asarray(tensor) for name, tensor in drawn.items()})
 
 
 def write_folder(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from ferrum_jax.config.experts import ExpertsConfig
 from ferrum_jax.config.families import read_fields
 from ferrum_jax.config.numbers import refuse_below, refuse_no_count, refuse_not_positive
 from ferrum_jax.config.rope import RopeScaling
@@ -32,6 +33,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
     layer_windows: tuple[int | None, ...]  # per layer: positions seen, or None for all
+    experts: ExpertsConfig | None = None
     dtype: str = "float32"  # of the checkpoint
 
     def __post_init__(self):

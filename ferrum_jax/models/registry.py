@@ -4,9 +4,17 @@ from types import ModuleType
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import llama
+from ferrum_jax.models import llama, mixtral, qwen_moe
 
-_FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}
+_FAMILIES: dict[str, ModuleType] = {
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": llama,
+    "qwen3": llama,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen_moe,
+    "qwen3_moe": qwen_moe,
+}
 
 
 def family(cfg: ModelConfig) -> ModuleType:

@@ -1,5 +1,6 @@
 """Parameter trees out of named tensors, every leaf set exactly once."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.weights.experts import specs_apart, stack_in_turn, stored_apart
 
 LISTED = 8  # problems named in one error; the rest are counted
 PIECE = 1 << 18  # numbers quantised at a time, so that those in between stay in the cache
@@ -57,11 +59,19 @@ def assemble(
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
     """
     wanted: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
-    refuse_mismatched(source.path, source.shapes(), wanted, ignorable)
+    found = source.shapes()
+    apart = stored_apart(wanted, found)
+    refuse_mismatched(source.path, found, specs_apart(wanted, apart), ignorable)
+
+    def read_one(name: str, form: Format | None) -> np.ndarray | QuantisedWeight[np.ndarray]:
+        tensor = source.read(name)
+        return tensor.astype(jnp.dtype(dtype), copy=False) if form is None else quantise_tensor(tensor, form)
 
     def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
-        form, tensor = formats.get(name), source.read(name)
-        return tensor.astype(jnp.dtype(dtype), copy=False) if form is None else quantise_tensor(tensor, form)
+        form = formats.get(name)
+        if name not in apart:
+            return read_one(name, form)
+        return stack_in_turn((read_one(part, form) for part in apart[name]), len(apart[name]))
 
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
@@ -112,8 +122,8 @@ def refuse_listed(path: Path, problems: Sequence[str]) -> None:
 
 
 def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndarray]:
-    """Quantises a matrix on the host, a piece of its rows at a time."""
-    rows = max(1, PIECE // tensor.shape[-1])
+    """Quantises a matrix, or a stack of them, on the host, a piece of its rows at a time."""
+    rows = max(1, PIECE // math.prod(tensor.shape[1:]))
     pieces = [
         quantise_weight(tensor[start : start + rows], form.dtype, form.groups)
         for start in range(0, tensor.shape[0], rows)

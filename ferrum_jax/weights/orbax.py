@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ferrum_jax.config import ModelConfig, RopeScaling
+from ferrum_jax.config.experts import ExpertsConfig
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError, InvalidParameterError
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.quantisation import Format, formats_of, quantised_specs
@@ -59,8 +60,11 @@ def read_config(folder: Path) -> ModelConfig:
     fields.pop(QUANTISED, None)
     try:
         scaling = fields.pop("rope_scaling")
+        experts = fields.pop("experts", None)
+        if experts is not None:
+            experts = ExpertsConfig(**experts | {"sparse_layers": tuple(experts["sparse_layers"])})
         fields["layer_windows"] = tuple(fields["layer_windows"])
-        return ModelConfig(rope_scaling=RopeScaling(**scaling) if scaling else None, **fields)
+        return ModelConfig(rope_scaling=RopeScaling(**scaling) if scaling else None, experts=experts, **fields)
     except (KeyError, TypeError, ConfigError) as problem:
         raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None
 

@@ -9,10 +9,18 @@ from types import ModuleType
 from typing import Any
 
 from ferrum_jax.config.common import refuse_ignored
-from ferrum_jax.config.families import llama
+from ferrum_jax.config.families import llama, mixtral, qwen_moe
 from ferrum_jax.contract.errors import UnsupportedError
 
-_READERS: dict[str, ModuleType] = {"llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}
+_READERS: dict[str, ModuleType] = {
+    "llama": llama,
+    "mistral": llama,
+    "qwen2": llama,
+    "qwen3": llama,
+    "mixtral": mixtral,
+    "qwen2_moe": qwen_moe,
+    "qwen3_moe": qwen_moe,
+}
 FAMILIES = tuple(_READERS)
 
 
