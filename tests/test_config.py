@@ -64,6 +64,26 @@ QWEN3_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+GEMMA2_9B: dict[str, Any] = {
+    "architectures": ["Gemma2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+    "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 16,
+    "num_hidden_layers": 42, "num_key_value_heads": 8, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "sliding_window_size": 4096,
+    "torch_dtype": "float32", "transformers_version": "4.42.0.dev0", "use_cache": True, "vocab_size": 256000,
+}  # fmt: skip
+GEMMA3_1B: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+    "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+    "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+    "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+    "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -107,6 +127,18 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         model_type="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
         rope_theta=1e6, qk_norm=True, layer_windows=(None,) * 36, dtype="bfloat16",
+    )),
+    "gemma-2-9b": (GEMMA2_9B, ModelConfig(
+        model_type="gemma2", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, attention_multiplier=1 / 16, attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0, embedding_multiplier=3584**0.5, layer_windows=(4096, None) * 21, dtype="float32",
+    )),
+    "gemma-3-1b-it": (GEMMA3_1B, ModelConfig(
+        model_type="gemma3_text", vocab_size=262144, hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=256, max_position_embeddings=32768, rms_norm_eps=1e-6,
+        rope_theta=1e6, local_rope_theta=1e4, tie_word_embeddings=True, qk_norm=True, attention_multiplier=1 / 16,
+        embedding_multiplier=1152**0.5, layer_windows=((512,) * 5 + (None,)) * 4 + (512, 512), dtype="bfloat16",
     )),
 }  # fmt: skip
 
@@ -167,6 +199,32 @@ def test_every_family_that_a_configuration_may_have_has_a_forward():
         cfg = ModelConfig.from_hf(own | {"model_type": family})
         assert callable(models.family(cfg).forward)
     assert set(FAMILIES) == set(registry._FAMILIES)
+
+
+def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():
+    scaled = GEMMA3_1B | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert ModelConfig.from_hf(scaled).max_seq_len == 32768
+    kinds = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000},
+    }
+    named = ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    newer = {name: value for name, value in scaled.items() if name not in named} | {"rope_parameters": kinds}
+    assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(scaled)
+    kinds["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    for changes, says in (
+        ({"rope_parameters": kinds}, "rope_type 'linear' of layers with a window"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        (
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention = True is not implemented for gemma3_text",
+        ),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not implemented"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            ModelConfig.from_hf(newer | changes)
+    with pytest.raises(ConfigError, match="sliding_window is null"):
+        ModelConfig.from_hf(GEMMA3_1B | {"sliding_window": None})
 
 
 def test_windows_fall_on_the_layers_that_are_said_to_slide():

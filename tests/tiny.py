@@ -28,6 +28,7 @@ LENGTH = 45  # tokens of a prompt: more than any window below and than any origi
 LONG = 150  # tokens: more than one query block of attention
 ORIGINAL = 16  # positions
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is not what is missing
 YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
@@ -48,11 +49,16 @@ def _config(model_type: str, **settings: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
     }
-    return {name: value for name, value in (base | settings).items() if value is not None or name == "sliding_window"}
+    return {name: value for name, value in (base | settings).items() if value is not None or name in NULLS}
 
 
 def _qwen2(**settings: Any) -> dict[str, Any]:  # its head width is always hidden_size / num_attention_heads
     return _config("qwen2", **({"head_dim": None, "sliding_window": 7} | settings))
+
+
+def _gemma(model_type: str, **settings: Any) -> dict[str, Any]:
+    own = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 11}
+    return _config(model_type, **(own | {"sliding_window": 7, "tie_word_embeddings": True} | settings))
 
 
 def _moe(model_type: str, **settings: Any) -> dict[str, Any]:
@@ -115,6 +121,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_yarn": _config("qwen3", rope_theta=200.0, rope_scaling={"rope_type": "yarn", **YARN}),
     "qwen3_llama3": _config("qwen3", rope_scaling={"rope_type": "llama3", **LLAMA3}),
+    "gemma2": _gemma("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
+    "gemma2_biases": _gemma(
+        "gemma2",
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, **YARN},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "gemma3": _gemma(
+        "gemma3_text",
+        rope_theta=500.0,
+        rope_local_base_freq=40.0,
+        rope_scaling={"rope_type": "linear", "factor": 2.5},
+        sliding_window_pattern=3,
+    ),
+    "gemma3_rope_by_kind": _gemma(
+        "gemma3_text",
+        rope_parameters={
+            "full_attention": {"rope_type": "yarn", "rope_theta": 200.0, **YARN},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        final_logit_softcapping=2.0,
+        tie_word_embeddings=False,
+    ),
     "mixtral": _config("mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
     "qwen2_moe": _moe("qwen2_moe", shared_expert_intermediate_size=36, head_dim=None, mlp_only_layers=[1]),
     "qwen2_moe_window": _moe(
@@ -167,6 +200,10 @@ def seeded_tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.fl
 def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
     """Draws all tensors of a checkpoint, by name: those of experts one by one."""
     cfg = ModelConfig.from_hf(config)
+    specs = named_leaves(family(cfg).param_specs(cfg))
+    drawn = {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
+    offset = {name for name, spec in specs.items() if name.endswith("norm.weight") and spec.init == "zeros"}
+    return {name: tensor - 1 if name in offset else tensor for name, tensor in drawn.items()}
     wanted = named_leaves(family(cfg).param_specs(cfg))
     specs = specs_apart(wanted, stored_apart(wanted, {}))
     return {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}

@@ -27,11 +27,16 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None  # of layers with a window, which then have no scaling; as the others' if None
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
+    attention_multiplier: float | None = None  # of scores; head_dim ** -0.5 if None
+    attn_logit_softcapping: float | None = None  # scores are softened to stay below it
+    final_logit_softcapping: float | None = None
+    embedding_multiplier: float = 1.0
     layer_windows: tuple[int | None, ...]  # per layer: positions seen, or None for all
     experts: ExpertsConfig | None = None
     dtype: str = "float32"  # of the checkpoint
@@ -52,8 +57,11 @@ class ModelConfig:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
         for window in self.layer_windows:
             refuse_below("sliding_window", window, 1)
-        for name in ("rope_theta", "rms_norm_eps"):
+        for name in ("rope_theta", "rms_norm_eps", "embedding_multiplier"):
             refuse_not_positive(name, getattr(self, name))
+        for name in ("local_rope_theta", "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping"):
+            if getattr(self, name) is not None:
+                refuse_not_positive(name, getattr(self, name))
 
     @property
     def max_seq_len(self) -> int:

@@ -3,6 +3,7 @@
 A family whose attention is `self_attention` takes it whole; others put theirs together from the same steps.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from ferrum_jax.models.layers.rope import rotate
 from ferrum_jax.models.products import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamTree, norm_specs
 
+Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # products of one input, and what their joined weight is called
 
 
@@ -32,7 +34,7 @@ class Site(NamedTuple):
     backend: str  # of attention
 
 
-def attention_specs(cfg: ModelConfig) -> ParamTree:
+def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
     """Describes four products, and the norms of query and key heads where there are some."""
     model = (cfg.hidden_size, "embed")
     queries = (cfg.num_attention_heads * cfg.head_dim, "heads")
@@ -44,18 +46,24 @@ def attention_specs(cfg: ModelConfig) -> ParamTree:
         "o_proj": linear_specs(model, queries, cfg.attention_out_bias),
     }
     if cfg.qk_norm:
-        specs |= {"q_norm": norm_specs(cfg.head_dim, "head"), "k_norm": norm_specs(cfg.head_dim, "head")}
+        specs |= {name: norm_specs(cfg.head_dim, "head", norm_init) for name in ("q_norm", "k_norm")}
     return specs
 
 
 def self_attention(
-    block: ParamTree, lora: Lora, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
+    block: ParamTree,
+    lora: Lora,
+    x: jax.Array,  # [X, D]
+    kv: KvState[jax.Array],
+    site: Site,
+    cfg: ModelConfig,
+    norm: Norm = rms_norm,
 ) -> tuple[jax.Array, KvState[jax.Array]]:
-    """Attends with grouped heads, after an RMSNorm of every query and key head where `cfg.qk_norm`: x is `[X, D]`."""
+    """Attends with grouped heads, after a norm of every query and key head where `cfg.qk_norm`."""
     q, k, v = (split_heads(y, cfg) for y in project_qkv(block, lora, x, cfg))
     if cfg.qk_norm:
-        q = rms_norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps)
-        k = rms_norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps)
+        q = norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps)
+        k = norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps)
     mixed, kv = turn_and_attend(q, k, v, kv, site, cfg)
     return project(mixed, block, lora, "o_proj"), kv
 
@@ -82,11 +90,21 @@ def turn_and_attend(
     """Rotates queries and keys, writes keys and values, and attends to what is written: heads mixed to `[X, N*H]`."""
     q, k = rotate(q, *site.turn), rotate(k, *site.turn)
     kv = state.write(kv, site.layer, *site.places, k, v)
+    scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
     outs, start = [], 0
     for rows in site.batch.groups:
         size = rows.tokens.size
         mine = q[start : start + size].reshape(*rows.tokens.shape, -1, cfg.head_dim)
-        out = attend(mine, kv, site.layer, rows, scale=cfg.head_dim**-0.5, window=site.window, backend=site.backend)
+        out = attend(
+            mine,
+            kv,
+            site.layer,
+            rows,
+            scale=scale,
+            window=site.window,
+            softcap=cfg.attn_logit_softcapping,
+            backend=site.backend,
+        )
         outs.append(out.reshape(size, -1))
         start += size
     return jnp.concatenate(outs), kv

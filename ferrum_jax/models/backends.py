@@ -66,6 +66,8 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
     """Says why a backend cannot serve a model; None where it can."""
     if attention == "xla":
         return None
+    if cfg.attn_logit_softcapping is not None:
+        return f"attn_logit_softcapping is {cfg.attn_logit_softcapping}, it has no soft cap of scores"
     if attention != "tpu" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return f"JAX {jax.__version__} has no Pallas for Triton"
     width, step = cfg.head_dim, {"triton": 16, "cudnn": 16, "tpu": 128}[attention]

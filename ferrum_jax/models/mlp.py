@@ -3,6 +3,8 @@
 Shazeer 2020, "GLU Variants Improve Transformer".
 """
 
+from collections.abc import Callable
+
 import jax
 
 from ferrum_jax.config import ModelConfig
@@ -22,7 +24,9 @@ def mlp_specs(cfg: ModelConfig) -> ParamTree:
     }
 
 
-def gated_mlp(block: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
-    """Computes `down(silu(gate(x)) * up(x))`, `[X, D]` to `[X, D]`."""
+def gated_mlp(
+    block: ParamTree, lora: Lora, x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+) -> jax.Array:
+    """Computes `down(activation(gate(x)) * up(x))`, `[X, D]` to `[X, D]`."""
     gate, up = project_all(x, block, lora, "gate_up_proj", FUSED["gate_up_proj"], (1, 1))
-    return project(jax.nn.silu(gate) * up, block, lora, "down_proj")
+    return project(activation(gate) * up, block, lora, "down_proj")

@@ -4,17 +4,12 @@ from types import ModuleType
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import llama, mixtral, qwen_moe
+from ferrum_jax.models import gemma, llama, mixtral, qwen_moe
 
 _FAMILIES: dict[str, ModuleType] = {
-    "llama": llama,
-    "mistral": llama,
-    "qwen2": llama,
-    "qwen3": llama,
-    "mixtral": mixtral,
-    "qwen2_moe": qwen_moe,
-    "qwen3_moe": qwen_moe,
-}
+    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
+    "mixtral": mixtral, "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe,
+}  # fmt: skip
 
 
 def family(cfg: ModelConfig) -> ModuleType:

@@ -9,9 +9,19 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.models.layers import rope
 
+Frequencies = tuple[NDArray[np.float32], float]  # radians per position of each pair, and a factor on cosine and sine
 
-def frequencies(cfg: ModelConfig) -> tuple[NDArray[np.float32], float]:
-    """Gives radians per position of each pair, and the factor on cosines and sines."""
+
+def frequencies_of_layers(cfg: ModelConfig) -> tuple[list[Frequencies], list[int]]:
+    """Gives the different rotations of a model, and which of them each layer has."""
+    if cfg.local_rope_theta is None:
+        return [frequencies(cfg)], [0] * cfg.num_hidden_layers
+    local = rope.default_frequencies(cfg.head_dim, cfg.local_rope_theta), 1.0
+    return [frequencies(cfg), local], [int(window is not None) for window in cfg.layer_windows]
+
+
+def frequencies(cfg: ModelConfig) -> Frequencies:
+    """Gives the rotation of layers that have none of their own."""
     plain = rope.default_frequencies(cfg.head_dim, cfg.rope_theta)
     scaling = cfg.rope_scaling
     if scaling is None:

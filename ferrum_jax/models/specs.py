@@ -27,9 +27,9 @@ class ParamSpec:
     dtype: str | None = None  # that of the activations if None
 
 
-def norm_specs(size: int, axis: str = "embed") -> ParamTree:
+def norm_specs(size: int, axis: str = "embed", init: str = "ones") -> ParamTree:
     """Describes the scale of a norm over `size` numbers."""
-    return {"weight": ParamSpec((size,), (axis,), "ones")}
+    return {"weight": ParamSpec((size,), (axis,), init)}
 
 
 def named_leaves(tree: ParamTree) -> dict[str, Any]:

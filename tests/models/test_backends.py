@@ -38,6 +38,7 @@ def test_each_platform_has_its_own_backend(platform: str, dtype: str, own: str):
 def test_a_model_that_the_platforms_own_cannot_serve_gets_xla():
     assert choose(None, "gpu", cfg=CFG) == "xla"  # heads 10 wide
     assert choose(None, "tpu", cfg=replace(WIDE, head_dim=64)) == "xla"
+    assert choose(None, "gpu", cfg=replace(WIDE, attn_logit_softcapping=50.0)) == "xla"
     assert choose(None, "tpu", cfg=replace(WIDE, num_attention_heads=6, num_key_value_heads=3)) == "xla"
 
 
@@ -59,6 +60,7 @@ def test_a_backend_of_another_platform_is_a_config_error(asked: str, platform: s
         ("tpu", "tpu", {"cfg": replace(WIDE, head_dim=64)}, "head_dim is 64, supported are multiples of 128"),
         ("triton", "gpu", {"cfg": CFG}, "head_dim is 10, supported are multiples of 16 up to 256"),
         ("triton", "gpu", {"cfg": replace(WIDE, head_dim=512)}, "head_dim is 512"),
+        ("triton", "gpu", {"cfg": replace(WIDE, attn_logit_softcapping=50.0)}, "it has no soft cap of scores"),
         (
             "tpu",
             "tpu",

@@ -21,19 +21,23 @@ pytestmark = pytest.mark.reference
 TOLERANCE = 2e-4  # float32 sums in another order, over three layers; logits are of the order of one
 REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
 
+NEW = ("gemma",)  # families that are compared at three seeds each
 every_model = pytest.mark.parametrize("name", tiny.CONFIGS)
 
 
-def save_with_transformers(name: str, folder: Path, max_shard_size: str) -> PreTrainedModel:
+def save_with_transformers(
+    name: str, folder: Path, max_shard_size: str = "5GB", seed: int = tiny.SEED
+) -> PreTrainedModel:
     """Lets transformers build a model with random parameters, norms and biases among them, and save it."""
     settings = {key: value for key, value in tiny.CONFIGS[name].items() if key not in ("model_type", "architectures")}
     config = AutoConfig.for_model(tiny.CONFIGS[name]["model_type"], **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
-    torch.manual_seed(tiny.SEED)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             spread = 0.2 if parameter.ndim == 1 else 1.2 * parameter.shape[1] ** -0.5
-            parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in parameter_name else 0.0))
+            centre = 1.0 if "norm" in parameter_name and not name.startswith("gemma") else 0.0
+            parameter.copy_(torch.randn_like(parameter) * spread + centre)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
@@ -46,6 +50,20 @@ def test_what_transformers_saved_gives_its_logits_at_every_position(name: str, m
     params, cfg = ferrum_jax.load_params(tmp_path, dtype="float32")
     logits = jax.jit(models.forward, static_argnums=2)(params, jnp.asarray([tiny.prompt(name)]), cfg)
     np.testing.assert_allclose(logits[0], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name in tiny.CONFIGS if name.startswith(NEW)])
+def test_other_seeds_give_its_logits_in_chunks_and_single_tokens(name: str, seed: int, tmp_path: Path):
+    tokens = tiny.prompt(name)
+    expected = logits_of(save_with_transformers(name, tmp_path, seed=seed), tokens)
+    engine = ferrum_jax.EngineConfig(max_seqs=2, kv_capacity=160, block_size=8, verify_tokens=(32,))
+    with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
+        np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
+        model.prefill("b", tokens[:20])
+        for at in range(20, len(tokens)):
+            decoded = model.decode("b", tokens[at], at)
+            np.testing.assert_allclose(decoded, expected[at], rtol=0, atol=TOLERANCE)
 
 
 @every_model

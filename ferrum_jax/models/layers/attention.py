@@ -28,18 +28,22 @@ def attend(
     *,
     scale: float,
     window: int | Int[Array, ""] | None,
+    softcap: float | None = None,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """Attends every token to the positions up to its own, the new keys and values being in the KV already.
 
-    With a `window`, a token at position p sees positions p-window+1 to p. Padding tokens and rows give zeros. KV that
-    no sequence has written may hold anything, NaN included.
+    With a `window`, a token at position p sees positions p-window+1 to p. With a `softcap`, scaled scores s become
+    `softcap * tanh(s / softcap)`, as in Gemma 2 (Gemma Team 2024, section 2). Padding tokens and rows give zeros.
+    KV that no sequence has written may hold anything, NaN included.
 
     Raises:
-        UnsupportedError: there is no such backend, or it cannot read the KV's layout.
+        UnsupportedError: there is no such backend, it cannot read the KV's layout, or has no soft cap.
     """
     if backend == "xla":
-        return attend_xla(q, kv, layer, rows, scale=scale, window=window)
+        return attend_xla(q, kv, layer, rows, scale=scale, window=window, softcap=softcap)
+    if softcap is not None:
+        raise UnsupportedError(f"attention {backend!r} has no soft cap of scores, 'xla' has")
     if not isinstance(window, int | None):
         raise UnsupportedError(f"attention {backend!r} needs a window that is known when the step is traced")
     if backend == "triton":  # what only some devices need is imported where it is needed

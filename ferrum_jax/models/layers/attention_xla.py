@@ -26,6 +26,7 @@ def attend_xla(
     *,
     scale: float,
     window: int | Int[Array, ""] | None,
+    softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends as `attend` says."""
     batch, tokens, heads, head_dim = q.shape
@@ -37,7 +38,7 @@ def attend_xla(
     q = q.transpose(1, 0, 3, 4, 2, 5)  # [T/size, B, K, G, size, H]
 
     def attend_block(start: jax.Array, q: jax.Array) -> jax.Array:
-        return _walk(q, kv, layer, rows, start, scale, window)
+        return _walk(q, kv, layer, rows, start, scale, window, softcap)
 
     if q.shape[0] == 1:
         out = attend_block(jnp.int32(0), q[0])[None]
@@ -56,6 +57,7 @@ def _walk(
     start: Int[Array, ""],
     scale: float,
     window: int | Int[Array, ""] | None,
+    softcap: float | None,
 ) -> Float[Array, "B K G T H"]:
     """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
     block_size = state.block_size(kv)
@@ -80,7 +82,10 @@ def _walk(
         scores = jnp.einsum(
             "BKGTH,BKHC->BKGTC", q, k.astype(q.dtype), precision=high, preferred_element_type=jnp.float32
         )
-        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        scores = scores * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(seen, scores, -jnp.inf)
         new_best = jnp.maximum(best, scores.max(axis=-1))
         finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
         weights = jnp.where(seen, jnp.exp(scores - finite[..., None]), 0.0)

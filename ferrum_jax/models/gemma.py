@@ -1,0 +1,55 @@
+"""Gemma 2 and the text models of Gemma 3: norms before and after each block, and windows on some layers.
+
+Gemma Team 2024, "Gemma 2", section 2 (soft caps); 2025, "Gemma 3", section 2 (norms of query and key heads instead, and
+another base of the rotary embeddings where there is a window). Norms scale by one more than their weight, and
+embeddings are multiplied by the root of their width.
+Parity with Hugging Face transformers: tests/models/test_parity.py.
+"""
+
+from functools import partial
+
+import jax
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.models import attention, decoder, mlp
+from ferrum_jax.models.attention import Site, attention_specs, self_attention
+from ferrum_jax.models.decoder import Adapted, decoder_specs
+from ferrum_jax.models.layers.norm import offset_rms_norm
+from ferrum_jax.models.mlp import gated_mlp, mlp_specs
+from ferrum_jax.models.specs import ParamTree, norm_specs
+
+FUSED = {"self_attn": attention.FUSED, "mlp": mlp.FUSED}
+
+
+def param_specs(cfg: ModelConfig) -> ParamTree:
+    """Describes every parameter."""
+    return decoder_specs(cfg, [_layer_specs(cfg) for _ in range(cfg.num_hidden_layers)], norm_init="zeros")
+
+
+def _layer_specs(cfg: ModelConfig) -> ParamTree:
+    norm = norm_specs(cfg.hidden_size, init="zeros")
+    return {
+        "input_layernorm": norm,
+        "self_attn": attention_specs(cfg, norm_init="zeros"),
+        "post_attention_layernorm": norm,
+        "pre_feedforward_layernorm": norm,
+        "mlp": mlp_specs(cfg),
+        "post_feedforward_layernorm": norm,
+    }
+
+
+def _layer(
+    layer: ParamTree, adapted: Adapted, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    def norm(y: jax.Array, name: str) -> jax.Array:
+        return offset_rms_norm(y, layer[name]["weight"], cfg.rms_norm_eps)
+
+    normed = norm(x, "input_layernorm")
+    mixed, kv = self_attention(layer["self_attn"], adapted["self_attn"], normed, kv, site, cfg, norm=offset_rms_norm)
+    x = x + norm(mixed, "post_attention_layernorm")
+    made = gated_mlp(layer["mlp"], adapted["mlp"], norm(x, "pre_feedforward_layernorm"), jax.nn.gelu)
+    return x + norm(made, "post_feedforward_layernorm"), kv
+
+
+forward = partial(decoder.forward, _layer, norm=offset_rms_norm)
