@@ -200,13 +200,11 @@ def seeded_tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.fl
 def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
     """Draws all tensors of a checkpoint, by name: those of experts one by one."""
     cfg = ModelConfig.from_hf(config)
-    specs = named_leaves(family(cfg).param_specs(cfg))
+    wanted = named_leaves(family(cfg).param_specs(cfg))
+    specs = specs_apart(wanted, stored_apart(wanted, {}))
     drawn = {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
     offset = {name for name, spec in specs.items() if name.endswith("norm.weight") and spec.init == "zeros"}
     return {name: tensor - 1 if name in offset else tensor for name, tensor in drawn.items()}
-    wanted = named_leaves(family(cfg).param_specs(cfg))
-    specs = specs_apart(wanted, stored_apart(wanted, {}))
-    return {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
 
 
 def tiny_params(config: Mapping[str, Any], seed: int = SEED) -> ParamTree:
