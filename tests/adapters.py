@@ -72,6 +72,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("llama_biases", {"r": 4, "lora_alpha": 3, "target_modules": EVERY}),
     "mistral": ("mistral", {"r": 5, "lora_alpha": 4, "target_modules": EVERY}),
     "qwen2": ("qwen2_window", {"r": 6, "lora_alpha": 4, "target_modules": EVERY}),
+    "phi3": ("phi3", {"r": 6, "lora_alpha": 5, "target_modules": EVERY}),
+    "gemma2": ("gemma2", {"r": 5, "lora_alpha": 4, "target_modules": EVERY}),
     "qwen3": ("qwen3_tied", {"r": 7, "lora_alpha": 5, "target_modules": EVERY}),
 }
 OTHER_FIELDS = {  # as PEFT writes them

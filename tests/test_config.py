@@ -84,6 +84,25 @@ GEMMA3_1B: dict[str, Any] = {
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
     "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": True, "vocab_size": 262144,
 }  # fmt: skip
+PHI4_MINI: dict[str, Any] = {
+    "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 199999,
+    "embd_pdrop": 0.0, "eos_token_id": 199999, "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+    "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+    "pad_token_id": 199999, "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"long_factor": [2.0] * 48, "short_factor": [1] * 48, "type": "longrope"}, "rope_theta": 10000.0,
+    "sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0", "use_cache": True, "vocab_size": 200064,
+}  # fmt: skip
+OLMO2_7B: dict[str, Any] = {
+    "architectures": ["Olmo2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 500000, "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.47.0",
+    "use_cache": True, "vocab_size": 100352,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -128,6 +147,20 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6,
         rope_theta=1e6, qk_norm=True, layer_windows=(None,) * 36, dtype="bfloat16",
     )),
+    "Phi-4-mini": (PHI4_MINI, ModelConfig(
+        model_type="phi3", vocab_size=200064, hidden_size=3072, intermediate_size=8192, num_hidden_layers=32,
+        num_attention_heads=24, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_scaling=RopeScaling(
+            rope_type="longrope", factor=32.0, original_max_position_embeddings=4096, short_factor=(1.0,) * 48,
+            long_factor=(2.0,) * 48,
+        ),
+        partial_rotary_factor=0.75, tie_word_embeddings=True, layer_windows=(262144,) * 32, dtype="bfloat16",
+    )),
+    "OLMo-2-7B": (OLMO2_7B, ModelConfig(
+        model_type="olmo2", vocab_size=100352, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=32, head_dim=128, max_position_embeddings=4096, rms_norm_eps=1e-6,
+        rope_theta=500000.0, layer_windows=(None,) * 32, dtype="float32",
+    )),
     "gemma-2-9b": (GEMMA2_9B, ModelConfig(
         model_type="gemma2", vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
         num_attention_heads=16, num_key_value_heads=8, head_dim=256, max_position_embeddings=8192, rms_norm_eps=1e-6,
@@ -148,7 +181,8 @@ def test_a_published_configuration_is_read_in_full(name: str):
     published, expected = REAL[name]
     assert ModelConfig.from_hf(published) == expected
     assert hash(ModelConfig.from_hf(published)) == hash(expected)
-    assert expected.max_seq_len == published["max_position_embeddings"]
+    longest = published["max_position_embeddings"]
+    assert expected.reaching(longest).max_seq_len == longest
 
 
 def test_the_newer_spelling_of_rope_and_dtype_means_the_same():
@@ -199,6 +233,34 @@ def test_every_family_that_a_configuration_may_have_has_a_forward():
         cfg = ModelConfig.from_hf(own | {"model_type": family})
         assert callable(models.family(cfg).forward)
     assert set(FAMILIES) == set(registry._FAMILIES)
+
+
+def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
+    short = ModelConfig.from_hf(PHI4_MINI)
+    assert (short.max_seq_len, short.rotary_dim) == (4096, 96)
+    assert short.reaching(4096) == short
+    assert (scaling := short.rope_scaling) is not None
+    long = short.reaching(4097)
+    assert (long.max_seq_len, long.rope_scaling) == (131072, dataclasses.replace(scaling, is_long=True))
+    assert long.reaching(10) == short
+    llama = ModelConfig.from_hf(LLAMA31_8B)
+    assert llama.reaching(200_000) is llama
+    for changes, kind, says in (
+        (
+            {"rope_scaling": PHI4_MINI["rope_scaling"] | {"long_factor": [2.0]}},
+            ConfigError,
+            "1 factors for 48",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            UnsupportedError,
+            "'longrope' is not implemented",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedError, "'linear' is not implemented for phi3"),
+        ({"partial_rotary_factor": 0.76, "rope_scaling": None}, ConfigError, "it turns 97 of 128 numbers"),
+    ):
+        with pytest.raises(kind, match=says):
+            ModelConfig.from_hf(PHI4_MINI | changes)
 
 
 def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():

@@ -28,6 +28,7 @@ LENGTH = 45  # tokens of a prompt: more than any window below and than any origi
 LONG = 150  # tokens: more than one query block of attention
 ORIGINAL = 16  # positions
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+LONG_FACTOR = [2.0, 7.0, 5.0]
 NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is not what is missing
 YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
@@ -59,6 +60,10 @@ def _qwen2(**settings: Any) -> dict[str, Any]:  # its head width is always hidde
 def _gemma(model_type: str, **settings: Any) -> dict[str, Any]:
     own = {"hidden_act": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 11}
     return _config(model_type, **(own | {"sliding_window": 7, "tie_word_embeddings": True} | settings))
+
+
+def _phi3(**settings: Any) -> dict[str, Any]:
+    return _config("phi3", **({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | settings))
 
 
 def _moe(model_type: str, **settings: Any) -> dict[str, Any]:
@@ -121,6 +126,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "qwen3_yarn": _config("qwen3", rope_theta=200.0, rope_scaling={"rope_type": "yarn", **YARN}),
     "qwen3_llama3": _config("qwen3", rope_scaling={"rope_type": "llama3", **LLAMA3}),
+    "phi3": _phi3(rope_theta=300.0, sliding_window=11),
+    "phi3_short": _phi3(
+        rope_scaling={"type": "longrope", "short_factor": [1.3, 1.0, 2.0], "long_factor": LONG_FACTOR},
+        partial_rotary_factor=0.5,
+        num_attention_heads=4,
+        head_dim=None,
+        max_position_embeddings=384,
+        original_max_position_embeddings=200,
+    ),
+    "phi3_beyond": _phi3(
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.3, 1.0, 2.0],
+            "long_factor": LONG_FACTOR,
+        },
+        original_max_position_embeddings=ORIGINAL,
+        tie_word_embeddings=True,
+        num_attention_heads=4,
+        head_dim=None,
+    ),
+    "olmo2": _config("olmo2", rope_theta=300.0),
+    "olmo2_biases": _config(
+        "olmo2",
+        attention_bias=True,
+        tie_word_embeddings=True,
+        rope_scaling={"rope_type": "yarn", **YARN},
+        num_key_value_heads=None,
+    ),
     "gemma2": _gemma("gemma2", attn_logit_softcapping=2.0, final_logit_softcapping=1.5),
     "gemma2_biases": _gemma(
         "gemma2",

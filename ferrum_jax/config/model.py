@@ -1,7 +1,7 @@
 """What a model is, out of its `config.json`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ferrum_jax.config.experts import ExpertsConfig
@@ -27,6 +27,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0  # the share of each head that turns
     local_rope_theta: float | None = None  # of layers with a window, which then have no scaling; as the others' if None
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
@@ -51,6 +52,16 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
+        refuse_not_positive("partial_rotary_factor", self.partial_rotary_factor)
+        if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
+            raise ConfigError(
+                f"partial_rotary_factor is {self.partial_rotary_factor}: it turns {self.rotary_dim} of {self.head_dim} "
+                "numbers of a head, expected an even number of them"
+            )
+        if self.rope_scaling is not None and self.rope_scaling.rope_type == "longrope":
+            for divisors in (self.rope_scaling.short_factor or (), self.rope_scaling.long_factor or ()):
+                if 2 * len(divisors) != self.rotary_dim:
+                    raise ConfigError(f"longrope has {len(divisors)} factors for {self.rotary_dim // 2} pairs")
         if not isinstance(self.layer_windows, tuple):
             raise ConfigError(f"layer_windows is {shown(self.layer_windows)}, expected a tuple")
         if len(self.layer_windows) != self.num_hidden_layers:
@@ -64,12 +75,31 @@ class ModelConfig:
                 refuse_not_positive(name, getattr(self, name))
 
     @property
+    def rotary_dim(self) -> int:
+        """Numbers of each head that turn: the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def reaching(self, length: int) -> Self:
+        """The same model, for sequences of up to `length` positions.
+
+        It differs where LongRoPE (Ding et al. 2024) has other frequencies for sequences longer than the original ones.
+        All positions then turn by those, so that a cached key need never turn again.
+        """
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type != "longrope" or scaling.original_max_position_embeddings is None:
+            return self
+        is_long = length > scaling.original_max_position_embeddings
+        return replace(self, rope_scaling=replace(scaling, is_long=is_long))
+
+    @property
     def max_seq_len(self) -> int:
         """Longest sequence the position embeddings are meant for, in positions, scalings included."""
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type == "llama3":
             return self.max_position_embeddings
         original = scaling.original_max_position_embeddings or self.max_position_embeddings
+        if scaling.rope_type == "longrope":
+            return self.max_position_embeddings if scaling.is_long else min(original, self.max_position_embeddings)
         return max(self.max_position_embeddings, int(original * scaling.factor))
 
     @classmethod

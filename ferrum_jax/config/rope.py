@@ -7,7 +7,9 @@ from typing import Any
 from ferrum_jax.config.numbers import refuse_not_positive
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+LISTS = ("short_factor", "long_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,9 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] | None = None  # of longrope: a divisor of each pair's frequency
+    long_factor: tuple[float, ...] | None = None  # the same, for sequences longer than the original
+    is_long: bool = False  # of longrope: whether all sequences turn by the long factors
 
     def __post_init__(self):
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_TYPES:
@@ -39,6 +44,10 @@ class RopeScaling:
                 f"high_freq_factor of the RoPE scaling is {self.high_freq_factor}, expected more than "
                 f"low_freq_factor, {self.low_freq_factor}"
             )
+        if self.rope_type == "longrope":
+            for name in LISTS:
+                for divisor in getattr(self, name) or (None,):
+                    refuse_not_positive(f"{name} of the RoPE scaling", divisor)
 
 
 def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +74,7 @@ def read_partial_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | N
     theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))
     partial = float(given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
     kind = given.get("rope_type", given.get("type", "default"))
-    if kind not in ROPE_TYPES:
+    if kind not in ROPE_TYPES or (kind == "longrope") != ("short_factor" in given):
         raise UnsupportedError(f"rope_type {kind!r} is not implemented, supported are {', '.join(ROPE_TYPES)}")
     return theta, None if kind == "default" else _scaling(config, given, kind), partial
 
@@ -73,19 +82,21 @@ def read_partial_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | N
 def _scaling(config: Mapping[str, Any], given: Mapping[str, Any], kind: str) -> RopeScaling:
     limit = config["max_position_embeddings"]
     original = given.get("original_max_position_embeddings")
-    if kind in ("llama3", "yarn"):  # the outer one wins, as in `standardize_rope_params` of transformers
+    if kind in ("llama3", "yarn", "longrope"):  # the outer one wins, as in `standardize_rope_params` of transformers
         outer = config.get("original_max_position_embeddings")
         original = next((length for length in (outer, original) if length is not None), limit)
         if not original > 0:
             raise ConfigError(
                 f"original_max_position_embeddings of the RoPE scaling is {original}, expected more than 0"
             )
-    derived = kind == "yarn" and given.get("factor") is None
+    derived = kind in ("yarn", "longrope") and given.get("factor") is None
     factor = limit / original if derived else given["factor"]
-    named = {"rope_type", "factor", "original_max_position_embeddings", "truncate"}
+    named = {"rope_type", "factor", "original_max_position_embeddings", "truncate", *LISTS, "is_long"}
     names = {field.name for field in fields(RopeScaling)} - named
     options: dict[str, Any] = {name: float(given[name]) for name in names if given.get(name) is not None}
     if kind == "llama3":
         options |= {name: float(given[name]) for name in ("low_freq_factor", "high_freq_factor")}
     options |= {"truncate": bool(given.get("truncate", True)), "original_max_position_embeddings": original}
+    if kind == "longrope":
+        options |= {name: tuple(float(divisor) for divisor in given[name]) for name in LISTS}
     return RopeScaling(rope_type=kind, factor=float(factor), **options)

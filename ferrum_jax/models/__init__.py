@@ -71,6 +71,7 @@ def forward(
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape
+    cfg = cfg.reaching(length)
     dtype = activation_dtype(params)
     block_size = min(length, 128)
     columns = -(-length // block_size)

@@ -19,7 +19,9 @@ from ferrum_jax.models import specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

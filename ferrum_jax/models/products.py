@@ -29,6 +29,8 @@ def project_all(
     if fused not in block:
         return [project(x, block, lora, name) for name in names]
     y = linear(x, block[fused]["weight"], block[fused].get("bias"))
+    if lora is not None and fused in lora[0]:  # of a checkpoint that is fused itself
+        y, lora = _adapt(y, x, lora, fused), None
     share, parts, start = y.shape[1] // sum(shares), [], 0
     for name, count in zip(names, shares, strict=True):
         parts.append(_adapt(y[:, start * share : (start + count) * share], x, lora, name))

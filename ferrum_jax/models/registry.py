@@ -4,10 +4,11 @@ from types import ModuleType
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import gemma, llama, mixtral, qwen_moe
+from ferrum_jax.models import gemma, llama, mixtral, olmo2, phi3, qwen_moe
 
 _FAMILIES: dict[str, ModuleType] = {
     "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
+    "phi3": phi3, "olmo2": olmo2,
     "mixtral": mixtral, "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe,
 }  # fmt: skip
 

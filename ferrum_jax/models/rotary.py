@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import ModelConfig, RopeScaling
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.models.layers import rope
 
@@ -16,13 +16,13 @@ def frequencies_of_layers(cfg: ModelConfig) -> tuple[list[Frequencies], list[int
     """Gives the different rotations of a model, and which of them each layer has."""
     if cfg.local_rope_theta is None:
         return [frequencies(cfg)], [0] * cfg.num_hidden_layers
-    local = rope.default_frequencies(cfg.head_dim, cfg.local_rope_theta), 1.0
+    local = rope.default_frequencies(cfg.rotary_dim, cfg.local_rope_theta), 1.0
     return [frequencies(cfg), local], [int(window is not None) for window in cfg.layer_windows]
 
 
 def frequencies(cfg: ModelConfig) -> Frequencies:
     """Gives the rotation of layers that have none of their own."""
-    plain = rope.default_frequencies(cfg.head_dim, cfg.rope_theta)
+    plain = rope.default_frequencies(cfg.rotary_dim, cfg.rope_theta)
     scaling = cfg.rope_scaling
     if scaling is None:
         return plain, 1.0
@@ -39,7 +39,16 @@ def frequencies(cfg: ModelConfig) -> Frequencies:
             plain, cfg.rope_theta, scaling.factor, original, scaling.beta_fast, scaling.beta_slow, scaling.truncate
         )
         return scaled, _yarn_magnitude(cfg)
+    if scaling.rope_type == "longrope":
+        divisors = scaling.long_factor if scaling.is_long else scaling.short_factor
+        return plain / np.asarray(divisors, np.float32), _longrope_magnitude(scaling, original)
     raise UnsupportedError(f"rope scaling {scaling} is not implemented")
+
+
+def _longrope_magnitude(scaling: RopeScaling, original: int) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(original)) if scaling.factor > 1 else 1.0
 
 
 def _yarn_magnitude(cfg: ModelConfig) -> float:

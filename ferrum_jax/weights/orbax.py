@@ -60,13 +60,17 @@ def read_config(folder: Path) -> ModelConfig:
     fields.pop(QUANTISED, None)
     try:
         scaling = fields.pop("rope_scaling")
+        fields["rope_scaling"] = RopeScaling(**_with_tuples(scaling)) if scaling else None
         experts = fields.pop("experts", None)
-        if experts is not None:
-            experts = ExpertsConfig(**experts | {"sparse_layers": tuple(experts["sparse_layers"])})
-        fields["layer_windows"] = tuple(fields["layer_windows"])
-        return ModelConfig(rope_scaling=RopeScaling(**scaling) if scaling else None, experts=experts, **fields)
+        fields["experts"] = ExpertsConfig(**_with_tuples(experts)) if experts else None
+        return ModelConfig(**_with_tuples(fields))
     except (KeyError, TypeError, ConfigError) as problem:
         raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None
+
+
+def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists where a configuration has tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 def read_formats(folder: Path) -> dict[str, Format]:

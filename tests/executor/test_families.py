@@ -13,7 +13,7 @@ from tests import tiny
 
 TOLERANCE = 2e-4  # float32 sums in another order; logits are of the order of one
 REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
-MODELS = ("gemma2", "gemma3_rope_by_kind")
+MODELS = ("gemma2", "gemma3_rope_by_kind", "phi3_beyond", "olmo2")
 CHUNKS = (16, 3, 1, 9, 1, 1, 8, 2, 4)  # tokens, which end within the prompt; single ones are decoded
 ENGINE = ferrum_jax.EngineConfig(
     max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), chunk_rows=(3,), chunk_tokens=(16,), prefix_cache=False
@@ -33,6 +33,15 @@ def ends(start: int) -> Iterator[tuple[int, int]]:
     for size in (sum(CHUNKS[: start + 1]), *CHUNKS[start + 1 :]):
         yield at, at + size
         at += size
+
+
+def test_sequences_that_pass_the_original_positions_of_longrope_are_asked_for(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS["phi3_beyond"])
+    for asked, capacity, is_long in ((None, tiny.ORIGINAL, False), (12, 12, False), (100, 100, True)):
+        with ferrum_jax.load(folder, max_seqs=1, kv_capacity=asked, progress=False) as model:
+            assert model.kv_capacity() == capacity
+            assert (scaling := model.model_config.rope_scaling) is not None
+            assert scaling.is_long is is_long
 
 
 def test_chunks_and_single_tokens_give_the_reference(served: tuple[ModelRunner, list[int], NDArray[np.float32]]):

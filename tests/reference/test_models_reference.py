@@ -21,7 +21,7 @@ pytestmark = pytest.mark.reference
 TOLERANCE = 2e-4  # float32 sums in another order, over three layers; logits are of the order of one
 REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
 
-NEW = ("gemma",)  # families that are compared at three seeds each
+NEW = ("gemma", "phi3", "olmo2")  # families that are compared at three seeds each
 every_model = pytest.mark.parametrize("name", tiny.CONFIGS)
 
 

@@ -15,8 +15,13 @@ def rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float)
     return normed.astype(x.dtype) * weight
 
 
-def offset_rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*axes D"]:
-    """As `rms_norm`, but scales by `1 + weight` in float32, and casts back at the end, as Gemma does."""
+def wide_rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*axes D"]:
+    """As `rms_norm`, but scales in float32, and casts back at the end."""
     wide = x.astype(jnp.float32)
     normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (normed * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+    return (normed * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def offset_rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*axes D"]:
+    """As `wide_rms_norm`, but scales by `1 + weight`."""
+    return wide_rms_norm(x, 1 + weight.astype(jnp.float32), eps)

@@ -1,7 +1,7 @@
 """Rotary position embeddings and their scalings.
 
 Su et al. 2021, "RoFormer"; linear scaling: Chen et al. 2023, "Position Interpolation"; YaRN: Peng et al. 2023,
-section 3; llama3: the reference implementation of Llama 3.1.
+section 3; llama3: the reference implementation of Llama 3.1; LongRoPE: Ding et al. 2024, section 3.
 """
 
 import math
@@ -63,7 +63,9 @@ def rotations(
 
 
 def rotate(x: Float[Array, "X heads H"], cos: jax.Array, sin: jax.Array) -> Float[Array, "X heads H"]:
-    """Rotates the pairs (i, i + H/2) of every head, in float32."""
+    """Rotates the pairs (i, i + R/2) of the first R numbers of every head, in float32; there are R/2 angles."""
+    if (width := 2 * cos.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)

@@ -1,0 +1,62 @@
+"""OLMo 2: norms after the blocks instead of before them, and of all queries and all keys of a token together.
+
+OLMo Team 2024, "2 OLMo 2 Furious", section 3.1. Norms scale in float32.
+Parity with Hugging Face transformers: tests/models/test_parity.py.
+"""
+
+from functools import partial
+
+import jax
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.models import attention, decoder, mlp
+from ferrum_jax.models.attention import Site, attention_specs, project_qkv, split_heads, turn_and_attend
+from ferrum_jax.models.decoder import Adapted, decoder_specs
+from ferrum_jax.models.layers.norm import wide_rms_norm
+from ferrum_jax.models.mlp import gated_mlp, mlp_specs
+from ferrum_jax.models.products import Lora, project
+from ferrum_jax.models.specs import ParamTree, norm_specs
+
+FUSED = {"self_attn": attention.FUSED, "mlp": mlp.FUSED}
+
+
+def param_specs(cfg: ModelConfig) -> ParamTree:
+    """Describes every parameter."""
+    return decoder_specs(cfg, [_layer_specs(cfg) for _ in range(cfg.num_hidden_layers)])
+
+
+def _layer_specs(cfg: ModelConfig) -> ParamTree:
+    norms = {
+        "q_norm": norm_specs(cfg.num_attention_heads * cfg.head_dim, "heads"),
+        "k_norm": norm_specs(cfg.num_key_value_heads * cfg.head_dim, "kv_heads"),
+    }
+    return {
+        "self_attn": attention_specs(cfg) | norms,
+        "post_attention_layernorm": norm_specs(cfg.hidden_size),
+        "mlp": mlp_specs(cfg),
+        "post_feedforward_layernorm": norm_specs(cfg.hidden_size),
+    }
+
+
+def _layer(
+    layer: ParamTree, adapted: Adapted, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    mixed, kv = _attention(layer["self_attn"], adapted["self_attn"], x, kv, site, cfg)
+    x = x + wide_rms_norm(mixed, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
+    made = gated_mlp(layer["mlp"], adapted["mlp"], x)
+    return x + wide_rms_norm(made, layer["post_feedforward_layernorm"]["weight"], cfg.rms_norm_eps), kv
+
+
+def _attention(
+    block: ParamTree, lora: Lora, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    q, k, v = project_qkv(block, lora, x, cfg)
+    q = wide_rms_norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps)
+    k = wide_rms_norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps)
+    q, k, v = (split_heads(y, cfg) for y in (q, k, v))
+    mixed, kv = turn_and_attend(q, k, v, kv, site, cfg)
+    return project(mixed, block, lora, "o_proj"), kv
+
+
+forward = partial(decoder.forward, _layer, norm=wide_rms_norm)
