@@ -98,7 +98,7 @@ def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str) -> Callable[[]
         num_kv_heads=cfg.num_key_value_heads,
         head_dim=cfg.head_dim,
         dtype=dtype,
-        layout=kv_layout(backend),
+        layout=kv_layout(backend, cfg),
         attention=backend,
     )
     order = np.random.default_rng(0).permutation(spec.num_blocks).astype(np.int32)

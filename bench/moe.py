@@ -63,7 +63,7 @@ def _cache(cfg: ModelConfig, dtype: str, rows: int) -> CacheSpec:
         num_kv_heads=cfg.num_key_value_heads,
         head_dim=cfg.head_dim,
         dtype=dtype,
-        layout=kv_layout("xla"),
+        layout=kv_layout("xla", cfg),
     )
 
 

@@ -27,6 +27,7 @@ SEED = 7
 LENGTH = 45  # tokens of a prompt: more than any window below and than any original context
 LONG = 150  # tokens: more than one query block of attention
 ORIGINAL = 16  # positions
+NULLS = ("sliding_window", "q_lora_rank")  # settings whose null says something else than their absence
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 LONG_FACTOR = [2.0, 7.0, 5.0]
 NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is not what is missing
@@ -69,6 +70,13 @@ def _phi3(**settings: Any) -> dict[str, Any]:
 def _moe(model_type: str, **settings: Any) -> dict[str, Any]:
     experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": False}
     return _config(model_type, **(experts | settings))
+
+
+def _deepseek(model_type: str, **settings: Any) -> dict[str, Any]:
+    latent = {"kv_lora_rank": 18, "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 10, "q_lora_rank": 26}
+    experts = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+    own = {"head_dim": None, "num_key_value_heads": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
+    return _config(model_type, **(latent | experts | own | settings))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -204,6 +212,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         attention_bias=True,
         use_sliding_window=True,
         sliding_window=11,
+    ),
+    "deepseek2": _deepseek("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=2),
+    "deepseek2_lite_yarn": _deepseek(
+        "deepseek_v2",
+        q_lora_rank=None,
+        attention_bias=True,
+        rope_scaling={"type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9, **YARN},
+    ),
+    "deepseek3": _deepseek("deepseek_v3", n_group=4, topk_group=2, norm_topk_prob=True),
+    "deepseek3_yarn_tied": _deepseek(
+        "deepseek_v3",
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+        rope_scaling={"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, **YARN},
     ),
 }
 

@@ -90,7 +90,7 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
             num_kv_heads=cfg.num_key_value_heads,
             head_dim=cfg.head_dim,
             dtype=kv_dtype,
-            layout=kv_layout(attention),
+            layout=kv_layout(attention, cfg),
             attention=attention,
         )
 

@@ -82,7 +82,7 @@ def forward(
         num_kv_heads=cfg.num_key_value_heads,
         head_dim=cfg.head_dim,
         dtype=dtype.name,
-        layout=kv_layout(attention),
+        layout=kv_layout(attention, cfg),
         attention=attention,
     )
     rows = Rows(

@@ -14,8 +14,10 @@ PLATFORMS = ("cpu", "gpu", "tpu")
 WIDEST_HEAD = 256
 
 
-def kv_layout(attention: str) -> Layout:
+def kv_layout(attention: str, cfg: ModelConfig) -> Layout:
     """Gives the layout of the KV that a backend reads."""
+    if cfg.latent is not None:
+        return "latent"
     layouts: dict[str, Layout] = {"triton": "positions", "cudnn": "positions", "tpu": "interleaved"}
     return layouts.get(attention, "products")
 
@@ -66,6 +68,8 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
     """Says why a backend cannot serve a model; None where it can."""
     if attention == "xla":
         return None
+    if cfg.latent is not None:
+        return "the KV of this model holds latents"
     if cfg.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping is {cfg.attn_logit_softcapping}, it has no soft cap of scores"
     if attention != "tpu" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:

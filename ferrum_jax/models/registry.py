@@ -4,12 +4,13 @@ from types import ModuleType
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import gemma, llama, mixtral, olmo2, phi3, qwen_moe
+from ferrum_jax.models import deepseek, gemma, llama, mixtral, olmo2, phi3, qwen_moe
 
 _FAMILIES: dict[str, ModuleType] = {
     "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
     "phi3": phi3, "olmo2": olmo2,
     "mixtral": mixtral, "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe,
+    "deepseek_v2": deepseek, "deepseek_v3": deepseek,
 }  # fmt: skip
 
 

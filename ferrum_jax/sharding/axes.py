@@ -13,6 +13,7 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "mlp": "tensor",
     "expert": None,  # each lies on all devices, divided like any feed-forward block
     "router": None,
+    "latent": None,
     "embed": None,
     "head": None,
     "fused": None,  # its parts would not lie beside what they meet

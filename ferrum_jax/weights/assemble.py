@@ -52,8 +52,8 @@ def assemble(
 ) -> ParamTree:
     """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on `device`.
 
-    The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has. `ignorable`
-    says which tensors that no parameter wants may be left unread.
+    The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has; parameters
+    with a dtype of their own have that. `ignorable` says which tensors that no parameter wants may be left unread.
 
     Raises:
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
@@ -63,15 +63,15 @@ def assemble(
     apart = stored_apart(wanted, found)
     refuse_mismatched(source.path, found, specs_apart(wanted, apart), ignorable)
 
-    def read_one(name: str, form: Format | None) -> np.ndarray | QuantisedWeight[np.ndarray]:
+    def read_one(name: str, form: Format | None, kept: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
         tensor = source.read(name)
-        return tensor.astype(jnp.dtype(dtype), copy=False) if form is None else quantise_tensor(tensor, form)
+        return tensor.astype(jnp.dtype(kept), copy=False) if form is None else quantise_tensor(tensor, form)
 
     def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
-        form = formats.get(name)
+        form, kept = formats.get(name), wanted[name].dtype or dtype
         if name not in apart:
-            return read_one(name, form)
-        return stack_in_turn((read_one(part, form) for part in apart[name]), len(apart[name]))
+            return read_one(name, form, kept)
+        return stack_in_turn((read_one(part, form, kept) for part in apart[name]), len(apart[name]))
 
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)

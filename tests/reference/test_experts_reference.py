@@ -26,7 +26,7 @@ ENGINE = ferrum_jax.EngineConfig(
     chunk_tokens=(16,),
     verify_tokens=(16,),
 )
-WITH_EXPERTS = [name for name in tiny.CONFIGS if "moe" in name or "mixtral" in name]
+WITH_EXPERTS = [name for name in tiny.CONFIGS if any(family in name for family in ("moe", "mixtral", "deepseek"))]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -40,6 +40,9 @@ def test_every_path_gives_the_logits_of_transformers(name: str, seed: int, tmp_p
         for parameter_name, parameter in model.named_parameters():
             spread = 0.2 if parameter.ndim == 1 else 1.2 * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn_like(parameter) * spread + (1.0 if "norm" in parameter_name else 0.0))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     prompts = [np.random.default_rng([seed, length]).integers(97, size=length).tolist() for length in (45, 23, 31)]
     expected = [logits_of(model, tokens) for tokens in prompts]
