@@ -6,7 +6,7 @@ are seen, or of their products, whichever is larger. Blocks of a row lie anywher
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,8 +20,7 @@ from bench.timing import Contestant, alternate
 from ferrum_jax.config import ATTENTIONS, ModelConfig
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.kvcache import state
-from ferrum_jax.kvcache.state import CacheSpec
-from ferrum_jax.models.backends import choose_attention, kv_layout
+from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.layers.attention import attend
 
@@ -91,16 +90,8 @@ def _possible(cfg: ModelConfig, dtype: str) -> list[str]:
 def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str) -> Callable[[], Any]:
     """Compiles one layer's attention over a KV full of random numbers."""
     columns = -(-(load.context + load.tokens) // BLOCK)
-    spec = CacheSpec(
-        num_layers=1,
-        num_blocks=load.rows * columns,
-        block_size=BLOCK,
-        num_kv_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        dtype=dtype,
-        layout=kv_layout(backend),
-        attention=backend,
-    )
+    every = cache_spec(cfg, num_blocks=load.rows * columns, block_size=BLOCK, dtype=dtype, attention=backend)
+    spec = replace(every, num_layers=1)
     order = np.random.default_rng(0).permutation(spec.num_blocks).astype(np.int32)
     rows = Rows(
         tokens=jnp.zeros((load.rows, load.tokens), jnp.int32),

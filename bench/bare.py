@@ -40,16 +40,16 @@ class BareStep:
         key = StepKey(rows, 0, 0, runner.plan.ladders.table_columns)
         return cls(runner.model_config, runner.params, runner.plan.cache, key)
 
-    def at(self, context: int) -> Callable[[], Any]:
+    def at(self, context: int, ids: np.ndarray | int = TOKEN) -> Callable[[], Any]:
         """Gives the call that runs new tokens of every row after `context` positions; its outputs stay where they are.
 
-        The rows' blocks differ as far as the pool has so many.
+        The rows' blocks differ as far as the pool has so many; their tokens are all one, or as `ids` says.
         """
         buffer, groups = blank(self._key)
         given = 0
         for group in groups:
             rows, tokens = group.tokens.shape
-            group.tokens[:], group.counts[:], group.lengths[:] = TOKEN, tokens, context
+            group.tokens[:], group.counts[:], group.lengths[:] = ids, tokens, context
             used = -(-(context + tokens) // self._spec.block_size)
             blocks = (given + np.arange(rows * used)) % self._spec.num_blocks
             group.tables[:, :used] = blocks.reshape(-1, used)

@@ -1,9 +1,11 @@
 """The least a step can cost: operations that must be done and bytes that must be read, counted from the configuration.
 
 Attention counts the positions that are seen, and no softmax, norm or rotation is counted: the floor is below what any
-implementation can reach.
+implementation can reach. Of experts, each token meets those it chooses, and a step reads as many as tokens would choose
+that choose evenly and by themselves.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,10 +69,8 @@ def step_work(cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: in
     """Work of a step: each row holds some positions and has some new tokens, of which the last wants logits."""
     named = named_leaves(family(cfg).param_specs(cfg)).items()
     leaves = {name: spec.shape for name, spec in named if name.startswith("model.layers.")}
-    stacked = [name for name, shape in leaves.items() if len(shape) > 2]
-    if stacked:
-        raise NotImplementedError(f"the floor counts dense products, {stacked[0]} is a stack of them")
     products = sum(shape[0] * shape[1] for shape in leaves.values() if len(shape) == 2)
+    experts = sum(math.prod(shape) for shape in leaves.values() if len(shape) == 3)
     head = cfg.vocab_size * cfg.hidden_size
     seen, held = 0, 0  # positions, summed over layers: by every token, and by any
     for window in cfg.layer_windows:
@@ -81,7 +81,9 @@ def step_work(cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: in
     attention = 4 * cfg.num_attention_heads * cfg.head_dim * seen
     cached = 2 * cfg.num_key_value_heads * cfg.head_dim * held
     tokens = sum(count for _, count in rows)
+    share = 0.0 if cfg.experts is None else cfg.experts.num_experts_per_tok / cfg.experts.num_experts
+    multiplied, met = round(experts * share * tokens), round(experts * (1 - (1 - share) ** tokens))
     return Work(
-        operations=2 * products * tokens + 2 * head * len(rows) + attention,
-        num_bytes=itemsize * (products + head + cached),
+        operations=2 * (products * tokens + multiplied) + 2 * head * len(rows) + attention,
+        num_bytes=itemsize * (products + met + head + cached),
     )

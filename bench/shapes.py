@@ -1,7 +1,6 @@
 """Architectures of models too large to ship, for random weights made on the device: `--model llama-3.1-8b`.
 
-Each is the `config.json` of the model it is named after, without what says nothing about its shapes. A family that is
-not supported is refused by `ModelConfig.from_hf`, by name.
+Each is the `config.json` of the model it is named after, without what says nothing about its shapes.
 """
 
 from typing import Any

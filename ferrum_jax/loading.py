@@ -330,8 +330,9 @@ def _read_all(
 
 
 def _ignorable(name: str, cfg: ModelConfig) -> bool:
-    """Tensors that checkpoints carry but the forward derives: rotary tables, and a head that is the embeddings."""
-    return name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
+    """Rotary tables, a head that is the embeddings, and layers of DeepSeek V3 that guess a second token."""
+    guesses = cfg.model_type == "deepseek_v3" and name.startswith(f"model.layers.{cfg.num_hidden_layers}.")
+    return guesses or name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
 
 
 def _unless_zero(count: int) -> int | None:

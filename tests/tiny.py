@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, from_names, named_leaves
+from ferrum_jax.weights.experts import specs_apart, stored_apart
 
 Tensors = dict[str, NDArray[np.float32]]
 
@@ -26,6 +27,7 @@ SEED = 7
 LENGTH = 45  # tokens of a prompt: more than any window below and than any original context
 LONG = 150  # tokens: more than one query block of attention
 ORIGINAL = 16  # positions
+NULLS = ("sliding_window", "q_lora_rank")  # settings whose null says something else than their absence
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 LONG_FACTOR = [2.0, 7.0, 5.0]
 NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is not what is missing
@@ -63,6 +65,18 @@ def _gemma(model_type: str, **settings: Any) -> dict[str, Any]:
 
 def _phi3(**settings: Any) -> dict[str, Any]:
     return _config("phi3", **({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} | settings))
+
+
+def _moe(model_type: str, **settings: Any) -> dict[str, Any]:
+    experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": False}
+    return _config(model_type, **(experts | settings))
+
+
+def _deepseek(model_type: str, **settings: Any) -> dict[str, Any]:
+    latent = {"kv_lora_rank": 18, "qk_nope_head_dim": 14, "qk_rope_head_dim": 6, "v_head_dim": 10, "q_lora_rank": 26}
+    experts = {"n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 28}
+    own = {"head_dim": None, "num_key_value_heads": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
+    return _config(model_type, **(latent | experts | own | settings))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -207,6 +221,45 @@ CONFIGS: dict[str, dict[str, Any]] = {
         final_logit_softcapping=2.0,
         tie_word_embeddings=False,
     ),
+    "mixtral": _config("mixtral", num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "qwen2_moe": _moe("qwen2_moe", shared_expert_intermediate_size=36, head_dim=None, mlp_only_layers=[1]),
+    "qwen2_moe_window": _moe(
+        "qwen2_moe",
+        shared_expert_intermediate_size=36,
+        norm_topk_prob=True,
+        qkv_bias=False,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=2,
+    ),
+    "qwen3_moe": _moe("qwen3_moe", norm_topk_prob=True),
+    "qwen3_moe_tied": _moe(
+        "qwen3_moe",
+        num_experts=None,
+        num_local_experts=6,
+        decoder_sparse_step=2,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        use_sliding_window=True,
+        sliding_window=11,
+    ),
+    "deepseek2": _deepseek("deepseek_v2", topk_method="group_limited_greedy", n_group=4, topk_group=2),
+    "deepseek2_lite_yarn": _deepseek(
+        "deepseek_v2",
+        q_lora_rank=None,
+        attention_bias=True,
+        rope_scaling={"type": "yarn", "mscale": 0.7, "mscale_all_dim": 0.9, **YARN},
+    ),
+    "deepseek3": _deepseek("deepseek_v3", n_group=4, topk_group=2, norm_topk_prob=True),
+    "deepseek3_yarn_tied": _deepseek(
+        "deepseek_v3",
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        tie_word_embeddings=True,
+        rope_scaling={"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, **YARN},
+    ),
 }
 
 
@@ -235,9 +288,10 @@ def seeded_tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.fl
 
 
 def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
-    """Draws all tensors of a checkpoint, by name."""
+    """Draws all tensors of a checkpoint, by name: those of experts one by one."""
     cfg = ModelConfig.from_hf(config)
-    specs = named_leaves(family(cfg).param_specs(cfg))
+    wanted = named_leaves(family(cfg).param_specs(cfg))
+    specs = specs_apart(wanted, stored_apart(wanted, {}))
     drawn = {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
     offset = {name for name, spec in specs.items() if name.endswith("norm.weight") and spec.init == "zeros"}
     return {name: tensor - 1 if name in offset else tensor for name, tensor in drawn.items()}
@@ -246,8 +300,10 @@ def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
 def tiny_params(config: Mapping[str, Any], seed: int = SEED) -> ParamTree:
     """Gives the same tensors as a parameter tree."""
     cfg = ModelConfig.from_hf(config)
-    leaves = {name: jnp.asarray(tensor) for name, tensor in tensors(config, seed).items()}
-    return from_names(family(cfg).param_specs(cfg), leaves)
+    specs, drawn = family(cfg).param_specs(cfg), tensors(config, seed)
+    for name, parts in stored_apart(named_leaves(specs), {}).items():
+        drawn[name] = np.stack([drawn.pop(part) for part in parts])
+    return from_names(specs, {name: jnp.asarray(tensor) for name, tensor in drawn.items()})
 
 
 def write_folder(

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from ferrum_jax.config.experts import ExpertsConfig
 from ferrum_jax.config.families import read_fields
+from ferrum_jax.config.latent import LatentConfig
 from ferrum_jax.config.numbers import refuse_below, refuse_no_count, refuse_not_positive
 from ferrum_jax.config.rope import RopeScaling
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
@@ -42,6 +44,8 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what a block adds
     logits_scaling: float = 1.0  # divides the logits
     layer_windows: tuple[int | None, ...]  # per layer: positions seen, or None for all
+    experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None  # what attention is then made of
     dtype: str = "float32"  # of the checkpoint
 
     def __post_init__(self):
@@ -81,7 +85,9 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of each head that turn: the first ones."""
+        """Numbers of each head that turn: the first ones, or those after the latent."""
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
     def reaching(self, length: int) -> Self:

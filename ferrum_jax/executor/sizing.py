@@ -1,7 +1,7 @@
 """How large everything is: an `EngineConfig` made concrete for one model on one device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
-from ferrum_jax.models.backends import choose_attention, kv_layout
+from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.models.layout import SCANNED
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.rings import num_ring_blocks
@@ -95,15 +95,9 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     whole = [layer for layer, is_ring in enumerate(in_rings) if not is_ring]
 
     def spec(num_blocks: int) -> CacheSpec:
-        return CacheSpec(
+        return replace(
+            cache_spec(cfg, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, attention=attention),
             num_layers=len(whole),
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=cfg.num_key_value_heads,
-            head_dim=cfg.head_dim,
-            dtype=kv_dtype,
-            layout=kv_layout(attention),
-            attention=attention,
             ring_layers=sum(in_rings),
             ring_blocks=ring_blocks,
             num_rings=max_seqs if ring_blocks else 0,

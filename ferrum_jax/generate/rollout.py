@@ -13,7 +13,7 @@ from ferrum_jax.contract.decoding import Sampling, is_integer
 from ferrum_jax.contract.errors import InvalidParameterError, shown
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
-from ferrum_jax.models.backends import kv_layout
+from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.batch import Batch, Rows
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.registry import family
@@ -37,14 +37,11 @@ def kv_spec(
 ) -> CacheSpec:
     """Sizes the KV that `generate_fn` needs for `rows` sequences of up to `positions` tokens, the answer included."""
     block_size = min(positions, BLOCK)
-    return CacheSpec(
-        num_layers=cfg.num_hidden_layers,
+    return cache_spec(
+        cfg,
         num_blocks=rows * -(-positions // block_size),
         block_size=block_size,
-        num_kv_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
         dtype=dtype or activation_dtype(params).name,
-        layout=kv_layout(attention),
         attention=attention,
     )
 

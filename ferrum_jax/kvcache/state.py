@@ -5,6 +5,7 @@
 | `products` | `[L, P, K, H, C]` | `[L, P, K, C, H]` | XLA on CPU |
 | `positions` | `[L, P, C, K, H]` | `[L, P, C, K, H]` | GPUs |
 | `interleaved` | `[L, P, C, 2K, H]`, each head's key before its value | the same array | TPUs |
+| `latent` | `[L, P, K, H, C]` | the same numbers | latent attention, where a value is its key |
 
 `products`: both products of attention read a block as a plain matrix, with no transposition of what is cached.
 `positions`: a token's heads lie together, so that it is written as one run, and a head's H values are one run to a
@@ -26,7 +27,7 @@ from jaxtyping import Array, Float, Int
 from ferrum_jax.contract.errors import UnsupportedError
 
 Leaf = TypeVar("Leaf")
-Layout = Literal["products", "positions", "interleaved"]
+Layout = Literal["products", "positions", "interleaved", "latent"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ class CacheSpec:
     @property
     def bytes_per_layer(self) -> int:
         """Bytes that keys and values of one position take in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
+        arrays = 1 if self.layout == "latent" else 2
+        return arrays * self.num_kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
 
     @property
     def bytes_per_position(self) -> int:
@@ -74,7 +76,7 @@ class KvState(Generic[Leaf]):
     """
 
     k: Leaf  # [L, P, K, H, C], [L, P, C, K, H] or [L, P, C, 2K, H]
-    v: Leaf | None = None  # [L, P, K, C, H], [L, P, C, K, H], or None where `k` holds both
+    v: Leaf | None = None  # [L, P, K, C, H], [L, P, C, K, H], or None where `k` holds both or is both
     layout: Layout = flax.struct.field(pytree_node=False, default="products")
     rings: "KvState[Leaf] | None" = None  # of the layers that keep no more than a window; P is rings times their blocks
     ring_blocks: int = flax.struct.field(pytree_node=False, default=0)  # of one of them
@@ -92,6 +94,9 @@ def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
     if spec.layout == "interleaved":
         both = jax.ShapeDtypeStruct((*pool, size, 2 * heads, width), dtype)
         return KvState(k=both, layout=spec.layout, rings=rings, ring_blocks=ring)
+    if spec.layout == "latent":
+        latents = jax.ShapeDtypeStruct((*pool, heads, width, size), dtype)
+        return KvState(k=latents, layout=spec.layout, rings=rings, ring_blocks=ring)
     k = (heads, width, size) if spec.layout == "products" else (size, heads, width)
     v = (heads, size, width) if spec.layout == "products" else (size, heads, width)
     return KvState(
@@ -115,12 +120,14 @@ def num_blocks(kv: KvState[jax.Array]) -> int:
 
 def block_size(kv: KvState[jax.Array]) -> int:
     """Positions in a block."""
-    return kv.k.shape[4 if kv.layout == "products" else 2]
+    return kv.k.shape[4 if kv.layout in ("products", "latent") else 2]
 
 
 def num_kv_heads(kv: KvState[jax.Array]) -> int:
     """Heads that have keys and values."""
-    return {"products": kv.k.shape[2], "positions": kv.k.shape[3], "interleaved": kv.k.shape[3] // 2}[kv.layout]
+    if kv.layout in ("products", "latent"):
+        return kv.k.shape[2]
+    return kv.k.shape[3] // (2 if kv.layout == "interleaved" else 1)
 
 
 def write(
@@ -129,13 +136,16 @@ def write(
     block_ids: Int[Array, " X"],
     offsets: Int[Array, " X"],
     k: Float[Array, "X K H"],
-    v: Float[Array, "X K H"],
+    v: Float[Array, "X K H"] | None = None,
 ) -> KvState[jax.Array]:
-    """Writes one layer's keys and values of each token at (block, offset within it).
+    """Writes one layer's keys and values of each token at (block, offset within it); a latent has no values beside it.
 
     A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.)
     """
     k = k.astype(kv.k.dtype)
+    if kv.layout == "latent":
+        return replace(kv, k=kv.k.at[layer, block_ids, :, :, offsets].set(k, mode="drop", wrap_negative_indices=False))
+    assert v is not None
     v = v.astype(kv.k.dtype)
     if kv.v is None:
         both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [X, 2K, H]
@@ -161,6 +171,8 @@ def read(
     An id outside the pool reads some other block, whose positions the caller must mask.
     """
     k = kv.k.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)
+    if kv.layout == "latent":
+        return k, k.swapaxes(2, 3)
     if kv.layout == "products":
         assert kv.v is not None
         return k, kv.v.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)

@@ -12,7 +12,7 @@ from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
-from ferrum_jax.models.backends import kv_layout
+from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.batch import Batch as Batch
 from ferrum_jax.models.batch import Rows as Rows
 from ferrum_jax.models.quantisation import Format as Format
@@ -132,16 +132,7 @@ def _run(
     dtype = activation_dtype(params)
     block_size = min(length, 128)
     columns = -(-length // block_size)
-    spec = state.CacheSpec(
-        num_layers=cfg.num_hidden_layers,
-        num_blocks=batch * columns,
-        block_size=block_size,
-        num_kv_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        dtype=dtype.name,
-        layout=kv_layout(attention),
-        attention=attention,
-    )
+    spec = cache_spec(cfg, num_blocks=batch * columns, block_size=block_size, dtype=dtype.name, attention=attention)
     rows = Rows(
         tokens=tokens.astype(jnp.int32),
         lengths=jnp.zeros(batch, jnp.int32),

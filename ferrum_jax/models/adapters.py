@@ -106,7 +106,9 @@ def _map_projections(cfg: ModelConfig, function: Callable[[ParamSpec], ParamTree
             "layers": [
                 {
                     block: {
-                        name: function(layer[block][name]["weight"]) for name in PROJECTIONS if name in layer[block]
+                        name: function(found[name]["weight"])
+                        for name in PROJECTIONS
+                        if name in (found := layer.get(block, {}))
                     }
                     for block in blocks
                 }

@@ -118,7 +118,7 @@ def turn_and_attend(
         )
         outs.append(out.reshape(size, -1))
         start += size
-        if site.weights is not None:
+        if site.weights is not None and sinks is None:  # what goes to a sink is not shown
             seen = attention_weights(
                 mine, kv, site.layer, rows, scale=scale, window=site.window, softcap=cfg.attn_logit_softcapping
             )

@@ -7,17 +7,33 @@ import jax.numpy as jnp
 
 from ferrum_jax.config import ATTENTIONS, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
-from ferrum_jax.kvcache.state import Layout
+from ferrum_jax.kvcache.state import CacheSpec, Layout
 from ferrum_jax.models.layout import SCANNED
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 WIDEST_HEAD = 256
 
 
-def kv_layout(attention: str) -> Layout:
+def kv_layout(attention: str, cfg: ModelConfig) -> Layout:
     """Gives the layout of the KV that a backend reads."""
+    if cfg.latent is not None:
+        return "latent"
     layouts: dict[str, Layout] = {"triton": "positions", "cudnn": "positions", "tpu": "interleaved"}
     return layouts.get(attention, "products")
+
+
+def cache_spec(cfg: ModelConfig, *, num_blocks: int, block_size: int, dtype: str, attention: str = "xla") -> CacheSpec:
+    """Sizes a KV in which every layer keeps everything, as the backend of attention wants it."""
+    return CacheSpec(
+        num_layers=cfg.num_hidden_layers,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_kv_heads=cfg.num_key_value_heads,
+        head_dim=cfg.head_dim,
+        dtype=dtype,
+        layout=kv_layout(attention, cfg),
+        attention=attention,
+    )
 
 
 def choose_attention(
@@ -68,6 +84,8 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
         return None
     if cfg.attention_sinks:
         return "the model has attention sinks, it has none"
+    if cfg.latent is not None:
+        return "the KV of this model holds latents"
     if cfg.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping is {cfg.attn_logit_softcapping}, it has no soft cap of scores"
     if attention != "tpu" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:

@@ -51,3 +51,4 @@ def _times(x: jax.Array, factor: float) -> jax.Array:
 
 
 forward = partial(decoder.forward, _layer)
+head = decoder.head

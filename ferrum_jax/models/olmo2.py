@@ -60,3 +60,4 @@ def _attention(
 
 
 forward = partial(decoder.forward, _layer, norm=wide_rms_norm)
+head = partial(decoder.head, norm=wide_rms_norm)

@@ -56,3 +56,4 @@ def _layer(
 
 
 forward = partial(decoder.forward, _layer)
+head = decoder.head

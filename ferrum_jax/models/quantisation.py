@@ -51,7 +51,7 @@ Formats = Mapping[str, Format]  # by the names of the weights that are quantised
 def choose_formats(
     cfg: ModelConfig, dtype: str, *, group_size: int | None = None, vocabulary: bool = True
 ) -> dict[str, Format]:
-    """Says how every matrix of a model is kept in `dtype`; norms and biases stay as they are.
+    """Says how every matrix of a model is kept in `dtype`; norms, biases and routers of experts stay as they are.
 
     With `vocabulary` embeddings and head, which are one where they are tied, are quantised like the products of layers.
 
@@ -62,7 +62,7 @@ def choose_formats(
         raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {dtype!r}")
     found = {}
     for name, spec in specs.named_leaves(family(cfg).param_specs(cfg)).items():
-        if len(spec.shape) < 2 or ("vocab" in spec.axes and not vocabulary):
+        if len(spec.shape) < 2 or "router" in spec.axes or ("vocab" in spec.axes and not vocabulary):
             continue
         columns = spec.shape[-1]
         if group_size is not None and (group_size < 1 or columns % group_size):

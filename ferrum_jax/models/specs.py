@@ -86,7 +86,8 @@ def initialise(specs: ParamTree, key: jax.Array, dtype: str, scale: float = 0.02
 
 
 def draw(name: str, spec: ParamSpec, key: jax.Array, dtype: str, scale: float = 0.02) -> jax.Array:
-    """Draws one parameter, as `initialise` does."""
+    """Draws one parameter, as `initialise` does; one with a dtype of its own in that."""
+    dtype = spec.dtype or dtype
     if spec.init == "ones":
         return jnp.ones(spec.shape, dtype)
     if spec.init == "zeros":

@@ -11,6 +11,9 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert": None,  # each lies on all devices, divided like any feed-forward block
+    "router": None,
+    "latent": None,
     "embed": None,
     "head": None,
     "fused": None,  # its parts would not lie beside what they meet

@@ -1,5 +1,6 @@
 """Parameter trees out of named tensors, every leaf set exactly once."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.weights.experts import specs_apart, stack_in_turn, stored_apart
 
 LISTED = 8  # problems named in one error; the rest are counted
 PIECE = 1 << 18  # numbers quantised at a time, so that those in between stay in the cache
@@ -52,18 +54,27 @@ def assemble(
     """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on `device`.
 
     The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has, or as
-    `read_kept` gives them. `ignorable` says which tensors that no parameter wants may be left unread.
+    `read_kept` gives them; parameters with a dtype of their own have that. `ignorable` says which tensors that no
+    parameter wants may be left unread.
 
     Raises:
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
     """
     wanted: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
-    refuse_mismatched(source.path, source.shapes(), wanted, ignorable)
+    found = source.shapes()
+    apart = stored_apart(wanted, found)
+    refuse_mismatched(source.path, found, specs_apart(wanted, apart), ignorable)
+
+    def read_one(name: str, form: Format | None, kept: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
+        if form is None:
+            return source.read(name).astype(jnp.dtype(kept), copy=False)
+        return quantise_tensor(source.read(name), form) if read_kept is None else read_kept(name)
 
     def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
-        if name not in formats:
-            return source.read(name).astype(jnp.dtype(dtype), copy=False)
-        return quantise_tensor(source.read(name), formats[name]) if read_kept is None else read_kept(name)
+        form, kept = formats.get(name), wanted[name].dtype or dtype
+        if name not in apart:
+            return read_one(name, form, kept)
+        return stack_in_turn((read_one(part, form, kept) for part in apart[name]), len(apart[name]))
 
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
@@ -114,8 +125,8 @@ def refuse_listed(path: Path, problems: Sequence[str]) -> None:
 
 
 def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndarray]:
-    """Quantises a matrix on the host, a piece of its rows at a time."""
-    rows = max(1, PIECE // tensor.shape[-1])
+    """Quantises a matrix, or a stack of them, on the host, a piece of its rows at a time."""
+    rows = max(1, PIECE // math.prod(tensor.shape[1:]))
     pieces = [
         quantise_weight(tensor[start : start + rows], form.dtype, form.groups)
         for start in range(0, tensor.shape[0], rows)

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 
 from ferrum_jax.config import ModelConfig, RopeScaling
+from ferrum_jax.config.experts import ExpertsConfig
+from ferrum_jax.config.latent import LatentConfig
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError, InvalidParameterError
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.quantisation import Format, formats_of, quantised_specs
@@ -60,6 +62,10 @@ def read_config(folder: Path) -> ModelConfig:
     try:
         scaling = fields.pop("rope_scaling")
         fields["rope_scaling"] = RopeScaling(**_with_tuples(scaling)) if scaling else None
+        experts = fields.pop("experts", None)
+        fields["experts"] = ExpertsConfig(**_with_tuples(experts)) if experts else None
+        latent = fields.pop("latent", None)
+        fields["latent"] = LatentConfig(**latent) if latent else None
         return ModelConfig(**_with_tuples(fields))
     except (KeyError, TypeError, ConfigError) as problem:
         raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None

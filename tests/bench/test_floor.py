@@ -7,6 +7,7 @@ import pytest
 from bench.floor import Work, decode_work, place, prefill_work, step_work
 from bench.machine import Machine
 from bench.models import TINY
+from ferrum_jax.config.experts import ExpertsConfig
 
 
 def test_the_work_of_a_token_is_what_the_configuration_says():
@@ -48,6 +49,21 @@ def test_a_window_is_seen_and_nothing_behind_it():
     narrow, wide = (decode_work(cfg, rows=1, context=9, itemsize=4) for cfg in (windowed, TINY))
     assert wide.operations - narrow.operations == 4 * 6 * 8 * (10 - 4)
     assert wide.num_bytes - narrow.num_bytes == 4 * 2 * 2 * 8 * (10 - 4)
+
+
+def test_of_experts_those_are_multiplied_that_are_chosen_and_those_read_that_are_met():
+    experts = ExpertsConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=112, norm_topk_prob=True, sparse_layers=(True, True)
+    )
+    sparse = replace(TINY, model_type="qwen3_moe", experts=experts)
+    one, ten = (decode_work(sparse, rows=rows, context=9, itemsize=4) for rows in (1, 10))
+    dense, stack = decode_work(TINY, rows=1, context=9, itemsize=4), 2 * 3 * 48 * 112
+    router = 2 * 8 * 48
+    assert one.operations - dense.operations == 2 * (stack + router)  # two experts instead of one block
+    assert one.num_bytes - dense.num_bytes == 4 * (stack + router)
+    assert ten.num_bytes - one.num_bytes == pytest.approx(
+        4 * (8 * stack * (0.75 - 0.75**10) + 9 * 2 * 10 * 2 * 16), abs=8
+    )
 
 
 def test_a_place_has_the_work_and_the_ceilings():

@@ -95,6 +95,16 @@ def test_quantised_ends_in_a_json_line_and_a_quarter_of_the_bytes(records: Path)
         assert plain["floor_ms"] >= int8["floor_ms"] == fp8["floor_ms"] > 0
 
 
+def test_moe_ends_in_a_json_line_of_its_active_experts(records: Path):
+    result = _smoke("moe", records, "--rounds", "1")
+    assert set(result["card"]) == CARD | CEILING
+    assert [(row["rows"], row["experts"]) for row in result["rows"]] == [(1, 16), (8, 16)]
+    for row in result["rows"]:
+        assert 2 <= row["active"] <= min(16, 2 * row["rows"])
+        assert row["layer_over_floor"] == pytest.approx(row["layer_ms"] / row["floor_ms"])
+        assert row["every_over_layer"] == pytest.approx(row["every_ms"] / row["layer_ms"])
+
+
 def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
     result = _smoke("compare", records, "--rounds", "1")
     assert set(result["card"]) == CARD | CEILING | {"layout"}

@@ -33,7 +33,7 @@ def wide() -> ParamTree:
 
 def _runner(params: ParamTree, attention: str) -> ModelRunner:
     plan = plan_engine(ENGINE, WIDE, platform="cpu", free_bytes=10**9)
-    cache = replace(plan.cache, attention=attention, layout=kv_layout(attention))
+    cache = replace(plan.cache, attention=attention, layout=kv_layout(attention, WIDE))
     runner = ModelRunner(params, WIDE, replace(plan, cache=cache), device=find_device("cpu"))
     poison(runner)
     return runner

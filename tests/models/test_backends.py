@@ -94,7 +94,7 @@ def test_a_plan_has_the_backend_and_the_layout_it_reads():
         ("tpu", None, "interleaved"),
     ):
         plan = plan_engine(EngineConfig(attention=asked), WIDE, platform=platform, free_bytes=10**12)
-        assert plan.cache.layout == layout == kv_layout(plan.cache.attention)
+        assert plan.cache.layout == layout == kv_layout(plan.cache.attention, WIDE)
     with pytest.raises(ConfigError, match="runs on gpu"):
         plan_engine(EngineConfig(attention="triton"), WIDE, platform="cpu", free_bytes=10**12)
 

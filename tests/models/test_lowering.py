@@ -21,7 +21,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import family, specs
-from ferrum_jax.models.backends import kv_layout
+from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.layers.attention import attend
 
@@ -57,16 +57,7 @@ def lowered(call: Callable[..., Any], platform: str, *shapes: Any, donated: int 
 
 
 def cache(attention: str, dtype: str = "bfloat16") -> CacheSpec:
-    return CacheSpec(
-        num_layers=LAYERS,
-        num_blocks=BLOCKS,
-        block_size=BLOCK,
-        num_kv_heads=8,
-        head_dim=128,
-        dtype=dtype,
-        layout=kv_layout(attention),
-        attention=attention,
-    )
+    return cache_spec(CFG, num_blocks=BLOCKS, block_size=BLOCK, dtype=dtype, attention=attention)
 
 
 def ints(*shape: int) -> jax.ShapeDtypeStruct:

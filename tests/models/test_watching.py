@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import models
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.models import Batch, Rows, Watch
 from ferrum_jax.models.layout import CHECKPOINT, SCANNED, lay_out
@@ -14,6 +14,7 @@ from ferrum_jax.models.watching import steered
 from tests.tiny import CONFIGS, model_config, prompt, tiny_params
 
 NAMES = ("qwen3_window_biases", "gemma2")
+OTHERS = ("phi3", "olmo2", "granite", "mixtral", "qwen3_moe", "deepseek3")  # one of each other family's module
 TOLERANCE = 2e-5  # float32 sums in another order
 WIDTH = 48
 watch = jax.jit(models.watch, static_argnames=("cfg", "hidden", "attention_weights"))
@@ -29,7 +30,9 @@ def tokens_of(name: str) -> jax.Array:
 
 
 def test_the_names_cover_every_kind_of_decoder():
-    assert {models.family(model_config(name)) for name in NAMES} == set(map(models.family, map(model_config, CONFIGS)))
+    assert {models.family(model_config(name)) for name in (*NAMES, *OTHERS)} == set(
+        map(models.family, map(model_config, CONFIGS))
+    )
 
 
 @pytest.mark.parametrize("layout", [CHECKPOINT, SCANNED])
@@ -55,6 +58,24 @@ def test_what_is_seen_explains_the_logits(name: str, layout: str):
             visible &= at[None] > at[:, None] - window
         assert not np.asarray(seen)[:, :, ~visible].any()
         assert (np.asarray(seen)[:, :, visible] > 0).all()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_family_shows_its_hidden_states_and_can_be_steered(name: str):
+    params, cfg = model(name)
+    tokens = tokens_of(name)
+    last = cfg.num_hidden_layers
+    vectors = jnp.zeros((last, WIDTH)).at[-1].set(jax.random.normal(jax.random.key(3), (WIDTH,)))
+    logits, hidden, _ = watch(params, tokens, cfg, hidden=(0, last))
+    np.testing.assert_allclose(models.logits_of(params, hidden[last], cfg), logits, atol=TOLERANCE)
+    expected = models.logits_of(params, hidden[last] + vectors[-1], cfg)
+    np.testing.assert_allclose(forward(params, tokens, cfg, steering=vectors), expected, atol=TOLERANCE)
+
+
+def test_attention_that_cannot_be_shown_is_refused():
+    params, cfg = model("deepseek3")
+    with pytest.raises(UnsupportedError, match="'deepseek_v3' does not show its weights"):
+        watch(params, tokens_of("deepseek3"), cfg, attention_weights=(0,))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,92 @@
+"""Multi-head latent attention: the KV holds a latent, of which the keys and values of all heads could be made.
+
+DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A position takes `kv_lora_rank + qk_rope_head_dim` numbers of the KV: its
+latent, normed, and the part of the key that turns, which all heads share. Neither keys nor values are ever made: a
+query is led through the keys' projection instead, and what is mixed of latents through the values', which that section
+calls absorbing them. So attention has one head of keys, whose values are the same numbers.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.config.latent import LatentConfig
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.models.attention import Site
+from ferrum_jax.models.layers.attention import attend
+from ferrum_jax.models.layers.linear import linear, precision
+from ferrum_jax.models.layers.norm import rms_norm
+from ferrum_jax.models.layers.rope import rotate
+from ferrum_jax.models.products import Lora, linear_specs, project
+from ferrum_jax.models.quantised import QuantisedWeight, dequantise_weight
+from ferrum_jax.models.specs import ParamTree, norm_specs
+
+EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
+
+
+def latent_attention_specs(cfg: ModelConfig, latent: LatentConfig) -> ParamTree:
+    """Describes the products that lead into latents and out of them, and the latents' norms."""
+    model, heads = (cfg.hidden_size, "embed"), cfg.num_attention_heads
+    queries = (heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim), "heads")
+    both = (heads * (latent.qk_nope_head_dim + latent.v_head_dim), "heads")
+    specs = {
+        "kv_a_proj_with_mqa": linear_specs((latent.cached_dim, "latent"), model, cfg.attention_bias),
+        "kv_a_layernorm": norm_specs(latent.kv_lora_rank, "latent"),
+        "kv_b_proj": linear_specs(both, (latent.kv_lora_rank, "latent")),
+        "o_proj": linear_specs(model, (heads * latent.v_head_dim, "heads"), cfg.attention_bias),
+    }
+    if latent.q_lora_rank is None:
+        return specs | {"q_proj": linear_specs(queries, model)}
+    return specs | {
+        "q_a_proj": linear_specs((latent.q_lora_rank, "latent"), model, cfg.attention_bias),
+        "q_a_layernorm": norm_specs(latent.q_lora_rank, "latent"),
+        "q_b_proj": linear_specs(queries, (latent.q_lora_rank, "latent")),
+    }
+
+
+def latent_attention(
+    block: ParamTree, lora: Lora, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
+) -> tuple[jax.Array, KvState[jax.Array]]:
+    """Attends to latents, `[X, D]` to `[X, D]`, the new ones being written first."""
+    latent, heads = cfg.latent, cfg.num_attention_heads
+    assert latent is not None
+    assert cfg.attention_multiplier is not None
+    rank, fixed = latent.kv_lora_rank, latent.qk_nope_head_dim
+    q = _queries(block, lora, x).reshape(len(x), heads, -1)  # [X, N, fixed + turning]
+    down = linear(x, block["kv_a_proj_with_mqa"]["weight"], block["kv_a_proj_with_mqa"].get("bias"))
+    cached = rms_norm(down[:, :rank], block["kv_a_layernorm"]["weight"], EPSILON)
+    key = _turn(down[:, None, rank:], latent, site)
+    kv = state.write(kv, site.layer, *site.places, jnp.concatenate([cached[:, None], key], axis=-1))
+    weight = block["kv_b_proj"]["weight"]
+    if isinstance(weight, QuantisedWeight):
+        weight = dequantise_weight(weight, x.dtype)
+    weight = weight.reshape(heads, -1, rank)  # [N, fixed + V, R]
+    high = precision(x.dtype)
+    absorbed = jnp.einsum("XNH,NHR->XNR", q[..., :fixed], weight[:, :fixed], precision=high)
+    q = jnp.concatenate([absorbed, _turn(q[..., fixed:], latent, site)], axis=-1)
+    outs, start = [], 0
+    for rows in site.batch.groups:
+        size = rows.tokens.size
+        mine = q[start : start + size].reshape(*rows.tokens.shape, heads, -1)
+        out = attend(
+            mine, kv, site.layer, rows, scale=cfg.attention_multiplier, window=site.window, backend=site.backend
+        )
+        outs.append(out.reshape(size, heads, -1)[..., :rank])
+        start += size
+    mixed = jnp.einsum("XNR,NHR->XNH", jnp.concatenate(outs), weight[:, fixed:], precision=high)
+    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv
+
+
+def _queries(block: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
+    if "q_proj" in block:
+        return project(x, block, lora, "q_proj")
+    down = linear(x, block["q_a_proj"]["weight"], block["q_a_proj"].get("bias"))
+    return linear(rms_norm(down, block["q_a_layernorm"]["weight"], EPSILON), block["q_b_proj"]["weight"])
+
+
+def _turn(x: jax.Array, latent: LatentConfig, site: Site) -> jax.Array:
+    """Rotates `[X, heads, H]`. Queries and keys may be permuted alike: pairs side by side go half a head apart."""
+    if latent.rope_interleave:
+        x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+    return rotate(x, *site.turn)
