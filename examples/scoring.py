@@ -7,7 +7,7 @@ QUESTIONS = {
     "The opposite of hot is": [" cold", " warm", " a bicycle"],
     "Ice is made of": [" water", " wood", " stone"],
 }
-with ferrum_jax.LLM(max_seqs=3, kv_capacity=64, progress=False) as llm:
+with ferrum_jax.LLM(max_seqs=3, kv_capacity=64, layout="scanned", progress=False) as llm:
     for prompt, answers in QUESTIONS.items():
         scores = llm.score(prompt, answers)
         for answer, score in zip(answers, scores, strict=True):
