@@ -48,17 +48,20 @@ def main() -> None:
     subject = models.random(name, cfg, default_dtype(find_device(None)))
     probes = make_probes(subject.dtype, smoke=found.smoke)
     batches = SMOKE_BATCHES if found.smoke else BATCHES
-    conditions = card.show_card(subject, _cache(cfg, subject.dtype, batches[-1]), measure(probes))
+    conditions = card.show_card(subject, _cache(cfg, subject, batches[-1]), measure(probes))
     rows = [_measure(subject, batch, probes, found.rounds) for batch in batches]
     _show(rows)
     card.finish("moe", found, conditions, rows)
 
 
+def _cache(cfg: ModelConfig, subject: Subject, rows: int) -> CacheSpec:
+    return cache_spec(cfg, num_blocks=2 * rows, block_size=BLOCK, dtype=subject.dtype)
+
+
 def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[str, Any]:
     cfg, experts = subject.config, subject.config.experts
     assert experts is not None
-    spec = cache_spec(cfg, num_blocks=2 * batch, block_size=BLOCK, dtype=subject.dtype)
-    step = BareStep(cfg, subject.params, spec, StepKey(batch, 0, 0, 2))
+    step = BareStep(cfg, subject.params, _cache(cfg, subject, batch), StepKey(batch, 0, 0, 2))
     tokens = np.random.default_rng(batch).permutation(cfg.vocab_size)[:batch, None]
     block: ParamTree = subject.params["model"]["layers"][0]["mlp"]
     x = jax.random.normal(jax.random.key(batch), (batch, cfg.hidden_size), subject.dtype)

@@ -203,8 +203,9 @@ def _checked_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
         ("model_info.max_sequence_length", stated.max_sequence_length),
         ("max_sequence_length", config.max_sequence_length),
     ):
-        if not isinstance(length, int) or length > cfg.max_seq_len:
-            raise ConfigError(f"{name} is {shown(length)}, the model can reach {cfg.max_seq_len}")
+        most = cfg.reaching(length if isinstance(length, int) else 0).max_seq_len
+        if not isinstance(length, int) or length > most:
+            raise ConfigError(f"{name} is {shown(length)}, the model can reach {most}")
     if not isinstance(stated.device, Device):
         raise ConfigError(f"model_info.device is {shown(stated.device)}, expected a Device")
     if stated.device != config.device:

@@ -1,11 +1,12 @@
 """Experts, whose products a checkpoint stores one by one and a parameter tree keeps as one leaf."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.models.specs import ParamSpec
 
 
@@ -29,6 +30,15 @@ def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, 
         each = ParamSpec(spec.shape[1:], spec.axes[1:], spec.init, spec.dtype)
         specs |= dict.fromkeys(apart[name], each) if name in apart else {name: spec}
     return specs
+
+
+def refuse_kept(formats: Collection[str], wanted: Mapping[str, ParamSpec]) -> None:
+    """Raises UnsupportedError where experts, by the names they are stored under, would be kept as they are."""
+    for name, spec in wanted.items():
+        if any(part in formats for part in names_apart(name, spec)):
+            raise UnsupportedError(
+                f"{name}: experts cannot be kept quantised; without quantize='keep' they are dequantised"
+            )
 
 
 def stack_in_turn(parts: Iterator[Any], count: int) -> Any:

@@ -22,6 +22,7 @@ from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.weights.codes import Codes, decode, read_codes
+from ferrum_jax.weights.experts import refuse_kept
 from ferrum_jax.weights.keeping import choose_format, keep
 from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
 from ferrum_jax.weights.safetensors_file import FLOATS, NARROW, Entry, read_entries, read_tensor, refuse_dtype
@@ -105,6 +106,7 @@ class SafetensorsSource:
         for name, weight in self._packed.items():
             assert scheme is not None
             found[name] = choose_format(f"{self.path}: {name}", weight, self._entries, scheme)
+        refuse_kept(found, named_leaves(family(self.config).param_specs(self.config)))
         return found
 
     def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
