@@ -12,7 +12,7 @@ from ferrum_jax.models.watching import Seen, Watch
 def joined(logits: Sequence[Answer], pieces: Sequence[Seen], wanted: Watch, end: int) -> Watched:
     """Joins the chunks of one sequence, without their padding; attention is to the first `end` positions."""
     sizes = [len(np.asarray(piece)) for piece in logits]
-    chunks = [*zip(pieces, sizes, strict=True)]
+    chunks = [*zip(pieces, sizes, strict=True)] if pieces else []  # nothing is shown where nothing is watched
     return Watched(
         logits=np.concatenate([np.asarray(piece) for piece in logits]),
         hidden={

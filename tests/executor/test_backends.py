@@ -22,6 +22,7 @@ TOLERANCE = 2e-5  # logits of the order of one, out of float32 sums in another o
 ENGINE = EngineConfig(
     dtype="float32", max_seqs=3, kv_capacity=44, block_size=8, max_step_tokens=24,
     decode_rows=(3,), chunk_rows=(2,), chunk_tokens=(8,), verify_tokens=(6,), loop_tokens=4,
+    window_kv=False,  # every layer's keys and values are compared
 )  # fmt: skip
 PROMPTS = {"a": list(range(1, 14)), "b": [5, 3, 9]}
 

@@ -99,8 +99,9 @@ def test_an_interrupt_before_the_device_call_leaves_everything_as_it_was(
     np.testing.assert_allclose(runner.decode("a", 4, 3), oracle([1, 2, 3, 4])[-1], atol=1e-4)
 
 
+@pytest.mark.parametrize("call", [lambda one: one.decode("a", 4, 3), lambda one: one.prefill("a", [4, 5])])
 def test_an_interrupt_while_an_answer_is_fetched_is_an_error_state(
-    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, call: Callable[[ModelRunner], Any]
 ):
     """The tokens are in the books by then, but nobody was told of them."""
     runner.prefill("a", [1, 2, 3])
@@ -108,9 +109,9 @@ def test_an_interrupt_while_an_answer_is_fetched_is_an_error_state(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner._device, "_fetch", interrupt)
+    monkeypatch.setattr(runner._device, "_to_host", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        runner.decode("a", 4, 3)
+        call(runner)
     monkeypatch.undo()
     assert runner.state is ExecutorState.Error
     runner.reset()
