@@ -64,7 +64,10 @@ class FerrumLM(TemplateLM):
         super().__init__()
         rows = settings.pop("max_seqs", None) or _num_rows(batch_size, max_batch_size)
         capacity = settings.pop("kv_capacity", max_length)
-        engine = EngineConfig(verify_rows=(1, rows) if rows > 1 else (1,), prefix_cache=True)
+        if max_length not in (None, capacity):
+            raise ConfigError(f"max_length is {max_length} and kv_capacity {capacity}: they are the same, give one")
+        reuse = settings.pop("prefix_cache", True)
+        engine = EngineConfig(verify_rows=(1, rows) if rows > 1 else (1,), prefix_cache=reuse)
         if capacity is None or capacity >= VERIFY_TOKENS[-1]:
             engine = EngineConfig(verify_tokens=VERIFY_TOKENS).over(engine)
         settings.setdefault("engine", engine)

@@ -117,7 +117,7 @@ def load(
     assert settings.dtype is not None
     assert settings.layout is not None
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    source.config = source.config.reaching(settings.kv_capacity or 0)
+    source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
     free = free_bytes(target)
     ahead, root = plan_ahead(settings, source, target, free), artifacts_folder(settings)
     early = None if root is None else _open_artifacts(root, source, ahead, target, settings)

@@ -274,7 +274,8 @@ def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
     assert (scaling := short.rope_scaling) is not None
     long = short.reaching(4097)
     assert (long.max_seq_len, long.rope_scaling) == (131072, dataclasses.replace(scaling, is_long=True))
-    assert long.reaching(10) == short
+    assert long.reaching(10) == long
+    assert long.reaching(10, at_most=True) == short
     llama = ModelConfig.from_hf(LLAMA31_8B)
     assert llama.reaching(200_000) is llama
     for changes, kind, says in (

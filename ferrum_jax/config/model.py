@@ -90,16 +90,17 @@ class ModelConfig:
             return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
 
-    def reaching(self, length: int) -> Self:
+    def reaching(self, length: int, *, at_most: bool = False) -> Self:
         """The same model, for sequences of up to `length` positions.
 
         It differs where LongRoPE (Ding et al. 2024) has other frequencies for sequences longer than the original ones.
-        All positions then turn by those, so that a cached key need never turn again.
+        All positions then turn by those, so that a cached key need never turn again. A model that has them already
+        keeps them for shorter sequences, too, unless it is to reach `length` `at_most`.
         """
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type != "longrope" or scaling.original_max_position_embeddings is None:
             return self
-        is_long = length > scaling.original_max_position_embeddings
+        is_long = length > scaling.original_max_position_embeddings or (scaling.is_long and not at_most)
         return replace(self, rope_scaling=replace(scaling, is_long=is_long))
 
     @property

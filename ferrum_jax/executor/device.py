@@ -1,6 +1,7 @@
 """One model's KV on its device: compiled steps in, answers on the host out."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -26,7 +27,7 @@ from ferrum_jax.compile.selecting import Greedy, packed_rows
 from ferrum_jax.compile.steps import StepOutputs
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.decoding import DecodedRun
-from ferrum_jax.contract.errors import BackendError, DeviceError
+from ferrum_jax.contract.errors import BackendError, DeviceError, FerrumError
 from ferrum_jax.executor.kv_memory import KvMemory
 from ferrum_jax.executor.steady import Steady
 from ferrum_jax.kvcache.state import KvState
@@ -99,11 +100,22 @@ class DeviceKv:
         """Counts the KV as lost: what the host knows of it may no longer be true."""
         self._kv = None
 
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Counts the KV as lost if what is done within is interrupted: half of the books may be written."""
+        try:
+            yield
+        except FerrumError:  # a refusal, before anything changed
+            raise
+        except BaseException:
+            self.give_up()
+            raise
+
     def free(self) -> None:
         """Frees the KV."""
-        for leaf in jax.tree.leaves(self._kv):
+        kv, self._kv = self._kv, None
+        for leaf in jax.tree.leaves(kv):
             leaf.delete()
-        self._kv = None
 
     def set_params(self, params: ParamTree) -> None:
         """Takes other parameters of the same shapes for all steps from now on."""

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 
 from ferrum_jax.config import EngineConfig, ModelConfig
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
-from ferrum_jax.models.layout import layout_of
+from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import free_bytes
@@ -27,16 +27,20 @@ def from_params(
         **settings: fields of `EngineConfig`, which go before those of `engine`. Compiled steps are not kept on disk.
 
     Raises:
+        InvalidParameterError: a parameter is no array on a device.
         ConfigError: settings contradict each other or the parameters.
         UnsupportedError: the parameters lie on several devices.
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
+    for leaf in jax.tree.leaves(params):
+        if not isinstance(leaf, jax.Array):
+            raise InvalidParameterError(f"a parameter is a {type(leaf).__name__}, expected arrays of JAX on a device")
     places = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
     if len(places) != 1:
         raise UnsupportedError(f"the parameters lie on {len(places)} devices, a runner has one")
     (device,) = places
     given = EngineConfig(**settings).over(engine or EngineConfig())
-    theirs = EngineConfig(dtype=activation_dtype(params).name, layout=layout_of(params))
+    theirs = EngineConfig(dtype=activation_dtype(params).name, layout=_layout(params, cfg, given.layout))
     for name in ("dtype", "layout"):
         if getattr(given, name) not in (None, getattr(theirs, name)):
             raise ConfigError(f"{name} is {getattr(given, name)!r}, these parameters have {getattr(theirs, name)!r}")
@@ -46,5 +50,14 @@ def from_params(
                 f"{name} is {getattr(given, name)!r}, which belongs to `load`: parameters are as they are"
             )
     asked = theirs.over(given).over(EngineConfig.from_environment())
+    cfg = cfg.reaching(asked.kv_capacity or 0)
     plan = plan_beside(params, asked, cfg, platform=device.platform, free_bytes=free_bytes(device))
     return ModelRunner(params, cfg, plan, device=device, strict=strict)
+
+
+def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:
+    """Names the layout of parameters: as it is asked for where a family has no other under that name."""
+    found = layout_of(params)
+    if asked not in (CHECKPOINT, FUSED) or found not in (CHECKPOINT, FUSED):
+        return found
+    return asked if recipes(cfg, asked) == recipes(cfg, found) else found

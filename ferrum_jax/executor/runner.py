@@ -173,7 +173,7 @@ class ModelRunner(Closing, Described):
     @serialised
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
-        self._sequences.slots.truncate(checked_id(cache_id), checked_int("new_len", new_len, 0))
+        self._sequences.truncate(checked_id(cache_id), checked_int("new_len", new_len, 0))
 
     @serialised
     def fork(self, cache_id: str, new_cache_id: str) -> None:
@@ -281,9 +281,9 @@ class ModelRunner(Closing, Described):
             self._life.refuse_failed()
             refuse_other_shapes(params, self.params)
             self._sequences.forget_prefixes("new weights are set")
-            self.params = params
+            self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.set_params(params)
-            self.params_version += 1
+            self.params = params
 
     @serialised
     def free_kv(self) -> None:

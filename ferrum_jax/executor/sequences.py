@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import buckets
 from ferrum_jax.compile.buckets import AnyKey, CopyKey, ScoreKey, SelectKey, StepKey, StepPlan, choose_bucket
 from ferrum_jax.compile.steps import StepCache
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.scoring import TokenScores
@@ -110,8 +110,8 @@ class Sequences:
         ladders = self.plan.ladders
         key = StepKey(choose_bucket(ladders.decode_rows, len(steady.tokens)), 0, 0, ladders.table_columns)
         self.make_ready([key])
-        fetch = self.device.run_steady(key, steady, self.slots.table, self.steps.get)
         try:
+            fetch = self.device.run_steady(key, steady, self.slots.table, self.steps.get)
             for live, token in zip(steady.lives, steady.tokens, strict=True):
                 self.slots.append(live, token)
             return fetch()
@@ -189,29 +189,29 @@ class Sequences:
 
     def gather(self, cache_id: str, layer: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Copies one layer's keys and values of a live sequence: `[length, K, H]` each."""
-        live, seats = self.slots.get(cache_id), self.plan.seats
-        if layer >= len(seats):
-            raise RequestValidationError(f"layer is {layer}, the model has {len(seats)}")
-        seat = seats[layer]
-        if seat is None:
-            raise UnsupportedError(
-                f"layer {layer} keeps its window of {self.plan.window} positions alone; window_kv=False keeps all"
-            )
+        live, seat = self.slots.get(cache_id), self.plan.seat_of(layer)
         if live is None:
             raise RequestValidationError(f"{cache_id!r} is unknown, it has no keys and values")
         return self.device.gather(seat, self.slots.table[live.slot], live.length, self.steps.get)
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence and its binding; an unknown id is no error."""
-        self.slots.release(cache_id)
-        self.adapters.bind(cache_id, None)
+        with self.device.changing():
+            self.slots.release(cache_id)
+            self.adapters.bind(cache_id, None)
+
+    def truncate(self, cache_id: str, new_len: int) -> None:
+        """Rolls a sequence back, as `SlotTable.truncate` does."""
+        with self.device.changing():
+            self.slots.truncate(cache_id, new_len)
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes a sequence that shares another's blocks and adapter; raises as `SlotTable.fork` does."""
         if self.adapters.of(new_cache_id) not in (None, self.adapters.of(cache_id)):
             raise RequestValidationError(f"{new_cache_id!r} is bound to another adapter than {cache_id!r}")
-        self.slots.fork(cache_id, new_cache_id)
-        self.adapters.bind(new_cache_id, self.adapters.of(cache_id))
+        with self.device.changing():
+            self.slots.fork(cache_id, new_cache_id)
+            self.adapters.bind(new_cache_id, self.adapters.of(cache_id))
 
     def bind(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Binds an id to an adapter, loaded from its path if need be, or to none."""

@@ -10,7 +10,13 @@ from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
 from ferrum_jax.compile.buckets import AnyKey, GatherKey, InstallKey, Ladders, LoopKey, StepKey, ladder
 from ferrum_jax.compile.lowering import lower
 from ferrum_jax.config import EngineConfig, ModelConfig
-from ferrum_jax.contract.errors import BackendError, ConfigError, ResourceExhaustedError
+from ferrum_jax.contract.errors import (
+    BackendError,
+    ConfigError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
@@ -49,6 +55,21 @@ class EnginePlan:
             keys.append(InstallKey(self.loras.max_loras, self.loras.max_rank))
         # Of rings alone, nothing is gathered.
         return [key for key in keys if self.cache.num_layers or not isinstance(key, GatherKey)]
+
+    def seat_of(self, layer: int) -> int:
+        """Gives a layer's place among those that keep everything.
+
+        Raises:
+            RequestValidationError: the model has no such layer.
+            UnsupportedError: the layer keeps a ring.
+        """
+        if layer >= len(self.seats):
+            raise RequestValidationError(f"layer is {layer}, the model has {len(self.seats)}")
+        if (seat := self.seats[layer]) is None:
+            raise UnsupportedError(
+                f"layer {layer} keeps its window of {self.window} positions alone; window_kv=False keeps all"
+            )
+        return seat
 
     def first(self) -> list[AnyKey]:
         """The steps of a short prompt and of the tokens after it, which most answers begin with."""
@@ -115,9 +136,9 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
             needed=rings_bytes,
             free=int(free_bytes * fraction),
         )
-    affordable = for_blocks // block_bytes if block_bytes else max_seqs * columns
     # Given as such, the pool may be smaller than all sequences together could fill: that is paging.
     num_blocks = max_seqs * columns if engine.kv_blocks is None else engine.kv_blocks
+    affordable = for_blocks // block_bytes if block_bytes else num_blocks
     both = engine.max_seqs is not None and engine.kv_capacity is not None
     asked = engine.kv_blocks is not None or both
     if num_blocks > affordable:

@@ -16,7 +16,7 @@ class Steady(NamedTuple):
 
 
 def steady_rows(batch: Sequence[Any], slots: SlotTable, vocab_size: int) -> Steady | None:
-    """Gives (cache id, token, position) rows as a usual step; None if anything about them is unusual, or wrong.
+    """Gives (cache id, token, position) rows, with no adapters, as a usual step; None if anything is unusual, or wrong.
 
     It only recognises: `work.decode_rows` and `kvcache.growth` serve everything else, and say what is wrong with it.
     """
@@ -28,7 +28,7 @@ def steady_rows(batch: Sequence[Any], slots: SlotTable, vocab_size: int) -> Stea
     if len(set(ids)) != len(ids) or min(tokens) < 0 or max(tokens) >= vocab_size:
         return None
     lives = slots.find(ids)
-    if lives is None:
+    if lives is None or any(live.adapter is not None for live in lives):
         return None
     lengths = [len(live.tokens) for live in lives]
     rooms = [live.room for live in lives]

@@ -176,14 +176,17 @@ class Engine:
         for copy in request.copies:
             copy.scores, copy.greedy_ids = list(request.scores), list(request.greedy_ids)
         running: list[Request] = []
-        with contextlib.suppress(ResourceExhaustedError, UnsupportedError):
-            while request.copies and len(self._running) < self._room:
+        while request.copies and len(self._running) < self._room:
+            copy = request.copies.pop(0)
+            self._running.append(copy)  # before its sequence is there: an interrupt leaves none that nobody knows of
+            try:
                 if request.num_read:  # otherwise there is nothing to share
-                    self.model.fork(request.cache_id, request.copies[0].cache_id)
-                copy = request.copies.pop(0)
-                copy.num_read = request.num_read
-                self._running.append(copy)
-                running.append(copy)
+                    self.model.fork(request.cache_id, copy.cache_id)
+            except (ResourceExhaustedError, UnsupportedError):
+                request.copies.insert(0, self._running.pop())
+                break
+            copy.num_read = request.num_read
+            running.append(copy)
         self._waiting.extendleft(reversed(request.copies))
         request.copies = []
         return running

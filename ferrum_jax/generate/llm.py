@@ -276,7 +276,7 @@ class LLM:
         """Gives the requests of one prompt: the first has the others as its copies."""
         first = self._request(prompt, params)
         for at in range(1, params.n):
-            seed = None if params.seed is None else (params.seed + at) % 2**32
+            seed = None if params.seed is None else (int(params.seed) + at) % 2**32
             first.copies.append(self._request(first.prompt, replace(params, seed=seed)))
         return [first, *first.copies]
 

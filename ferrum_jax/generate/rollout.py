@@ -91,6 +91,7 @@ def generate_fn(
     if not is_integer(max_tokens) or max_tokens < 1:
         raise InvalidParameterError(f"max_tokens is {shown(max_tokens)}, expected an integer of at least 1")
     batch, length = tokens.shape
+    cfg = cfg.reaching(length + max_tokens)
     if kv is None:
         kv = state.empty(kv_spec(params, cfg, rows=batch, positions=length + max_tokens, attention=attention))
     columns = -(-(length + max_tokens) // state.block_size(kv))

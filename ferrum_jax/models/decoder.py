@@ -98,6 +98,8 @@ def forward(
     wanted = Watch() if watch is None else checked_watch(watch, cfg)
     seen = Seen(hidden={0: x} if 0 in wanted.hidden else {}, attention={})
     if isinstance(layers, dict):
+        if ring is not None:
+            raise UnsupportedError("layers in one loop share one KV, this one has rings for some of them")
         x, kv, seen = _scan(layer, layers, adapted, x, kv, site, turns, kind_of_layer, cfg, steering, wanted, seen)
     else:
         sites, seats = (site, ring or site), (count(), count())  # of layers that keep everything, and a ring

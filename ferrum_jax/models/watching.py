@@ -1,11 +1,13 @@
 """What a forward shows of its inside, and what is added to it on the way."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, shown
@@ -42,10 +44,13 @@ def checked_watch(watch: Watch, cfg: ModelConfig) -> Watch:
     wanted = {}
     for name, most in (("hidden", cfg.num_hidden_layers), ("attention", cfg.num_hidden_layers - 1)):
         given = getattr(watch, name)
+        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+            raise InvalidParameterError(f"{name} is {shown(given)}, expected layers from 0 to {most}")
         for layer in given:
-            if type(layer) is not int or not 0 <= layer <= most:
+            is_number = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+            if not is_number or not 0 <= layer <= most:
                 raise InvalidParameterError(f"{name} has the layer {shown(layer)}, expected 0 to {most}")
-        wanted[name] = tuple(sorted(set(given)))
+        wanted[name] = tuple(sorted({int(layer) for layer in given}))
     return Watch(**wanted)
 
 

@@ -73,7 +73,12 @@ def test_every_model_gives_the_same_logits_in_every_layout(name: str):
     params, cfg = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name)
     tokens = jnp.asarray([tiny.prompt(name)])
     expected = run(params, tokens, cfg)
+    layers = params["model"]["layers"]
     for layout in LAYOUTS[1:]:
+        if layout == "scanned" and any(jax.tree.structure(layer) != jax.tree.structure(layers[0]) for layer in layers):
+            with pytest.raises(UnsupportedError, match="have different parameters"):
+                lay_out(params, cfg, layout)
+            continue
         found = run(lay_out(params, cfg, layout), tokens, cfg)
         np.testing.assert_allclose(found, expected, rtol=0, atol=SAME, err_msg=layout)
 

@@ -58,9 +58,11 @@ def _experts(config: Mapping[str, Any], layers: int, third: bool) -> ExpertsConf
     if not any(sparse):
         return None
     grouped = method != "greedy"
-    count = next(config[name] for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in config)
+    names = [name for name in ("n_routed_experts", "num_local_experts", "num_experts") if name in config]
+    if not names:
+        raise KeyError("n_routed_experts")
     return ExpertsConfig(
-        num_experts=count,
+        num_experts=config[names[0]],
         num_experts_per_tok=config["num_experts_per_tok"],
         moe_intermediate_size=config["moe_intermediate_size"],
         norm_topk_prob=renormalise,

@@ -60,7 +60,10 @@ def _read_two_ropes(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UnsupportedError(f"rope_type {local['rope_type']!r} of layers with a window is not implemented")
     full = {"rope_theta": config.get("rope_theta", 1e6)} | _settings(given, "full_attention")
     full |= _settings(config, "rope_scaling")
-    if (factor := full.get("factor")) is not None:  # the positions that the configuration has are the scaled ones
+    if given and not given.keys() & {"sliding_attention", "full_attention"}:
+        raise UnsupportedError(f"rope_parameters {shown(given)} are not those of each kind of layer")
+    is_linear = full.get("rope_type", full.get("type")) == "linear"
+    if is_linear and (factor := full.get("factor")) is not None:  # the positions said are the scaled ones
         full = {"original_max_position_embeddings": int(config["max_position_embeddings"] / factor)} | full
     return {
         **read_rope({**config, "rope_parameters": full, "rope_scaling": None}),

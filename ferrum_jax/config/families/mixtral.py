@@ -13,7 +13,7 @@ IMPLEMENTED = ("num_local_experts", "num_experts")
 def read(config: Mapping[str, Any]) -> dict[str, Any]:
     """Gives the fields of a `ModelConfig`."""
     read_activation(config, "hidden_act", "silu", ("silu", "swish"))
-    sizes = read_sizes(config)
+    sizes = read_sizes({"rms_norm_eps": 1e-5, **config})
     layers = sizes["num_hidden_layers"]
     return {
         **sizes,
