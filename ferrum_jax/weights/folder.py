@@ -24,9 +24,10 @@ from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.weights.codes import Codes, decode, read_codes
 from ferrum_jax.weights.experts import refuse_kept, stored_axes
 from ferrum_jax.weights.keeping import choose_format, keep
+from ferrum_jax.weights.mxfp4 import find_stacks, widen
 from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
 from ferrum_jax.weights.safetensors_file import FLOATS, NARROW, Entry, read_entries, read_tensor, refuse_dtype
-from ferrum_jax.weights.scheme import Scheme, read_scheme
+from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
 
 INDEX = "model.safetensors.index.json"
 
@@ -92,12 +93,14 @@ class SafetensorsSource:
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor; a quantised one as the numbers it stands for, in float32."""
+        """Reads one tensor; a quantised one as the numbers it stands for, in a dtype that has them."""
         if name not in self._packed:
             tensor = read_tensor(self._file_of[name], name)
             return tensor.transpose(self._axes[name]) if name in self._axes else tensor
+        assert self._scheme is not None
         with self._naming(name):
-            return decode(self._read_codes(name))
+            is_stack = self._scheme.packing == MXFP4
+            return widen(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
 
     def kept_formats(self) -> Formats:
         """Says how the quantised weights are kept, if they are.
@@ -143,6 +146,8 @@ class SafetensorsSource:
             self._entries[name] = entry
 
     def _find_packed(self, scheme: Scheme) -> dict[str, PackedWeight]:
+        if scheme.packing == MXFP4:
+            return find_stacks(self.path, self._entries)
         return find_weights(self.path, self._entries, scheme, lambda name: read_tensor(self._file_of[name], name))
 
     def _plain_shapes(self) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ferrum_jax.weights.codes import decode, read_codes
+from ferrum_jax.weights.mxfp4 import widen
 from ferrum_jax.weights.scheme import read_scheme
 
 SHAPE = (40, 48)
@@ -52,6 +53,16 @@ def test_what_compressed_tensors_packs_is_read_as_it_reads_it(
     config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"a": {"weights": weights}}}
     parts = {name: _array(tensor) for name, tensor in packed.items()}
     np.testing.assert_array_equal(decode(read_codes(parts, read_scheme(config), SHAPE)), expected)
+
+
+def test_a_stack_in_mxfp4_is_read_as_transformers_reads_it():
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    rng = np.random.default_rng(4)
+    blocks, scales = rng.integers(256, size=(3, 10, 2, 16)), rng.integers(253, size=(3, 10, 2))
+    parts = {"blocks": blocks.astype(np.uint8), "scales": scales.astype(np.uint8)}
+    given = (torch.from_numpy(part) for part in parts.values())
+    expected = mxfp4.convert_moe_packed_tensors(*given, dtype=torch.float32).transpose(1, 2).numpy()
+    np.testing.assert_array_equal(widen(parts).astype(np.float32), expected)
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
