@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import Mxfp4Config
 
 import ferrum_jax
 from ferrum_jax import models
