@@ -68,9 +68,9 @@ def prefill_work(cfg: ModelConfig, *, tokens: int, itemsize: int) -> Work:
 def step_work(cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: int) -> Work:
     """Work of a step: each row holds some positions and has some new tokens, of which the last wants logits."""
     named = named_leaves(family(cfg).param_specs(cfg)).items()
-    leaves = {name: spec.shape for name, spec in named if name.startswith("model.layers.")}
-    products = sum(shape[0] * shape[1] for shape in leaves.values() if len(shape) == 2)
-    experts = sum(math.prod(shape) for shape in leaves.values() if len(shape) == 3)
+    leaves = [spec for name, spec in named if name.startswith("model.layers.")]
+    experts = sum(math.prod(spec.shape) for spec in leaves if "expert" in spec.axes)
+    products = sum(math.prod(spec.shape) for spec in leaves if "expert" not in spec.axes and len(spec.shape) == 2)
     head = cfg.vocab_size * cfg.hidden_size
     seen, held = 0, 0  # positions, summed over layers: by every token, and by any
     for window in cfg.layer_windows:

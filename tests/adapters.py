@@ -75,6 +75,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"r": 6, "lora_alpha": 5, "target_modules": EVERY}),
     "gemma2": ("gemma2", {"r": 5, "lora_alpha": 4, "target_modules": EVERY}),
     "qwen3": ("qwen3_tied", {"r": 7, "lora_alpha": 5, "target_modules": EVERY}),
+    "gpt_oss": ("gpt_oss", {"r": 5, "lora_alpha": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
 }
 OTHER_FIELDS = {  # as PEFT writes them
     "peft_type": "LORA",

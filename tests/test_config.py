@@ -7,6 +7,7 @@ import pytest
 
 from ferrum_jax import EngineConfig, ModelConfig, models
 from ferrum_jax.config import FAMILIES, RopeScaling, dtype_name
+from ferrum_jax.config.experts import ExpertsConfig
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.executor import EnginePlan, plan_engine
 from ferrum_jax.models import registry
@@ -123,6 +124,20 @@ SMOLLM3_3B: dict[str, Any] = {
     "sliding_window": None, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": False,
     "use_sliding_window": False, "vocab_size": 128256,
 }  # fmt: skip
+GPT_OSS_20B: dict[str, Any] = {  # without its quantization_config, which says how weights are packed
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
 
 
 def llama3(factor: float) -> RopeScaling:
@@ -204,6 +219,18 @@ REAL: dict[str, tuple[dict[str, Any], ModelConfig]] = {
         num_attention_heads=4, num_key_value_heads=1, head_dim=256, max_position_embeddings=32768, rms_norm_eps=1e-6,
         rope_theta=1e6, local_rope_theta=1e4, tie_word_embeddings=True, qk_norm=True, attention_multiplier=1 / 16,
         embedding_multiplier=1152**0.5, layer_windows=((512,) * 5 + (None,)) * 4 + (512, 512), dtype="bfloat16",
+    )),
+    "gpt-oss-20b": (GPT_OSS_20B, ModelConfig(
+        model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880, num_hidden_layers=24,
+        num_attention_heads=64, num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5,
+        rope_theta=150000.0, rope_scaling=RopeScaling(
+            rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False,
+        ),
+        attention_bias=True, attention_out_bias=True, attention_sinks=True, layer_windows=(128, None) * 12,
+        experts=ExpertsConfig(
+            num_experts=32, num_experts_per_tok=4, moe_intermediate_size=2880, norm_topk_prob=True,
+            sparse_layers=(True,) * 24, swiglu_limit=7.0,
+        ),
     )),
 }  # fmt: skip
 

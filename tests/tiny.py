@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree, from_names, named_leaves
-from ferrum_jax.weights.experts import specs_apart, stored_apart
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
+from ferrum_jax.weights.experts import specs_apart, stored_apart, stored_axes
 
 Tensors = dict[str, NDArray[np.float32]]
 
@@ -70,6 +70,11 @@ def _phi3(**settings: Any) -> dict[str, Any]:
 def _moe(model_type: str, **settings: Any) -> dict[str, Any]:
     experts = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 28, "norm_topk_prob": False}
     return _config(model_type, **(experts | settings))
+
+
+def _gpt_oss(**settings: Any) -> dict[str, Any]:
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 3, "swiglu_limit": 0.9}
+    return _config("gpt_oss", **(experts | {"sliding_window": 7} | settings))
 
 
 def _deepseek(model_type: str, **settings: Any) -> dict[str, Any]:
@@ -260,6 +265,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
         rope_scaling={"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, **YARN},
     ),
+    "gpt_oss": _gpt_oss(rope_theta=200.0, rope_scaling={"rope_type": "yarn", "truncate": False, **YARN}),
+    "gpt_oss_tied": _gpt_oss(
+        tie_word_embeddings=True,
+        attention_bias=False,
+        swiglu_limit=0.5,
+        swiglu_alpha=0.8,
+        rope_parameters={"rope_type": "default", "rope_theta": 300.0},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
 }
 
 
@@ -281,18 +295,18 @@ def seeded_tensor(seed: int, name: str, shape: tuple[int, ...]) -> NDArray[np.fl
         values = 1 + 0.2 * values
     elif name.endswith("bias"):
         values *= 0.3
-    else:
+    elif not name.endswith("sinks"):
         gain = 1.5 if ".q_proj." in name or ".k_proj." in name else 1.0
         values *= gain / shape[1] ** 0.5
     return values.astype(np.float32)
 
 
 def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
-    """Draws all tensors of a checkpoint, by name: those of experts one by one."""
+    """Draws all tensors of a checkpoint, by name: those of experts as it stores them."""
     cfg = ModelConfig.from_hf(config)
     wanted = named_leaves(family(cfg).param_specs(cfg))
     specs = specs_apart(wanted, stored_apart(wanted, {}))
-    drawn = {name: seeded_tensor(seed, name, spec.shape) for name, spec in specs.items()}
+    drawn = {name: seeded_tensor(seed, name, _shape_stored(spec)) for name, spec in specs.items()}
     offset = {name for name, spec in specs.items() if name.endswith("norm.weight") and spec.init == "zeros"}
     return {name: tensor - 1 if name in offset else tensor for name, tensor in drawn.items()}
 
@@ -303,6 +317,8 @@ def tiny_params(config: Mapping[str, Any], seed: int = SEED) -> ParamTree:
     specs, drawn = family(cfg).param_specs(cfg), tensors(config, seed)
     for name, parts in stored_apart(named_leaves(specs), {}).items():
         drawn[name] = np.stack([drawn.pop(part) for part in parts])
+    for name, axes in stored_axes(named_leaves(specs)).items():
+        drawn[name] = drawn[name].transpose(axes)
     return from_names(specs, {name: jnp.asarray(tensor) for name, tensor in drawn.items()})
 
 
@@ -333,6 +349,11 @@ def assert_same_tree(found: ParamTree, expected: ParamTree) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for name, leaf in named_leaves(expected).items():
         np.testing.assert_array_equal(named_leaves(found)[name], leaf, err_msg=name, strict=True)
+
+
+def _shape_stored(spec: ParamSpec) -> tuple[int, ...]:
+    axes = spec.stored or range(len(spec.shape))
+    return tuple(spec.shape[axes.index(axis)] for axis in range(len(spec.shape)))
 
 
 def _generator(seed: int, name: str) -> np.random.RandomState:

@@ -10,7 +10,7 @@ CHANGES_ARITHMETIC = (  # settings that make a forward wrong if its family ignor
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
     "residual_multiplier", "attention_multiplier", "num_experts", "num_local_experts", "n_routed_experts",
     "no_rope_layers", "quantization_config", "clip_qkv", "query_pre_attn_scalar", "kv_lora_rank", "swiglu_limit",
-    "rope_local_base_freq", "use_bidirectional_attention", "attention_chunk_size",
+    "swiglu_alpha", "rope_local_base_freq", "use_bidirectional_attention", "attention_chunk_size",
 )  # fmt: skip
 
 

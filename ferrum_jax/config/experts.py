@@ -20,6 +20,8 @@ class ExpertsConfig:
     n_group: int = 1  # experts are in so many groups
     topk_group: int = 1  # of which a token chooses so many first
     routed_scaling_factor: float = 1.0  # on all shares
+    swiglu_limit: float | None = None  # what gate and up are clamped to; no clamped SwiGLU if None
+    swiglu_alpha: float = 1.702  # of the sigmoid in it
 
     def __post_init__(self):
         for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"):
@@ -34,6 +36,9 @@ class ExpertsConfig:
             )
         if self.num_experts_per_tok > self.num_experts // self.n_group * self.topk_group:
             raise ConfigError(f"{self.topk_group} groups have fewer than {self.num_experts_per_tok} experts")
-        refuse_not_positive("routed_scaling_factor", self.routed_scaling_factor)
+        for name in ("routed_scaling_factor", "swiglu_alpha"):
+            refuse_not_positive(name, getattr(self, name))
+        if self.swiglu_limit is not None:
+            refuse_not_positive("swiglu_limit", self.swiglu_limit)
         if not isinstance(self.sparse_layers, tuple) or not any(self.sparse_layers):
             raise ConfigError(f"sparse_layers is {shown(self.sparse_layers)}, expected a tuple with one true at least")

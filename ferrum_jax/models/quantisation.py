@@ -62,7 +62,8 @@ def choose_formats(
         raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {dtype!r}")
     found = {}
     for name, spec in specs.named_leaves(family(cfg).param_specs(cfg)).items():
-        if len(spec.shape) < 2 or "router" in spec.axes or ("vocab" in spec.axes and not vocabulary):
+        is_matrix = len(spec.shape) - ("expert" in spec.axes) >= 2
+        if not is_matrix or "router" in spec.axes or ("vocab" in spec.axes and not vocabulary):
             continue
         columns = spec.shape[-1]
         if group_size is not None and (group_size < 1 or columns % group_size):

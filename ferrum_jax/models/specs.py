@@ -25,6 +25,7 @@ class ParamSpec:
     axes: tuple[str, ...]
     init: str = "normal"  # or "ones", "zeros"
     dtype: str | None = None  # that of the activations if None
+    stored: tuple[int, ...] | None = None  # of experts that a folder has as one: which of its axes each of these is
 
 
 def norm_specs(size: int, axis: str = "embed", init: str = "ones") -> ParamTree:

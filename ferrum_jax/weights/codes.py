@@ -29,7 +29,7 @@ class Codes(NamedTuple):
     group_of: NDArray[Any]  # int [D]: which group each column is in
 
 
-def read_codes(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
+def read_codes(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
     """Unpacks the tensors of one weight of `shape`, whose own shapes are as the scheme has them.
 
     Raises:
@@ -55,7 +55,7 @@ def unpack(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
     return np.stack([data & np.uint8(15), data >> np.uint8(4)], axis=-1).reshape(len(data), -1)
 
 
-def _gptq(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
+def _gptq(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
     rows, columns = shape
     scales = np.ascontiguousarray(parts["scales"].T)
     zeros = unpack(parts["qzeros"], scheme.bits)[:, :rows].T
@@ -64,7 +64,7 @@ def _gptq(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
     return Codes(values, scales, zeros, _groups(parts.get("g_idx"), scheme, columns, scales.shape[1]))
 
 
-def _awq(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
+def _awq(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
     def outputs(words: NDArray[Any]) -> NDArray[np.uint8]:
         numbers = unpack(words, scheme.bits).reshape(len(words), -1, len(_AWQ_PLACES))
         found = np.empty_like(numbers)
@@ -76,7 +76,7 @@ def _awq(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
     return Codes(outputs(parts["qweight"]), scales, outputs(parts["qzeros"]), groups)
 
 
-def _words(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
+def _words(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
     rows, columns = shape
     half = np.uint8(1 << (scheme.bits - 1))
     zeros = parts.get("weight_zero_point")
@@ -92,14 +92,14 @@ def _words(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
     return Codes(values, scales, np.broadcast_to(shifted, scales.shape), groups)
 
 
-def _plain(parts: Parts, scheme: Scheme, shape: tuple[int, int]) -> Codes:
+def _plain(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
     scales = _spread(parts["weight_scale"], scheme, shape)
     zeros = parts.get("weight_zero_point")
     zeros = None if zeros is None else np.broadcast_to(_spread(zeros, scheme, shape), scales.shape)
     return Codes(parts["weight"], scales, zeros, _groups(None, scheme, shape[1], scales.shape[1]))
 
 
-def _spread(scales: NDArray[Any], scheme: Scheme, shape: tuple[int, int]) -> NDArray[Any]:
+def _spread(scales: NDArray[Any], scheme: Scheme, shape: tuple[int, ...]) -> NDArray[Any]:
     """Gives every output its scales: `[F, G]` of those of a tensor, of channels, of groups or of blocks."""
     if scales.size == 1:
         return np.broadcast_to(scales.reshape(1, 1), (shape[0], 1))

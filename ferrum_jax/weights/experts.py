@@ -1,4 +1,7 @@
-"""Experts, whose products a checkpoint stores one by one and a parameter tree keeps as one leaf."""
+"""Experts, whose products a parameter tree keeps as one leaf, `[E, out, in]`.
+
+Checkpoints store them one by one, or as one with its axes in another order.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -11,8 +14,8 @@ from ferrum_jax.models.specs import ParamSpec
 
 
 def names_apart(name: str, spec: ParamSpec) -> tuple[str, ...]:
-    """Gives the names under which each expert's part of a leaf is stored; none for a leaf that is no stack."""
-    if spec.axes[0] != "expert":
+    """Gives the names under which each expert's part of a leaf is stored; none for a leaf that is stored whole."""
+    if spec.axes[0] != "expert" or spec.stored is not None:
         return ()
     return tuple(name.replace(".experts.", f".experts.{index}.") for index in range(spec.shape[0]))
 
@@ -30,6 +33,11 @@ def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, 
         each = ParamSpec(spec.shape[1:], spec.axes[1:], spec.init, spec.dtype)
         specs |= dict.fromkeys(apart[name], each) if name in apart else {name: spec}
     return specs
+
+
+def stored_axes(wanted: Mapping[str, ParamSpec]) -> dict[str, tuple[int, ...]]:
+    """Maps the leaves that a Hugging Face folder has whole, but in its own order of axes, to that order."""
+    return {name: spec.stored for name, spec in wanted.items() if spec.stored is not None}
 
 
 def refuse_kept(formats: Collection[str], wanted: Mapping[str, ParamSpec]) -> None:

@@ -22,11 +22,12 @@ from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.weights.codes import Codes, decode, read_codes
-from ferrum_jax.weights.experts import refuse_kept
+from ferrum_jax.weights.experts import refuse_kept, stored_axes
 from ferrum_jax.weights.keeping import choose_format, keep
+from ferrum_jax.weights.mxfp4 import find_stacks, widen
 from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
 from ferrum_jax.weights.safetensors_file import FLOATS, NARROW, Entry, read_entries, read_tensor, refuse_dtype
-from ferrum_jax.weights.scheme import Scheme, read_scheme
+from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
 
 INDEX = "model.safetensors.index.json"
 
@@ -77,6 +78,8 @@ class SafetensorsSource:
         self.path = folder
         self.formats: Formats = {}  # what the folder has quantised is undone as it is read, unless it is asked for
         self.config, self._scheme = _read_config(folder / "config.json")
+        self._specs = named_leaves(family(self.config).param_specs(self.config))
+        self._axes = stored_axes(self._specs)
         self._file_of: dict[str, Path] = {}
         self._entries: dict[str, Entry] = {}
         for shard in _shards(folder):
@@ -86,15 +89,18 @@ class SafetensorsSource:
         self._shapes = self._plain_shapes() | {name: weight.shape for name, weight in self._packed.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, from the headers."""
+        """Shape of every tensor, from the headers, its axes in the order of the parameters."""
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor; a quantised one as the numbers it stands for, in float32."""
+        """Reads one tensor; a quantised one as the numbers it stands for, in a dtype that has them."""
         if name not in self._packed:
-            return read_tensor(self._file_of[name], name)
+            tensor = read_tensor(self._file_of[name], name)
+            return tensor.transpose(self._axes[name]) if name in self._axes else tensor
+        assert self._scheme is not None
         with self._naming(name):
-            return decode(self._read_codes(name))
+            is_stack = self._scheme.packing == MXFP4
+            return widen(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
 
     def kept_formats(self) -> Formats:
         """Says how the quantised weights are kept, if they are.
@@ -106,7 +112,7 @@ class SafetensorsSource:
         for name, weight in self._packed.items():
             assert scheme is not None
             found[name] = choose_format(f"{self.path}: {name}", weight, self._entries, scheme)
-        refuse_kept(found, named_leaves(family(self.config).param_specs(self.config)))
+        refuse_kept(found, self._specs)
         return found
 
     def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
@@ -118,9 +124,11 @@ class SafetensorsSource:
 
     def _read_codes(self, name: str) -> Codes:
         assert self._scheme is not None
-        weight = self._packed[name]
-        parts = {part: read_tensor(self._file_of[tensor], tensor) for part, tensor in weight.tensors.items()}
-        return read_codes(parts, self._scheme, weight.shape)
+        return read_codes(self._read_parts(name), self._scheme, self._packed[name].shape)
+
+    def _read_parts(self, name: str) -> dict[str, np.ndarray]:
+        tensors = self._packed[name].tensors
+        return {part: read_tensor(self._file_of[tensor], tensor) for part, tensor in tensors.items()}
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -138,21 +146,23 @@ class SafetensorsSource:
             self._entries[name] = entry
 
     def _find_packed(self, scheme: Scheme) -> dict[str, PackedWeight]:
+        if scheme.packing == MXFP4:
+            return find_stacks(self.path, self._entries)
         return find_weights(self.path, self._entries, scheme, lambda name: read_tensor(self._file_of[name], name))
 
     def _plain_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of what is not quantised. GPTQ adds biases of zeros to products that have none: they are left out."""
         parts = {tensor for weight in self._packed.values() for tensor in weight.tensors.values()}
-        wanted = named_leaves(family(self.config).param_specs(self.config)) if self._packed else {}
         found = {}
         for name, entry in self._entries.items():
             if name in parts or (self._packed and is_unread(name)):
                 continue
             refuse_dtype(self._file_of[name], name, entry.dtype, FLOATS)
             module, _, last = name.rpartition(".")
-            added = last == "bias" and f"{module}.weight" in self._packed and name not in wanted
+            added = last == "bias" and f"{module}.weight" in self._packed and name not in self._specs
             if not (added and not read_tensor(self._file_of[name], name).any()):
-                found[name] = entry.shape
+                axes, shape = self._axes.get(name), entry.shape
+                found[name] = tuple(shape[i] for i in axes) if axes and len(axes) == len(shape) else shape
         return found
 
 

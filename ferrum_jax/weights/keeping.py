@@ -14,7 +14,7 @@ from ferrum_jax.models.quantised import UINT4, QuantisedWeight, pack
 from ferrum_jax.weights.codes import Codes
 from ferrum_jax.weights.packed import PackedWeight
 from ferrum_jax.weights.safetensors_file import Entry
-from ferrum_jax.weights.scheme import AWQ, GPTQ, PLAIN, Scheme
+from ferrum_jax.weights.scheme import AWQ, GPTQ, MXFP4, PLAIN, Scheme
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E8M0": "float32"}  # of scales
 
@@ -23,10 +23,12 @@ def choose_format(name: str, weight: PackedWeight, entries: Mapping[str, Entry],
     """Says how a weight of a folder is kept.
 
     Raises:
-        UnsupportedError: its groups are not runs of columns of one even length.
+        UnsupportedError: its groups are not runs of columns of one even length, or its values are floats of four bits.
     """
-    columns, size = weight.shape[1], scheme.group_size or weight.shape[1]
-    if scheme.is_ordered or "weight_g_idx" in weight.tensors:
+    columns, size = weight.shape[-1], scheme.group_size or weight.shape[-1]
+    if scheme.packing == MXFP4:
+        problem = "its values are floats of four bits"
+    elif scheme.is_ordered or "weight_g_idx" in weight.tensors:
         problem = "its columns were quantised in the order of their activations (desc_act), so that any share a scale"
     elif columns % size:
         problem = f"blocks of {size} do not divide its {columns} inputs"

@@ -36,9 +36,9 @@ class _Part:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One quantised matrix: its shape, and the names of its tensors by what they are to it."""
+    """One quantised matrix, or a stack of them: its shape, and the names of its tensors by what they are to it."""
 
-    shape: tuple[int, int]
+    shape: Shape
     tensors: Mapping[str, str]
 
 

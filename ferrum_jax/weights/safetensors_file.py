@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-NARROW = ("I64", "I32", "I8", "F8_E4M3", "F8_E8M0")  # which only tensors of quantised weights have
+NARROW = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # which only tensors of quantised weights have
 _EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 

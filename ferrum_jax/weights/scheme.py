@@ -1,8 +1,8 @@
 """What the `quantization_config` of a Hugging Face folder says: how the weights of its products are packed.
 
 Supported are GPTQ (Frantar et al. 2022, as AutoGPTQ and GPTQModel write it), AWQ (Lin et al. 2023, AutoAWQ's `gemm`),
-the integers and fp8 of compressed-tensors (vLLM project), and fp8 in blocks (DeepSeek-AI 2024, "DeepSeek-V3 Technical
-Report", section 3.3.2) or with a scale for each channel or tensor (FBGEMM).
+the integers and fp8 of compressed-tensors (vLLM project), fp8 in blocks (DeepSeek-AI 2024, "DeepSeek-V3 Technical
+Report", section 3.3.2) or with a scale for each channel or tensor (FBGEMM), and MXFP4 of experts (weights/mxfp4.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,10 @@ from typing import Any
 
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
 
-GPTQ, AWQ, WORDS, PLAIN = "gptq", "awq", "words", "plain"
+GPTQ, AWQ, WORDS, PLAIN, MXFP4 = "gptq", "awq", "words", "plain", "mxfp4"
 SUPPORTED = (
     "gptq of 4 or 8 bits, awq of 4 bits (gemm), compressed-tensors (pack-quantized, int-quantized, float-quantized), "
-    "fp8 and fbgemm_fp8"
+    "fp8, fbgemm_fp8 and mxfp4"
 )
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
@@ -24,7 +24,9 @@ class Scheme:
     """How the quantised weights of a checkpoint are kept; which ones they are, is told by their tensors."""
 
     method: str  # as the configuration calls it
-    packing: str  # GPTQ, AWQ: 32-bit words along inputs or outputs; WORDS: of compressed-tensors; PLAIN: one a number
+    packing: (
+        str  # GPTQ, AWQ: 32-bit words along inputs or outputs; WORDS: of compressed-tensors; PLAIN: one a number; MXFP4
+    )
     bits: int  # of a value
     is_float: bool = False  # values are fp8, not integers
     group_size: int | None = None  # adjacent inputs that share a scale; None: all of a channel
@@ -50,6 +52,7 @@ def read_scheme(config: Any) -> Scheme:
         "compressed-tensors": _compressed,
         "fp8": _fp8,
         "fbgemm_fp8": _fbgemm,
+        "mxfp4": _mxfp4,
     }
     if method == "bitsandbytes":
         raise UnsupportedError(
@@ -150,6 +153,10 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
 def _fbgemm(_: Mapping[str, Any]) -> Scheme:
     return Scheme(method="fbgemm_fp8", packing=PLAIN, bits=8, is_float=True)
+
+
+def _mxfp4(_: Mapping[str, Any]) -> Scheme:
+    return Scheme(method="mxfp4", packing=MXFP4, bits=4, is_float=True, group_size=32)
 
 
 def _bits(config: Mapping[str, Any], name: str, known: Sequence[int]) -> int:

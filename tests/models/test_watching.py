@@ -14,7 +14,15 @@ from ferrum_jax.models.watching import steered
 from tests.tiny import CONFIGS, model_config, prompt, tiny_params
 
 NAMES = ("qwen3_window_biases", "gemma2")
-OTHERS = ("phi3", "olmo2", "granite", "mixtral", "qwen3_moe", "deepseek3")  # one of each other family's module
+OTHERS = (
+    "phi3",
+    "olmo2",
+    "granite",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek3",
+    "gpt_oss",
+)  # one of each other family's module
 TOLERANCE = 2e-5  # float32 sums in another order
 WIDTH = 48
 watch = jax.jit(models.watch, static_argnames=("cfg", "hidden", "attention_weights"))

@@ -26,7 +26,9 @@ ENGINE = ferrum_jax.EngineConfig(
     chunk_tokens=(16,),
     verify_tokens=(16,),
 )
-WITH_EXPERTS = [name for name in tiny.CONFIGS if any(family in name for family in ("moe", "mixtral", "deepseek"))]
+WITH_EXPERTS = [
+    name for name in tiny.CONFIGS if any(family in name for family in ("moe", "mixtral", "deepseek", "gpt_oss"))
+]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -9,14 +9,14 @@ from types import ModuleType
 from typing import Any
 
 from ferrum_jax.config.common import refuse_ignored
-from ferrum_jax.config.families import deepseek, gemma, granite, llama, mixtral, olmo2, phi3, qwen_moe, smollm3
+from ferrum_jax.config.families import deepseek, gemma, gpt_oss, granite, llama, mixtral, olmo2, phi3, qwen_moe, smollm3
 from ferrum_jax.contract.errors import UnsupportedError
 
 _READERS: dict[str, ModuleType] = {
     "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
     "phi3": phi3, "olmo2": olmo2, "granite": granite, "smollm3": smollm3,
     "mixtral": mixtral, "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe,
-    "deepseek_v2": deepseek, "deepseek_v3": deepseek,
+    "deepseek_v2": deepseek, "deepseek_v3": deepseek, "gpt_oss": gpt_oss,
 }  # fmt: skip
 FAMILIES = tuple(_READERS)
 

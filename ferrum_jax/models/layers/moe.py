@@ -8,8 +8,10 @@ loop, one expert's weights at a time; other devices gather the weights of many t
 expert.
 """
 
+import math
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.models.layers.linear import linear
-from ferrum_jax.models.quantised import QuantisedWeight, Weight
+from ferrum_jax.models.quantised import QuantisedWeight, Weight, is_quantised
+
+Expert = Callable[[Any, jax.Array], jax.Array]  # of its own weights and tokens [rows, D], to [rows, D]
 
 CPU_TILE, TILE = 32, 128  # most rows of a tile: larger ones are mostly padding until each expert has many
 GATHERED = 1 << 27  # numbers of one product's weights that are gathered at a time
@@ -42,8 +46,18 @@ def swiglu_experts(
 ) -> Float[Array, "X D"]:
     """Sums `share * down @ (silu(gate @ x) * (up @ x))` over the U experts that each token has chosen.
 
-    Products are as `linear` makes them; their sum is taken in float32, in the order of `chosen`, and rounded once. What
-    a token gets depends on the other tokens by rounding alone.
+    Products are as `linear` makes them; weights are `[out, in]`, and may be quantised. The rest is `weigh_experts`'.
+    """
+    return weigh_experts(x, chosen, shares, (gate, up, down), _swiglu)
+
+
+def weigh_experts(
+    x: Float[Array, "X D"], chosen: Int[Array, "X U"], shares: Float[Array, "X U"], stacks: Any, expert: Expert
+) -> Float[Array, "X D"]:
+    """Sums `share * expert(own, x)` over the U experts that each token has chosen.
+
+    The sum is taken in float32, in the order of `chosen`, and rounded once. What a token gets depends on the other
+    tokens by rounding alone.
 
     On a CPU, gradients of the weights pass over all experts once for each tile.
 
@@ -51,31 +65,44 @@ def swiglu_experts(
         x: tokens.
         chosen: ids of experts, from 0 to E - 1; those of one token differ.
         shares: what each of them counts, float32.
-        gate: weights `[out, in]` of all experts, as the next two; any may be quantised.
-        up: what the gate is multiplied with.
-        down: what leads back.
+        stacks: a tree of the weights of all experts, `[E, ...]`; any may be quantised.
+        expert: what one does with a tree of its own, whose leaves lack the first axis.
     """
-    operands = x, chosen.astype(jnp.int32), gate, up, down
-    size = gate.shape[1] * gate.shape[2]
+    size = max(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(stacks, is_leaf=is_quantised))
     outs = lax.platform_dependent(
-        *operands,
-        cpu=partial(_outputs, largest=CPU_TILE, at_once=1),
-        default=partial(_outputs, largest=TILE, at_once=max(2, GATHERED // size)),
+        x,
+        chosen.astype(jnp.int32),
+        stacks,
+        cpu=partial(_outputs, expert, largest=CPU_TILE, at_once=1),
+        default=partial(_outputs, expert, largest=TILE, at_once=max(2, GATHERED // size)),
     )
     return jnp.sum(outs.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
 
 
-def _outputs(
-    x: jax.Array, chosen: jax.Array, gate: Weight, up: Weight, down: Weight, *, largest: int, at_once: int
-) -> jax.Array:
+def clamped_swiglu(
+    gate: Float[Array, "X F"], up: Float[Array, "X F"], alpha: float, limit: float
+) -> Float[Array, "X F"]:
+    """Computes `(up + 1) * gate * sigmoid(alpha * gate)`, the gate at most `limit` and `up` within it on both sides.
+
+    OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
+    """
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
+
+
+def _swiglu(own: tuple[Weight, Weight, Weight], x: jax.Array) -> jax.Array:
+    gate, up, down = own
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def _outputs(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, largest: int, at_once: int) -> jax.Array:
     """Gives each choice's output, `[X, U, D]`, by tiles of up to `largest` rows, `at_once` of them in a step."""
-    tiles = _tile(chosen, gate.shape[0], largest, at_once)
+    tiles = _tile(chosen, jax.tree.leaves(stacks)[0].shape[0], largest, at_once)
 
     @jax.checkpoint  # to keep for gradients what is multiplied here would be to copy every expert's weights
-    def multiply(tokens: jax.Array, expert: jax.Array) -> jax.Array:
-        mine = x.at[tokens].get(mode="promise_in_bounds")
-        inner = jax.nn.silu(linear(mine, _of(gate, expert))) * linear(mine, _of(up, expert))
-        return linear(inner, _of(down, expert))
+    def multiply(tokens: jax.Array, index: jax.Array) -> jax.Array:
+        own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacks)
+        return expert(own, x.at[tokens].get(mode="promise_in_bounds"))
 
     def step(carry: None, xs: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         tokens, experts, is_used = xs
@@ -115,8 +142,3 @@ def _tile(chosen: jax.Array, num_experts: int, largest: int, at_once: int) -> _T
         is_used=index < ends[-1],
         places=(ends - tiles)[mine] * size + rank - starts[mine],
     )
-
-
-def _of(weight: Weight, expert: jax.Array) -> Weight:
-    """Takes one expert's weight."""
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert, keepdims=False), weight)

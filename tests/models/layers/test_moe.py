@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ferrum_jax.models.layers.moe import _outputs, swiglu_experts
+from ferrum_jax.models.layers.linear import linear
+from ferrum_jax.models.layers.moe import _outputs, _swiglu, clamped_swiglu, swiglu_experts, weigh_experts
 from ferrum_jax.models.layers.moe_routing import route
 from ferrum_jax.models.quantised import dequantise_weight, quantise_weight
 
@@ -44,29 +45,29 @@ def by_every_expert(x: NDArray, chosen: NDArray, gate: NDArray, up: NDArray, dow
 @pytest.mark.parametrize("count", [1, 5, 60])
 def test_each_choice_gives_its_experts_output(count: int, at_once: int):
     x, chosen = tokens(count)
-    found = jax.jit(partial(_outputs, largest=4, at_once=at_once))(x, chosen, *weights())
+    found = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))(x, chosen, weights())
     np.testing.assert_allclose(found, by_every_expert(x, chosen, *weights()), atol=TOLERANCE)
 
 
 @forms
 def test_any_load_is_served_whole(at_once: int):
     x, _ = tokens(29)
-    run = jax.jit(partial(_outputs, largest=4, at_once=at_once))
+    run = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))
     for first in range(EXPERTS - CHOSEN + 1):
         chosen = np.tile(np.arange(first, first + CHOSEN, dtype=np.int32), (29, 1))
-        np.testing.assert_allclose(run(x, chosen, *weights()), by_every_expert(x, chosen, *weights()), atol=TOLERANCE)
+        np.testing.assert_allclose(run(x, chosen, weights()), by_every_expert(x, chosen, *weights()), atol=TOLERANCE)
 
 
 @forms
 def test_what_other_tokens_and_unchosen_experts_hold_reaches_nobody(at_once: int):
     x, chosen = tokens(9)
     chosen[chosen == 4] = 0  # nobody's expert
-    run = jax.jit(partial(_outputs, largest=4, at_once=at_once))
-    clean = run(x, chosen, *weights())
+    run = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))
+    clean = run(x, chosen, weights())
     spoilt = x.copy()
     spoilt[3] = np.nan
     poisoned = tuple(np.where(np.arange(EXPERTS)[:, None, None] == 4, np.nan, weight) for weight in weights())
-    found = np.array(run(spoilt, chosen, *poisoned))
+    found = np.array(run(spoilt, chosen, poisoned))
     assert np.isnan(found[3]).all()
     np.testing.assert_array_equal(np.delete(found, 3, axis=0), np.delete(np.array(clean), 3, axis=0))
 
@@ -133,3 +134,60 @@ def test_shares_are_of_all_experts_or_of_those_chosen():
     np.testing.assert_array_equal(plain[0], best)
     np.testing.assert_allclose(plain[1], expected, rtol=1e-6)
     np.testing.assert_allclose(renormalised[1], expected / expected.sum(-1, keepdims=True), rtol=1e-6)
+
+
+LIMIT, ALPHA = 0.7, 1.4
+
+
+def clamped_expert(own: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    both = linear(x, own["into"], own["into_bias"])
+    return linear(clamped_swiglu(both[:, ::2], both[:, 1::2], ALPHA, LIMIT), own["back"], own["back_bias"])
+
+
+def clamped_stacks() -> dict[str, jax.Array]:
+    """Draws experts of one joint first product, with biases."""
+    rng = np.random.default_rng(9)
+    shapes = {"into": (2 * WIDE, MODEL), "into_bias": (2 * WIDE,), "back": (MODEL, WIDE), "back_bias": (MODEL,)}
+    drawn = {name: rng.standard_normal((EXPERTS, *shape)) * shape[-1] ** -0.5 for name, shape in shapes.items()}
+    return {name: jnp.asarray(leaf, jnp.float32) for name, leaf in drawn.items()}
+
+
+def clamped(x: jax.Array, logits: jax.Array, stacks: dict[str, jax.Array]) -> jax.Array:
+    return weigh_experts(x, *route(logits, CHOSEN, renormalise=True), stacks, clamped_expert)
+
+
+def clamped_dense(x: jax.Array, logits: jax.Array, stacks: dict[str, jax.Array]) -> jax.Array:
+    """Weighs every expert's output, written out, by the softmax over the best logits."""
+    least = jnp.sort(logits, axis=-1)[:, -CHOSEN, None]
+    shares = jax.nn.softmax(jnp.where(logits >= least, logits, -jnp.inf), axis=-1)
+    wide = jnp.einsum("xd,efd->xef", x, stacks["into"]) + stacks["into_bias"]
+    gate, up = wide.reshape(*wide.shape[:2], WIDE, 2)[..., 0], wide.reshape(*wide.shape[:2], WIDE, 2)[..., 1]
+    gate = jnp.where(gate > LIMIT, LIMIT, gate)
+    up = jnp.where(up > LIMIT, LIMIT, jnp.where(up < -LIMIT, -LIMIT, up))
+    inner = (up + 1) * gate / (1 + jnp.exp(-ALPHA * gate))
+    return jnp.einsum("xe,xed->xd", shares, jnp.einsum("xef,edf->xed", inner, stacks["back"]) + stacks["back_bias"])
+
+
+def test_clamped_experts_with_biases_and_their_gradients_are_those_of_every_expert():
+    (x, logits), stacks = (leaf[0] for leaf in batch(1)), clamped_stacks()
+    (found, mine), (expected, theirs) = (
+        jax.jit(jax.value_and_grad(lambda *args, run=run: (run(*args) ** 2).sum(), argnums=(0, 1, 2)))(
+            x, logits, stacks
+        )
+        for run in (clamped, clamped_dense)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for own, other in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5 * np.abs(other).max())
+
+
+@forms
+def test_clamped_experts_of_any_load_mapped_over_are_every_experts_output(at_once: int):
+    x, chosen = tokens(29)
+    stacks = clamped_stacks()
+    run = jax.jit(jax.vmap(partial(_outputs, clamped_expert, largest=4, at_once=at_once), in_axes=(0, 0, None)))
+    found = run(np.stack([x, -x]), np.stack([chosen, chosen[::-1]]), stacks)
+    for own, picked, outs in zip((x, -x), (chosen, chosen[::-1]), found, strict=True):
+        each = jax.vmap(clamped_expert, in_axes=(0, None), out_axes=1)(stacks, jnp.asarray(own))
+        expected = np.take_along_axis(np.asarray(each), picked[..., None], axis=1)
+        np.testing.assert_allclose(outs, expected, atol=TOLERANCE)
