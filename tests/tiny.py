@@ -27,10 +27,11 @@ SEED = 7
 LENGTH = 45  # tokens of a prompt: more than any window below and than any original context
 LONG = 150  # tokens: more than one query block of attention
 ORIGINAL = 16  # positions
-NULLS = ("sliding_window", "q_lora_rank")  # settings whose null says something else than their absence
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 LONG_FACTOR = [2.0, 7.0, 5.0]
-NULLS = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # null is not what is missing
+NULLS = (  # settings whose null says something else than their absence
+    "sliding_window", "q_lora_rank", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
 YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 
 
