@@ -88,6 +88,8 @@ def generate_fn(
             f"tokens have shape {list(tokens.shape)}, lengths {list(lengths.shape)}, seeds {list(seeds.shape)}: "
             "expected [B, T], [B] and [B] of at least 1 each"
         )
+    if type(sampling) is not Sampling:  # of SamplingParams, stop ids and limits would go unheeded
+        raise InvalidParameterError(f"sampling is a {type(sampling).__name__}, expected a Sampling")
     if not is_integer(max_tokens) or max_tokens < 1:
         raise InvalidParameterError(f"max_tokens is {shown(max_tokens)}, expected an integer of at least 1")
     batch, length = tokens.shape

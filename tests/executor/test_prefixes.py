@@ -175,6 +175,21 @@ def test_adapters_never_share_a_block(
     np.testing.assert_allclose(logits, oracles["two"](PROMPT[:20])[-1], atol=1e-4, rtol=0)
 
 
+def test_what_is_reserved_for_an_adapter_and_decoded_without_it_is_no_prefix_of_its(
+    reusing: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
+):
+    adapter = ActiveLoraAdapter(name="one", path=adapter_folders["one"])
+    reusing.set_lora_adapter_for_cache("a", adapter)
+    reusing.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=20)])
+    reusing.set_lora_adapter_for_cache("a", None)
+    for at, token in enumerate(PROMPT[:17]):
+        reusing.decode("a", token, at)
+    reusing.release("a")
+    reusing.set_lora_adapter_for_cache("b", adapter)
+    np.testing.assert_allclose(reusing.prefill("b", PROMPT[:20]), oracles["one"](PROMPT[:20])[-1], atol=1e-4, rtol=0)
+    reusing.release("b")
+
+
 def test_an_adapter_that_is_loaded_anew_finds_no_prefix_of_the_old_one(
     reusing: ModelRunner, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
