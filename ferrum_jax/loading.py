@@ -135,8 +135,6 @@ def load(
 
     free = free_bytes(target) if memory is None else max(0, free - taken)
     plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
-    if memory is not None and memory.spec != plan.cache:
-        memory = None
     return ModelRunner(
         params,
         cfg,
@@ -145,7 +143,7 @@ def load(
         strict=strict,
         name=Path(source.path).name,
         artifacts=open_artifacts(plan),
-        memory=memory,
+        memory=memory if memory is not None and memory.spec == plan.cache else None,
     )
 
 

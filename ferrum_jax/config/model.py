@@ -67,6 +67,8 @@ class ModelConfig:
                 f"partial_rotary_factor is {self.partial_rotary_factor}: it turns {self.rotary_dim} of {self.head_dim} "
                 "numbers of a head, expected an even number of them"
             )
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ConfigError(f"rope_scaling is {shown(self.rope_scaling)}, expected a RopeScaling or None")
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "longrope":
             for divisors in (self.rope_scaling.short_factor or (), self.rope_scaling.long_factor or ()):
                 if 2 * len(divisors) != self.rotary_dim:
