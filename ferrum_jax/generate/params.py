@@ -26,7 +26,8 @@ class SamplingParams(Sampling):
         ignore_eos: go on past the model's own end of sequence.
         logprobs: also give each token's log-probability under the model's own distribution.
         prompt_logprobs: the same for the prompt's tokens, all of which are then computed, known prefix or not.
-        n: how many answers to draw; the prompt is read once, where there is room. Answer i has the seed `seed + i`, modulo 2^32.
+        n: how many answers to draw; the prompt is read once, where there is room. Answer i has the seed `seed + i`,
+            modulo 2^32.
     """
 
     seed: int | None = None
