@@ -1,5 +1,6 @@
 """Fixtures that several rooms share."""
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -34,6 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FERRUM_ARTIFACTS"] = "0"  # no test writes into the user's cache, unless it asks for a folder
     if config.getoption("--hypothesis-seed") is None:
         hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_executables() -> Iterator[None]:
+    """Lets go of what a file has compiled: an executable holds dozens of memory maps, of which a process has 65,530."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
