@@ -23,6 +23,7 @@ from bench.shapes import SHAPES
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.experts import NAMES, mix_experts
 from ferrum_jax.models.layers.linear import linear
