@@ -169,7 +169,8 @@ class FerrumLM(TemplateLM):
         """Generates up to a text of `until`, or `max_gen_toks` tokens."""
         prompts: list[Prompt] = []
         params: list[SamplingParams] = []
-        for context, asked in (request.args for request in requests):
+        for request in requests:
+            context, asked = request.arguments
             how = self._params(asked)
             room = self.max_length - (how.max_tokens or 0)
             if room < 1:

@@ -14,6 +14,7 @@ from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
 from ferrum_jax.executor import describe
 from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.executor.counters import DecodeBatchCounters
+from ferrum_jax.executor.device import DeviceKv
 from ferrum_jax.executor.lifecycle import Lifecycle, serialised
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan
@@ -24,15 +25,20 @@ from ferrum_jax.sharding.devices import JaxDevice
 class Described(DecoderOnlyLLM):
     """The part of a runner that only looks: sizes, lengths, counters."""
 
-    params: ParamTree
     model_config: ModelConfig
     plan: EnginePlan
     device: JaxDevice
     name: str
     _life: Lifecycle
+    _device: DeviceKv
     _sequences: Sequences
     _adapters: Adapters
     _decode_batches: DecodeBatchCounters
+
+    @property
+    def params(self) -> ParamTree:
+        """The parameters that are served; empty after `close`."""
+        return self._device.params
 
     @property
     def config(self) -> LlmRuntimeConfig:

@@ -57,7 +57,7 @@ class DeviceKv:
 
     def __init__(self, params: ParamTree, cfg: ModelConfig, memory: KvMemory):
         self._memory = memory
-        self._params = params
+        self.params = params  # of all steps; others of the same shapes may take their place
         self._cfg = cfg
         self._kv: KvState[jax.Array] | None = None
         self.fetched_bytes = 0  # that crossed to the host
@@ -80,7 +80,7 @@ class DeviceKv:
     def lower(self, key: AnyKey, loras: ParamTree | None = None) -> jax.stages.Lowered:
         """Lowers one call for these parameters and this KV, and for stacks of adapters."""
         memory = self._memory
-        return lower(self._cfg, self._params, memory.shapes, loras, key, memory.spec.attention)
+        return lower(self._cfg, self.params, memory.shapes, loras, key, memory.spec.attention)
 
     def reallocate(self) -> None:
         """Drops the KV and allocates it anew.
@@ -117,13 +117,9 @@ class DeviceKv:
         for leaf in jax.tree.leaves(kv):
             leaf.delete()
 
-    def set_params(self, params: ParamTree) -> None:
-        """Takes other parameters of the same shapes for all steps from now on."""
-        self._params = params
-
     def drop(self) -> None:
         """Frees the KV and forgets the parameters."""
-        self._kv, self._params = None, {}
+        self._kv, self.params = None, {}
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], key: CopyKey, get: GetStep) -> None:
         """Copies blocks, (source, destination) each."""
@@ -172,7 +168,7 @@ class DeviceKv:
         begun: list[StepOutputs] = []
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            outputs, written = get(plan.key)(self._params, kv, buffer, *([loras] if plan.key.adapters else []))
+            outputs, written = get(plan.key)(self.params, kv, buffer, *([loras] if plan.key.adapters else []))
             begun.append(outputs)
             return written
 
@@ -200,7 +196,7 @@ class DeviceKv:
         found: list[NDArray[np.float32]] = []
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            outputs, written = get(key)(self._params, kv, buffer)
+            outputs, written = get(key)(self.params, kv, buffer)
             begun.append(outputs)
             return written
 
@@ -229,7 +225,7 @@ class DeviceKv:
         found: list[NDArray[Any]] = []
 
         def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            chosen, written = get(key)(self._params, kv, buffer, *([loras] if key.adapters else []))
+            chosen, written = get(key)(self.params, kv, buffer, *([loras] if key.adapters else []))
             self.last_fetched_bytes = 0
             found.append(self._to_host(chosen))
             return written

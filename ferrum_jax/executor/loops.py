@@ -65,13 +65,13 @@ class Loops:
         lengths = [sequences.slots.length(run.cache_id) for run in checked]
         growth = Growth(sequences.slots, wants, [at + run.max_tokens for at, run in zip(lengths, checked, strict=True)])
         groups = self._groups(checked)
-        sequences.make_ready([*(key for key, _ in groups), *sequences.extra_keys(growth)])
+        replay = sequences.plan_replay((run.cache_id, sequences.adapters.row_of(run.cache_id)) for run in checked)
+        steps = [*(plan.key for plan in replay.plans), *(key for key, _ in groups)]
+        sequences.make_ready([*steps, *sequences.extra_keys(growth)])
         found: dict[int, DecodedRun] = {}
 
         def work() -> list[NDArray[np.int32]]:
-            sequences.replay(
-                [(growth.live(i), sequences.adapters.row_of(run.cache_id)) for i, run in enumerate(checked)]
-            )
+            sequences.replay(replay)
             for key, indices in groups:
                 live = {index: growth.live(index) for index in indices}
                 found.update(self._run(key, {index: checked[index] for index in indices}, live, until_one_ends))

@@ -8,6 +8,7 @@ from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
+from ferrum_jax.executor.weights import refuse_unlike
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
@@ -27,7 +28,7 @@ def from_params(
         **settings: fields of `EngineConfig`, which go before those of `engine`. Compiled steps are not kept on disk.
 
     Raises:
-        InvalidParameterError: a parameter is no array on a device.
+        InvalidParameterError: a parameter is no array on a device, or they are not this model's.
         ConfigError: settings contradict each other or the parameters.
         UnsupportedError: the parameters lie on several devices.
         ResourceExhaustedError: the KV that was asked for does not fit.
@@ -49,6 +50,8 @@ def from_params(
             raise ConfigError(
                 f"{name} is {getattr(given, name)!r}, which belongs to `load`: parameters are as they are"
             )
+    assert theirs.layout is not None
+    refuse_unlike(params, cfg, theirs.layout)
     asked = theirs.over(given).over(EngineConfig.from_environment())
     cfg = cfg.reaching(asked.kv_capacity or 0)
     plan = plan_beside(params, asked, cfg, platform=device.platform, free_bytes=free_bytes(device))

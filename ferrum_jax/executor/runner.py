@@ -34,7 +34,7 @@ from ferrum_jax.executor.weights import refuse_other_shapes
 from ferrum_jax.executor.work import appended, appended_rows, scored_rows, unified_rows
 from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.models.watching import Watch, checked_watch
+from ferrum_jax.models.watching import checked_watch
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
@@ -59,7 +59,6 @@ class ModelRunner(Closing, Described):
         memory: KvMemory | None = None,
     ):
         """Allocates the KV, unless `memory`, which is of the plan's size, has one ready."""
-        self.params = params
         self.params_version = 0  # how often they were set anew
         self.model_config = model_config
         self.plan = plan
@@ -78,8 +77,9 @@ class ModelRunner(Closing, Described):
 
     @property
     def state(self) -> ExecutorState:
-        """Ready, Error or Shutdown."""
-        return self._life.state
+        """Ready, Error or Shutdown; Initializing while the KV is freed."""
+        is_paused = self._life.state is ExecutorState.Ready and self._life.paused
+        return ExecutorState.Initializing if is_paused else self._life.state
 
     @serialised
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
@@ -136,8 +136,8 @@ class ModelRunner(Closing, Described):
     ) -> Watched:
         """Appends `tokens`; gives what is asked of each. A step for other layers compiles when it is first needed."""
         row = appended(cache_id, tokens, self._vocab_size)
-        wanted = Watch(hidden=tuple(hidden), attention=tuple(attention_weights))
-        return self._sequences.watch(row, checked_watch(wanted, self.model_config))
+        wanted = checked_watch(hidden, attention_weights, self.model_config)
+        return self._sequences.watch(row, wanted)
 
     @serialised
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
@@ -282,8 +282,7 @@ class ModelRunner(Closing, Described):
             refuse_other_shapes(params, self.params)
             self._sequences.forget_prefixes("new weights are set")
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
-            self._device.set_params(params)
-            self.params = params
+            self._device.params = params
 
     @serialised
     def free_kv(self) -> None:
@@ -321,7 +320,6 @@ class ModelRunner(Closing, Described):
             self._device.drop()
             self._steps.drop()
             self._adapters.stacks = None
-            self.params = {}
 
     def _lower(self, key: AnyKey) -> jax.stages.Lowered:
         return self._device.lower(key, self._adapters.stacks)

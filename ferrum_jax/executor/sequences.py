@@ -1,7 +1,7 @@
 """The live sequences of one model: new tokens in, answers out, whatever steps that takes."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,13 +19,14 @@ from ferrum_jax.contract.watching import Watched
 from ferrum_jax.executor.adapters import NONE, Adapters, with_adapters
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import Answer, DeviceKv, Row
+from ferrum_jax.executor.replaying import Replay, plan_replay
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.executor.steady import Steady, steady_rows
 from ferrum_jax.executor.watched import joined
 from ferrum_jax.executor.work import Work, checked_requests, decode_rows
 from ferrum_jax.kvcache.growth import Growth, Want
 from ferrum_jax.kvcache.prefix import PrefixIndex
-from ferrum_jax.kvcache.slots import LiveSequence, SlotTable
+from ferrum_jax.kvcache.slots import SlotTable
 from ferrum_jax.models.watching import Watch
 from ferrum_jax.weights.peft import PeftAdapter
 
@@ -277,7 +278,9 @@ class Sequences:
         selects = [SelectKey(plan.key.num_logit_rows) for plan in plans] if chosen else []
         scored = any(row.targets is not None for row in work)
         scores = [ScoreKey(plan.key.num_logit_rows) for plan in plans] if scored else []
-        self.make_ready([*(plan.key for plan in plans), *selects, *scores, *self.extra_keys(growth)])
+        replay = self.plan_replay((work[index].cache_id, uses[index]) for index in left)
+        steps = [plan.key for plan in (*replay.plans, *plans)]
+        self.make_ready([*steps, *selects, *scores, *self.extra_keys(growth)])
         pending: list[Callable[[], dict[int, Answer]]] = []
         answers: list[list[Answer]] = [[] for _ in left]
 
@@ -286,7 +289,7 @@ class Sequences:
                 answers[at].append(piece)
 
         def forward() -> None:
-            self.replay([(growth.live(index), uses[index]) for index in left])
+            self.replay(replay)
             rows = []
             for index in left:
                 live, row, skip = growth.live(index), work[index], reused[index]
@@ -309,20 +312,15 @@ class Sequences:
             self.adapters.count(row.cache_id for row in work)
         return answers
 
-    def replay(self, rows: Sequence[tuple[LiveSequence, int]]) -> None:
-        """Computes again the sequences that are cut, each with its adapter: from their beginning.
+    def plan_replay(self, rows: Iterable[tuple[str, int]]) -> Replay:
+        """Plans what of (cache id, row of the stacks) must be read again before it can go on."""
+        return plan_replay(self.slots, ((self.slots.get(key), use) for key, use in rows), self.plan.ladders)
 
-        What a layer keeps depends on what the layer below it made of a window, and so on down to the first token.
-        """
-        cut = [(live, use) for live, use in rows if self.slots.is_cut(live)]
-        if not cut:
-            return
-        plans = buckets.plan([live.length for live, _ in cut], self.plan.ladders)
-        plans = [with_adapters(plan, [use for _, use in cut]) for plan in plans]
-        again = [Row(np.array(live.tokens, np.int32), 0, live.slot, False, None, use) for live, use in cut]
-        for plan in plans:
-            self.device.run(plan, again, self.slots.table, self.steps.get, self.adapters.stacks)()
-        for live, _ in cut:
+    def replay(self, replay: Replay) -> None:
+        """Reads sequences again, as it was planned."""
+        for plan in replay.plans:
+            self.device.run(plan, replay.rows, self.slots.table, self.steps.get, self.adapters.stacks)()
+        for live in replay.lives:
             self.slots.refill_ring(live)
 
     def perform(self, growth: Growth, work: Callable[[], Sequence[NDArray[np.int32]] | None]) -> None:

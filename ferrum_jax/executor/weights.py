@@ -1,9 +1,14 @@
-"""What weights must be to take the place of others in steps that are compiled."""
+"""What weights must be to be served, or to take the place of others in steps that are compiled."""
 
 import jax
 
+from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
-from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.models.layout import layout_specs
+from ferrum_jax.models.quantised import is_quantised
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
+from ferrum_jax.models.watching import STEERING
 
 MOST_SHOWN = 3
 
@@ -17,11 +22,33 @@ def refuse_other_shapes(params: ParamTree, instead_of: ParamTree) -> None:
         found, expected = _described(given[name]), _described(there[name])
         if found != expected:
             problems.append(f"{name} is {found}, expected {expected}")
-    if problems:
-        more = f" and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
-        raise InvalidParameterError(f"these weights cannot be set: {'; '.join(sorted(problems)[:MOST_SHOWN])}{more}")
+    _refuse("these weights cannot be set", problems)
     if jax.tree.structure(params) != jax.tree.structure(instead_of):
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
+
+
+def refuse_unlike(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
+    """Raises InvalidParameter unless a tree has the parameters of a model, in a layout, and vectors to add at most."""
+    wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
+    given = {name_of(path): tuple(leaf.shape) for path, leaf in paths}
+    shapes = {name: spec.shape for name, spec in wanted.items()}
+    if (vectors := f"model.{STEERING}") in given:
+        shapes[vectors] = (cfg.num_hidden_layers, cfg.hidden_size)
+    problems = [f"{name} is missing" for name in shapes.keys() - given.keys()]
+    problems += [f"{name} is unknown" for name in given.keys() - shapes.keys()]
+    problems += [
+        f"{name} has shape {list(given[name])}, expected {list(shapes[name])}"
+        for name in given.keys() & shapes.keys()
+        if given[name] != shapes[name]
+    ]
+    _refuse(f"these are not the parameters of this {cfg.model_type}", problems)
+
+
+def _refuse(what: str, problems: list[str]) -> None:
+    if problems:
+        more = f" and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
+        raise InvalidParameterError(f"{what}: {'; '.join(sorted(problems)[:MOST_SHOWN])}{more}")
 
 
 def _described(leaf: object) -> str:

@@ -39,18 +39,19 @@ class Seen(Generic[Leaf]):
     attention: dict[int, tuple[Leaf, ...]]  # float32 [B, N, T, S] of each group of rows; S = M * C positions
 
 
-def checked_watch(watch: Watch, cfg: ModelConfig) -> Watch:
+def checked_watch(hidden: object, attention: object, cfg: ModelConfig) -> Watch:
     """Gives what is watched, each layer once, or raises InvalidParameter naming a layer that is not there."""
     wanted = {}
-    for name, most in (("hidden", cfg.num_hidden_layers), ("attention", cfg.num_hidden_layers - 1)):
-        given = getattr(watch, name)
+    last = cfg.num_hidden_layers - 1
+    for name, given, most in (("hidden", hidden, last + 1), ("attention", attention, last)):
         if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
             raise InvalidParameterError(f"{name} is {shown(given)}, expected layers from 0 to {most}")
-        for layer in given:
+        layers = list(given)
+        for layer in layers:
             is_number = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
             if not is_number or not 0 <= layer <= most:
                 raise InvalidParameterError(f"{name} has the layer {shown(layer)}, expected 0 to {most}")
-        wanted[name] = tuple(sorted({int(layer) for layer in given}))
+        wanted[name] = tuple(sorted({int(layer) for layer in layers}))
     return Watch(**wanted)
 
 

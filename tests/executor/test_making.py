@@ -9,7 +9,7 @@ import pytest
 
 import ferrum_jax
 from ferrum_jax import models
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import SCANNED, lay_out
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CFG, ENGINE
@@ -45,3 +45,31 @@ def test_activations_in_bfloat16_are_those_of_the_parameters(params: ParamTree):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     with ferrum_jax.from_params(half, CFG, max_seqs=1, kv_capacity=16) as runner:
         assert runner.plan.cache.dtype == "bfloat16"
+
+
+def test_steering_is_a_parameter_too(params: ParamTree):
+    vectors = jnp.ones((CFG.num_hidden_layers, CFG.hidden_size))
+    mine = models.steered(params, vectors)
+    with ferrum_jax.from_params(mine, CFG, engine=ENGINE) as runner:
+        expected = models.forward(mine, jnp.array([TOKENS]), CFG)[0, -1]
+        np.testing.assert_allclose(runner.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tree: {**tree, "model": {**tree["model"], "norm": {}}}, "model.norm.weight is missing"),
+        (lambda tree: {**tree, "head": {"weight": tree["model"]["norm"]["weight"]}}, "head.weight is unknown"),
+        (
+            lambda tree: {**tree, "model": {**tree["model"], "norm": {"weight": jnp.zeros(3)}}},
+            rf"model.norm.weight has shape \[3\], expected \[{CFG.hidden_size}\]",
+        ),
+        (
+            lambda tree: models.steered(tree, jnp.zeros((CFG.num_hidden_layers + 1, CFG.hidden_size))),
+            f"model.steering has shape .*, expected .{CFG.num_hidden_layers}, {CFG.hidden_size}",
+        ),
+    ],
+)
+def test_parameters_of_another_model_are_refused(change, message: str, params: ParamTree):
+    with pytest.raises(InvalidParameterError, match=f"not the parameters of this {CFG.model_type}: {message}"):
+        ferrum_jax.from_params(change(params), CFG, engine=ENGINE)

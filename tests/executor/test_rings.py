@@ -86,6 +86,22 @@ def test_what_is_still_in_the_ring_is_not_computed_again(runner: ModelRunner, mo
     assert len(steps) == 1 + 4 + 1, "31 positions take four chunks of 8"
 
 
+def test_steps_that_read_a_sequence_again_are_ready_before_the_call_begins(
+    params: ParamTree, monkeypatch: pytest.MonkeyPatch
+):
+    with make_runner(params, RINGS) as cold:
+        tokens = text(30)
+        cold.prefill("a", tokens)
+        cold.truncate_kv("a", 20)
+        events: list[str] = []
+        build, run = cold._steps._build, cold._device.run
+        monkeypatch.setattr(cold._steps, "_build", lambda key, **how: (events.append("build"), build(key, **how))[1])
+        monkeypatch.setattr(cold._device, "run", lambda *how: (events.append("run"), run(*how))[1])
+        cold.decode("a", 1, 20)
+        assert events.count("run") > 1
+        assert events == sorted(events)  # whatever is built is built first
+
+
 def test_forks_go_their_own_ways(runner: ModelRunner, oracle: Oracle):
     tokens = text(37)
     runner.prefill("a", tokens)

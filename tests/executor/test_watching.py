@@ -1,6 +1,7 @@
 """Hidden states and attention weights of live sequences, from the runner and through the executor."""
 
 import asyncio
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -13,11 +14,24 @@ from ferrum_jax.contract import DecodeInput, PrefillInput, RequestValidationErro
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG
+from tests.executor.conftest import CFG, make_runner, poison
 from tests.fake import SummingLLM
 
 TOLERANCE = 1e-4  # float32 sums in another order; hidden states are of order 10
 TOKENS = [5, 30, 2, 2, 17, 9, 36, 0, 1, 11, 4, 8, 15, 16, 23, 3, 7, 7]
+
+
+@pytest.fixture(scope="module")
+def watched(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params) as runner:  # its own: watching compiles what no warmup can know
+        yield runner
+
+
+@pytest.fixture
+def runner(watched: ModelRunner) -> ModelRunner:
+    watched.reset()
+    poison(watched)
+    return watched
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +115,25 @@ def test_what_shows_nothing_says_so(runner: ModelRunner):
         asyncio.run(decode())
     with pytest.raises(UnsupportedError, match="does not show its layers"):
         SummingLLM().watch("a", [1], hidden=[0])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"hidden": 1}, "hidden is 1, expected layers from 0 to 2"),
+        ({"hidden": "0"}, "hidden is '0'"),
+        ({"hidden": [0, 3]}, "hidden has the layer 3"),
+        ({"attention_weights": [2]}, "attention has the layer 2, expected 0 to 1"),
+        ({"attention_weights": [True]}, "attention has the layer True"),
+    ],
+)
+def test_layers_that_are_not_there_are_refused_and_change_nothing(wanted: dict, message: str, runner: ModelRunner):
+    runner.prefill("a", TOKENS)
+    with pytest.raises(InvalidParameterError, match=message):
+        runner.watch("a", [1], **wanted)
+    assert runner.kv_len("a") == len(TOKENS)
+
+
+def test_layers_may_come_from_anything_that_gives_them(runner: ModelRunner):
+    found = runner.watch("a", TOKENS, hidden=range(2), attention_weights=range(1, 2))
+    assert (sorted(found.hidden), list(found.attention_weights)) == ([0, 1], [1])

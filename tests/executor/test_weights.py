@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ferrum_jax import models
+from ferrum_jax import LlmExecutor, models
+from ferrum_jax.contract import ExecutorState
 from ferrum_jax.contract.errors import CancelledError, InvalidParameterError, RequestValidationError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
@@ -109,15 +110,19 @@ def test_the_kv_can_be_away_while_weights_are_set(
     runner.prefill("a", TOKENS)
     runner.release("a")
     compiles.clear()
-    kv = jax.tree.leaves(runner._device.kv)
+    kv, executor = jax.tree.leaves(runner._device.kv), LlmExecutor(runner)
     runner.free_kv()
     assert all(leaf.is_deleted() for leaf in kv)
+    assert runner.state is ExecutorState.Initializing
+    assert not executor.status().is_ready
     for call in (lambda: runner.prefill("a", [1]), lambda: runner.kv_len("a"), runner.free_kv):
         with pytest.raises(RequestValidationError, match="the KV is freed"):
             call()
     runner.set_params(others)
     runner.allocate_kv()
     runner.allocate_kv()  # which is there
+    assert runner.state is ExecutorState.Ready
+    assert executor.status().is_ready
     found = runner.prefill("a", TOKENS)
     assert compiles == []
     np.testing.assert_allclose(found, logits_of(others, TOKENS), rtol=0, atol=1e-4)

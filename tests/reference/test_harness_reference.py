@@ -1,6 +1,7 @@
 """lm-evaluation-harness with this package and with its own transformers backend: the same figures, without a hub."""
 
 # pyright: reportMissingImports=false
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,15 +36,13 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ours(smollm2_path: Path, offline: None) -> Any:
-    from ferrum_jax.harness import FerrumLM
-
-    return FerrumLM(str(smollm2_path), max_length=64, batch_size=4, dtype="float32", progress=False)
+    harness: Any = importlib.import_module("ferrum_jax.harness")
+    return harness.FerrumLM(str(smollm2_path), max_length=64, batch_size=4, dtype="float32", progress=False)
 
 
 @pytest.fixture(scope="module")
 def theirs(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory, offline: None) -> Any:
-    from lm_eval.models.huggingface import HFLM
-
+    huggingface: Any = importlib.import_module("lm_eval.models.huggingface")  # not every name of it is typed
     folder = tmp_path_factory.mktemp("tokenizer")
     own = Tokenizer.from_gguf(smollm2_path)
     own.save(folder)
@@ -51,7 +50,7 @@ def theirs(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory, offline
         tokenizer_file=str(folder / "tokenizer.json"), bos_token=own.bos_token, eos_token=own.eos_token
     )
     tokenizer.chat_template = own.chat_template
-    return HFLM(pretrained=load_smollm2(smollm2_path), tokenizer=tokenizer, max_length=64, batch_size=4)
+    return huggingface.HFLM(pretrained=load_smollm2(smollm2_path), tokenizer=tokenizer, max_length=64, batch_size=4)
 
 
 def evaluate(model: Any) -> Results:
@@ -94,9 +93,8 @@ def _assert_same(found: Any, expected: Any) -> None:
 
 
 def _instances(kind: str, *arguments: tuple[Any, ...]) -> list[Any]:
-    from lm_eval.api.instance import Instance
-
-    return [Instance(request_type=kind, doc={}, arguments=one, idx=at) for at, one in enumerate(arguments)]
+    instances: Any = importlib.import_module("lm_eval.api.instance")
+    return [instances.Instance(request_type=kind, doc={}, arguments=one, idx=at) for at, one in enumerate(arguments)]
 
 
 def test_long_empty_and_spaced_texts_are_scored_alike(ours: Any, theirs: Any):
