@@ -78,8 +78,13 @@ def step_work(cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: in
             spans = [min(at + 1, window or at + 1) for at in range(start, start + count)]
             seen += sum(spans)
             held += min(start + count, spans[0] + count - 1)
-    attention = 4 * cfg.num_attention_heads * cfg.head_dim * seen
-    cached = 2 * cfg.num_key_value_heads * cfg.head_dim * held
+    if cfg.latent is None:
+        attention = 4 * cfg.num_attention_heads * cfg.head_dim * seen
+        cached = 2 * cfg.num_key_value_heads * cfg.head_dim * held
+    else:  # one vector is the key of all heads, and but for what turns their value, too
+        value = cfg.latent.kv_lora_rank
+        attention = 2 * cfg.num_attention_heads * (2 * value + cfg.latent.qk_rope_head_dim) * seen
+        cached = (value + cfg.latent.qk_rope_head_dim) * held
     tokens = sum(count for _, count in rows)
     share = 0.0 if cfg.experts is None else cfg.experts.num_experts_per_tok / cfg.experts.num_experts
     multiplied, met = round(experts * share * tokens), round(experts * (1 - (1 - share) ** tokens))

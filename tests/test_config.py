@@ -253,6 +253,11 @@ def test_the_newer_spelling_of_rope_and_dtype_means_the_same():
     assert ModelConfig.from_hf(older) == ModelConfig.from_hf(LLAMA31_8B)
 
 
+def test_of_two_spellings_of_rope_the_older_counts():
+    newer = {"rope_type": "llama3", **LLAMA31_8B["rope_scaling"], "factor": 4.0, "rope_theta": 7.0}
+    assert ModelConfig.from_hf(LLAMA31_8B | {"rope_parameters": newer}) == ModelConfig.from_hf(LLAMA31_8B)
+
+
 def test_yarn_lengthens_the_sequence_and_llama3_says_it_already():
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     cfg = ModelConfig.from_hf(QWEN25_7B | {"max_position_embeddings": 32768, "rope_scaling": yarn})
@@ -380,7 +385,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "another activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),
     "another RoPE": (rope() | {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, UnsupportedError, "'dynamic'"),
     "a RoPE for each kind of layer": (
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, UnsupportedError, "one set for all layers"
+        {"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        UnsupportedError,
+        "one set for all layers",
     ),
     "RoPE settings that are none": ({"rope_scaling": "linear"}, UnsupportedError, "'linear'"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor 0.5"),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.monitoring
@@ -78,6 +78,7 @@ class Artifacts:
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._prepared: set[str] = set()  # digests of programs whose folder is ready to be written
+        self._is_proven = False  # that a step which is written can be loaded
         self._coming: dict[tuple[str, str], Future[jax.stages.Compiled | None]] = {}  # by program and name
 
     @property
@@ -130,26 +131,31 @@ class Artifacts:
             self._warn(f"the step {artifact.name} on disk cannot be loaded and is built anew: {_first_line(problem)}")
             return None
 
-    def save(self, name: str, executable: jax.stages.Compiled) -> None:
-        """Writes a step; where that cannot be done, says so once and goes on."""
+    def save(self, name: str, executable: jax.stages.Compiled) -> Artifact | None:
+        """Writes a step and gives it as it lies there; where that cannot be done, says so once and gives None."""
         program = self._program()
         folder = self._folder.child(program[:32])
         try:
-            header, content = _packed(program, name, executable)
+            artifact = _packed(program, name, executable)
+            if not self._is_proven:  # what cannot be loaded here cannot be loaded by any start
+                artifact.load()
+                self._is_proven = True
         except _UNUSABLE as problem:
             self._warn(
-                "this backend's compiled steps cannot be written, every start compiles them; "
+                "this backend's compiled steps cannot be kept, every start compiles them; "
                 f"JAX_COMPILATION_CACHE_DIR may help: {_first_line(problem)}"
             )
-            return
+            return None
         try:
             self._prepare(folder, program)
-            folder.write(_file_name(name), MAGIC, _checksum(header, content), header, content)
+            header = _header(artifact)
+            folder.write(_file_name(name), MAGIC, _checksum(header, artifact.content), header, artifact.content)
         except OSError as problem:
             self._warn(f"compiled steps are not kept for the next start: {problem}")
-            return
+            return None
         with self._lock:
             self.num_saved += 1
+        return artifact
 
     def listed(self) -> dict[str, int]:
         """Bytes of each call that is kept, by file name; none where the folder must not be used."""
@@ -179,23 +185,27 @@ class Artifacts:
         _log.warning(text)
 
 
+class Built(NamedTuple):
+    """What compiling a call gave."""
+
+    executable: jax.stages.Compiled
+    kept: Artifact | None  # as it lies on disk
+
+
 def build(name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None) -> jax.stages.Compiled:
     """Loads a call, or compiles and keeps it."""
     artifact = None if artifacts is None else artifacts.find(name)
     loaded = None if artifacts is None or artifact is None else artifacts.load(artifact)
-    return compile_and_save(name, lower, artifacts) if loaded is None else loaded
+    return compile_and_save(name, lower, artifacts).executable if loaded is None else loaded
 
 
-def compile_and_save(
-    name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None
-) -> jax.stages.Compiled:
+def compile_and_save(name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None) -> Built:
     """Compiles a call and keeps it."""
     hits = _HITS.count()
     executable = lower().compile()
     # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
-    if artifacts is not None and _HITS.count() == hits:
-        artifacts.save(name, executable)
-    return executable
+    kept = artifacts.save(name, executable) if artifacts is not None and _HITS.count() == hits else None
+    return Built(executable, kept)
 
 
 def clear(root: Path) -> int:
@@ -219,20 +229,26 @@ def _file_name(name: str) -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:32] + SUFFIX
 
 
-def _packed(program: str, name: str, executable: jax.stages.Compiled) -> tuple[bytes, bytes]:
+def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifact:
     loaded = executable.runtime_executable()
     if loaded is None:
         raise ValueError("it is not in the form of its runtime")
     devices = loaded.local_devices()
-    header = {
-        "program": program,
-        "step": name,
-        "platform": devices[0].platform,
-        "device_ids": [one.id for one in devices],
-        "memory": memory_of(executable),
-    }
     content = zlib.compress(pickle.dumps(serialize_executable.serialize(executable)), 1)
-    return json.dumps(header).encode() + b"\n", content
+    ids = tuple(one.id for one in devices)
+    return Artifact(name, program, devices[0].platform, ids, memory_of(executable), content)
+
+
+def _header(artifact: Artifact) -> bytes:
+    """Gives the line before the content: what `_verified` reads."""
+    facts = {
+        "program": artifact.program,
+        "step": artifact.name,
+        "platform": artifact.platform,
+        "device_ids": artifact.device_ids,
+        "memory": artifact.memory,
+    }
+    return json.dumps(facts).encode() + b"\n"
 
 
 def _verified(data: bytes, program: str, name: str) -> Artifact:

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of
+from ferrum_jax.compile.artifacts import Artifact, Artifacts, Built, compile_and_save, memory_of
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.heap import trim_heap
 from ferrum_jax.compile.packing import packed_size, unpack
@@ -115,10 +115,10 @@ class StepCache(Generic[Key]):
             load: steps that are on disk are loaded now, not when first asked for.
         """
         missing = [key for key in keys if key not in self._steps and (load or key not in self._held)]
-        built = len(self._steps)
+        compiled = len(self._compile_seconds)
         self._do_all(missing, self._build if load else self._make_sure, track)
         self._warm = True
-        if len(self._steps) > built:
+        if len(self._compile_seconds) > compiled:
             trim_heap()
 
     def drop(self) -> None:
@@ -169,13 +169,16 @@ class StepCache(Generic[Key]):
             raise BackendError(f"step {key} was not compiled by warmup, and strict mode compiles nothing afterwards")
 
     def _make_sure(self, key: Key) -> None:
-        """Finds a step on disk, or compiles it."""
+        """Finds a step on disk, or compiles it; what is on disk takes no more memory than there until it is used."""
         artifact = None if self._artifacts is None else self._artifacts.find(repr(key))
         if artifact is None:
-            self._compile(key)
-        else:
-            with self._lock:
-                self._held[key] = artifact
+            built = self._compile(key)
+            if built.kept is None:
+                self._keep(key, built.executable)
+                return
+            artifact = built.kept
+        with self._lock:
+            self._held[key] = artifact
 
     def _build(self, key: Key, *, late: bool = False) -> jax.stages.Compiled:
         """Loads a step, or compiles it; `late`: not for a warm-up."""
@@ -184,32 +187,30 @@ class StepCache(Generic[Key]):
             artifact = self._held.get(key) or self._artifacts.find(repr(key))
             executable = None if artifact is None else self._artifacts.load(artifact)
             if executable is not None:
-                return self._keep(key, executable, self._load_seconds, started)
+                with self._lock:
+                    self._load_seconds.setdefault(key, time.perf_counter() - started)
+                return self._keep(key, executable)
         if late and self._strict:
             raise BackendError(f"step {key} on disk cannot be loaded, and strict mode compiles nothing after warmup")
-        return self._compile(key, late=late)
+        return self._keep(key, self._compile(key, late=late).executable)
 
-    def _compile(self, key: Key, *, late: bool = False) -> jax.stages.Compiled:
+    def _compile(self, key: Key, *, late: bool = False) -> Built:
         if late:
             _log.warning("compiling step %s after warmup: declare it in the ladders", key)
         started = time.perf_counter()
         try:
-            executable = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts)
+            built = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts)
         except jax.errors.JaxRuntimeError as problem:
             raise BackendError(f"step {key} does not compile: {problem}") from problem
-        if late:
-            self._compiled_late += 1
-        return self._keep(key, executable, self._compile_seconds, started)
-
-    def _keep(
-        self, key: Key, executable: jax.stages.Compiled, seconds: dict[Key, float], started: float
-    ) -> jax.stages.Compiled:
         with self._lock:
-            if key not in self._steps:  # another thread may have been first
-                self._steps[key] = executable
-                seconds[key] = time.perf_counter() - started
+            self._compiled_late += late
+            self._compile_seconds.setdefault(key, time.perf_counter() - started)
+        return built
+
+    def _keep(self, key: Key, executable: jax.stages.Compiled) -> jax.stages.Compiled:
+        with self._lock:
             self._held.pop(key, None)
-            return self._steps[key]
+            return self._steps.setdefault(key, executable)  # another thread may have been first
 
 
 def _num_cores() -> int:

@@ -67,10 +67,12 @@ def read_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_partial_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
     """Reads base, scaling and the share of a head that turns, from both the older and the newer way of writing them.
 
+    Where both are there, the older (`rope_scaling`) counts, as in transformers.
+
     Raises:
         UnsupportedError: kinds of layers have settings of their own, or the type is not implemented.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedError(f"RoPE settings {given!r} are not implemented, only one set for all layers is")
     theta = float(given.get("rope_theta", config.get("rope_theta", 10000.0)))

@@ -262,7 +262,10 @@ class ModelRunner(Closing, Described):
 
     @serialised
     def warmup(self, *, progress: bool = True, load: bool = False) -> None:
-        """Compiles every declared step, or finds it whole on disk and loads it when first used; `load`: now."""
+        """Compiles every declared step, or finds it whole on disk.
+
+        A step on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
+        """
         track = Track("compiling steps") if progress else None
         self._steps.warmup(self.plan.declared(), track, load=load)
 

@@ -214,7 +214,7 @@ def _temporary_bytes(
         return lower(cfg, params, state.shapes(plan.cache), stacks, key, plan.cache.attention)
 
     try:
-        return _beside(memory_of(compile_and_save(name, lowered, artifacts)))
+        return _beside(memory_of(compile_and_save(name, lowered, artifacts).executable))
     except jax.errors.JaxRuntimeError as problem:
         raise BackendError(f"step {key} does not compile: {problem}") from problem
 

@@ -219,7 +219,10 @@ class LLM:
         return Stream(self._engine, self._request(prompt, _refuse_several(params or SamplingParams())))
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Compiles what answering this prompt alone will need, the sampler included; leaves no trace."""
+        """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.
+
+        Log-probabilities of the prompt, and several answers, compile what they need more when first asked for.
+        """
         ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
         cache_id = self._engine.new_cache_id()
         try:

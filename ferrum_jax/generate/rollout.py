@@ -6,7 +6,9 @@ from typing import Generic, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.decoding import Sampling, is_integer
@@ -81,7 +83,8 @@ def generate_fn(
         What was generated, and the KV written.
 
     Raises:
-        InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks.
+        InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks; a token is not in
+            the vocabulary, or a length outside its row, which inside `jit` nobody can tell: there both are undefined.
     """
     if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:
         raise InvalidParameterError(
@@ -92,6 +95,8 @@ def generate_fn(
         raise InvalidParameterError(f"sampling is a {type(sampling).__name__}, expected a Sampling")
     if not is_integer(max_tokens) or max_tokens < 1:
         raise InvalidParameterError(f"max_tokens is {shown(max_tokens)}, expected an integer of at least 1")
+    _refuse_outside("lengths", lengths, 1, tokens.shape[1])
+    _refuse_outside("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
     cfg = cfg.reaching(length + max_tokens)
     if kv is None:
@@ -148,3 +153,17 @@ def generate_fn(
     steps = jnp.arange(1, max_tokens, dtype=jnp.int32)
     (written, *_), later = lax.scan(decode, (kv, first.token_ids, seen, alive), steps)
     return jax.tree.map(lambda one, many: jnp.concatenate([one[None], many]).T, first, later), written
+
+
+def _refuse_outside(name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None) -> None:
+    """Raises InvalidParameter for values out of bounds, up to each row's length, where there are values yet."""
+    if isinstance(values, Tracer) or isinstance(lengths, Tracer):
+        return
+    found = np.asarray(values)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise InvalidParameterError(f"{name} are {found.dtype}, expected integers")
+    wrong = (found < least) | (found > most)
+    if lengths is not None:
+        wrong &= np.arange(found.shape[1]) < np.asarray(lengths)[:, None]
+    if wrong.any():
+        raise InvalidParameterError(f"{name} have {found[wrong][0]}, expected {least} to {most}")

@@ -62,8 +62,9 @@ def forward(
     """Runs whole sequences from position 0 and gives the float32 logits of every token.
 
     It is the family's serving forward over a KV of its own, so it may be differentiated, vmapped, scanned and jitted
-    (with `cfg` closed over or static). `inputs_embeds`, where given, take the place of the tokens' embeddings. Every
-    token counts: to batch sequences of different lengths, pad on the right and ignore the logits there.
+    (with `cfg` closed over or static). `inputs_embeds`, where given, take the place of the tokens' embeddings, after
+    whatever a family multiplies those by. Every token counts: to batch sequences of different lengths, pad on the
+    right and ignore the logits there.
 
     `loras` are stacks of adapters (models/adapters.py) in the parameters' dtype, differentiable like them, and
     `adapters` says which one each row uses; any index outside the stacks, such as -1, is none.

@@ -8,6 +8,7 @@ from bench.floor import Work, decode_work, place, prefill_work, step_work
 from bench.machine import Machine
 from bench.models import TINY
 from ferrum_jax.config.experts import ExpertsConfig
+from ferrum_jax.config.latent import LatentConfig
 
 
 def test_the_work_of_a_token_is_what_the_configuration_says():
@@ -16,6 +17,14 @@ def test_the_work_of_a_token_is_what_the_configuration_says():
     work = decode_work(TINY, rows=3, context=9, itemsize=4)
     assert work.operations == 3 * (2 * (products + head) + 2 * 10 * 4 * 48)
     assert work.num_bytes == 4 * (products + head + 3 * 2 * 10 * 2 * 16)
+
+
+def test_of_latents_one_vector_is_read_for_all_heads():
+    latent = LatentConfig(kv_lora_rank=32, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    cfg = replace(TINY, model_type="deepseek_v2", latent=latent, head_dim=latent.qk_nope_head_dim + 4)
+    empty, full = (decode_work(cfg, rows=1, context=context, itemsize=4) for context in (0, 9))
+    assert full.num_bytes - empty.num_bytes == 4 * 2 * 9 * (32 + 4)
+    assert full.operations - empty.operations == 2 * 9 * 2 * TINY.num_attention_heads * (32 + 4 + 32)
 
 
 def test_a_prompt_of_one_token_is_a_decode_step_from_nothing():

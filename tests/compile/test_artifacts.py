@@ -81,6 +81,20 @@ def test_a_step_is_loaded_when_first_used_and_compiles_and_traces_nothing(kept: 
     assert stats["load_seconds"] == pytest.approx(sum(step["seconds"] for step in stats["steps"].values()))
 
 
+def test_a_first_start_has_in_memory_what_a_later_one_has(tmp_path: Path):
+    cache = _cache(tmp_path / "artifacts", strict=True)
+    cache.warmup([ONE, TWO])
+    assert _counts(cache) == (2, 0, 2, 0)
+    assert cache.stats()["steps"] == {}
+    assert _run(cache, ONE) == _answer(ONE)
+    assert _counts(cache) == (2, 1, 1, 0)
+    cache.warmup([ONE, TWO], load=True)
+    assert _counts(cache) == (2, 2, 0, 0)
+    at_once = _cache(tmp_path / "others")
+    at_once.warmup([ONE, TWO], load=True)
+    assert _counts(at_once) == (2, 0, 0, 0)
+
+
 def test_a_loaded_step_still_takes_its_input_over(kept: Path):
     cache = _cache(kept)
     x = jnp.zeros((2, 5))
@@ -149,11 +163,13 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_rebuilt(
 ):
     whole = _file(kept, ONE).read_bytes()
     _file(kept, ONE).write_bytes(DAMAGE[name](whole))
-    cache = _cache(kept, strict=True)
     with monkeypatch.context() as patch:
         patch.setattr(artifacts_module.pickle, "loads", _refuse_unpickling)
-        cache.warmup([ONE, TWO])
-    assert _counts(cache) == (1, 0, 1, 0)
+        assert Artifacts(kept, FACTS_HERE).find(repr(ONE)) is None
+    caplog.clear()
+    cache = _cache(kept, strict=True)
+    cache.warmup([ONE, TWO])
+    assert _counts(cache) == (1, 0, 2, 0)
     assert len(caplog.messages) == 1
     assert "is built anew" in caplog.messages[0]
     assert _run(cache, ONE) == _answer(ONE)
@@ -182,7 +198,7 @@ def test_a_step_under_another_name_or_of_another_program_is_refused(kept: Path, 
 def test_another_program_compiles_its_own(kept: Path):
     cache = _cache(kept, {"model": "another"})
     cache.warmup([ONE, TWO])
-    assert _counts(cache) == (2, 0, 0, 0)
+    assert _counts(cache) == (2, 0, 2, 0)
     assert json.loads((Artifacts(kept, FACTS_HERE).folder.path / FACTS).read_text())["model"] == "toy"
 
 
@@ -234,7 +250,7 @@ def test_what_others_may_write_is_ignored_with_one_warning(kept: Path, which: st
     {"root": kept, "program": path.parent, "file": path}[which].chmod(0o777)
     cache = _cache(kept)
     cache.warmup([ONE])
-    assert _counts(cache) == (1, 0, 0, 0)
+    assert _counts(cache) == (1, 0, which == "file", 0)  # a file is replaced, into a folder nothing is written
     assert _run(cache, ONE) == _answer(ONE)
     assert "may be written by others (mode 777)" in caplog.messages[0]
     assert len(caplog.messages) == (1 if which == "file" else 2)
@@ -246,7 +262,7 @@ def test_a_linked_file_is_ignored_and_replaced(kept: Path, tmp_path: Path, caplo
     path.symlink_to(tmp_path / "elsewhere")
     cache = _cache(kept)
     cache.warmup([ONE])
-    assert _counts(cache) == (1, 0, 0, 0)
+    assert _counts(cache) == (1, 0, 1, 0)
     assert "is a link" in caplog.messages[0]
     assert not path.is_symlink()
 
@@ -271,18 +287,20 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert caplog.messages == ["compiled steps are not kept for the next start: [Errno 28] No space left on device"]
 
 
-def test_where_executables_cannot_be_serialised_it_compiles_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("way", ["serialize", "deserialize_and_load"])
+def test_where_executables_cannot_be_written_or_read_back_it_compiles_with_one_warning(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    def fail(_: object) -> None:
-        raise ValueError("Compilation does not support serialization")
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no support")
 
-    monkeypatch.setattr(serialize_executable, "serialize", fail)
+    monkeypatch.setattr(serialize_executable, way, fail)
     cache = _cache(tmp_path / "artifacts")
     cache.warmup([ONE, TWO])
     assert _run(cache, ONE) == _answer(ONE)
     assert len(caplog.messages) == 1
-    assert "cannot be written, every start compiles them" in caplog.messages[0]
+    assert "cannot be kept, every start compiles them" in caplog.messages[0]
+    assert _counts(cache) == (2, 0, 0, 0)
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -361,7 +379,7 @@ def test_what_came_out_of_jaxs_persistent_cache_is_not_kept_as_it_would_lack_its
     assert done.returncode == 0, done.stderr
     answer = _answer(ONE)
     assert done.stdout.splitlines() == [
-        f"(1, 0, 0, 0) 1 {answer}",
+        f"(1, 0, 1, 0) 1 {answer}",
         f"(1, 0, 0, 0) 0 {answer}",
         f"(0, 0, 1, 0) 1 {answer}",
     ]

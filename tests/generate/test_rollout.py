@@ -92,6 +92,10 @@ def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
         ({"tokens": TOKENS[0]}, r"tokens have shape \[7\]"),
         ({"lengths": LENGTHS[:2]}, r"lengths \[2\]"),
         ({"seeds": SEEDS[:2]}, r"seeds \[2\]"),
+        ({"tokens": TOKENS.at[1, 1].set(CFG.vocab_size)}, f"tokens have {CFG.vocab_size}, expected 0 to"),
+        ({"tokens": TOKENS.astype(jnp.float32)}, "tokens are float32, expected integers"),
+        ({"lengths": LENGTHS.at[0].set(0)}, "lengths have 0, expected 1 to 7"),
+        ({"lengths": LENGTHS.at[0].set(8)}, "lengths have 8, expected 1 to 7"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens is True"),
     ],
@@ -100,6 +104,12 @@ def test_what_cannot_be_is_refused(change: dict, message: str, params: ParamTree
     given = {"tokens": TOKENS, "lengths": LENGTHS, "seeds": SEEDS, "max_tokens": 3} | change
     with pytest.raises(InvalidParameterError, match=message):
         generate_fn(params, None, cfg=CFG, **given)
+
+
+def test_padding_may_be_anything(params: ParamTree):
+    run = partial(generate_fn, params, None, lengths=LENGTHS, seeds=SEEDS, cfg=CFG, max_tokens=2)
+    is_padding = jnp.arange(7) >= LENGTHS[:, None]
+    assert run(jnp.where(is_padding, -1, TOKENS))[0].token_ids.tolist() == run(TOKENS)[0].token_ids.tolist()
 
 
 def test_a_kv_that_is_too_small_is_refused(params: ParamTree):

@@ -21,7 +21,7 @@ def read(config: Mapping[str, Any]) -> dict[str, Any]:
     read_activation(config, "hidden_act", "silu", ("silu",))
     sizes = read_sizes({"rms_norm_eps": 1e-5, **config}, head_dim=64)
     layers, has_bias = sizes["num_hidden_layers"], read_switch(config, "attention_bias", True)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or _YARN
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or _YARN
     return {
         **sizes,
         **read_rope({"rope_theta": 150000.0, **config, "rope_parameters": rope}),
