@@ -28,6 +28,11 @@ _TEKKEN_SPLIT = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _DEEPSEEK3_SPLITS = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -60,15 +65,20 @@ _STARCODER = ByteLevelRecipe(splits=(_GPT2_SPLIT,), isolates_digits=True)
 _LLAMA3 = ByteLevelRecipe(splits=(_LLAMA3_SPLIT,), ignores_merges=True, adds_bos=True)
 
 PRE_TOKENIZERS: Mapping[str, ByteLevelRecipe] = {
+    "dbrx": ByteLevelRecipe(splits=(_LLAMA3_SPLIT,)),
     "deepseek-v3": ByteLevelRecipe(splits=_DEEPSEEK3_SPLITS),
     "default": _GPT2,
     "gpt-2": _GPT2,
     "gpt2": _GPT2,
+    "gpt-4o": ByteLevelRecipe(splits=(_O200K_SPLIT,)),
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
+    "olmo": _GPT2,
     "phi-2": _GPT2,
     "qwen2": ByteLevelRecipe(splits=(_QWEN2_SPLIT,), composes=True),
+    "refact": _STARCODER,
+    "smaug-bpe": ByteLevelRecipe(splits=(_LLAMA3_SPLIT,)),
     "smollm": _STARCODER,
     "starcoder": _STARCODER,
     "tekken": ByteLevelRecipe(splits=(_TEKKEN_SPLIT,), ignores_merges=True, adds_bos=True),

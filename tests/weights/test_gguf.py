@@ -216,12 +216,12 @@ def test_a_type_that_is_not_supported_is_refused_by_name(tmp_path: Path):
 
 
 def test_an_architecture_that_is_not_supported_is_refused_by_name(tmp_path: Path):
-    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], architecture="gemma2")
-    assert "gemma2" in refuse(path, UnsupportedError)
+    path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], architecture="gemma")
+    assert "architecture 'gemma', supported are gemma2," in refuse(path, UnsupportedError)
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path):
-    writer = open_writer(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], "llama")
+def test_experts_of_an_architecture_that_has_none_are_refused(tmp_path: Path):
+    writer = open_writer(tmp_path / "model.gguf", tiny.CONFIGS["qwen3"], "qwen3")
     writer.add_expert_count(8)
     writer.add_tensor("token_embd.weight", tiny.tensors(tiny.CONFIGS["llama3"])["model.embed_tokens.weight"])
     writer.write_header_to_file()

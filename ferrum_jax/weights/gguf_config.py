@@ -1,0 +1,241 @@
+"""What a GGUF file's metadata and tensors say of its model, as Hugging Face's `config.json` would.
+
+What the fields mean is in llama.cpp's `convert_hf_to_gguf.py`, which writes them. What a file leaves out, because
+llama.cpp has it in its code, is here as it is there (`src/llama-model.cpp`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.models.layers import rope
+from ferrum_jax.weights.gguf_file import GgufFile
+
+LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # part of no parameter
+
+
+class Header:
+    """The fields of a file's architecture, and the shapes of its tensors."""
+
+    def __init__(self, file: GgufFile):
+        self.architecture = str(file.metadata.get("general.architecture"))
+        self._fields = file.metadata
+        self._tensors = {tensor.name: tensor for tensor in file.tensors}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Gives a field of the architecture."""
+        return self._fields.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        """Gives a field that must be there."""
+        if (value := self.get(key)) is None:
+            raise ConfigError(f"no field {self.architecture}.{key}")
+        return value
+
+    def has(self, name: str) -> bool:
+        """Says whether there is such a tensor."""
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Gives the shape of a tensor that must be there, rows first."""
+        if name not in self._tensors:
+            raise ConfigError(f"no tensor {name}")
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def values(self, name: str) -> np.ndarray:
+        """Reads a small float32 tensor that must be there."""
+        self.shape(name)
+        return np.asarray(self._tensors[name].data, np.float32).ravel()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How files of one architecture differ from a Hugging Face folder.
+
+    Attributes:
+        settings: what its `config.json` has beyond what that of every family has.
+        interleaves: rows of the query and key projections that turn together lie side by side, not half a head apart.
+        norm_offset: what the conversion has added to the weights of norms.
+        turns_partly: heads need not turn as a whole.
+    """
+
+    settings: Callable[[Header], dict[str, Any]]
+    interleaves: bool = False
+    norm_offset: float = 0.0
+    turns_partly: bool = False
+
+
+def read_config(header: Header) -> dict[str, Any]:
+    """Gives the settings of a `config.json`.
+
+    Raises:
+        UnsupportedError: the architecture, or one of its settings, is not implemented.
+        ConfigError: a field or a tensor is missing.
+    """
+    if header.architecture not in ARCHITECTURES:
+        raise UnsupportedError(f"architecture {header.architecture!r}, supported are {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[header.architecture]
+    _refuse_ignored(header, architecture)
+    heads = header.need("attention.head_count")
+    return {
+        "model_type": header.architecture,
+        "vocab_size": header.shape("token_embd.weight")[0],
+        "hidden_size": header.need("embedding_length"),
+        "intermediate_size": header.need("feed_forward_length"),
+        "num_hidden_layers": header.need("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": header.get("attention.head_count_kv", heads),
+        "head_dim": _head_dim(header),
+        "max_position_embeddings": header.need("context_length"),
+        "rms_norm_eps": header.need("attention.layer_norm_rms_epsilon"),
+        "rope_theta": header.get("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(header),
+        "tie_word_embeddings": not header.has("output.weight"),
+        "attention_bias": header.has("blk.0.attn_q.bias"),
+        "sliding_window": header.get("attention.sliding_window"),
+        "num_experts": header.get("expert_count"),
+    } | architecture.settings(header)
+
+
+def _head_dim(header: Header) -> int:
+    return header.get("attention.key_length") or header.need("embedding_length") // header.need("attention.head_count")
+
+
+def _refuse_ignored(header: Header, architecture: Architecture) -> None:
+    """Raises on settings that would make the forward wrong if they were left out."""
+    heads = header.get("attention.head_count")
+    width = header.get("attention.key_length") or header.get("embedding_length", 0) // (heads or 1)
+    for key in ("attention.value_length", *([] if architecture.turns_partly else ["rope.dimension_count"])):
+        if (found := header.get(key, width)) != width:
+            name = f"{header.architecture}.{key}"
+            raise UnsupportedError(f"{name} is {found}, heads have {width}: other widths are not implemented")
+    for key, owner in {"attention.scale": "granite", "logit_scale": "granite"}.items():
+        if header.architecture != owner and header.get(key) is not None:
+            raise UnsupportedError(f"{header.architecture}.{key} is not implemented")
+
+
+def _rope_scaling(header: Header) -> dict[str, Any] | None:
+    kind = header.get("rope.scaling.type", "none")
+    if header.has("rope_freqs.weight"):
+        return _llama3_scaling(header, header.values("rope_freqs.weight"))
+    original = header.get("rope.scaling.original_context_length")
+    scaling = {} if original is None else {"original_max_position_embeddings": original}
+    if header.has("rope_factors_long.weight"):
+        factors = {name: header.values(f"rope_factors_{name}.weight").tolist() for name in ("long", "short")}
+        if (attention := header.get("rope.scaling.attn_factor")) is not None:
+            scaling["attention_factor"] = attention
+        return scaling | {"rope_type": "longrope"} | {f"{name}_factor": those for name, those in factors.items()}
+    if kind == "none":
+        return None
+    return scaling | {"rope_type": kind, "factor": header.get("rope.scaling.factor", 1.0)}
+
+
+def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
+    """Finds the llama3 scaling whose per-pair divisors these are; any other divisors are refused."""
+    plain = rope.default_frequencies(2 * len(factors), float(header.get("rope.freq_base", 10000.0)))
+    scaling = {"rope_type": "llama3", "factor": float(factors.max())} | LLAMA3_SCALING
+    expected = plain / rope.llama3_frequencies(plain, scaling["factor"], 1.0, 4.0, 8192)
+    if not np.allclose(expected, factors, rtol=1e-3):
+        raise UnsupportedError("rope_freqs.weight is not the llama3 scaling of Llama 3.1 and later")
+    return scaling
+
+
+def _llama(header: Header) -> dict[str, Any]:
+    """Mistral is a Llama with a window, Mixtral one with experts."""
+    if header.get("expert_count"):
+        used = header.need("expert_used_count")
+        return {"model_type": "mixtral", "num_local_experts": header.get("expert_count"), "num_experts_per_tok": used}
+    return {"model_type": "mistral"} if header.get("attention.sliding_window") else {}
+
+
+def _qwen(header: Header) -> dict[str, Any]:
+    return {"use_sliding_window": bool(header.get("attention.sliding_window")), "max_window_layers": 0}
+
+
+def _qwen2_moe(header: Header) -> dict[str, Any]:
+    shared = header.shape("blk.0.ffn_gate_shexp.weight")[0]
+    own = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    return own | {"qkv_bias": header.has("blk.0.attn_q.bias")} | _experts(header)
+
+
+def _qwen3_moe(header: Header) -> dict[str, Any]:
+    return {"model_type": "qwen3_moe", "norm_topk_prob": True} | _experts(header)
+
+
+def _experts(header: Header) -> dict[str, Any]:
+    return {
+        "num_experts_per_tok": header.need("expert_used_count"),
+        "moe_intermediate_size": header.shape("blk.0.ffn_gate_exps.weight")[1],
+    }
+
+
+def _gemma2(header: Header) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": _query_scalar(header, largest=46),
+        "sliding_window": header.get("attention.sliding_window", 4096),
+    }
+
+
+def _gemma3(header: Header) -> dict[str, Any]:
+    return {
+        "model_type": "gemma3_text",
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
+        "query_pre_attn_scalar": _query_scalar(header, largest=62),
+        "rope_local_base_freq": header.get("rope.freq_base_swa", 10000.0),
+        "sliding_window": header.need("attention.sliding_window"),
+        "sliding_window_pattern": header.get("attention.sliding_window_pattern", 6),
+    }
+
+
+def _query_scalar(header: Header, largest: int) -> float:
+    """The largest model, known by its layers, divides by its share of the model's width, the others by a head's."""
+    is_largest = header.need("block_count") == largest
+    return header.need("embedding_length") / header.need("attention.head_count") if is_largest else _head_dim(header)
+
+
+def _granite(header: Header) -> dict[str, Any]:
+    return {
+        "attention_multiplier": header.get("attention.scale", 1.0),
+        "embedding_multiplier": header.get("embedding_scale", 1.0),
+        "residual_multiplier": header.get("residual_scale", 1.0),
+        "logits_scaling": header.get("logit_scale", 1.0),
+    }
+
+
+def _olmo2(header: Header) -> dict[str, Any]:
+    if header.get("attention.sliding_window"):
+        raise UnsupportedError("olmo2.attention.sliding_window, which OLMo 3 has, is not implemented")
+    return {}
+
+
+def _phi3(header: Header) -> dict[str, Any]:
+    turned = header.get("rope.dimension_count", _head_dim(header))
+    return {
+        "partial_rotary_factor": turned / _head_dim(header),
+        "original_max_position_embeddings": header.get("rope.scaling.original_context_length"),
+    }
+
+
+def _nothing(header: Header) -> dict[str, Any]:
+    return {}
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "gemma2": Architecture(_gemma2, norm_offset=1.0),
+    "gemma3": Architecture(_gemma3, norm_offset=1.0),
+    "granite": Architecture(_granite, interleaves=True),
+    "llama": Architecture(_llama, interleaves=True),
+    "olmo2": Architecture(_olmo2),
+    "phi3": Architecture(_phi3, turns_partly=True),
+    "qwen2": Architecture(_qwen),
+    "qwen2moe": Architecture(_qwen2_moe),
+    "qwen3": Architecture(_qwen),
+    "qwen3moe": Architecture(_qwen3_moe),
+    "smollm3": Architecture(_nothing, interleaves=True),
+}
