@@ -21,6 +21,9 @@ LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: check
 app = typer.Typer(
     name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Folder or .gguf file of a tokenizer, where the model's own will not do")
+]
 ModelOption = Annotated[
     str | None,
     typer.Option("--model", "-m", help="Folder, .gguf file or Hugging Face id [default: SmolLM2-135M-Instruct]"),
@@ -60,6 +63,7 @@ def generate(
     kv_capacity: Annotated[int | None, typer.Option(help="Positions the sequence can reach")] = None,
     quantize: QuantizeOption = None,
     layout: LayoutOption = None,
+    tokenizer: TokenizerOption = None,
     speculate: Annotated[
         int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
     ] = None,
@@ -83,7 +87,7 @@ def generate(
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     console = Console(stderr=True)
     settings = {"dtype": dtype, "device": device, "kv_capacity": kv_capacity, "quantize": quantize, "layout": layout}
-    with LLM(model, **settings, max_seqs=1, speculation=speculation) as llm:
+    with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
         templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if system is not None and not templated:
             raise UnsupportedError("--system needs a chat template, and none is in use")
@@ -217,11 +221,12 @@ def convert(
     folder: Annotated[str, typer.Argument(help="The new folder")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [default: the model's]")] = None,
     quantize: QuantizeOption = None,
+    tokenizer: TokenizerOption = None,
 ) -> None:
     """Write a model as an Orbax checkpoint, with its tokenizer."""
     from ferrum_jax import converting
 
-    print(converting.convert(model, folder, dtype, quantize=quantize))
+    print(converting.convert(model, folder, dtype, quantize=quantize, tokenizer=tokenizer))
 
 
 @app.command()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ferrum_jax.config import EngineConfig, dtype_name
 from ferrum_jax.contract.errors import AlreadyExistsError, IOError
-from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.hub import resolve
-from ferrum_jax.loading import load_params, open_checkpoint
+from ferrum_jax.loading import Checkpoint, load_params, open_checkpoint
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.gguf import GgufSource
 
@@ -26,6 +26,7 @@ def convert(
     dtype: str | None = None,
     progress: bool = True,
     quantize: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Writes a model as an Orbax checkpoint, which loads without any arithmetic, and its tokenizer's files beside it.
 
@@ -38,6 +39,7 @@ def convert(
         dtype: of the weights; the one that the configuration names if None, float32 for a GGUF.
         progress: show bars on standard error while working.
         quantize: `int8`, `float8_e4m3fn` or `keep`, as for `load`: the checkpoint is as much smaller, and loads so.
+        tokenizer: a folder or `.gguf` file with a tokenizer to write beside, where the model's own will not do.
 
     Returns:
         The folder, which `load`, `load_params` and `LLM` take.
@@ -53,15 +55,15 @@ def convert(
     opened = open_checkpoint(resolve(source, progress=progress))
     dtype = dtype_name(opened.config.dtype if dtype is None else dtype)
     EngineConfig(dtype=dtype, quantize=quantize)
-    tokenizer = _gguf_tokenizer(opened) if isinstance(opened, GgufSource) else None
+    beside = _tokenizer(opened, tokenizer)
     params, cfg = load_params(opened, dtype, device="cpu", quantize=quantize, progress=progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-", ignore_cleanup_errors=True) as work:
             made = Path(work, "checkpoint")
             orbax.save(made, params, replace(cfg, dtype=dtype))
-            if tokenizer is not None:
-                tokenizer.save(made)
+            if beside is not None:
+                beside.save(made)
             elif opened.path.is_dir():
                 _copy_beside(opened.path, made)
             os.replace(made, folder)
@@ -72,9 +74,13 @@ def convert(
     return folder
 
 
-def _gguf_tokenizer(source: GgufSource) -> Tokenizer | None:
-    """Reads the vocabulary of a file that has one."""
-    return Tokenizer.from_gguf(source.file) if "tokenizer.ggml.model" in source.file.metadata else None
+def _tokenizer(source: Checkpoint, given: str | os.PathLike[str] | None) -> Tokenizer | None:
+    """Reads the tokenizer that is given, or a GGUF file's own if it has one; a folder's files are copied instead."""
+    if given is not None:
+        return load_tokenizer(os.fspath(given))
+    if isinstance(source, GgufSource) and "tokenizer.ggml.model" in source.file.metadata:
+        return Tokenizer.from_gguf(source.file)
+    return None
 
 
 def _copy_beside(source: Path, destination: Path) -> None:

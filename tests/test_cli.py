@@ -14,6 +14,7 @@ from ferrum_jax.config import EngineConfig
 from ferrum_jax.generate.speculation import Speculation
 from tests import tiny
 from tests.generate.test_request import letters
+from tests.weights.test_gguf import write_gguf
 
 CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 23, "num_hidden_layers": 1}
 Run = Callable[..., tuple[int, str, str]]
@@ -91,12 +92,12 @@ def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder:
         monkeypatch.setattr(sys, "stdin", io.StringIO("cab"))
         options = ["--temperature", "2", "--top-k", "9", "--top-p", "0.9", "--min-p", "0.01", "--seed", "3"]
         place = ["--model", "m", "--dtype", "float32", "--device", "cpu", "--kv-capacity", "32", "--max-tokens", "9"]
-        place += ["--speculate", "2", "--quantize", "int8", "--layout", "fused"]
+        place += ["--speculate", "2", "--quantize", "int8", "--layout", "fused", "--tokenizer", "t"]
         code, out, err = run("generate", *place, *options, "--stop", sampled[4:7], "--stop", "!", "--", "-")
         assert (code, out) == (0, sampled.partition(sampled[4:7])[0] + "\n")
         assert "stop" in err
         assert loaded == [("m", {"dtype": "float32", "device": "cpu", "kv_capacity": 32, "max_seqs": 1,
-                                    "quantize": "int8", "layout": "fused",
+                                    "quantize": "int8", "layout": "fused", "tokenizer": "t",
                                     "speculation": Speculation(num_tokens=2)})]  # fmt: skip
 
 
@@ -122,6 +123,16 @@ def test_generate_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Pa
     refused(run("generate", "cab", "--model", tmp_path / "nowhere"), "NotFound", "nowhere")
     (tmp_path / "config.json").write_text("{")
     refused(run("generate", "cab", "--model", tmp_path), "InvalidFormat", "config.json is not JSON")
+
+
+def test_a_model_without_a_tokenizer_of_its_own_takes_another(run: Run, folder: Path, tmp_path: Path):
+    file, options = write_gguf(tmp_path / "m.gguf", CONFIG), ("--max-tokens", "5", "--kv-capacity", "32", "cab")
+    refused(run("generate", "-m", file, *options), "Unsupported", "tokenizer.ggml.model is None")
+    expected = run("generate", "-m", folder, *options)[1]
+    assert run("generate", "-m", file, "--tokenizer", folder, *options)[:2] == (0, expected)
+    assert run("convert", file, tmp_path / "made", "--tokenizer", folder)[0] == 0
+    assert run("generate", "-m", tmp_path / "made", *options)[:2] == (0, expected)
+    refused(run("generate", "-m", file, "--tokenizer", tmp_path / "none", *options), "NotFound", "none")
 
 
 def test_a_corrupted_model_is_one_line_that_names_the_file(run: Run, folder: Path, tmp_path: Path):

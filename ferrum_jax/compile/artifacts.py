@@ -78,7 +78,7 @@ class Artifacts:
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._prepared: set[str] = set()  # digests of programs whose folder is ready to be written
-        self._is_proven = False  # that a step which is written can be loaded
+        self._proven: set[str] = set()  # kinds of calls of which one that was written could be loaded
         self._coming: dict[tuple[str, str], Future[jax.stages.Compiled | None]] = {}  # by program and name
 
     @property
@@ -137,9 +137,10 @@ class Artifacts:
         folder = self._folder.child(program[:32])
         try:
             artifact = _packed(program, name, executable)
-            if not self._is_proven:  # what cannot be loaded here cannot be loaded by any start
+            kind = name.split("(")[0]
+            if kind not in self._proven:  # what cannot be loaded here cannot be loaded by any start
                 artifact.load()
-                self._is_proven = True
+                self._proven.add(kind)
         except _UNUSABLE as problem:
             self._warn(
                 "this backend's compiled steps cannot be kept, every start compiles them; "

@@ -82,7 +82,7 @@ class StepCache(Generic[Key]):
         self, lower: Callable[[Key], jax.stages.Lowered], *, strict: bool = False, artifacts: Artifacts | None = None
     ):
         self._lower = lower
-        self._strict = strict
+        self._strict = strict  # but what was compiled here and cannot be loaded is compiled once more
         self._artifacts = artifacts
         self._lock = threading.Lock()
         self._steps: dict[Key, jax.stages.Compiled] = {}
@@ -114,7 +114,7 @@ class StepCache(Generic[Key]):
             track: wraps the list of what is left to show progress.
             load: steps that are on disk are loaded now, not when first asked for.
         """
-        missing = [key for key in keys if key not in self._steps and (load or key not in self._held)]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._steps and (load or key not in self._held)]
         compiled = len(self._compile_seconds)
         self._do_all(missing, self._build if load else self._make_sure, track)
         self._warm = True
@@ -190,7 +190,7 @@ class StepCache(Generic[Key]):
                 with self._lock:
                     self._load_seconds.setdefault(key, time.perf_counter() - started)
                 return self._keep(key, executable)
-        if late and self._strict:
+        if late and self._strict and key not in self._compile_seconds:
             raise BackendError(f"step {key} on disk cannot be loaded, and strict mode compiles nothing after warmup")
         return self._keep(key, self._compile(key, late=late).executable)
 

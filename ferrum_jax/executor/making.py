@@ -36,12 +36,20 @@ def from_params(
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array):
             raise InvalidParameterError(f"a parameter is a {type(leaf).__name__}, expected arrays of JAX on a device")
+    if not jax.tree.leaves(params):
+        raise InvalidParameterError("there are no parameters")
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
+        raise InvalidParameterError("a parameter was deleted, as those are that were donated")
     places = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
     if len(places) != 1:
         raise UnsupportedError(f"the parameters lie on {len(places)} devices, a runner has one")
     (device,) = places
     given = EngineConfig(**settings).over(engine or EngineConfig())
-    theirs = EngineConfig(dtype=activation_dtype(params).name, layout=_layout(params, cfg, given.layout))
+    try:
+        dtype, layout = activation_dtype(params).name, _layout(params, cfg, given.layout)
+    except (LookupError, TypeError, AttributeError) as problem:
+        raise InvalidParameterError(f"these are not the parameters of this {cfg.model_type}: {problem!r}") from None
+    theirs = EngineConfig(dtype=dtype, layout=layout)
     for name in ("dtype", "layout"):
         if getattr(given, name) not in (None, getattr(theirs, name)):
             raise ConfigError(f"{name} is {getattr(given, name)!r}, these parameters have {getattr(theirs, name)!r}")
@@ -50,8 +58,7 @@ def from_params(
             raise ConfigError(
                 f"{name} is {getattr(given, name)!r}, which belongs to `load`: parameters are as they are"
             )
-    assert theirs.layout is not None
-    refuse_unlike(params, cfg, theirs.layout)
+    refuse_unlike(params, cfg, layout)
     asked = theirs.over(given).over(EngineConfig.from_environment())
     cfg = cfg.reaching(asked.kv_capacity or 0)
     plan = plan_beside(params, asked, cfg, platform=device.platform, free_bytes=free_bytes(device))

@@ -1,6 +1,7 @@
 """What weights must be to be served, or to take the place of others in steps that are compiled."""
 
 import jax
+import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
@@ -32,6 +33,7 @@ def refuse_unlike(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
     given = {name_of(path): tuple(leaf.shape) for path, leaf in paths}
+    plain = {name_of(path): leaf.dtype for path, leaf in paths if not is_quantised(leaf)}
     shapes = {name: spec.shape for name, spec in wanted.items()}
     if (vectors := f"model.{STEERING}") in given:
         shapes[vectors] = (cfg.num_hidden_layers, cfg.hidden_size)
@@ -41,6 +43,11 @@ def refuse_unlike(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
         f"{name} has shape {list(given[name])}, expected {list(shapes[name])}"
         for name in given.keys() & shapes.keys()
         if given[name] != shapes[name]
+    ]
+    problems += [
+        f"{name} is {dtype}, expected floating-point numbers"
+        for name, dtype in plain.items()
+        if not jnp.issubdtype(dtype, jnp.floating)
     ]
     _refuse(f"these are not the parameters of this {cfg.model_type}", problems)
 

@@ -170,7 +170,10 @@ def _build_byte_level(metadata: Mapping[str, Any], vocabulary: dict[str, int], r
 def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int], types: list[int]) -> Tokenizer:
     architecture = str(metadata.get("general.architecture"))
     if architecture.startswith(("gemma", "phi3")):
-        raise UnsupportedError(f"SentencePiece vocabularies of {architecture} have rules of their own; supply a folder")
+        raise UnsupportedError(
+            f"SentencePiece vocabularies of {architecture} have rules of their own: give the model's Hugging Face "
+            "folder as the tokenizer (tokenizer=, --tokenizer)"
+        )
     scores: list[float] = _require(metadata, "scores")
     if len(scores) != len(vocabulary):
         raise InvalidFormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary)} tokens")

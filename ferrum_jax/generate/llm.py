@@ -37,12 +37,18 @@ class LLM:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, *, speculation: Speculation | None = None, **settings: Any
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        tokenizer: str | os.PathLike[str] | None = None,
+        speculation: Speculation | None = None,
+        **settings: Any,
     ):
         """Loads a model: a folder, a `.gguf` file, a Hugging Face id, or the default model for None.
 
         Args:
             path: the model.
+            tokenizer: a folder or `.gguf` file with a tokenizer, where the model's own is missing or not implemented.
             speculation: draft several tokens at a time and verify them together; if None, prompt lookup drafts where
                 the engine's `spec_tokens` or `FERRUM_SPEC_N` says how many, and nobody otherwise.
             **settings: as for `ferrum_jax.load`.
@@ -50,12 +56,17 @@ class LLM:
         if speculation is not None:
             settings["engine"] = speculation.settle(settings.get("engine"))
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
-        tokenizer = Tokenizer.from_gguf(source.file) if isinstance(source, GgufSource) else load_tokenizer(source.path)
+        if tokenizer is not None:
+            read = load_tokenizer(os.fspath(tokenizer))
+        elif isinstance(source, GgufSource):
+            read = Tokenizer.from_gguf(source.file)
+        else:
+            read = load_tokenizer(source.path)
         runner = load(source, **settings)
         plan = runner.plan
         try:
             drafts = make_drafts(speculation or Speculation(), runner, plan.spec_tokens, plan.max_seqs)
-            self._setup(runner, tokenizer, plan.max_seqs, plan.ladders.max_step_tokens, drafts)
+            self._setup(runner, read, plan.max_seqs, plan.ladders.max_step_tokens, drafts)
         except BaseException:
             runner.close()
             raise
@@ -113,9 +124,9 @@ class LLM:
         speculator = self._engine.speculator
         return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
 
-    def warmup(self, *, progress: bool = True) -> None:
-        """Compiles everything that serving may need, the sampler included."""
-        self.runner.warmup(progress=progress)
+    def warmup(self, *, progress: bool = True, load: bool = False) -> None:
+        """Compiles everything that serving may need, the sampler included; `load` as for `ModelRunner.warmup`."""
+        self.runner.warmup(progress=progress, load=load)
         self._engine.warmup(progress=progress)
 
     def reset(self) -> None:

@@ -48,7 +48,10 @@ class GgufSource:
         """Shape of every tensor, from the header."""
         shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
         # A gate of one row lies there as a vector.
-        return {name: (1, *shape) if name.endswith(SHARED_GATE) else shape for name, shape in shapes.items()}
+        return {
+            name: (1, *shape) if name.endswith(SHARED_GATE) and len(shape) == 1 else shape
+            for name, shape in shapes.items()
+        }
 
     def read(self, name: str) -> np.ndarray:
         """Dequantises one tensor to float32."""

@@ -4,6 +4,7 @@ What the fields mean is in llama.cpp's `convert_hf_to_gguf.py`, which writes the
 llama.cpp has it in its code, is here as it is there (`src/llama-model.cpp`).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,26 @@ from ferrum_jax.weights.gguf_file import GgufFile
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # part of no parameter
 
+# Fields that make a forward wrong if they are left out: the values that change nothing, and who reads them.
+CHANGES_ARITHMETIC: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "attention.causal": ((None, True), ()),
+    "attention.clamp_kqv": ((None, 0.0), ()),
+    "attention.scale": ((None, 0.0), ("granite",)),
+    "attn_logit_softcapping": ((None, 0.0), ("gemma2",)),
+    "embedding_scale": ((None, 0.0, 1.0), ("granite",)),
+    "expert_gating_func": ((None, 0, 1), ()),  # the softmax
+    "expert_group_count": ((None, 0, 1), ()),
+    "expert_weights_norm": ((None, True), ("qwen2moe", "qwen3moe")),
+    "expert_weights_scale": ((None, 0.0, 1.0), ()),
+    "final_logit_softcapping": ((None, 0.0), ("gemma2", "gemma3")),
+    "leading_dense_block_count": ((None, 0), ()),
+    "logit_scale": ((None, 0.0, 1.0), ("granite",)),
+    "residual_scale": ((None, 0.0, 1.0), ("granite",)),
+    "rope.scaling.yarn_attn_factor": ((None, 1.0), ()),
+    "rope.scaling.yarn_ext_factor": ((None, 1.0), ()),
+    "rope.scaling.yarn_log_multiplier": ((None, 0.0), ()),
+}
+
 
 class Header:
     """The fields of a file's architecture, and the shapes of its tensors."""
@@ -26,9 +47,22 @@ class Header:
         self._fields = file.metadata
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """Gives a field of the architecture."""
+    def raw(self, key: str, default: Any = None) -> Any:
+        """Gives a field of the architecture as it is."""
         return self._fields.get(f"{self.architecture}.{key}", default)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Gives a field of the architecture; one for each layer, if all are the same, is one.
+
+        Raises:
+            UnsupportedError: layers differ.
+        """
+        value = self.raw(key, default)
+        if not isinstance(value, list):
+            return value
+        if not value or any(one != value[0] for one in value):
+            raise UnsupportedError(f"{self.architecture}.{key} differs from layer to layer")
+        return value[0]
 
     def need(self, key: str) -> Any:
         """Gives a field that must be there."""
@@ -85,7 +119,7 @@ def read_config(header: Header) -> dict[str, Any]:
         "model_type": header.architecture,
         "vocab_size": header.shape("token_embd.weight")[0],
         "hidden_size": header.need("embedding_length"),
-        "intermediate_size": header.need("feed_forward_length"),
+        "intermediate_size": header.get("feed_forward_length") or _expert_width(header),
         "num_hidden_layers": header.need("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": header.get("attention.head_count_kv", heads),
@@ -96,7 +130,7 @@ def read_config(header: Header) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(header),
         "tie_word_embeddings": not header.has("output.weight"),
         "attention_bias": header.has("blk.0.attn_q.bias"),
-        "sliding_window": header.get("attention.sliding_window"),
+        "sliding_window": header.get("attention.sliding_window") or None,  # 0 is none, too
         "num_experts": header.get("expert_count"),
     } | architecture.settings(header)
 
@@ -113,13 +147,14 @@ def _refuse_ignored(header: Header, architecture: Architecture) -> None:
         if (found := header.get(key, width)) != width:
             name = f"{header.architecture}.{key}"
             raise UnsupportedError(f"{name} is {found}, heads have {width}: other widths are not implemented")
-    for key, owner in {"attention.scale": "granite", "logit_scale": "granite"}.items():
-        if header.architecture != owner and header.get(key) is not None:
-            raise UnsupportedError(f"{header.architecture}.{key} is not implemented")
+    for key, (neutral, readers) in CHANGES_ARITHMETIC.items():
+        if header.architecture not in readers and header.get(key) not in neutral:
+            raise UnsupportedError(f"{header.architecture}.{key} = {header.get(key)} is not implemented")
 
 
 def _rope_scaling(header: Header) -> dict[str, Any] | None:
-    kind = header.get("rope.scaling.type", "none")
+    factor = header.get("rope.scaling.factor") or header.get("rope.scale_linear") or 1.0
+    kind = header.get("rope.scaling.type", "linear" if factor != 1.0 else "none")
     if header.has("rope_freqs.weight"):
         return _llama3_scaling(header, header.values("rope_freqs.weight"))
     original = header.get("rope.scaling.original_context_length")
@@ -129,9 +164,15 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
         if (attention := header.get("rope.scaling.attn_factor")) is not None:
             scaling["attention_factor"] = attention
         return scaling | {"rope_type": "longrope"} | {f"{name}_factor": those for name, those in factors.items()}
+    if kind == "longrope":
+        raise UnsupportedError("rope.scaling.type is longrope, and there are no tensors rope_factors_long and _short")
     if kind == "none":
         return None
-    return scaling | {"rope_type": kind, "factor": header.get("rope.scaling.factor", 1.0)}
+    if kind == "yarn":
+        scaling |= {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        if (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:  # of what YaRN takes by itself
+            scaling["attention_factor"] = share * (0.1 * math.log(factor) + 1)
+    return {key: value for key, value in scaling.items() if value is not None} | {"rope_type": kind, "factor": factor}
 
 
 def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
@@ -146,6 +187,8 @@ def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
 
 def _llama(header: Header) -> dict[str, Any]:
     """Mistral is a Llama with a window, Mixtral one with experts."""
+    if header.has("blk.0.ffn_gate.0.weight"):
+        raise UnsupportedError("experts are stored one by one, in the form of early 2024: convert the model anew")
     if header.get("expert_count"):
         used = header.need("expert_used_count")
         return {"model_type": "mixtral", "num_local_experts": header.get("expert_count"), "num_experts_per_tok": used}
@@ -158,12 +201,16 @@ def _qwen(header: Header) -> dict[str, Any]:
 
 def _qwen2_moe(header: Header) -> dict[str, Any]:
     shared = header.shape("blk.0.ffn_gate_shexp.weight")[0]
-    own = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": shared, "norm_topk_prob": False}
-    return own | {"qkv_bias": header.has("blk.0.attn_q.bias")} | _experts(header)
+    return {
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": header.get("expert_weights_norm", False),
+        "qkv_bias": header.has("blk.0.attn_q.bias"),
+    } | _experts(header)
 
 
 def _qwen3_moe(header: Header) -> dict[str, Any]:
-    return {"model_type": "qwen3_moe", "norm_topk_prob": True} | _experts(header)
+    return {"model_type": "qwen3_moe", "norm_topk_prob": header.get("expert_weights_norm", True)} | _experts(header)
 
 
 def _experts(header: Header) -> dict[str, Any]:
@@ -173,12 +220,17 @@ def _experts(header: Header) -> dict[str, Any]:
     }
 
 
+def _expert_width(header: Header) -> int:
+    """A layer's own width, which files of experts alone need not say, and which no layer then has."""
+    return header.get("expert_feed_forward_length") or header.need("feed_forward_length")
+
+
 def _gemma2(header: Header) -> dict[str, Any]:
     return {
         "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
         "query_pre_attn_scalar": _query_scalar(header, largest=46),
-        "sliding_window": header.get("attention.sliding_window", 4096),
+        "sliding_window": header.get("attention.sliding_window", 4096) or None,
     }
 
 
@@ -188,9 +240,18 @@ def _gemma3(header: Header) -> dict[str, Any]:
         "final_logit_softcapping": header.get("final_logit_softcapping"),
         "query_pre_attn_scalar": _query_scalar(header, largest=62),
         "rope_local_base_freq": header.get("rope.freq_base_swa", 10000.0),
-        "sliding_window": header.need("attention.sliding_window"),
-        "sliding_window_pattern": header.get("attention.sliding_window_pattern", 6),
-    }
+    } | _slides(header)
+
+
+def _slides(header: Header) -> dict[str, Any]:
+    """Reads which layers have a window: each says so, or every so manieth has none, or all have none."""
+    window, pattern = header.get("attention.sliding_window"), header.raw("attention.sliding_window_pattern", 6)
+    if not window:
+        pattern = [False] * header.need("block_count")
+    if isinstance(pattern, list):
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        return {"sliding_window": window or 4096, "layer_types": kinds}
+    return {"sliding_window": window, "sliding_window_pattern": pattern}
 
 
 def _query_scalar(header: Header, largest: int) -> float:
@@ -200,11 +261,13 @@ def _query_scalar(header: Header, largest: int) -> float:
 
 
 def _granite(header: Header) -> dict[str, Any]:
+    if not header.get("rope.scaling.finetuned", True):
+        raise UnsupportedError("granite.rope.scaling.finetuned is false, which is a model whose heads do not turn")
     return {
-        "attention_multiplier": header.get("attention.scale", 1.0),
-        "embedding_multiplier": header.get("embedding_scale", 1.0),
-        "residual_multiplier": header.get("residual_scale", 1.0),
-        "logits_scaling": header.get("logit_scale", 1.0),
+        "attention_multiplier": header.get("attention.scale") or _head_dim(header) ** -0.5,
+        "embedding_multiplier": header.get("embedding_scale") or 1.0,
+        "residual_multiplier": header.get("residual_scale") or 1.0,
+        "logits_scaling": header.get("logit_scale") or 1.0,
     }
 
 
@@ -215,9 +278,11 @@ def _olmo2(header: Header) -> dict[str, Any]:
 
 
 def _phi3(header: Header) -> dict[str, Any]:
-    turned = header.get("rope.dimension_count", _head_dim(header))
+    width = _head_dim(header)
+    turned = header.get("rope.dimension_count", width)
+    share = turned / width
     return {
-        "partial_rotary_factor": turned / _head_dim(header),
+        "partial_rotary_factor": share if int(width * share) == turned else math.nextafter(share, 1.0),
         "original_max_position_embeddings": header.get("rope.scaling.original_context_length"),
     }
 

@@ -224,6 +224,20 @@ def test_a_step_that_verifies_but_does_not_load_is_rebuilt_and_counted(
     assert _run(strict, ONE) == _answer(ONE)  # it is still at hand
 
 
+def test_what_was_compiled_here_and_does_not_load_is_compiled_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache = _cache(tmp_path / "artifacts", strict=True)
+    cache.warmup([ONE, TWO, ONE])
+
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no such symbol")
+
+    monkeypatch.setattr(serialize_executable, "deserialize_and_load", fail)
+    assert _run(cache, ONE) == _answer(ONE)
+    assert _counts(cache) == (2, 0, 1, 1)
+
+
 def test_what_happens_to_files_after_warmup_changes_nothing(kept: Path):
     cache = _cache(kept, strict=True)
     cache.warmup([ONE, TWO])

@@ -55,6 +55,21 @@ def test_steering_is_a_parameter_too(params: ParamTree):
         np.testing.assert_allclose(runner.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
 
 
+def test_what_is_no_tree_of_parameters_is_refused(params: ParamTree):
+    gone = jax.tree.map(jnp.copy, params)
+    gone["model"]["norm"]["weight"].delete()
+    wrong = {**params, "model": {**params["model"], "norm": {"weight": jnp.zeros(CFG.hidden_size, jnp.int32)}}}
+    cases = {
+        "a parameter was deleted": gone,
+        "there are no parameters": {},
+        "not the parameters of this": {"model": {"norm": params["model"]["norm"]}},
+        "model.norm.weight is int32, expected floating-point": wrong,
+    }
+    for message, tree in cases.items():
+        with pytest.raises(InvalidParameterError, match=message):
+            ferrum_jax.from_params(tree, CFG, engine=ENGINE)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,8 +1,9 @@
 """GGUF files of every family, written as llama.cpp's conversion writes them, give what the folder gives."""
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,19 +96,36 @@ def stacked(tensors: Mapping[str, NDArray[np.float32]]) -> Tensors:
     }
 
 
-def write_family(path: Path, name: str, *, settings: Mapping[str, Any] | None = None) -> Path:
+def write_family(
+    path: Path,
+    name: str,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    change: Callable[[Tensors], Tensors] = dict,
+) -> Path:
+    """Writes a file; `settings` are further fields or others, a field in `without` is left out."""
     config, architecture = config_of(name), architecture_of(name)
     writer = open_writer(path, config, architecture)
     _describe(writer, config, architecture)
+    for key in (*(settings or {}), *without):
+        for fields in writer.kv_data:
+            fields.pop(f"{architecture}.{key}", None)
     for key, value in (settings or {}).items():
-        writer.add_uint32(f"{architecture}.{key}", value)
-    for key, tensor in converted(name, tiny.tensors(config)).items():
+        _add(writer, f"{architecture}.{key}", value)
+    for key, tensor in change(converted(name, tiny.tensors(config))).items():
         writer.add_tensor(key, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Adds a field of whatever type it is."""
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
 
 
 def _describe(writer: GGUFWriter, config: Mapping[str, Any], architecture: str) -> None:
@@ -117,6 +135,8 @@ def _describe(writer: GGUFWriter, config: Mapping[str, Any], architecture: str) 
         writer.add_expert_used_count(cfg.experts.num_experts_per_tok)
     if architecture.startswith("gemma") or config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
+    elif architecture == "phi3":  # by which Phi-4 says that it has none
+        writer.add_sliding_window(0)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
@@ -179,11 +199,93 @@ def test_the_largest_gemma_divides_queries_by_its_share_of_the_width(
     assert cfg.attention_multiplier == pytest.approx(6**-0.5)
 
 
-def test_settings_that_change_the_arithmetic_and_are_not_implemented_are_refused(tmp_path: Path):
-    olmo = write_family(tmp_path / "olmo.gguf", "olmo2", settings={"attention.sliding_window": 7})
-    assert "which OLMo 3 has" in refuse(olmo, UnsupportedError)
-    gemma = write_family(tmp_path / "gemma.gguf", "gemma2", settings={"rope.dimension_count": 10})
-    assert "gemma2.rope.dimension_count is 10, heads have 20" in refuse(gemma, UnsupportedError)
+def as_three_dimensions(tensors: Tensors) -> Tensors:
+    return {key: tensor[None] if "gate_inp_shexp" in key else tensor for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("granite", {"settings": {"attention.head_count_kv": [2, 2, 2], "feed_forward_length": [72] * 3}}),
+        ("gemma3", {"settings": {"attention.sliding_window_pattern": [True, True, False]}}),
+        ("qwen3_moe", {"settings": {"feed_forward_length": 0, "expert_feed_forward_length": 28}}),
+        ("qwen3_moe", {"settings": {"expert_feed_forward_length": 28}, "without": ("feed_forward_length",)}),
+        ("qwen2_moe", {"change": as_three_dimensions}),
+        (
+            "mixtral",
+            {"settings": {"attention.sliding_window": 0, "attention.causal": True, "expert_weights_norm": True}},
+        ),
+    ],
+)
+def test_other_ways_of_writing_a_file_give_the_same(name: str, how: dict[str, Any], tmp_path: Path):
+    params, cfg = ferrum_jax.load_params(write_family(tmp_path / "model.gguf", name, **how))
+    _, plain = ferrum_jax.load_params(write_family(tmp_path / "plain.gguf", name))
+    unused = {"intermediate_size": plain.intermediate_size} if name == "qwen3_moe" else {}
+    assert dataclasses.replace(cfg, **unused) == plain
+    tiny.assert_same_tree(params, tiny.tiny_params(config_of(name)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+             "rope.scaling.attn_factor": 1.7, "rope.scaling.yarn_beta_fast": 3.0},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 3.0,
+             "attention_factor": 1.7 * (0.1 * math.log(4) + 1)},
+        ),
+    ],
+)  # fmt: skip
+def test_a_scaling_of_rope_is_read_in_every_spelling(settings: dict, expected: dict, tmp_path: Path):
+    _, cfg = ferrum_jax.load_params(write_family(tmp_path / "model.gguf", "smollm3", settings=settings))
+    assert cfg.rope_scaling is not None
+    for key, value in expected.items():
+        assert getattr(cfg.rope_scaling, key) == (pytest.approx(value) if isinstance(value, float) else value), key
+
+
+def test_what_llama_cpp_takes_for_a_missing_field_is_taken(tmp_path: Path):
+    _, granite = ferrum_jax.load_params(write_family(tmp_path / "a.gguf", "granite", without=("attention.scale",)))
+    assert granite.attention_multiplier == 6**-0.5
+    _, gemma = ferrum_jax.load_params(
+        write_family(tmp_path / "b.gguf", "gemma3", settings={"attention.sliding_window": 0})
+    )
+    assert gemma.layer_windows == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("olmo2", {"attention.sliding_window": 7}, "which OLMo 3 has"),
+        ("gemma2", {"rope.dimension_count": 10}, "gemma2.rope.dimension_count is 10, heads have 20"),
+        (
+            "granite",
+            {"attention.head_count_kv": [2, 2, 1]},
+            "granite.attention.head_count_kv differs from layer to layer",
+        ),
+        ("granite", {"rope.scaling.finetuned": False}, "heads do not turn"),
+        ("smollm3", {"attention.causal": False}, "smollm3.attention.causal = False is not implemented"),
+        ("smollm3", {"rope.scaling.type": "longrope"}, "no tensors rope_factors_long"),
+        ("smollm3", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor = 0.5"),
+        ("olmo2", {"embedding_scale": 2.0}, "olmo2.embedding_scale = 2.0"),
+        ("qwen3_moe", {"expert_gating_func": 2}, "expert_gating_func = 2"),
+        ("mixtral", {"expert_weights_norm": False}, "expert_weights_norm = False"),
+    ],
+)
+def test_what_changes_the_arithmetic_and_is_not_implemented_is_refused(
+    name: str, settings: dict[str, Any], message: str, tmp_path: Path
+):
+    path = write_family(tmp_path / "model.gguf", name, settings=settings)
+    assert message in refuse(path, UnsupportedError)
+
+
+def test_experts_in_the_form_of_old_are_refused_by_name(tmp_path: Path):
+    def apart(tensors: Tensors) -> Tensors:
+        return {"blk.0.ffn_gate.0.weight": np.zeros((72, 48), np.float32), **tensors}
+
+    path = write_family(tmp_path / "model.gguf", "mixtral", change=apart)
+    assert "experts are stored one by one" in refuse(path, UnsupportedError)
 
 
 def test_quantised_experts_are_not_kept(tmp_path: Path):
