@@ -187,6 +187,7 @@ class StepCache(Generic[Key]):
             artifact = self._held.get(key) or self._artifacts.find(repr(key))
             executable = None if artifact is None else self._artifacts.load(artifact)
             if executable is not None:
+                trim_heap()
                 with self._lock:
                     self._load_seconds.setdefault(key, time.perf_counter() - started)
                 return self._keep(key, executable)
