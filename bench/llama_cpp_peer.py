@@ -93,13 +93,14 @@ class LlamaCppPeer:
         params.type_k = params.type_v = getattr(self._lib, kept)
         params.kv_unified = False  # sequences share nothing: each attends to its own positions alone
         params.no_perf = True
-        return _Context(self._lib, self._model, params, self._vocab_size)
+        return _Context(self, self._lib, self._model, params, self._vocab_size)
 
 
 class _Context:
     """Some sequences' keys and values, freed with it."""
 
-    def __init__(self, lib: Any, model: Any, params: Any, vocab_size: int):
+    def __init__(self, owner: LlamaCppPeer, lib: Any, model: Any, params: Any, vocab_size: int):
+        self._owner = owner  # the model must not be freed before
         self._lib = lib
         self._pointer = lib.llama_init_from_model(model, params)
         if not self._pointer:

@@ -12,6 +12,7 @@ from platformdirs import user_cache_dir
 
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_edited
+from ferrum_jax.compile.heap import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
@@ -299,12 +300,14 @@ def _read(
     dtype, quantize = settings.dtype or default_dtype(device), settings.quantize
     layout, formats = settings.layout or CHECKPOINT, _formats(source, quantize)
     try:
-        return _read_all(source, dtype, layout, formats, device, progress, quantize == "keep"), source.config
+        params = _read_all(source, dtype, layout, formats, device, progress, quantize == "keep")
     except jax.errors.JaxRuntimeError as problem:
         needed = num_bytes(param_specs(source, quantize), dtype)
         raise ResourceExhaustedError(
             f"{source.path}: {needed:,} bytes of parameters in {dtype} cannot be put on {device}: {problem}"
         ) from problem
+    trim_heap()
+    return params, source.config
 
 
 def _read_all(
