@@ -294,11 +294,9 @@ def _formats(source: Checkpoint, quantize: str | None) -> Formats:
     return {} if source.formats else asked
 
 
-def _read(
-    source: Checkpoint, settings: EngineConfig, device: JaxDevice, progress: bool
-) -> tuple[ParamTree, ModelConfig]:
-    dtype, quantize = settings.dtype or default_dtype(device), settings.quantize
-    layout, formats = settings.layout or CHECKPOINT, _formats(source, quantize)
+def _read(source: Checkpoint, asked: EngineConfig, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
+    dtype, quantize = asked.dtype or default_dtype(device), asked.quantize
+    layout, formats = asked.layout or CHECKPOINT, _formats(source, quantize)
     try:
         params = _read_all(source, dtype, layout, formats, device, progress, quantize == "keep")
     except jax.errors.JaxRuntimeError as problem:
