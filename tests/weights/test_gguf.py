@@ -66,6 +66,13 @@ def open_writer(path: Path, config: Mapping[str, Any], architecture: str) -> GGU
     return writer
 
 
+def finish(writer: GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(
     path: Path,
     config: Mapping[str, Any],
@@ -101,10 +108,7 @@ def write_gguf(
         writer.add_tensor(gguf_name(name), tensor)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -224,10 +228,7 @@ def test_experts_of_an_architecture_that_has_none_are_refused(tmp_path: Path):
     writer = open_writer(tmp_path / "model.gguf", tiny.CONFIGS["qwen3"], "qwen3")
     writer.add_expert_count(8)
     writer.add_tensor("token_embd.weight", tiny.tensors(tiny.CONFIGS["llama3"])["model.embed_tokens.weight"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(UnsupportedError, match="num_experts"):
         ferrum_jax.load_params(tmp_path / "model.gguf")
 

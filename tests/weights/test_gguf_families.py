@@ -17,7 +17,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.config.rope import RopeScaling
 from ferrum_jax.contract.errors import UnsupportedError
 from tests import tiny
-from tests.weights.test_gguf import interleave, open_writer, refuse
+from tests.weights.test_gguf import finish, interleave, open_writer, refuse
 
 Tensors = dict[str, NDArray[np.float32]]
 
@@ -115,10 +115,7 @@ def write_family(
         _add(writer, f"{architecture}.{key}", value)
     for key, tensor in change(converted(name, tiny.tensors(config))).items():
         writer.add_tensor(key, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -299,10 +296,7 @@ def test_quantised_experts_are_not_kept(tmp_path: Path):
             writer.add_tensor(key, blocks, raw_dtype=GGMLQuantizationType.Q8_0)
         else:
             writer.add_tensor(key, tensor)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     params, _ = ferrum_jax.load_params(path)
     assert not params["model"]["layers"][0]["mlp"]["experts"]["gate_proj"]["weight"].any()
     with pytest.raises(UnsupportedError, match=r"experts, such as .*, cannot be kept quantised"):
