@@ -58,7 +58,7 @@ class BareStep:
 
         def run() -> Any:
             outputs, self._kv = self.executable(self._params, self._kv, packed)
-            return jax.block_until_ready(outputs)
+            return outputs
 
         return run
 
@@ -99,6 +99,6 @@ class BareLoop:
 
         def run() -> Any:
             outputs, self._kv = self._executable(self._runner.params, self._kv, packed)
-            return jax.block_until_ready(outputs)
+            return outputs
 
         return run

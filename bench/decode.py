@@ -55,7 +55,7 @@ def _measure(
     times = alternate(
         {
             "call": Contestant(lambda: runner.decode_batch(decodes), restore, BURST),
-            "bare": Contestant(bare.at(context), burst=BURST),
+            "bare": Contestant(bare.at(context), restore, BURST),
         }
         | probes.contestants,
         rounds=rounds,

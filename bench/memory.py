@@ -2,10 +2,10 @@
 
 The resident set of the process (which counts the pages of a mapped checkpoint, too) and, where the device tells, its
 memory in use: at the start, with the weights, with the KV, warm, and after a prompt and a decoded token. A first start
-compiles every declared step and has all of them in memory; a later one finds them on disk and loads what it uses: each
-is a process of its own. Memory is no distribution: each figure is read once. What may be taken at the end is what
-interpreter and JAX took at the start, the parameters, the KV, the largest temporaries of a step, and 300 MB for
-everything else; the ratio is of what is taken to that, in the device's memory where it has its own.
+compiles every declared step, a later one finds them on disk, and both load what they use: each is a process of its own.
+Memory is no distribution: each figure is read once. What may be taken at the end is what interpreter and JAX took at
+the start, the parameters, the KV, the largest temporaries of a step, and 300 MB for everything else; the ratio is of
+what is taken to that, in the device's memory where it has its own.
 """
 
 import argparse

@@ -22,7 +22,7 @@ PREFILL = {"tokens", "steps", "call_ms", "call_p90_ms", "tokens_per_second", "gf
 SCALING = {"sweep", "rows", "context", "call_ms", "call_p90_ms", "floor_ms", "call_over_floor"} | PLACE
 MIXED = {"chunk", "way", "tokens_per_second", "call_ms", "call_p90_ms", "worst_gap_ms", "worst_gap_p90_ms",
          "first_token_ms", "floor_ms", "call_over_floor"}  # fmt: skip
-OVERHEAD = {"rows", "leaves", "call_us", "call_p90_us", "bare_us", "bare_p90_us", "host_us", "calls"}
+OVERHEAD = {"rows", "leaves", "call_us", "call_p90_us", "bare_us", "bare_p90_us", "bare_at_once_us", "host_us", "calls"}
 COMPARE = {"row", "ours_ms", "ours_p90_ms", "floor_ms", "floor_limit", "ours_over_floor", "calls", "strayed"} | PLACE
 SPECULATIVE = {"task", "batch", "num_tokens", "drafted", "accepted", "call_ms", "call_p90_ms", "acceptance_rate",
                "plain_tokens_per_second", "tokens_per_second", "plain_over_speculative", "answers_equal"}  # fmt: skip

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from bench.timing import Contestant, alternate, count_compiles, fit_line, percentile, refuse_compiles, summarise
@@ -23,6 +24,14 @@ def test_contestants_take_turns_and_are_put_back_before_every_call():
     times = alternate(contestants, rounds=2, pause=0)
     assert seen == ["restore a", "a", *["restore b", "b"] * 2] * 3
     assert {name: timing.count for name, timing in times.items()} == {"a": 2, "b": 4}
+
+
+def test_arrays_of_jax_are_waited_for_and_what_is_on_the_host_is_not_searched(monkeypatch: pytest.MonkeyPatch):
+    waited: list[object] = []
+    monkeypatch.setattr(jax, "block_until_ready", lambda result: waited.append(result) or result)
+    device, host = {"a": jnp.zeros(2)}, [np.zeros(2)]
+    alternate({"device": Contestant(lambda: device), "host": Contestant(lambda: host)}, rounds=3, pause=0)
+    assert [result is device for result in waited] == [True, False, True, True, True]  # one of each to warm up
 
 
 def test_a_summary_is_the_median_and_two_percentiles():
