@@ -1,5 +1,6 @@
 """Many decode steps in one device call: each row's next token is chosen on the device and read by the next step."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sampling.sample import SampleInputs, sample
 
 Leaf = TypeVar("Leaf")
+GREEDY = Sampling()
 
 
 @flax.struct.dataclass
@@ -68,35 +70,52 @@ def loop_size(key: LoopKey, vocab_size: int) -> int:
 def _split(buffer: Any, key: LoopKey, vocab_size: int) -> LoopRows[Any]:
     """Cuts a buffer, NumPy or traced, behind its first element; NumPy pieces are views."""
     widths = [1] * 10 + [MOST_STOP_IDS, key.table_columns, num_words(vocab_size)]
-    ends = np.cumsum([1, *(key.rows * width for width in widths)]).tolist()
+    ends = itertools.accumulate((key.rows * width for width in widths), initial=1)
     pieces = [buffer[start:end] for start, end in itertools.pairwise(ends)]
     return LoopRows(*pieces[:10], *(piece.reshape(key.rows, -1) for piece in pieces[10:]))
 
 
-def pack_loop(rows: Sequence[LoopRow], key: LoopKey, vocab_size: int, *, until_one_ends: bool) -> NDArray[np.int32]:
-    """Packs the rows of one loop into its buffer; `until_one_ends`, it ends with the first row that does."""
+@functools.lru_cache(maxsize=64)
+def _blank(key: LoopKey, vocab_size: int) -> NDArray[np.int32]:
+    """Gives the buffer of a loop whose rows all are padding; it is copied, never filled."""
     buffer = np.zeros(loop_size(key, vocab_size), np.int32)
-    buffer[0] = until_one_ends
     into = _split(buffer, key, vocab_size)
     into.adapters[:], into.stop_ids[:] = -1, -1
-    for name in ("top_p", "penalty"):
-        getattr(into, name).view(np.float32)[:] = 1.0
-    for at, row in enumerate(rows):
-        into.tokens[at], into.lengths[at], into.limits[at] = row.token, row.length, row.limit
-        into.adapters[at], into.seeds.view(np.uint32)[at] = row.adapter, row.seed
-        into.stop_ids[at, : len(row.stop_ids)] = row.stop_ids
-        into.tables[at] = row.table
-        how = row.sampling
-        into.top_k[at] = min(how.top_k, vocab_size)
-        into.temperature.view(np.float32)[at] = how.temperature
-        into.top_p.view(np.float32)[at] = how.top_p
-        into.min_p.view(np.float32)[at] = how.min_p
-        into.penalty.view(np.float32)[at] = how.repetition_penalty
-        if how.repetition_penalty != 1.0:
-            flags = np.zeros(vocab_size, np.bool_)
-            flags[row.seen] = True
-            into.seen[at] = pack_flags(flags)
+    into.top_p.view(np.float32)[:], into.penalty.view(np.float32)[:] = 1.0, 1.0
+    buffer.flags.writeable = False
     return buffer
+
+
+def pack_loop(rows: Sequence[LoopRow], key: LoopKey, vocab_size: int, *, until_one_ends: bool) -> NDArray[np.int32]:
+    """Packs the rows of one loop into its buffer; `until_one_ends`, it ends with the first row that does."""
+    buffer, count = _blank(key, vocab_size).copy(), len(rows)
+    buffer[0] = until_one_ends
+    into = _split(buffer, key, vocab_size)
+    into.tokens[:count] = [row.token for row in rows]
+    into.lengths[:count] = [row.length for row in rows]
+    into.limits[:count] = [row.limit for row in rows]
+    into.adapters[:count] = [row.adapter for row in rows]
+    into.seeds[:count].view(np.uint32)[:] = [row.seed for row in rows]
+    into.tables[:count] = [row.table for row in rows]
+    for at, row in enumerate(rows):
+        if row.stop_ids:
+            into.stop_ids[at, : len(row.stop_ids)] = row.stop_ids
+        if row.sampling != GREEDY:
+            _pack_sampling(into, at, row, vocab_size)
+    return buffer
+
+
+def _pack_sampling(into: LoopRows[NDArray[np.int32]], at: int, row: LoopRow, vocab_size: int) -> None:
+    how = row.sampling
+    into.top_k[at] = min(how.top_k, vocab_size)
+    into.temperature.view(np.float32)[at] = how.temperature
+    into.top_p.view(np.float32)[at] = how.top_p
+    into.min_p.view(np.float32)[at] = how.min_p
+    into.penalty.view(np.float32)[at] = how.repetition_penalty
+    if how.repetition_penalty != 1.0:
+        flags = np.zeros(vocab_size, np.bool_)
+        flags[row.seen] = True
+        into.seen[at] = pack_flags(flags)
 
 
 @flax.struct.dataclass

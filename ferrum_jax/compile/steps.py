@@ -89,6 +89,7 @@ class StepCache(Generic[Key]):
         self._held: dict[Key, Artifact] = {}  # verified by `warmup`, loaded when first asked for
         self._compile_seconds: dict[Key, float] = {}
         self._load_seconds: dict[Key, float] = {}
+        self._memory: dict[Key, dict[str, int]] = {}  # bytes, of what was loaded
         self._warm = False
         self._compiled_late = 0
 
@@ -124,7 +125,7 @@ class StepCache(Generic[Key]):
     def drop(self) -> None:
         """Forgets every executable."""
         with self._lock:
-            self._steps, self._held, self._compile_seconds, self._load_seconds = {}, {}, {}, {}
+            self._steps, self._held, self._memory, self._compile_seconds, self._load_seconds = {}, {}, {}, {}, {}
 
     def ensure(self, keys: Iterable[Key]) -> None:
         """Makes the given steps ready, several at a time; raises as `get` does."""
@@ -152,7 +153,8 @@ class StepCache(Generic[Key]):
         with self._lock:
             seconds = self._compile_seconds | self._load_seconds
             steps = {
-                str(key): {"seconds": seconds[key]} | memory_of(c) for key, c in sorted(self._steps.items(), key=str)
+                str(key): {"seconds": seconds[key]} | (self._memory.get(key) or memory_of(c))
+                for key, c in sorted(self._steps.items(), key=str)
             }
             return {
                 "compiled": len(self._compile_seconds),
@@ -188,8 +190,10 @@ class StepCache(Generic[Key]):
             executable = None if artifact is None else self._artifacts.load(artifact)
             if executable is not None:
                 trim_heap()
+                assert artifact is not None
                 with self._lock:
                     self._load_seconds.setdefault(key, time.perf_counter() - started)
+                    self._memory[key] = artifact.memory  # to ask XLA for it takes 25 MB for each step
                 return self._keep(key, executable)
         if late and self._strict and key not in self._compile_seconds:
             raise BackendError(f"step {key} on disk cannot be loaded, and strict mode compiles nothing after warmup")

@@ -12,6 +12,7 @@ from ferrum_jax.compile.looping import LoopRow
 from ferrum_jax.contract.checks import (
     checked_id,
     checked_int,
+    checked_singles,
     checked_tokens,
     refuse_mismatch,
     refuse_repeated,
@@ -57,7 +58,9 @@ class Loops:
         sequences = self._sequences
         if not sequences.plan.ladders.loop_tokens:
             raise UnsupportedError("this engine has no loops: set loop_tokens in its EngineConfig")
-        checked = [self._checked(run) for run in _runs(runs)]
+        listed = _runs(runs)
+        singles = checked_singles([run.token for run in listed], self._vocab_size) or [None] * len(listed)
+        checked = [self._checked(run, token) for run, token in zip(listed, singles, strict=True)]
         refuse_repeated(run.cache_id for run in checked)
         if not checked:
             return []
@@ -75,7 +78,7 @@ class Loops:
             for key, indices in groups:
                 live = {index: growth.live(index) for index in indices}
                 found.update(self._run(key, {index: checked[index] for index in indices}, live, until_one_ends))
-            return [np.append(run.token, found[at].token_ids[:-1]).astype(np.int32) for at, run in enumerate(checked)]
+            return [np.array([*run.token, *found[at].token_ids[:-1]], np.int32) for at, run in enumerate(checked)]
 
         sequences.perform(growth, work)
         sequences.adapters.count(run.cache_id for run in checked)
@@ -125,7 +128,8 @@ class Loops:
             seen=np.concatenate([live.tokens, run.token, np.array(chosen, np.int32)]) if penalised else run.token,
         )
 
-    def _checked(self, run: DecodeRun) -> CheckedRun:
+    def _checked(self, run: DecodeRun, token: NDArray[np.int32] | None) -> CheckedRun:
+        """Checks a run, whose token is checked already if there is one."""
         key = checked_id(run.cache_id)
         slots = self._sequences.slots
         refuse_mismatch(key, "pos", run.pos, slots.length(key))
@@ -139,7 +143,7 @@ class Loops:
         stops = _stop_ids(key, run.stop_ids, self._vocab_size)
         return CheckedRun(
             cache_id=key,
-            token=checked_tokens(key, [run.token], self._vocab_size),
+            token=checked_tokens(key, [run.token], self._vocab_size) if token is None else token,
             max_tokens=checked_int(f"{key!r}: max_tokens", run.max_tokens, 1),
             stop_ids=stops,
             sampling=run.sampling,

@@ -113,8 +113,7 @@ class Sequences:
         self.make_ready([key])
         try:
             fetch = self.device.run_steady(key, steady, self.slots.table, self.steps.get)
-            for live, token in zip(steady.lives, steady.tokens, strict=True):
-                self.slots.append(live, token)
+            self.slots.append(steady.lives, steady.tokens)
             return fetch()
         except BaseException:  # an interrupt, too: the books say what nobody was told, or half of it
             self.device.give_up()

@@ -1,5 +1,6 @@
 """The usual decode step, found quickly: one token for each of several sequences that have room for it."""
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,6 @@ def steady_rows(batch: Sequence[Any], slots: SlotTable, vocab_size: int) -> Stea
         return None
     lengths = [len(live.tokens) for live in lives]
     rooms = [live.room for live in lives]
-    if lengths != list(at) or any(map(int.__ge__, lengths, rooms)):
+    if lengths != list(at) or any(map(operator.ge, lengths, rooms)):
         return None
     return Steady(lives, tokens, lengths)

@@ -201,13 +201,16 @@ class SlotTable:
         ready = is_own and not self.is_cut(live)
         live.room = min(len(live.blocks) * self.block_size, self.longest) if ready else 0
 
-    def append(self, live: LiveSequence, token: int) -> None:
-        """Counts one token as written, for which the sequence had room, and enters the block it fills."""
-        live.tokens.append(token)
-        if self.ring_size:
-            live.lost = max(live.lost, len(live.tokens) - self.ring_size)
-        if not len(live.tokens) % self.block_size:
-            self.enter(live)
+    def append(self, lives: Sequence[LiveSequence], tokens: Sequence[int]) -> None:
+        """Counts one token of each sequence as written, for which it had room, and enters the blocks they fill."""
+        ring, block = self.ring_size, self.block_size
+        for live, token in zip(lives, tokens, strict=True):
+            written = live.tokens
+            written.append(token)
+            if ring:
+                live.lost = max(live.lost, len(written) - ring)
+            if not len(written) % block:
+                self.enter(live)
 
     def enter(self, live: LiveSequence) -> None:
         """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""

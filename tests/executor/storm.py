@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ferrum_jax import LlmExecutor
-from ferrum_jax.contract import FullLogits, KvCacheHandle, KvSlotRequest
+from ferrum_jax.contract import DecodeRun, FullLogits, KvCacheHandle, KvSlotRequest
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     NotFoundError,
@@ -35,7 +35,7 @@ class ThreadClient(Client):
         """Does one thing."""
         often = [self.prefill, self.decode, self.decode, self.unified, self.unified]
         rest = [self.fork, self.truncate, self.release, self.reserve, self.adapters, self.look, self.refuse]
-        act = self.draw.choice([*often, self.prefill, self.decode, self.verify, *rest])
+        act = self.draw.choice([*often, self.prefill, self.decode, self.verify, self.loop, *rest])
         self.counts["calls"] += 1
         try:
             act()
@@ -80,6 +80,19 @@ class ThreadClient(Client):
         for (key, known), answer, policy in zip(rows.items(), answers, policies, strict=True):
             self.held[key] = known.grown(1)
             self.truth.expect(answer, self.held[key], policy)
+
+    def loop(self) -> None:
+        rows = {key: known for key, known in self.several().items() if known.length}
+        runs = [
+            DecodeRun(cache_id=key, token=known.next(1)[0], pos=known.length, max_tokens=self.count(known, 6))
+            for key, known in rows.items()
+        ]
+        for (key, known), run, found in zip(rows.items(), runs, self.runner.decode_n(runs), strict=True):
+            assert len(found.token_ids) == run.max_tokens
+            self.truth.expect_greedy(found.token_ids, known.grown(1))
+            self.counts["looped"] += run.max_tokens
+            self.runner.truncate_kv(key, known.length + 1)  # what was chosen is in no stream
+            self.held[key] = known.grown(1)
 
     def unified(self) -> None:
         rows = {key: (known, self.count(known), bool(self.draw.randrange(3))) for key, known in self.several().items()}

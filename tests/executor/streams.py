@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ class Truth:
     """The logits of every beginning of every stream, by the forward without a cache, with and without adapters."""
 
     def __init__(self, oracles: Mapping[str | None, Oracle]):
+        self._oracles = oracles
         self._logits = {name: [oracle(stream) for stream in STREAMS] for name, oracle in oracles.items()}
 
     def of(self, known: Known, count: int = 1) -> NDArray[np.float32]:
@@ -66,6 +67,11 @@ class Truth:
         elif answer != (best := choose(expected, policy)):  # only where two are as good as equal
             scores = [choose_score(expected, policy, one) for one in (answer, best)]
             assert abs(scores[0] - scores[1]) <= 4 * TOLERANCE
+
+    def expect_greedy(self, ids: Sequence[int], known: Known) -> None:
+        """Fails unless each of some tokens, which follow a sequence, is the best after those before it."""
+        logits = self._oracles[known.adapter]([*STREAMS[known.stream][: known.length], *ids[:-1]])[-len(ids) :]
+        np.testing.assert_allclose(logits[range(len(ids)), ids], logits.max(axis=1), atol=2 * TOLERANCE, rtol=0)
 
     def expect_all(self, answers: Any, known: Known, count: int) -> None:
         """Fails unless answers are those of a sequence's last tokens."""

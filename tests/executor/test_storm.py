@@ -34,7 +34,7 @@ def crowded(params: ParamTree) -> Iterator[ModelRunner]:
     """A warm runner that reuses prefixes, with fewer slots than callers and room for two of three adapters."""
     engine = replace(
         ENGINE, max_seqs=SLOTS, kv_blocks=BLOCKS, prefix_cache=True, max_loras=2, max_lora_rank=4,
-        decode_rows=(4,), chunk_rows=(1, 3), chunk_tokens=(8, 24), verify_rows=(2,),
+        decode_rows=(4,), chunk_rows=(1, 3), chunk_tokens=(8, 24), verify_rows=(2,), loop_tokens=4,
     )  # fmt: skip
     with make_runner(params, engine) as runner:
         runner.warmup()
@@ -140,6 +140,7 @@ def test_a_crowd_gets_the_logits_of_the_cache_free_forward_and_leaves_nothing_be
     _, counts = _blow(crowded, oracles, adapter_folders, seconds=5)
     assert counts["cancelled"]
     assert counts["refused"]
+    assert counts["looped"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ class Sharing(RuleBasedStateMachine):
         live = self.slots.get(key)
         if live is not None and live.length < live.room:
             length = live.length
-            self.slots.append(live, token)
+            self.slots.append([live], [token])
             assert live.length == length + 1
             assert len(live.entries) == live.length // BLOCK
 
