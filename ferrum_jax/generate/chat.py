@@ -170,7 +170,7 @@ def _copy_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RequestValidationError(
             f"{where}: content must be a str, a list of parts or None, found {type(message['content']).__name__}"
         )
-    copy = _copy_json(message, where)
+    copy = _copied(message, where)
     reasoning = next((copy[key] for key in _REASONING_KEYS if copy.get(key) is not None), None)
     return copy if reasoning is None else {"thinking": reasoning, **copy, "reasoning_content": reasoning}
 
@@ -178,7 +178,14 @@ def _copy_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _copy_tools(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestValidationError("tools must be a list of JSON schemas")
-    return [_copy_json(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    return [_copied(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def _copied(value: Any, where: str) -> Any:
+    try:
+        return _copy_json(value, where)
+    except RecursionError:
+        raise RequestValidationError(f"{where} is nested too deeply, or holds itself") from None
 
 
 def _copy_json(value: Any, where: str) -> Any:

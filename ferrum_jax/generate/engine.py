@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, ScoreRow, UnifiedRow
 from ferrum_jax.generate import bursts
+from ferrum_jax.generate.collecting import is_collecting
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
@@ -41,6 +42,7 @@ class Engine:
         self._lock = threading.Lock()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._dropped: deque[Request] = deque()  # given up by the garbage collector, and not forgotten yet
         self._is_unified = True
         self._has_run = False  # a unified forward has succeeded, so a later refusal is not about the method
         self._name = secrets.token_hex(4)
@@ -71,12 +73,15 @@ class Engine:
             self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Forgets a request and frees what it holds; one that is done already is no error."""
-        with self._lock:
-            if request in self._running:
-                self._leave(request)
-            elif request in self._waiting:
-                self._waiting.remove(request)
+        """Forgets a request and frees what it holds; one that is done already is no error.
+
+        The garbage collector may call this in the middle of anything, `step` included: what it gives up holds its place
+        until the next call.
+        """
+        self._dropped.append(request)
+        if not is_collecting():
+            with self._lock:
+                self._forget_dropped()
 
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token, or several.
@@ -91,6 +96,7 @@ class Engine:
         After anything else, an interrupt say, the requests of the batch are read anew by the next step.
         """
         with self._lock:
+            self._forget_dropped()
             self._admit()
             if self._running:
                 self._attempt(list(self._running))
@@ -98,6 +104,7 @@ class Engine:
     def reset(self) -> None:
         """Resets the model; running requests are read anew by the next step, so that their answers stay the same."""
         with self._lock:
+            self._forget_dropped()
             self.model.reset()
             self._read_anew(self._running)
             self._room = self._max_rows
@@ -190,6 +197,14 @@ class Engine:
         self._waiting.extendleft(reversed(request.copies))
         request.copies = []
         return running
+
+    def _forget_dropped(self) -> None:
+        while self._dropped:
+            request = self._dropped.popleft()
+            if request in self._running:
+                self._leave(request)
+            elif request in self._waiting:
+                self._waiting.remove(request)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room:

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-import numpy as np
-
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
@@ -16,8 +14,8 @@ from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
-from ferrum_jax.generate.params import RequestOutput, SamplingParams
-from ferrum_jax.generate.prompts import Prompt, as_prompts
+from ferrum_jax.generate.params import RequestOutput, SamplingParams, params_of_each, params_of_one
+from ferrum_jax.generate.prompts import Prompt, as_ids, as_prompts
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.score import Score, score_of, split_text
 from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
@@ -81,7 +79,10 @@ class LLM:
         chunk_tokens: int = 512,
         speculation: Speculation | None = None,
     ) -> Self:
-        """Generates with any `DecoderOnlyLLM`; without a tokenizer, prompts are token ids and texts stay empty."""
+        """Generates with any `DecoderOnlyLLM`; without a tokenizer, prompts are token ids and texts stay empty.
+
+        Two LLMs of one model take its slots and blocks from each other, and do not wait for each other.
+        """
         made = cls.__new__(cls)
         tokens = 0 if speculation is None else speculation.asked_tokens or DEFAULT_TOKENS
         drafts = make_drafts(speculation or Speculation(), model, tokens, max_rows)
@@ -106,6 +107,8 @@ class LLM:
             raise
 
     def __enter__(self) -> Self:
+        if isinstance(self.model, ModelRunner):
+            self.model.__enter__()  # which refuses once it is closed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -166,9 +169,7 @@ class LLM:
             FerrumError: a prompt failed, and errors are not to be returned.
         """
         listed = as_prompts(prompts)
-        each = [params or SamplingParams()] * len(listed) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(listed):
-            raise RequestValidationError(f"{len(listed)} prompts need as many SamplingParams, {len(each)} were given")
+        each = params_of_each(params, len(listed))
         groups = [self._requests(prompt, param) for prompt, param in zip(listed, each, strict=True)]
         self._finish(groups, Track("generating") if progress else None, return_errors=return_errors)
         return [request.output(return_error=return_errors) for group in groups for request in group]
@@ -190,8 +191,8 @@ class LLM:
             progress: show a bar of finished continuations.
 
         Raises:
-            RequestValidationError: there are not as many of both, one is empty, or both together exceed the KV
-                capacity; nothing was started.
+            RequestValidationError: there are not as many of both, one is empty or is no token of its own, or both
+                together exceed the KV capacity; nothing was started.
         """
         befores, afters = as_prompts(prompts), as_prompts(continuations)
         if len(befores) == 1:
@@ -227,18 +228,18 @@ class LLM:
 
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
         """
-        return Stream(self._engine, self._request(prompt, _refuse_several(params or SamplingParams())))
+        return Stream(self._engine, self._request(prompt, params_of_one(params)))
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.
 
         Log-probabilities of the prompt, and several answers, compile what they need more when first asked for.
         """
-        ids = self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
-        cache_id = self._engine.new_cache_id()
+        request = self._request(prompt, params_of_each(params, 1)[0])
+        cache_id = request.cache_id
         try:
-            self.model.prepare(cache_id, len(ids))
-            self._engine.prepare(cache_id, ids, params or SamplingParams())
+            self.model.prepare(cache_id, len(request.prompt))
+            self._engine.prepare(cache_id, request.prompt, request.params)
         finally:
             self.model.release(cache_id)
 
@@ -250,7 +251,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> RequestOutput:
         """Answers a conversation, laid out by the model's chat template."""
-        return self.generate([self.chat_prompt(messages, tools=tools)], _refuse_several(params or SamplingParams()))[0]
+        return self.generate([self.chat_prompt(messages, tools=tools)], params_of_one(params))[0]
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
@@ -275,16 +276,8 @@ class LLM:
 
     def _ids(self, prompt: Prompt, *, is_first: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            ids = self._need_tokenizer().encode(prompt, add_special_tokens=is_first)
-        else:
-            ids = list(prompt)
-        vocab = self.model.config.vocab_size
-        for at, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocab:
-                raise RequestValidationError(
-                    f"the prompt's token at position {at} is {token!r}, expected an id from 0 to {vocab - 1}"
-                )
-        return [int(token) for token in ids]
+            prompt = self._need_tokenizer().encode(prompt, add_special_tokens=is_first)
+        return as_ids(prompt, self.model.config.vocab_size)
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """Gives the requests of one prompt: the first has the others as its copies."""
@@ -323,8 +316,9 @@ class LLM:
         else:
             before, after = self._ids(prompt), self._ids(continuation, is_first=False)
         if not before or not after:
+            joined = ", both texts being tokenised as one" if isinstance(prompt, str) else ""
             raise RequestValidationError(
-                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there"
+                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{joined}"
             )
         needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
         if needed > capacity:
@@ -340,9 +334,3 @@ class LLM:
             watcher=StopWatcher(()),
             score_from=len(before),
         )
-
-
-def _refuse_several(params: SamplingParams) -> SamplingParams:
-    if params.n != 1:
-        raise RequestValidationError(f"n is {params.n}: `generate` gives several answers, this call gives one")
-    return params

@@ -1,10 +1,11 @@
 """What a caller asks of a generation, and what they get."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ferrum_jax.contract.decoding import Sampling, is_integer, refuse_unless
-from ferrum_jax.contract.errors import FerrumError
+from ferrum_jax.contract.errors import FerrumError, RequestValidationError, shown
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -48,6 +49,8 @@ class SamplingParams(Sampling):
             "max_tokens", self, lambda x: x is None or (is_integer(x) and x >= 1), "an integer of at least 1, or None"
         )
         refuse_unless("n", self, lambda x: is_integer(x) and x >= 1, "an integer of at least 1")
+        for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
+            refuse_unless(name, self, lambda x: isinstance(x, bool), "True or False")
         refuse_unless(
             "stop",
             self,
@@ -70,6 +73,29 @@ class SamplingParams(Sampling):
     def stop_texts(self) -> tuple[str, ...]:
         """The stop texts, as a tuple whatever was given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Gives the params of each of so many prompts: one for all of them, or as many; greedy if None.
+
+    Raises:
+        RequestValidationError: there are not as many, or one is none.
+    """
+    each = list(given) if isinstance(given, Sequence) else [SamplingParams() if given is None else given] * count
+    if len(each) != count:
+        raise RequestValidationError(f"{count} prompts need as many SamplingParams, {len(each)} were given")
+    for params in each:
+        if not isinstance(params, SamplingParams):
+            raise RequestValidationError(f"params are {shown(params)}, expected SamplingParams")
+    return each
+
+
+def params_of_one(given: SamplingParams | None) -> SamplingParams:
+    """Gives the params of a single answer; raises RequestValidationError where they ask for several."""
+    (params,) = params_of_each(given, 1)
+    if params.n != 1:
+        raise RequestValidationError(f"n is {params.n}: `generate` gives several answers, this call gives one")
+    return params
 
 
 @dataclass(frozen=True, kw_only=True)

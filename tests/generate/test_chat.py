@@ -133,6 +133,13 @@ def test_malformed_messages_are_refused(messages: Any, complaint: str):
         render_chat(CHATML, messages)
 
 
+def test_a_message_that_holds_itself_is_refused():
+    message: dict[str, Any] = {"role": "user", "content": "x"}
+    message["image"] = message
+    with pytest.raises(RequestValidationError, match=re.escape("messages[0] is nested too deeply, or holds itself")):
+        render_chat(CHATML, [message])
+
+
 @pytest.mark.parametrize("tools", ["x", [1], [{"f": print}]])
 def test_malformed_tools_are_refused(tools: Any):
     with pytest.raises(RequestValidationError, match="tools"):

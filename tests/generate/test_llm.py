@@ -1,5 +1,6 @@
 """`LLM`: over a hand-computable model, over a tiny runner, and once over the real one."""
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -65,7 +66,9 @@ def test_a_prompt_may_be_text_or_ids_alone_or_several():
     llm, model = counting()
     greedy = SamplingParams(max_tokens=4)
     expected = answer(model, spell("cab"), 4)
-    forms: list[Any] = ["cab", spell("cab"), np.array(spell("cab")), tuple(spell("cab")), ["cab"], [spell("cab")]]
+    ids = spell("cab")
+    forms: list[Any] = ["cab", ids, np.array(ids), tuple(ids), ["cab"], [ids], (one for one in ["cab"])]
+    forms += [jnp.array(ids), jnp.array([ids]), [jnp.array(ids)], [np.array(ids)], [jnp.int32(one) for one in ids]]
     for form in forms:
         (out,) = llm.generate(form, greedy)
         assert out.token_ids == expected
@@ -121,6 +124,11 @@ REFUSED: dict[str, tuple[Any, type[FerrumError], str]] = {
     "a digit": ([[1], ["5"]], RequestValidationError, "position 0 is '5'"),
     "a bool": ([[1], [True]], RequestValidationError, "position 0 is True"),
     "ids mixed with texts": ([1, "cab"], RequestValidationError, "mix"),
+    "bytes": (b"cab", RequestValidationError, "prompts is of bytes"),
+    "bytes in a list": ([[1], b"cab"], RequestValidationError, "the prompt is of bytes"),
+    "nothing in a list": ([None], RequestValidationError, "the prompt is None"),
+    "numbers that are no ids": (np.array([1.0, 2.0]), RequestValidationError, "the prompt is 1.0"),
+    "no prompt at all": (7, RequestValidationError, "prompts is 7"),
 }
 
 
@@ -139,6 +147,23 @@ def test_a_wrong_prompt_is_refused_with_nothing_started(name: str):
 def test_another_number_of_params_is_refused():
     with pytest.raises(RequestValidationError, match="2 prompts need as many SamplingParams, 1 were given"):
         counting()[0].generate([[1], [2]], [SamplingParams()])
+
+
+def test_an_array_that_was_deleted_is_no_prompt():
+    llm, _ = counting()
+    gone = jnp.array([1, 2])
+    gone.delete()
+    forms: list[Any] = [gone, [gone]]
+    for prompts in forms:
+        with pytest.raises(RequestValidationError, match="cannot be read"):
+            llm.generate(prompts)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [None], 3, "greedy"])
+def test_params_that_are_none_are_refused(params: Any):
+    llm, _ = counting()
+    with pytest.raises(RequestValidationError, match="SamplingParams"):
+        llm.generate([[1]], params)
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text():
@@ -192,6 +217,36 @@ def test_an_abandoned_stream_frees_what_it_holds(how: str):
         del stream
     assert model.lengths == {}
     assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
+
+
+def test_a_stream_that_the_garbage_collector_finds_in_the_middle_of_a_step_waits_for_the_next_call():
+    llm, model = counting()
+    stream = llm.stream("cab")
+    next(stream)
+    cycle: list[Any] = [stream]
+    cycle.append(cycle)
+    prefill, collected = model.prefill, []
+
+    def collecting(cache_id: str, tokens: Sequence[int]) -> Logits:
+        collected.append(gc.collect())
+        return prefill(cache_id, tokens)
+
+    model.prefill = collecting
+    gc.disable()
+    try:
+        del stream, cycle
+        outs: list[Any] = []
+        worker = threading.Thread(
+            target=lambda: outs.extend(llm.generate([[1]], SamplingParams(max_tokens=3))), daemon=True
+        )
+        worker.start()
+        worker.join(timeout=60)
+    finally:
+        gc.enable()
+    assert collected
+    assert outs, "the step waits for itself"
+    assert outs[0].token_ids == answer(model, [1], 3)
+    assert model.lengths == {}
 
 
 def test_an_error_of_the_model_reaches_who_asked_and_the_llm_goes_on():
@@ -348,6 +403,10 @@ def test_a_prompt_can_be_prepared_without_a_trace(llm: LLM, runner: ModelRunner)
     llm.prepare(IDS[1])
     assert (runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()) == before
     assert not runner._sequences.slots.cache_ids
+    with pytest.raises(RequestValidationError, match="at least one token"):
+        llm.prepare([])
+    with pytest.raises(RequestValidationError, match="expected an id from 0"):
+        llm.prepare([10**9])
 
 
 def test_preparing_compiles_the_sampler_where_it_is_needed(runner: ModelRunner):
@@ -394,6 +453,8 @@ def test_a_closed_model_says_so(params: ParamTree):
         pass
     with pytest.raises(CancelledError, match="closed"):
         llm.generate(IDS[:1])
+    with pytest.raises(CancelledError, match="closed"):
+        llm.__enter__()
 
 
 def test_the_real_model_names_paris_and_streams_what_it_says(smollm2_path: Path):

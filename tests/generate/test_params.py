@@ -15,6 +15,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("repetition_penalty", float("inf")), ("seed", -1), ("seed", 2**32), ("seed", 0.5), ("max_tokens", 0),
     ("max_tokens", -3), ("max_tokens", 2.0), ("max_tokens", True), ("stop", ""), ("stop", ("a", "")), ("stop", (1,)),
     ("stop", 5), ("stop_token_ids", 5), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
+    ("ignore_eos", "no"), ("logprobs", 1), ("prompt_logprobs", None),
 ]  # fmt: skip
 
 
