@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import ATTENTIONS, DTYPES, ModelConfig
 from ferrum_jax.contract.decoding import Sampling, is_integer
 from ferrum_jax.contract.errors import InvalidParameterError, shown
 from ferrum_jax.kvcache import state
@@ -37,13 +37,24 @@ class Rollout(Generic[Leaf]):
 def kv_spec(
     params: ParamTree, cfg: ModelConfig, *, rows: int, positions: int, dtype: str | None = None, attention: str = "xla"
 ) -> CacheSpec:
-    """Sizes the KV that `generate_fn` needs for `rows` sequences of up to `positions` tokens, the answer included."""
+    """Sizes the KV that `generate_fn` needs for `rows` sequences of up to `positions` tokens, the answer included.
+
+    Raises:
+        InvalidParameterError: `rows` or `positions` are no integers of at least 1, or a name is unknown.
+    """
+    for name, value in (("rows", rows), ("positions", positions)):
+        if not is_integer(value) or value < 1:
+            raise InvalidParameterError(f"{name} is {shown(value)}, expected an integer of at least 1")
+    dtype = activation_dtype(params).name if dtype is None else dtype
+    for name, value, known in (("dtype", dtype, DTYPES), ("attention", attention, ATTENTIONS)):
+        if value not in known:
+            raise InvalidParameterError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
     block_size = min(positions, BLOCK)
     return cache_spec(
         cfg,
         num_blocks=rows * -(-positions // block_size),
         block_size=block_size,
-        dtype=dtype or activation_dtype(params).name,
+        dtype=dtype,
         attention=attention,
     )
 
@@ -86,6 +97,7 @@ def generate_fn(
         InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks; a token is not in
             the vocabulary, or a length outside its row, which inside `jit` nobody can tell: there both are undefined.
     """
+    tokens, lengths, seeds = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(seeds, jnp.uint32)
     if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:
         raise InvalidParameterError(
             f"tokens have shape {list(tokens.shape)}, lengths {list(lengths.shape)}, seeds {list(seeds.shape)}: "
@@ -123,7 +135,7 @@ def generate_fn(
             top_p=ones * sampling.top_p,
             min_p=ones * sampling.min_p,
             repetition_penalty=ones * sampling.repetition_penalty,
-            seed=seeds.astype(jnp.uint32),
+            seed=seeds,
             position=lengths + at,
             seen=seen,
         )

@@ -25,6 +25,7 @@ from ferrum_jax.models.registry import family as family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.models.watching import Seen as Seen
 from ferrum_jax.models.watching import Watch as Watch
+from ferrum_jax.models.watching import added, checked_watch
 from ferrum_jax.models.watching import steered as steered
 
 config_from_hf = ModelConfig.from_hf
@@ -69,12 +70,13 @@ def forward(
     `loras` are stacks of adapters (models/adapters.py) in the parameters' dtype, differentiable like them, and
     `adapters` says which one each row uses; any index outside the stacks, such as -1, is none.
 
-    `steering` is added to what each layer gives, for all tokens or for each one.
+    `steering` is added to what each layer gives, for all tokens or for each one, beside what `steered` parameters add.
 
     `attention` is the backend; only `xla` has gradients.
 
     Raises:
-        InvalidParameterError: only one of `loras` and `adapters` is given, or `tokens` are not `[B, T]` of at least 1.
+        InvalidParameterError: only one of `loras` and `adapters` is given, or an array has another shape, or tokens are
+            no integers. What ids outside the vocabulary give is undefined.
     """
     return _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, None)[0]
 
@@ -101,10 +103,10 @@ def watch(
         InvalidParameterError: as `forward`, or a layer is not there.
         UnsupportedError: the family cannot show its attention weights.
     """
-    chosen = Watch(hidden=tuple(hidden), attention=tuple(attention_weights))
+    chosen = checked_watch(hidden, attention_weights, cfg)
     logits, seen = _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, chosen)
-    length = tokens.shape[1]
-    states = {at: x.reshape(*tokens.shape, -1) for at, x in seen.hidden.items()}
+    batch, length = jnp.shape(tokens)
+    states = {at: x.reshape(batch, length, -1) for at, x in seen.hidden.items()}
     return logits, states, {at: weights[0][..., :length] for at, weights in seen.attention.items()}
 
 
@@ -124,11 +126,20 @@ def _run(
     attention: str,
     chosen: Watch | None,
 ) -> tuple[jax.Array, Any]:
-    if jnp.ndim(tokens) != 2 or 0 in jnp.shape(tokens):
-        raise InvalidParameterError(f"tokens have shape {list(jnp.shape(tokens))}, expected [B, T] of at least 1 each")
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise InvalidParameterError(f"tokens are {tokens.dtype}, expected integers")
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape
+    layers, width = cfg.num_hidden_layers, cfg.hidden_size
+    each = (batch, length, width)
+    if inputs_embeds is not None:
+        _refuse_other_shape("inputs_embeds", inputs_embeds, "[B, T, D]", each)
+    if steering is not None:
+        _refuse_other_shape("steering", steering, "[L, D] or [L, B, T, D]", (layers, width), (layers, *each))
     cfg = cfg.reaching(length)
     dtype = activation_dtype(params)
     block_size = min(length, 128)
@@ -144,8 +155,16 @@ def _run(
     step = Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32))
     flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
     if steering is not None:
-        each = steering if steering.ndim == 2 else steering.reshape(len(steering), batch * length, -1)
-        params = steered(params, each)
+        given = steering[:, None] if steering.ndim == 2 else steering.reshape(layers, batch * length, width)
+        there = added(params, cfg)
+        params = steered(params, given if there is None else given + there)
     options = {} if chosen is None else {"watch": chosen}
     logits, _, *seen = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras, attention, **options)
     return logits.reshape(batch, length, -1), seen[0] if seen else None
+
+
+def _refuse_other_shape(name: str, given: Any, meant: str, *shapes: tuple[int, ...]) -> None:
+    """Raises InvalidParameter for an array of another shape, which a reshape might take."""
+    if jnp.shape(given) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise InvalidParameterError(f"{name} has shape {list(jnp.shape(given))}, expected {meant}: {expected}")

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,13 @@ def test_it_gives_what_the_engine_gives_with_the_same_seeds(how: Sampling, param
         assert not found.logprobs[at, count:].any()
 
 
+def test_lists_do_as_well(params: ParamTree):
+    expected, _ = generate_fn(params, None, TOKENS, LENGTHS, SEEDS, CFG, max_tokens=2)
+    lists: dict[str, Any] = {"tokens": TOKENS.tolist(), "lengths": LENGTHS.tolist(), "seeds": SEEDS.tolist()}
+    found, _ = generate_fn(params, None, cfg=CFG, max_tokens=2, **lists)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+
+
 def test_a_kv_that_held_anything_gives_the_same_and_is_written_in_place(params: ParamTree):
     spec = kv_spec(params, CFG, rows=3, positions=12)
     dirty = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), state.shapes(spec))
@@ -104,6 +112,22 @@ def test_what_cannot_be_is_refused(change: dict, message: str, params: ParamTree
     given = {"tokens": TOKENS, "lengths": LENGTHS, "seeds": SEEDS, "max_tokens": 3} | change
     with pytest.raises(InvalidParameterError, match=message):
         generate_fn(params, None, cfg=CFG, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 0}, "rows is 0"),
+        ({"positions": 0}, "positions is 0"),
+        ({"positions": 2.5}, "positions is 2.5"),
+        ({"dtype": "float99"}, "dtype is 'float99', expected float32"),
+        ({"attention": "flash"}, "attention is 'flash', expected xla"),
+    ],
+)
+def test_a_kv_that_cannot_be_is_refused(change: dict, message: str, params: ParamTree):
+    asked: dict[str, Any] = {"rows": 1, "positions": 8} | change
+    with pytest.raises(InvalidParameterError, match=message):
+        kv_spec(params, CFG, **asked)
 
 
 def test_padding_may_be_anything(params: ParamTree):

@@ -1,7 +1,10 @@
 """Hidden states and attention weights of the forward, and vectors added to it."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -173,6 +176,15 @@ def test_a_runner_steps_with_the_vectors_of_its_parameters(compiles: list[str]):
         assert compiles == []
 
 
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Calls as users make them: without the checks of signatures that the suite adds."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -180,7 +192,15 @@ def test_a_runner_steps_with_the_vectors_of_its_parameters(compiles: list[str]):
         ({"attention_weights": [3]}, "attention has the layer 3, expected 0 to 2"),
         ({"hidden": [-1]}, "hidden has the layer -1"),
         ({"hidden": [True]}, "hidden has the layer True"),
-        ({"steering": jnp.zeros((2, WIDTH))}, "steering is for 2 layers, the model has 3"),
+        ({"hidden": 1}, "hidden is 1, expected layers"),
+        (
+            {"steering": jnp.zeros((2, WIDTH))},
+            r"steering has shape \[2, 48\], expected .*: \[3, 48\] or \[3, 2, 22, 48\]",
+        ),
+        ({"steering": jnp.zeros(WIDTH)}, r"steering has shape \[48\]"),
+        ({"steering": jnp.zeros((3, 22, 2, WIDTH))}, r"steering has shape \[3, 22, 2, 48\]"),
+        ({"inputs_embeds": jnp.zeros((22, 2, WIDTH))}, r"inputs_embeds has shape \[22, 2, 48\], .*: \[2, 22, 48\]"),
+        ({"inputs_embeds": jnp.zeros((2, WIDTH, 22))}, r"inputs_embeds has shape \[2, 48, 22\]"),
         ({"steering": jnp.zeros((3, WIDTH - 1))}, r"steering has shape \[3, 47\]"),
     ],
 )
@@ -188,6 +208,24 @@ def test_what_is_not_there_cannot_be_watched_or_steered(asked: dict, message: st
     params, cfg = model("mistral")
     with pytest.raises(InvalidParameterError, match=message):
         models.watch(params, tokens_of("mistral"), cfg, **asked)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_tokens_are_integers():
+    params, cfg = model("mistral")
+    with pytest.raises(InvalidParameterError, match="tokens are float32, expected integers"):
+        models.forward(params, jnp.array([[1.7]]), cfg)
+
+
+def test_what_steers_the_parameters_and_what_steers_a_call_are_added():
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")
+    one, other = jax.random.normal(jax.random.key(0), (2, 3, WIDTH))
+    expected = forward(params, tokens, cfg, steering=one + other)
+    np.testing.assert_allclose(forward(steered(params, one), tokens, cfg, steering=other), expected, atol=TOLERANCE)
+    each = jnp.broadcast_to(other[:, None, None], (3, *tokens.shape, WIDTH))
+    np.testing.assert_allclose(forward(steered(params, one), tokens, cfg, steering=each), expected, atol=TOLERANCE)
+    assert float(jnp.abs(expected - forward(params, tokens, cfg, steering=other)).max()) > 0.1
 
 
 def test_groups_of_a_batch_show_their_own_weights():
