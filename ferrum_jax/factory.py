@@ -146,7 +146,7 @@ def _order(config: ExecutorConfig) -> _Order:
     source = open_checkpoint(_checked_path(config.model_info.model_id))
     info = _checked_info(config, source.config)
     _refuse_attention(config.attention_config, source.config)
-    engine = _engine(config, options).over(EngineConfig.from_environment())
+    engine = _engine(config, options).over_environment()
     if config.memory_config.memory_pool_size is not None:
         engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
     plan_ahead(engine, source, device)

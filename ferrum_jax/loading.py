@@ -112,7 +112,7 @@ def load(
         artifacts=_folder_name(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
         quantize=quantize,
     )
-    settings = _merge(asked, engine).over(EngineConfig.from_environment())
+    settings = _merge(asked, engine).over_environment()
     target = find_device(device)
     settings = settings.over(EngineConfig(dtype=default_dtype(target), layout=CHECKPOINT))
     assert settings.dtype is not None
@@ -238,7 +238,7 @@ def load_params(
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
     """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration, no weights."""
-    if not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ConfigError(f"path is {shown(path)}, expected the path of a model")
     try:
         place = Path(path).expanduser()

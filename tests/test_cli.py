@@ -250,3 +250,4 @@ def test_compile_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Pat
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     refused(run("compile", "--clear", "--folder", tmp_path / "open"), "IO", "may be written by others")
+    refused(run("compile", folder, "--folder", tmp_path / "open"), "IO", "no compiled step could be kept")

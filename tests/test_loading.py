@@ -150,6 +150,8 @@ def test_arguments_beat_the_environment_which_beats_the_defaults(folder: Path, m
     monkeypatch.setenv("FERRUM_PREFIX_CACHE", "0")
     with ferrum_jax.load(folder, max_seqs=1, engine=EngineConfig(kv_blocks=4), progress=False) as runner:
         assert (runner.plan.max_seqs, runner.plan.kv_capacity, runner.plan.cache.num_blocks) == (1, 16, 4)
+    with ferrum_jax.load(folder, max_seqs=2, kv_capacity=16, block_size=8, progress=False) as runner:
+        assert runner.plan.cache.num_blocks == 4  # as the arguments fix it
     monkeypatch.setenv("FERRUM_PREFIX_CACHE", "1")
     with ferrum_jax.load(folder, **SMALL) as runner:
         assert runner.cache_metrics_snapshot()["enabled"]
@@ -161,6 +163,8 @@ def test_arguments_beat_the_environment_which_beats_the_defaults(folder: Path, m
 
 
 def test_a_path_that_leads_nowhere_or_to_no_model_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="path is '', expected the path of a model"):
+        ferrum_jax.load("", **SMALL)
     with pytest.raises(NotFoundError, match="nowhere does not exist"):
         ferrum_jax.load(tmp_path / "nowhere")
     with pytest.raises(NotFoundError, match=r"config\.json does not exist"):

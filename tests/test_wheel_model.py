@@ -30,11 +30,10 @@ def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder which is the only index that pip and uv know."""
     folder = tmp_path / "wheels"
     folder.mkdir()
-    for tool in ("PIP", "UV"):
-        monkeypatch.setenv(f"{tool}_NO_INDEX", "1")
-        monkeypatch.setenv(f"{tool}_FIND_LINKS", str(folder))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("UV_NO_CONFIG", "1")
+    settings = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder), "PIP_CONFIG_FILE": os.devnull}
+    settings |= {"UV_OFFLINE": "1", "UV_FIND_LINKS": str(folder), "UV_NO_CONFIG": "1"}
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
     return folder
 
 

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 MAGIC = b"ferrum_jax step 1\n"
 SUFFIX = ".step"
 PROGRAM = re.compile(r"[0-9a-f]{32}")  # what a program's folder is called
+PROBE = "probe"  # a file that is written and removed
 FACTS = "program.json"  # what a folder's steps depend on, for people
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # What JAX, pickle and a compressor raise for what they cannot write or read, as far as it is not the memory's end.
@@ -75,6 +76,7 @@ class Artifacts:
         self.facts = facts
         self._folder = PrivateFolder(root)
         self.num_saved = 0  # in this process
+        self.num_unwritten = 0  # for which the disk had no place, say
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._prepared: set[str] = set()  # digests of programs whose folder is ready to be written
@@ -153,6 +155,8 @@ class Artifacts:
             folder.write(_file_name(name), MAGIC, _checksum(header, artifact.content), header, artifact.content)
         except OSError as problem:
             self._warn(f"compiled steps are not kept for the next start: {problem}")
+            with self._lock:
+                self.num_unwritten += 1
             return None
         with self._lock:
             self.num_saved += 1
@@ -207,6 +211,13 @@ def compile_and_save(name: str, lower: Callable[[], jax.stages.Lowered], artifac
     # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
     kept = artifacts.save(name, executable) if artifacts is not None and _HITS.count() == hits else None
     return Built(executable, kept)
+
+
+def refuse_unwritable(root: Path) -> None:
+    """Raises OSError, PermissionError among them, where no step could be kept."""
+    folder = PrivateFolder(root)
+    folder.write(PROBE, b"")
+    folder.remove(PROBE)
 
 
 def clear(root: Path) -> int:

@@ -93,6 +93,12 @@ class EngineConfig:
         mine = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(other, **mine)
 
+    def over_environment(self) -> Self:
+        """Fills what is None here from the environment, but no `kv_blocks` where the other two fix the pool."""
+        there = self.from_environment()
+        is_fixed = self.max_seqs is not None and self.kv_capacity is not None
+        return self.over(replace(there, kv_blocks=None) if is_fixed else there)
+
 
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):

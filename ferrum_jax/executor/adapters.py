@@ -185,8 +185,8 @@ class Adapters:
 
 
 def _refuse_nameless(name: Any) -> None:
-    if not isinstance(name, str):
-        raise RequestValidationError(f"adapter name {shown(name)}: expected a string")
+    if not isinstance(name, str) or not name:
+        raise RequestValidationError(f"adapter name {shown(name)}: expected a string that is not empty")
 
 
 def _called(name: str | None) -> str:

@@ -33,6 +33,8 @@ def from_params(
         UnsupportedError: the parameters lie on several devices.
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
+    if not isinstance(cfg, ModelConfig):
+        raise InvalidParameterError(f"cfg is a {type(cfg).__name__}, expected a ModelConfig: models.config_from_hf")
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array):
             raise InvalidParameterError(f"a parameter is a {type(leaf).__name__}, expected arrays of JAX on a device")
@@ -59,7 +61,7 @@ def from_params(
                 f"{name} is {getattr(given, name)!r}, which belongs to `load`: parameters are as they are"
             )
     refuse_unlike(params, cfg, layout)
-    asked = theirs.over(given).over(EngineConfig.from_environment())
+    asked = theirs.over(given).over_environment()
     cfg = cfg.reaching(asked.kv_capacity or 0)
     plan = plan_beside(params, asked, cfg, platform=device.platform, free_bytes=free_bytes(device))
     return ModelRunner(params, cfg, plan, device=device, strict=strict)

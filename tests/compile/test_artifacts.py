@@ -298,6 +298,8 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
     cache = _cache(tmp_path / "artifacts")
     cache.warmup([ONE, TWO, THREE])
     assert _counts(cache) == (3, 0, 0, 0)
+    assert cache._artifacts is not None
+    assert (cache._artifacts.num_saved, cache._artifacts.num_unwritten) == (0, 3)
     assert caplog.messages == ["compiled steps are not kept for the next start: [Errno 28] No space left on device"]
 
 

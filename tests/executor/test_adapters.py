@@ -105,6 +105,8 @@ def test_an_adapter_that_cannot_be_read_is_not_found(runner: ModelRunner, tmp_pa
         runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path=str(tmp_path / "nowhere")))
     with pytest.raises(NotFoundError, match="nowhere"):
         runner.load_lora("x", tmp_path / "nowhere")
+    with pytest.raises(RequestValidationError, match="expected a string that is not empty"):
+        runner.load_lora("", tmp_path)
     with pytest.raises(NotFoundError, match="'x' is not loaded"):
         runner.unload_lora("x")
     assert runner.lora_metrics_snapshot() == before

@@ -1,6 +1,7 @@
 """A runner of parameters that are there already."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,12 @@ def test_what_is_no_tree_of_parameters_is_refused(params: ParamTree):
     for message, tree in cases.items():
         with pytest.raises(InvalidParameterError, match=message):
             ferrum_jax.from_params(tree, CFG, engine=ENGINE)
+
+
+def test_a_configuration_of_hugging_face_is_refused_with_what_makes_one_of_it(params: ParamTree):
+    config: Any = {"model_type": "qwen3"}
+    with pytest.raises(InvalidParameterError, match="cfg is a dict, expected a ModelConfig"):
+        ferrum_jax.from_params(params, config, engine=ENGINE)
 
 
 @pytest.mark.parametrize(
