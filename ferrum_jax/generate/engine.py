@@ -6,12 +6,12 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, ScoreRow, UnifiedRow
 from ferrum_jax.generate import bursts
-from ferrum_jax.generate.collecting import is_collecting
+from ferrum_jax.generate.collecting import is_collecting, watch_collector
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
@@ -42,11 +42,12 @@ class Engine:
         self._lock = threading.Lock()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._dropped: deque[Request] = deque()  # given up by the garbage collector, and not forgotten yet
+        self._dropped: deque[Request] = deque()  # given up, and not forgotten yet
         self._is_unified = True
         self._has_run = False  # a unified forward has succeeded, so a later refusal is not about the method
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count()
+        watch_collector()
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compiles what choosing and drafting may need; the model's own steps are its owner's business."""
@@ -75,13 +76,20 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Forgets a request and frees what it holds; one that is done already is no error.
 
-        The garbage collector may call this in the middle of anything, `step` included: what it gives up holds its place
-        until the next call.
+        It never waits. During a step the end of that step frees it. The garbage collector may call this at any point of
+        a thread, in the middle of a call of the model, say: what it gives up holds its place until the next call here.
         """
         self._dropped.append(request)
         if not is_collecting():
-            with self._lock:
+            self.forget_dropped()
+
+    def forget_dropped(self) -> None:
+        """Frees what was given up, unless somebody is at work, who does it afterwards."""
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
                 self._forget_dropped()
+            finally:
+                self._lock.release()
 
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token, or several.
@@ -95,7 +103,7 @@ class Engine:
         refuses alone fail. Any other error of the model is stored in every request of the batch. The owners raise it.
         After anything else, an interrupt say, the requests of the batch are read anew by the next step.
         """
-        with self._lock:
+        with self._alone():
             self._forget_dropped()
             self._admit()
             if self._running:
@@ -103,13 +111,20 @@ class Engine:
 
     def reset(self) -> None:
         """Resets the model; running requests are read anew by the next step, so that their answers stay the same."""
-        with self._lock:
-            self._forget_dropped()
+        with self._alone():
             self.model.reset()
             self._read_anew(self._running)
             self._room = self._max_rows
             if self.speculator is not None:
                 self.speculator.source.reset()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            self.forget_dropped()
 
     def _attempt(self, batch: Sequence[Request]) -> None:
         try:
@@ -125,6 +140,7 @@ class Engine:
                 self._attempt_singly(batch)
         except BaseException:
             self._read_anew(self._running)
+            self._running = [request for request in self._running if not request.is_done]
             raise
 
     def _attempt_singly(self, batch: Sequence[Request]) -> None:
@@ -200,11 +216,12 @@ class Engine:
 
     def _forget_dropped(self) -> None:
         while self._dropped:
-            request = self._dropped.popleft()
+            request = self._dropped[0]  # an interrupt leaves it there for the next call
             if request in self._running:
                 self._leave(request)
             elif request in self._waiting:
                 self._waiting.remove(request)
+            self._dropped.popleft()
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._room:
@@ -276,9 +293,9 @@ class Engine:
                 self._leave(request)
 
     def _leave(self, request: Request) -> None:
+        self._release(request)  # before nobody knows of it: an interrupt may come in between
         self._running.remove(request)
         self._room = self._max_rows
-        self._release(request)
 
     def _release(self, request: Request) -> None:
         # A model that failed or was closed refuses this too; its reset frees everything.

@@ -116,7 +116,8 @@ class LLM:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner below; a model that is none has no such thing."""
+        """The runner below, free of answers that were given up; a model that is none has no such thing."""
+        self._engine.forget_dropped()
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
         return self.model
@@ -208,6 +209,8 @@ class LLM:
 
     def _finish(self, groups: Sequence[Sequence[Request]], track: Track | None, *, return_errors: bool = False) -> None:
         """Runs groups of requests that begin alike, of which the first has the others as its copies."""
+        if not groups:
+            self.model.kv_capacity()  # which a closed model refuses
         try:
             for first, *_ in groups:
                 self._engine.submit(first)
@@ -237,6 +240,7 @@ class LLM:
         """
         request = self._request(prompt, params_of_each(params, 1)[0])
         cache_id = request.cache_id
+        self._engine.forget_dropped()
         try:
             self.model.prepare(cache_id, len(request.prompt))
             self._engine.prepare(cache_id, request.prompt, request.params)
@@ -316,7 +320,11 @@ class LLM:
         else:
             before, after = self._ids(prompt), self._ids(continuation, is_first=False)
         if not before or not after:
-            joined = ", both texts being tokenised as one" if isinstance(prompt, str) else ""
+            joined = (
+                ", both texts being tokenised as one"
+                if isinstance(prompt, str) and isinstance(continuation, str)
+                else ""
+            )
             raise RequestValidationError(
                 f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{joined}"
             )

@@ -92,7 +92,9 @@ def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, coun
 
 def params_of_one(given: SamplingParams | None) -> SamplingParams:
     """Gives the params of a single answer; raises RequestValidationError where they ask for several."""
-    (params,) = params_of_each(given, 1)
+    if not isinstance(given, SamplingParams | None):
+        raise RequestValidationError(f"params are {shown(given)}, expected SamplingParams")
+    params = SamplingParams() if given is None else given
     if params.n != 1:
         raise RequestValidationError(f"n is {params.n}: `generate` gives several answers, this call gives one")
     return params

@@ -1,6 +1,6 @@
 """Prompts in every form that a caller may give them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -40,11 +40,15 @@ def _listed(name: str, given: Any) -> list[Any]:
     """Gives what an array or an iterable holds, its numbers as Python's."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         raise RequestValidationError(f"{name} is of bytes: give text, or token ids")
-    try:
-        if hasattr(given, "ndim"):  # an array, of JAX perhaps
-            given = np.asarray(given).tolist()
-        if isinstance(given, Iterable):
-            return [np.asarray(one).item() if getattr(one, "ndim", None) == 0 else one for one in given]
-    except RuntimeError as problem:  # a deleted array
-        raise RequestValidationError(f"{name} cannot be read: {problem}") from None
+    if hasattr(given, "ndim"):
+        given = _read(name, given)
+    if isinstance(given, Iterable) and not isinstance(given, (Mapping, Set)):  # whose order says nothing
+        return [_read(name, one) if getattr(one, "ndim", None) == 0 else one for one in given]
     raise RequestValidationError(f"{name} is {shown(given)}, expected text, token ids, or a list of prompts")
+
+
+def _read(name: str, array: Any) -> Any:
+    """Gives an array of NumPy or JAX as Python's lists and numbers."""
+    if getattr(array, "is_deleted", bool)():
+        raise RequestValidationError(f"{name} cannot be read: the array has been deleted")
+    return np.asarray(array).tolist()

@@ -45,16 +45,15 @@ def kv_spec(
     for name, value in (("rows", rows), ("positions", positions)):
         if not is_integer(value) or value < 1:
             raise InvalidParameterError(f"{name} is {shown(value)}, expected an integer of at least 1")
-    dtype = activation_dtype(params).name if dtype is None else dtype
     for name, value, known in (("dtype", dtype, DTYPES), ("attention", attention, ATTENTIONS)):
-        if value not in known:
+        if value is not None and value not in known:
             raise InvalidParameterError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
     block_size = min(positions, BLOCK)
     return cache_spec(
         cfg,
         num_blocks=rows * -(-positions // block_size),
         block_size=block_size,
-        dtype=dtype,
+        dtype=activation_dtype(params).name if dtype is None else dtype,
         attention=attention,
     )
 

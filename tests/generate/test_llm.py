@@ -129,6 +129,8 @@ REFUSED: dict[str, tuple[Any, type[FerrumError], str]] = {
     "nothing in a list": ([None], RequestValidationError, "the prompt is None"),
     "numbers that are no ids": (np.array([1.0, 2.0]), RequestValidationError, "the prompt is 1.0"),
     "no prompt at all": (7, RequestValidationError, "prompts is 7"),
+    "a mapping": ({"cab": 1}, RequestValidationError, "prompts is {'cab': 1}"),
+    "a set of ids": ([{1, 2}], RequestValidationError, "the prompt is {1, 2}"),
 }
 
 
@@ -164,6 +166,18 @@ def test_params_that_are_none_are_refused(params: Any):
     llm, _ = counting()
     with pytest.raises(RequestValidationError, match="SamplingParams"):
         llm.generate([[1]], params)
+    with pytest.raises(RequestValidationError, match="expected SamplingParams"):
+        llm.stream([1], params)
+
+
+def test_what_goes_wrong_while_prompts_are_made_is_the_callers_to_see():
+    def read() -> Iterator[str]:
+        yield "cab"
+        raise RuntimeError("the file is gone")
+
+    prompts: Any = read()
+    with pytest.raises(RuntimeError, match="the file is gone"):
+        counting()[0].generate(prompts)
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text():
@@ -219,12 +233,16 @@ def test_an_abandoned_stream_frees_what_it_holds(how: str):
     assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
 
 
-def test_a_stream_that_the_garbage_collector_finds_in_the_middle_of_a_step_waits_for_the_next_call():
-    llm, model = counting()
-    stream = llm.stream("cab")
+def lose_a_stream(llm: LLM) -> None:
+    """Leaves a stream that has begun to the garbage collector."""
+    stream = llm.stream([2, 0, 1])
     next(stream)
     cycle: list[Any] = [stream]
     cycle.append(cycle)
+
+
+def test_a_stream_that_the_garbage_collector_finds_in_the_middle_of_a_step_waits_for_the_next_call():
+    llm, model = counting()
     prefill, collected = model.prefill, []
 
     def collecting(cache_id: str, tokens: Sequence[int]) -> Logits:
@@ -234,18 +252,84 @@ def test_a_stream_that_the_garbage_collector_finds_in_the_middle_of_a_step_waits
     model.prefill = collecting
     gc.disable()
     try:
-        del stream, cycle
+        lose_a_stream(llm)
+        collected.clear()
         outs: list[Any] = []
-        worker = threading.Thread(
-            target=lambda: outs.extend(llm.generate([[1]], SamplingParams(max_tokens=3))), daemon=True
-        )
-        worker.start()
-        worker.join(timeout=60)
+        ask_in_a_thread(llm, outs)
     finally:
         gc.enable()
     assert collected
     assert outs, "the step waits for itself"
     assert outs[0].token_ids == answer(model, [1], 3)
+    assert model.lengths == {}
+
+
+def ask_in_a_thread(llm: LLM, outs: list[Any]) -> None:
+    """Asks for three tokens after [1] and gives up after a minute."""
+    worker = threading.Thread(
+        target=lambda: outs.extend(llm.generate([[1]], SamplingParams(max_tokens=3))), daemon=True
+    )
+    worker.start()
+    worker.join(timeout=60)
+
+
+@pytest.mark.parametrize("after", ["prepare", "set_params"])
+def test_a_stream_that_was_collected_is_in_nobodys_way(after: str, runner: ModelRunner):
+    llm = LLM.from_model(runner, letters(), max_rows=5, chunk_tokens=16)
+    lose_a_stream(llm)
+    assert runner._sequences.slots.cache_ids
+    gc.collect()
+    held = [f"x{at}" for at in range(4)] if after == "prepare" else []  # of five slots
+    for cache_id in held:
+        runner.prefill(cache_id, [1])
+    if after == "prepare":
+        llm.prepare([4, 5])
+    else:
+        llm.runner.set_params(runner.params)
+    for cache_id in held:
+        runner.release(cache_id)
+    assert not runner._sequences.slots.cache_ids
+
+
+@pytest.mark.parametrize("how", ["closed", "dropped"])
+def test_a_stream_given_up_in_the_middle_of_a_step_is_freed_after_it(how: str):
+    llm, model = counting()
+    streams = [llm.stream("cab")]
+    next(streams[0])
+    prefill, lengths = model.prefill, []
+
+    def closing(cache_id: str, tokens: Sequence[int]) -> Logits:
+        if streams:
+            if how == "closed":
+                streams[0].close()
+            streams.clear()
+            lengths.append(len(model.lengths))
+        return prefill(cache_id, tokens)
+
+    model.prefill = closing
+    outs: list[Any] = []
+    ask_in_a_thread(llm, outs)
+    assert outs, "the step waits for itself"
+    assert lengths == [1]
+    assert outs[0].token_ids == answer(model, [1], 3)
+    assert model.lengths == {}
+
+
+@pytest.mark.parametrize("when", ["finished", "given up"])
+def test_an_interrupt_of_a_release_leaves_nothing_behind(when: str):
+    llm, model = counting()
+    release = model.release
+
+    def interrupted(cache_id: str) -> None:
+        model.release = release
+        raise KeyboardInterrupt
+
+    stream = llm.stream([1, 2])
+    next(stream)
+    model.release = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        list(stream) if when == "finished" else stream.close()
+    assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
     assert model.lengths == {}
 
 
@@ -453,6 +537,10 @@ def test_a_closed_model_says_so(params: ParamTree):
         pass
     with pytest.raises(CancelledError, match="closed"):
         llm.generate(IDS[:1])
+    with pytest.raises(CancelledError, match="closed"):
+        llm.generate([])
+    with pytest.raises(CancelledError, match="closed"):
+        assert llm.runner.params
     with pytest.raises(CancelledError, match="closed"):
         llm.__enter__()
 
