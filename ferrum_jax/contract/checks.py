@@ -124,6 +124,12 @@ def checked_rows(name: str, rows: Iterable[Any], fields: str) -> list[tuple[Any,
     return [tuple(row) for row in listed]
 
 
+def refuse_none(name: str, given: Any) -> None:
+    """Raises RequestValidation for what must be given."""
+    if given is None:
+        raise RequestValidationError(f"{name} are None, expected one for each row")
+
+
 def refuse_unequal(num_rows: int, policies: Sequence[Any]) -> None:
     """Raises RequestValidation unless there is one policy per row."""
     given = _count("policies", policies)

@@ -96,10 +96,14 @@ class Adapters:
             DeviceError: the device failed; nothing changed.
         """
         assert self.spec is not None
-        if name in self._loaded:
-            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {self._loaded[name].path}")
+        older = self._loaded.get(name)
+        if older is not None and (is_pinned or not self._is_idle(older)):
+            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path}")
         tree = lay_out(read, self.spec, self.dtype)
-        evicted = [] if len(self._loaded) < self.spec.max_loras else [self._idle()]
+        if older is not None:
+            evicted = [older]
+        else:
+            evicted = [] if len(self._loaded) < self.spec.max_loras else [self._first_idle()]
         used = {one.row for one in self._loaded.values()} - {one.row for one in evicted}
         row = min(set(range(self.spec.max_loras)) - used)
         install = self.steps.get(InstallKey(self.spec.max_loras, self.spec.max_rank))
@@ -125,24 +129,28 @@ class Adapters:
         return self._loaded.pop(name)
 
     def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
-        """Gives the loaded adapter of that name, None if there is none.
+        """Gives the loaded adapter of that name, None if there is none, or one from another path that may go.
 
         Raises:
-            AlreadyExistsError: it came from another path.
+            AlreadyExistsError: it came from another path, and was loaded by name or is in use.
         """
         found = self._loaded.get(adapter.name)
-        if found is not None and found.path != os.fspath(adapter.path):
-            raise AlreadyExistsError(f"adapter {adapter.name!r} is loaded from {found.path}, not from {adapter.path}")
-        return found
+        if found is None or _is_path(found.path, adapter.path):
+            return found
+        if self._is_idle(found):
+            return None
+        raise AlreadyExistsError(f"adapter {adapter.name!r} is loaded from {found.path}, not from {adapter.path}")
 
     def refuse_rebinding(self, cache_id: str, adapter: ActiveLoraAdapter | None, length: int) -> None:
         """Raises RequestValidation if a sequence with positions would change its adapter."""
         bound = self._bound.get(cache_id)
-        same = bound is None if adapter is None else bound is not None and bound.name == adapter.name
-        if length and not same:
+        if adapter is None or bound is None:
+            is_same = adapter is bound
+        else:
+            is_same = bound.name == adapter.name and _is_path(bound.path, adapter.path)
+        if length and not is_same:
             raise RequestValidationError(
-                f"{cache_id!r} holds {length} positions of {_called(bound and bound.name)}, it cannot go on with "
-                f"{_called(adapter and adapter.name)}"
+                f"{cache_id!r} holds {length} positions of {_called(bound)}, it cannot go on with {_called(adapter)}"
             )
 
     def bind(self, cache_id: str, adapter: LoadedAdapter | None) -> None:
@@ -171,11 +179,14 @@ class Adapters:
             "position": "real-inference",
         }
 
-    def _idle(self) -> LoadedAdapter:
-        """Finds the adapter to give way: not loaded by name, bound to nothing, used longest ago."""
-        bound = set(map(id, self._bound.values()))
+    def _is_idle(self, adapter: LoadedAdapter) -> bool:
+        """True of one that may go: not loaded by name, and bound to nothing."""
+        return not adapter.is_pinned and all(one is not adapter for one in self._bound.values())
+
+    def _first_idle(self) -> LoadedAdapter:
+        """Finds the adapter to give way, of those that may go the one used longest ago."""
         for one in self._loaded.values():
-            if not one.is_pinned and id(one) not in bound:
+            if self._is_idle(one):
                 return one
         raise ResourceExhaustedError(
             f"need room for 1 adapter, all {len(self._loaded)} of max_loras are loaded by name or in use",
@@ -189,8 +200,13 @@ def _refuse_nameless(name: Any) -> None:
         raise RequestValidationError(f"adapter name {shown(name)}: expected a string that is not empty")
 
 
-def _called(name: str | None) -> str:
-    return "no adapter" if name is None else f"adapter {name!r}"
+def _called(adapter: LoadedAdapter | ActiveLoraAdapter | None) -> str:
+    return "no adapter" if adapter is None else f"adapter {adapter.name!r} from {os.fspath(adapter.path)}"
+
+
+def _is_path(one: str, other: str | os.PathLike[str]) -> bool:
+    """True of two spellings of a path."""
+    return os.path.abspath(one) == os.path.abspath(other)
 
 
 def with_adapters(plan: StepPlan, uses: Sequence[int]) -> StepPlan:

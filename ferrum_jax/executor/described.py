@@ -37,7 +37,8 @@ class Described(DecoderOnlyLLM):
 
     @property
     def params(self) -> ParamTree:
-        """The parameters that are served; empty after `close`."""
+        """The parameters that are served; raises CancelledError after `close`."""
+        self._life.refuse_closed()
         return self._device.params
 
     @property

@@ -46,18 +46,26 @@ def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequenc
         else:
             point.note(live)
         opened.append(live)
-        options, model = row.options, ledger.model
-        if options.adapter is not None and options.adapter != live.adapter:
-            model.set_lora_adapter_for_cache(live.cache_id, options.adapter)
-            live.adapter = options.adapter
+        options = row.options
         if options.capacity_hint is not None:
-            model.prepare_kv_capacity(live.cache_id, options.capacity_hint)
+            ledger.model.prepare_kv_capacity(live.cache_id, options.capacity_hint)
         if options.admission_target is not None:
             most = max(options.admission_target, live.length + len(row.tokens))
             requests.append(KvSlotRequest(cache_id=live.cache_id, target_len=live.length, admission_target_len=most))
+        elif _changes_adapter(row, live):  # another may be given up for it: not for a call that gets no slot
+            least = live.length + 1
+            requests.append(KvSlotRequest(cache_id=live.cache_id, target_len=live.length, admission_target_len=least))
     if requests:
         ledger.model.reserve_kv_slots(requests)
+    for row, live in zip(rows, opened, strict=True):
+        if _changes_adapter(row, live):
+            ledger.model.set_lora_adapter_for_cache(live.cache_id, row.options.adapter)
+            live.adapter = row.options.adapter
     return opened
+
+
+def _changes_adapter(row: RowInput, live: TrackedSequence) -> bool:
+    return row.options.adapter is not None and row.options.adapter != live.adapter
 
 
 def prefill(point: Savepoint, opened: Sequence[TrackedSequence], rows: Sequence[RowInput]) -> list[Prefilled]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ferrum_jax.contract.checks import checked_id
 from ferrum_jax.contract.errors import CancelledError, FerrumError, RequestValidationError
+from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
 
@@ -26,6 +27,7 @@ class TrackedSequence:
     is_told: bool = False  # the model itself has told this length
     adapter: ActiveLoraAdapter | None = None
     moves: int = 0  # times its length was changed here
+    reserved: int = 0  # positions made writable for it here
 
 
 class Ledger:
@@ -70,6 +72,12 @@ class Ledger:
         """Raises once the executor shuts down."""
         if self._is_closed:
             raise CancelledError("this executor is shut down")
+
+    def refuse_unless_ready(self) -> None:
+        """As `refuse_closed`, and raises what a model says that has failed or is closed."""
+        self.refuse_closed()
+        if self.model.state is not ExecutorState.Ready:
+            self.model.kv_capacity()
 
     def close(self) -> None:
         """Lets no further caller in; whoever holds the model finishes. Needs no lock."""
@@ -133,8 +141,13 @@ class Ledger:
         """Rolls a sequence back; a length past its end is no error."""
         if new_len < live.length:
             self.model.truncate_kv(live.cache_id, new_len)
-            live.length = new_len
+            live.length, live.reserved = new_len, 0
             live.moves += 1
+
+    def reserve_again(self, live: TrackedSequence) -> None:
+        """Makes writable what a caller had reserved, after a roll back that they did not ask for freed it."""
+        if live.reserved > live.length:
+            self.model.reserve_kv_slots([KvSlotRequest(cache_id=live.cache_id, target_len=live.reserved)])
 
     def fork(self, live: TrackedSequence) -> TrackedSequence:
         """Makes a copy under a new id that shares blocks until either writes."""
@@ -157,6 +170,9 @@ class Ledger:
         if reservation is not None:
             for cache_id in new:
                 self.create(cache_id)
+            for request in requests:
+                live = self._live[request.cache_id]
+                live.reserved = max(live.reserved, request.target_len)
         return reservation
 
     def cache_metrics(self) -> dict[str, Any]:

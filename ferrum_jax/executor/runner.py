@@ -12,7 +12,7 @@ from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.buckets import AnyKey
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int
+from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int, refuse_none
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
 from ferrum_jax.contract.errors import RequestValidationError, shown
 from ferrum_jax.contract.execution import ExecutorState
@@ -108,6 +108,7 @@ class ModelRunner(Closing, Described):
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
         """As `decode_batch`; of greedy rows only the token id crosses to the host."""
+        refuse_none("policies", policies)
         rows = self._decode(batch, policies)
         self._count_decodes(len(rows))
         return [expected(row) for row in rows]
@@ -149,6 +150,7 @@ class ModelRunner(Closing, Described):
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`; of greedy rows only the token id crosses to the host."""
+        refuse_none("policies", policies)
         return [*self._unify(items, policies)]
 
     @serialised

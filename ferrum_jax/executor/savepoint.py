@@ -78,6 +78,7 @@ class Savepoint:
         try:
             self.ledger.model.truncate_kv(cache_id, length)
             live.length = min(live.length, length)
+            self.ledger.reserve_again(live)
         except UnsupportedError:
             if live.length != length:
                 self.ledger.release(cache_id)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import buckets
 from ferrum_jax.compile.buckets import AnyKey, CopyKey, ScoreKey, SelectKey, StepKey, StepPlan, choose_bucket
 from ferrum_jax.compile.steps import StepCache
-from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.contract.errors import IOError, NotFoundError, RequestValidationError
 from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.scoring import TokenScores
@@ -222,7 +222,10 @@ class Sequences:
             self.adapters.bind(cache_id, None)
             return
         if self.adapters.find(adapter) is None:
-            read = self.adapters.read(adapter.path)
+            try:
+                read = self.adapters.read(adapter.path)
+            except IOError as problem:
+                raise NotFoundError(str(problem)) from problem
             self.install(adapter.name, read, os.fspath(adapter.path), is_pinned=False)
         self.adapters.bind(cache_id, self.adapters.find(adapter))
 

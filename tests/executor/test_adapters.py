@@ -89,7 +89,10 @@ def test_a_sequence_with_positions_keeps_its_adapter(runner: ModelRunner, adapte
     for other in (None, active("two", adapter_folders)):
         with pytest.raises(RequestValidationError, match="holds 8 positions of adapter 'one'"):
             runner.set_lora_adapter_for_cache("a", other)
+    with pytest.raises(RequestValidationError, match=r"it cannot go on with adapter 'one' from .*two"):
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="one", path=adapter_folders["two"]))
     runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="one", path=f"{adapter_folders['one']}/x/../"))
     runner.prefill("b", TOKENS)
     with pytest.raises(RequestValidationError, match="positions of no adapter"):
         runner.set_lora_adapter_for_cache("b", active("one", adapter_folders))
@@ -110,6 +113,25 @@ def test_an_adapter_that_cannot_be_read_is_not_found(runner: ModelRunner, tmp_pa
     with pytest.raises(NotFoundError, match="'x' is not loaded"):
         runner.unload_lora("x")
     assert runner.lora_metrics_snapshot() == before
+
+
+def test_an_adapter_whose_configuration_is_a_folder_is_not_found(runner: ModelRunner, tmp_path: Path):
+    (tmp_path / "adapter_config.json").mkdir()
+    with pytest.raises(NotFoundError, match=r"adapter_config.json cannot be read"):
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path=str(tmp_path)))
+
+
+def test_an_adapter_that_nobody_uses_makes_room_for_its_next_version(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
+):
+    next_version = ActiveLoraAdapter(name="one", path=adapter_folders["two"])
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    with pytest.raises(AlreadyExistsError, match="not from"):
+        runner.set_lora_adapter_for_cache("b", next_version)
+    runner.release("a")
+    runner.set_lora_adapter_for_cache("b", next_version)
+    np.testing.assert_allclose(runner.prefill("b", TOKENS), oracles["two"](TOKENS)[-1], atol=1e-4, rtol=0)
+    assert runner.lora_metrics_snapshot()["adapter_count"] == 1
 
 
 def test_a_name_stands_for_one_path(runner: ModelRunner, adapter_folders: dict[str, str]):

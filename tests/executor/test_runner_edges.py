@@ -109,6 +109,14 @@ REFUSALS = {
     "policies of another number": Refusal(
         lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], []), RequestValidationError, "1 rows need"
     ),
+    "no policies": Refusal(
+        lambda r: r.decode_batch_with_logits_policy([("a", 1, 10)], wrong(None)), RequestValidationError, "are None"
+    ),
+    "no policies of items": Refusal(
+        lambda r: r.unified_forward_with_logits_policy([("a", [1], 10, True)], wrong(None)),
+        RequestValidationError,
+        "policies are None",
+    ),
     "a row of another width": Refusal(
         lambda r: r.decode_batch([("b", 1, 2), wrong(("a", 1))]), RequestValidationError, "row 1 of batch"
     ),

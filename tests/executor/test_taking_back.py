@@ -1,0 +1,140 @@
+"""An executor over a runner: what a refused or taken back call leaves as it was, reservations and adapters among it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from ferrum_jax import LlmExecutor
+from ferrum_jax.contract import KvSlotRequest, ModelInfo, UnifiedBatch
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    DeviceError,
+    RequestValidationError,
+    ResourceExhaustedError,
+)
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.asking import prompt, run, token
+from tests.executor.conftest import ENGINE, make_runner
+
+TEXT = list(range(1, 21))
+
+
+@pytest.fixture(scope="module")
+def shared(params: ParamTree) -> Iterator[ModelRunner]:
+    engine = replace(
+        ENGINE, prefix_cache=True, max_loras=1, max_lora_rank=4, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,)
+    )
+    with make_runner(params, engine) as runner:
+        yield runner
+
+
+@pytest.fixture
+def runner(shared: ModelRunner) -> ModelRunner:
+    shared.reset()
+    return shared
+
+
+def under(name: str, folders: dict[str, str], **more: Any) -> dict[str, Any]:
+    return {"ferrum_lora_adapter": name, "ferrum_lora_path": folders[name], **more}
+
+
+@pytest.mark.parametrize("why", ["slots", "capacity"])
+def test_a_refused_call_gives_no_other_adapter_up(why: str, runner: ModelRunner, adapter_folders: dict[str, str]):
+    executor = LlmExecutor(runner)
+    first = run(executor.prefill(prompt(TEXT, metadata=under("one", adapter_folders))))
+    executor.release_cache(first.kv_cache.cache_id)
+    before = list(runner._adapters._loaded), runner.cache_metrics_snapshot()["entries"]
+    assert before[0] == ["one"]
+    assert before[1]
+    if why == "slots":
+        for at in range(4):
+            runner.prepare(f"x{at}", 1)
+        with pytest.raises(ResourceExhaustedError):
+            run(executor.prefill(prompt(TEXT, metadata=under("two", adapter_folders))))
+    else:
+        asked = under("two", adapter_folders, ferrum_kv_capacity_hint=1000)
+        with pytest.raises(RequestValidationError):
+            run(executor.prefill(prompt(TEXT, metadata=asked)))
+    assert (list(runner._adapters._loaded), runner.cache_metrics_snapshot()["entries"]) == before
+
+
+def reserved(executor: LlmExecutor, runner: ModelRunner) -> tuple[Any, int]:
+    """Begins a sequence, makes 40 positions of it writable, and gives its handle and the blocks that stay free."""
+    handle = run(executor.prefill(prompt(TEXT[:10]))).kv_cache
+    executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=40)])
+    free = runner.kv_slot_capacity_snapshot().free_blocks
+    executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=40)])
+    assert runner.kv_slot_capacity_snapshot().free_blocks == free
+    return handle, free
+
+
+def test_a_refused_cohort_leaves_what_was_reserved(runner: ModelRunner):
+    executor = LlmExecutor(runner)
+    handle, free = reserved(executor, runner)
+    runner.prefill("one", [1] * 40)
+    runner.prefill("other", [2] * 8 * (free - 8))
+    free = runner.kv_slot_capacity_snapshot().free_blocks
+    whole = {"ferrum_require_full_logits": True}
+    with pytest.raises(ResourceExhaustedError):
+        run(executor.batch_prefill([prompt([1, 2], handle), prompt([7] * 30, metadata=whole), prompt([9] * 16)]))
+    assert runner.kv_slot_capacity_snapshot().free_blocks == free
+    assert runner.kv_len(handle.cache_id) == 10
+    assert run(executor.decode(token(3, handle))).kv_cache.num_tokens == 11
+
+
+def test_speculation_that_is_rejected_leaves_what_was_reserved(runner: ModelRunner):
+    executor = LlmExecutor(runner)
+    handle, free = reserved(executor, runner)
+    out = run(executor.speculative_decode(token(3, handle), [5] * 9, 1.0))
+    assert out.acceptance_count < 9
+    assert runner.kv_slot_capacity_snapshot().free_blocks == free
+    run(executor.truncate_kv(out.kv_cache, 3))  # which the caller asks for
+    assert runner.kv_slot_capacity_snapshot().free_blocks > free
+    more = runner.kv_slot_capacity_snapshot().free_blocks
+    handle = executor.handle(handle.cache_id)
+    run(executor.speculative_decode(token(3, handle), [5] * 4, 1.0))
+    assert runner.kv_slot_capacity_snapshot().free_blocks == more
+
+
+def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
+    params: ParamTree, monkeypatch: pytest.MonkeyPatch
+):
+    runner = make_runner(params, ENGINE)
+    executor = LlmExecutor(runner)
+    calls = (
+        executor.kv_capacity,
+        executor.supports_native_unified_decode,
+        lambda: executor.supports_batch_size(1),
+        lambda: run(executor.batch_decode([])),
+        lambda: run(executor.batch_prefill([])),
+        lambda: run(executor.unified_decode(UnifiedBatch([]))),
+    )
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner._steps, "get", lambda _: fail)
+        with pytest.raises(DeviceError, match="injected"):
+            run(executor.prefill(prompt(TEXT)))
+    for call in calls:
+        with pytest.raises(DeviceError, match="only reset"):
+            call()
+    runner.reset()
+    assert [call() for call in calls[:3]] == [44, True, True]
+    assert [call() for call in calls[3:]] == [[], [], []]
+    runner.close()
+    for call in calls:
+        with pytest.raises(CancelledError, match="closed"):
+            call()
+
+
+def test_information_that_is_none_is_refused(runner: ModelRunner):
+    info: Any = "x"
+    with pytest.raises(RequestValidationError, match="info is a str, expected a ModelInfo"):
+        LlmExecutor(runner, info)
+    assert isinstance(LlmExecutor(runner).info(), ModelInfo)
