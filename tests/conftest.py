@@ -52,6 +52,14 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Calls as users make them: without the checks of signatures that the suite adds."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
 def compiles() -> Iterator[list[str]]:
     """Every backend compilation of the process, whatever asked for it."""
     seen: list[str] = []

@@ -25,7 +25,7 @@ from ferrum_jax.models.registry import family as family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.models.watching import Seen as Seen
 from ferrum_jax.models.watching import Watch as Watch
-from ferrum_jax.models.watching import added, checked_watch
+from ferrum_jax.models.watching import added, checked_watch, summed
 from ferrum_jax.models.watching import steered as steered
 
 config_from_hf = ModelConfig.from_hf
@@ -136,9 +136,16 @@ def _run(
     batch, length = tokens.shape
     layers, width = cfg.num_hidden_layers, cfg.hidden_size
     each = (batch, length, width)
+    if adapters is not None:
+        adapters = jnp.asarray(adapters)
+        _refuse_other_shape("adapters", adapters, "[B]", (batch,))
+        if not jnp.issubdtype(adapters.dtype, jnp.integer):
+            raise InvalidParameterError(f"adapters are {adapters.dtype}, expected integers")
     if inputs_embeds is not None:
+        inputs_embeds = jnp.asarray(inputs_embeds)
         _refuse_other_shape("inputs_embeds", inputs_embeds, "[B, T, D]", each)
     if steering is not None:
+        steering = jnp.asarray(steering)
         _refuse_other_shape("steering", steering, "[L, D] or [L, B, T, D]", (layers, width), (layers, *each))
     cfg = cfg.reaching(length)
     dtype = activation_dtype(params)
@@ -156,15 +163,14 @@ def _run(
     flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
     if steering is not None:
         given = steering[:, None] if steering.ndim == 2 else steering.reshape(layers, batch * length, width)
-        there = added(params, cfg)
-        params = steered(params, given if there is None else given + there)
+        params = steered(params, summed(given, added(params, cfg)))
     options = {} if chosen is None else {"watch": chosen}
     logits, _, *seen = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras, attention, **options)
     return logits.reshape(batch, length, -1), seen[0] if seen else None
 
 
-def _refuse_other_shape(name: str, given: Any, meant: str, *shapes: tuple[int, ...]) -> None:
+def _refuse_other_shape(name: str, given: jax.Array, meant: str, *shapes: tuple[int, ...]) -> None:
     """Raises InvalidParameter for an array of another shape, which a reshape might take."""
-    if jnp.shape(given) not in shapes:
+    if given.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise InvalidParameterError(f"{name} has shape {list(jnp.shape(given))}, expected {meant}: {expected}")
+        raise InvalidParameterError(f"{name} has shape {list(given.shape)}, expected {meant}: {expected}")

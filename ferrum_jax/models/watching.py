@@ -81,6 +81,20 @@ def added(params: ParamTree, cfg: ModelConfig) -> jax.Array | None:
     return found[:, None] if found.ndim == 2 else found
 
 
+def summed(one: jax.Array, other: jax.Array | None) -> jax.Array:
+    """Gives two steerings as one, `[L, 1 or X, D]` each, in float32: rounded where it is added, once.
+
+    Raises:
+        InvalidParameterError: both are for each token, and not for as many.
+    """
+    if other is None:
+        return one
+    counts = one.shape[1], other.shape[1]
+    if 1 not in counts and counts[0] != counts[1]:
+        raise InvalidParameterError(f"steering is for {counts[0]} tokens, that of the parameters for {counts[1]}")
+    return one.astype(jnp.float32) + other.astype(jnp.float32)
+
+
 def add(x: jax.Array, steering: jax.Array | None, layer: int) -> jax.Array:
     """Adds a layer's vector to what it gave, in float32, rounded once."""
     return x if steering is None else (x.astype(jnp.float32) + steering[layer].astype(jnp.float32)).astype(x.dtype)

@@ -130,6 +130,13 @@ def test_a_kv_that_cannot_be_is_refused(change: dict, message: str, params: Para
         kv_spec(params, CFG, **asked)
 
 
+def test_a_kv_follows_parameters_in_float64(params: ParamTree):
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
+        assert kv_spec(double, CFG, rows=1, positions=8).dtype == "float64"
+        assert models.forward(double, TOKENS, CFG).dtype == jnp.float32
+
+
 def test_padding_may_be_anything(params: ParamTree):
     run = partial(generate_fn, params, None, lengths=LENGTHS, seeds=SEEDS, cfg=CFG, max_tokens=2)
     is_padding = jnp.arange(7) >= LENGTHS[:, None]

@@ -260,6 +260,22 @@ def test_stacks_and_adapters_go_together(params: ParamTree, stacks: ParamTree):
         models.family(CFG).forward(params, state.empty(cache), Batch((rows,), ones), CFG)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (jnp.zeros(2, int), r"adapters has shape \[2\], expected \[B\]: \[1\]"),
+        (jnp.zeros((1, 1), int), r"adapters has shape \[1, 1\]"),
+        (jnp.zeros((), int), r"adapters has shape \[\]"),
+        (jnp.asarray([0.5]), "adapters are float32, expected integers"),
+    ],
+)
+def test_adapters_are_one_integer_for_each_row(rows: jax.Array, message: str, params: ParamTree, stacks: ParamTree):
+    tokens = jnp.asarray([prompt("every")])
+    with pytest.raises(InvalidParameterError, match=message):
+        models.forward(params, tokens, CFG, loras=stacks, adapters=rows)
+
+
 @pytest.mark.parametrize("sizes", [(0, 8), (2, 0), (-1, 8)])
 def test_a_size_that_cannot_be_is_refused(sizes: tuple[int, int]):
     with pytest.raises(ConfigError, match="max_lora"):

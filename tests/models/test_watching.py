@@ -1,10 +1,9 @@
 """Hidden states and attention weights of the forward, and vectors added to it."""
 
-from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -176,14 +175,6 @@ def test_a_runner_steps_with_the_vectors_of_its_parameters(compiles: list[str]):
         assert compiles == []
 
 
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Calls as users make them: without the checks of signatures that the suite adds."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("asked", "message"),
@@ -217,6 +208,15 @@ def test_tokens_are_integers():
         models.forward(params, jnp.array([[1.7]]), cfg)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_lists_do_as_well_as_arrays():
+    params, cfg = model("mistral")
+    vectors = jax.random.normal(jax.random.key(0), (3, WIDTH))
+    expected = models.forward(params, jnp.array([[1, 2]]), cfg, steering=vectors)
+    lists: dict[str, Any] = {"tokens": [[1, 2]], "steering": vectors.tolist()}
+    np.testing.assert_allclose(models.forward(params, cfg=cfg, **lists), expected, atol=TOLERANCE)
+
+
 def test_what_steers_the_parameters_and_what_steers_a_call_are_added():
     params, cfg = model("mistral")
     tokens = tokens_of("mistral")
@@ -226,6 +226,25 @@ def test_what_steers_the_parameters_and_what_steers_a_call_are_added():
     each = jnp.broadcast_to(other[:, None, None], (3, *tokens.shape, WIDTH))
     np.testing.assert_allclose(forward(steered(params, one), tokens, cfg, steering=each), expected, atol=TOLERANCE)
     assert float(jnp.abs(expected - forward(params, tokens, cfg, steering=other)).max()) > 0.1
+
+
+def test_the_sum_of_two_steerings_is_rounded_once():
+    params, cfg = model("mistral")
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    one, tiny = (jnp.full((3, WIDTH), value, jnp.bfloat16) for value in (1.0, 2.0**-9))
+    both = models.forward(steered(low, one), tokens_of("mistral"), cfg, steering=tiny)
+    total = one.astype(jnp.float32) + tiny.astype(jnp.float32)
+    exact = models.forward(low, tokens_of("mistral"), cfg, steering=total)
+    np.testing.assert_array_equal(both, exact)
+    assert not np.array_equal(both, models.forward(low, tokens_of("mistral"), cfg, steering=one))
+
+
+def test_two_steerings_are_for_the_same_tokens():
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")
+    for_others = steered(params, jnp.zeros((3, tokens.size + 1, WIDTH)))
+    with pytest.raises(InvalidParameterError, match=f"steering is for {tokens.size} tokens, that of the parameters"):
+        models.forward(for_others, tokens, cfg, steering=jnp.zeros((3, *tokens.shape, WIDTH)))
 
 
 def test_groups_of_a_batch_show_their_own_weights():
