@@ -203,13 +203,13 @@ def compile_steps(
         "quantize": quantize,
         "layout": layout,
     }
-    try:
-        artifacts.refuse_unwritable(root)
-    except OSError as problem:
-        raise IOError(f"no compiled step could be kept in {root}: {problem}") from problem
     with LLM(model, **settings, max_loras=max_loras, max_lora_rank=max_lora_rank, artifacts=str(root)) as llm:
         kept, started = llm.runner.artifacts, time.perf_counter()
         assert kept is not None
+        try:
+            kept.refuse_unwritable()
+        except OSError as problem:
+            raise IOError(f"no compiled step could be kept in {root}: {problem}") from problem
         llm.warmup()
         sizes, seconds = kept.listed(), time.perf_counter() - started
     if kept.num_unwritten:

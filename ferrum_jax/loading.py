@@ -3,7 +3,6 @@
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_edited
 from ferrum_jax.compile.heap import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
+from ferrum_jax.config.numbers import refuse_no_flag
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.kv_memory import EMPTY_KV, KvMemory
@@ -40,7 +40,6 @@ def load(
     path: ModelPath | Checkpoint,
     dtype: str | None = None,
     kv_dtype: str | None = None,
-    attention: str | None = None,
     max_seqs: int | None = None,
     kv_capacity: int | None = None,
     block_size: int | None = None,
@@ -48,16 +47,18 @@ def load(
     kv_blocks: int | None = None,
     memory_fraction: float | None = None,
     max_step_tokens: int | None = None,
-    layout: str | None = None,
     engine: EngineConfig | None = None,
     max_loras: int = 0,
     max_lora_rank: int = 0,
     device: str | Device | JaxDevice | None = None,
     mesh: jax.sharding.Mesh | None = None,
     artifacts: ModelPath | bool | None = None,
-    quantize: str | None = None,
     strict: bool = False,
     progress: bool = True,
+    *,
+    attention: str | None = None,
+    layout: str | None = None,
+    quantize: str | None = None,
 ) -> ModelRunner:
     """Loads a model and gets it ready to serve; nothing is compiled until `warmup` or the first call.
 
@@ -67,7 +68,6 @@ def load(
         path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint; or one that `open_checkpoint` opened.
         dtype: of weights and activations; float32 on CPU and bfloat16 elsewhere if None.
         kv_dtype: of cached keys and values; `dtype` if None.
-        attention: its backend: `xla`, `triton`, `cudnn` or `tpu`; the platform's own if None.
         max_seqs: live sequences.
         kv_capacity: positions one sequence can reach; the model's maximum up to 4096 if None.
         block_size: positions per KV block.
@@ -75,8 +75,6 @@ def load(
         kv_blocks: blocks in the pool.
         memory_fraction: share of free device memory that the pool may take.
         max_step_tokens: tokens of prompts in one step; longer prompts run in several.
-        layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
-            `checkpoint` if None.
         engine: an `EngineConfig` with the ladders.
         max_loras: adapters loaded at a time.
         max_lora_rank: largest rank of an adapter.
@@ -84,17 +82,22 @@ def load(
         mesh: several devices: not built yet.
         artifacts: folder where compiled steps are kept for later starts; the user's cache folder if None or True, none
             if False. Loading one runs code, so a folder that somebody else may write is not used.
+        strict: after `warmup`, a step that would have to be compiled is an error.
+        progress: show bars on standard error while working.
+        attention: its backend: `xla`, `triton`, `cudnn` or `tpu`; the platform's own if None.
+        layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
+            `checkpoint` if None.
         quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in
             the bits, groups and scales that the checkpoint has it in; `none`, as None, dequantises those of folders and
             GGUF files. Activations stay in `dtype`.
-        strict: after `warmup`, a step that would have to be compiled is an error.
-        progress: show bars on standard error while working.
 
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
     """
     if mesh is not None:
         raise UnsupportedError("mesh: several devices are not built yet, pass a device")
+    refuse_no_flag("strict", strict)
+    refuse_no_flag("progress", progress)
     asked = EngineConfig(
         dtype=None if dtype is None else dtype_name(dtype),
         kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
@@ -112,7 +115,7 @@ def load(
         artifacts=_folder_name(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
         quantize=quantize,
     )
-    settings = _merge(asked, engine).over_environment()
+    settings = asked.joined(engine).over_environment()
     target = find_device(device)
     settings = settings.over(EngineConfig(dtype=default_dtype(target), layout=CHECKPOINT))
     assert settings.dtype is not None
@@ -336,15 +339,3 @@ def _ignorable(name: str, cfg: ModelConfig) -> bool:
 
 def _unless_zero(count: int) -> int | None:
     return None if isinstance(count, int) and count == 0 else count
-
-
-def _merge(asked: EngineConfig, engine: EngineConfig | None) -> EngineConfig:
-    if engine is None:
-        return asked
-    if not isinstance(engine, EngineConfig):
-        raise ConfigError(f"engine is {shown(engine)}, expected an EngineConfig")
-    for field in fields(EngineConfig):
-        mine, theirs = getattr(asked, field.name), getattr(engine, field.name)
-        if mine is not None and theirs is not None and mine != theirs:
-            raise ConfigError(f"{field.name} is {mine!r} as an argument and {theirs!r} in `engine`: give it once")
-    return asked.over(engine)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from ferrum_jax import LLM, SamplingParams, cli
+from ferrum_jax.compile.artifacts import SUFFIX
+from ferrum_jax.compile.private_folder import PrivateFolder
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.generate.speculation import Speculation
 from tests import tiny
@@ -251,3 +253,20 @@ def test_compile_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Pat
     (tmp_path / "open").chmod(0o777)
     refused(run("compile", "--clear", "--folder", tmp_path / "open"), "IO", "may be written by others")
     refused(run("compile", folder, "--folder", tmp_path / "open"), "IO", "no compiled step could be kept")
+    refused(run("compile", tmp_path / "nowhere", "--folder", tmp_path / "new"), "NotFound", "no model at")
+    assert not (tmp_path / "new").exists()
+
+
+def test_compile_fails_where_there_is_no_place_for_a_step(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = PrivateFolder.write
+
+    def full(self: PrivateFolder, name: str, *parts: bytes) -> None:
+        if name.endswith(SUFFIX):
+            raise OSError(28, "No space left on device")
+        write(self, name, *parts)
+
+    monkeypatch.setattr(PrivateFolder, "write", full)
+    options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "32", "--folder", tmp_path / "kept")
+    refused(run(*options), "IO", "compiled calls could not be written to", str(tmp_path / "kept"))

@@ -50,7 +50,8 @@ def test_a_folder_is_loaded_and_gives_the_logits_of_its_tensors(folder: Path):
         assert runner.kv_capacity() == 24
     with pytest.raises(CancelledError, match="closed"):
         runner.prefill("a", [1])
-    assert runner.params == {}
+    with pytest.raises(CancelledError, match="closed"):
+        assert runner.params
 
 
 def test_parameters_are_named_as_in_the_checkpoint(folder: Path):
@@ -106,6 +107,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "a device past the last": ({"device": Device("rocm", 7)}, DeviceError, "rocm:7"),
     "no sequences": ({"max_seqs": 0}, ConfigError, "max_seqs is 0"),
     "a share of memory above all of it": ({"memory_fraction": 1.5}, ConfigError, "memory_fraction"),
+    "a share that is a flag": ({"memory_fraction": True}, ConfigError, "memory_fraction is True"),
+    "strictness in words": ({"strict": "no"}, ConfigError, "strict is 'no', expected True or False"),
+    "progress in numbers": ({"progress": 5}, ConfigError, "progress is 5, expected True or False"),
     "negative adapters": ({"max_loras": -1}, ConfigError, "max_loras is -1"),
     "adapters of no rank": ({"max_loras": 2}, ConfigError, "adapters need both"),
     "a pool larger than memory": ({"kv_blocks": 10**12}, ResourceExhaustedError, "1000000000000 blocks"),
@@ -160,6 +164,19 @@ def test_arguments_beat_the_environment_which_beats_the_defaults(folder: Path, m
     monkeypatch.setenv("FERRUM_DTYPE", "float8")
     with pytest.raises(ConfigError, match="FERRUM_DTYPE='float8'"):
         ferrum_jax.load(folder, **SMALL)
+
+
+def test_settings_may_be_given_by_position_in_the_order_of_the_contract(folder: Path):
+    with ferrum_jax.load(folder, "float32", None, 2, 24, 8, progress=False) as runner:
+        assert (runner.plan.max_seqs, runner.plan.kv_capacity, runner.plan.cache.block_size) == (2, 24, 8)
+
+
+def test_sizes_may_be_of_numpy(folder: Path):
+    sizes: dict[str, Any] = {"max_seqs": np.int64(2), "kv_capacity": np.int32(24), "block_size": np.uint8(8)}
+    with ferrum_jax.load(folder, progress=False, **sizes) as runner:
+        assert runner.plan.cache.num_blocks == 6
+    assert EngineConfig(**sizes) == EngineConfig(max_seqs=2, kv_capacity=24, block_size=8)
+    assert all(type(size) is int for size in vars(EngineConfig(**sizes)).values() if size is not None)
 
 
 def test_a_path_that_leads_nowhere_or_to_no_model_is_refused(tmp_path: Path):

@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 MAGIC = b"ferrum_jax step 1\n"
 SUFFIX = ".step"
 PROGRAM = re.compile(r"[0-9a-f]{32}")  # what a program's folder is called
-PROBE = "probe"  # a file that is written and removed
 FACTS = "program.json"  # what a folder's steps depend on, for people
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # What JAX, pickle and a compressor raise for what they cannot write or read, as far as it is not the memory's end.
@@ -162,6 +161,10 @@ class Artifacts:
             self.num_saved += 1
         return artifact
 
+    def refuse_unwritable(self) -> None:
+        """Raises OSError, PermissionError among them, where no step could be kept."""
+        self._prepare(self.folder, self._program())
+
     def listed(self) -> dict[str, int]:
         """Bytes of each call that is kept, by file name; none where the folder must not be used."""
         try:
@@ -211,13 +214,6 @@ def compile_and_save(name: str, lower: Callable[[], jax.stages.Lowered], artifac
     # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
     kept = artifacts.save(name, executable) if artifacts is not None and _HITS.count() == hits else None
     return Built(executable, kept)
-
-
-def refuse_unwritable(root: Path) -> None:
-    """Raises OSError, PermissionError among them, where no step could be kept."""
-    folder = PrivateFolder(root)
-    folder.write(PROBE, b"")
-    folder.remove(PROBE)
 
 
 def clear(root: Path) -> int:

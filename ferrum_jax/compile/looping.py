@@ -1,6 +1,5 @@
 """Many decode steps in one device call: each row's next token is chosen on the device and read by the next step."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,22 +74,13 @@ def _split(buffer: Any, key: LoopKey, vocab_size: int) -> LoopRows[Any]:
     return LoopRows(*pieces[:10], *(piece.reshape(key.rows, -1) for piece in pieces[10:]))
 
 
-@functools.lru_cache(maxsize=64)
-def _blank(key: LoopKey, vocab_size: int) -> NDArray[np.int32]:
-    """Gives the buffer of a loop whose rows all are padding; it is copied, never filled."""
-    buffer = np.zeros(loop_size(key, vocab_size), np.int32)
-    into = _split(buffer, key, vocab_size)
-    into.adapters[:], into.stop_ids[:] = -1, -1
-    into.top_p.view(np.float32)[:], into.penalty.view(np.float32)[:] = 1.0, 1.0
-    buffer.flags.writeable = False
-    return buffer
-
-
 def pack_loop(rows: Sequence[LoopRow], key: LoopKey, vocab_size: int, *, until_one_ends: bool) -> NDArray[np.int32]:
     """Packs the rows of one loop into its buffer; `until_one_ends`, it ends with the first row that does."""
-    buffer, count = _blank(key, vocab_size).copy(), len(rows)
+    buffer, count = np.zeros(loop_size(key, vocab_size), np.int32), len(rows)
     buffer[0] = until_one_ends
     into = _split(buffer, key, vocab_size)
+    into.adapters[count:], into.stop_ids[:] = -1, -1
+    into.top_p.view(np.float32)[:], into.penalty.view(np.float32)[:] = 1.0, 1.0
     into.tokens[:count] = [row.token for row in rows]
     into.lengths[:count] = [row.length for row in rows]
     into.limits[:count] = [row.limit for row in rows]

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
-from ferrum_jax.config.numbers import refuse_below
+import numpy as np
+
+from ferrum_jax.config.numbers import refuse_below, refuse_no_flag
 from ferrum_jax.contract.errors import ConfigError, shown
 
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
@@ -47,6 +49,9 @@ class EngineConfig:
     artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
 
     def __post_init__(self):
+        for field in fields(self):
+            if isinstance(value := getattr(self, field.name), np.integer):
+                object.__setattr__(self, field.name, int(value))
         for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
             refuse_below(name, getattr(self, name), 1)
         for name in ("max_loras", "max_lora_rank", "spec_tokens", "loop_tokens"):
@@ -61,11 +66,12 @@ class EngineConfig:
             if not ladder or list(ladder) != sorted(set(ladder)):
                 raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
         fraction = self.memory_fraction
-        if fraction is not None and not (isinstance(fraction, (int, float)) and 0 < fraction <= 1):
+        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
+        if fraction is not None and not (is_number and 0 < fraction <= 1):
             raise ConfigError(f"memory_fraction is {shown(fraction)}, expected more than 0 and at most 1")
         for name in ("prefix_cache", "window_kv"):
-            if not isinstance(value := getattr(self, name), bool | None):
-                raise ConfigError(f"{name} is {shown(value)}, expected True or False")
+            if (value := getattr(self, name)) is not None:
+                refuse_no_flag(name, value)
         folder = self.artifacts
         if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
             raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
@@ -92,6 +98,18 @@ class EngineConfig:
         """Fills what is None here from `other`."""
         mine = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(other, **mine)
+
+    def joined(self, engine: Self | None) -> Self:
+        """Fills what is None here, an argument that was not given, from `engine`; what both set alike is no error."""
+        if engine is None:
+            return self
+        if not isinstance(engine, EngineConfig):
+            raise ConfigError(f"engine is {shown(engine)}, expected an EngineConfig")
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(engine, field.name)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise ConfigError(f"{field.name} is {mine!r} as an argument and {theirs!r} in `engine`: give it once")
+        return self.over(engine)
 
     def over_environment(self) -> Self:
         """Fills what is None here from the environment, but no `kv_blocks` where the other two fix the pool."""

@@ -18,6 +18,12 @@ def refuse_below(name: str, value: Any, least: int) -> None:
         refuse_no_count(name, value, least)
 
 
+def refuse_no_flag(name: str, value: Any) -> None:
+    """Raises ConfigError unless a value is True or False."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {shown(value)}, expected True or False")
+
+
 def refuse_not_positive(name: str, value: Any) -> None:
     """Raises ConfigError unless a value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:

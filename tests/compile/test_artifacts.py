@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import serialize_executable
 
 from ferrum_jax.compile import artifacts as artifacts_module
-from ferrum_jax.compile.artifacts import FACTS, MAGIC, Artifacts, clear
+from ferrum_jax.compile.artifacts import FACTS, MAGIC, Artifacts, clear, memory_of
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.steps import StepCache
 from ferrum_jax.contract.errors import BackendError
@@ -100,6 +100,7 @@ def test_a_loaded_step_still_takes_its_input_over(kept: Path):
     x = jnp.zeros((2, 5))
     cache.get(TWO)(x, np.ones((3, 3), np.float32))
     assert x.is_deleted()
+    assert memory_of(cache.get(TWO))["alias_bytes"] == x.nbytes
     assert cache.stats()["steps"][str(TWO)]["alias_bytes"] == x.nbytes
     with pytest.raises(TypeError):
         cache.get(TWO)(jnp.zeros((3, 5)), np.ones((3, 3), np.float32))
