@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, ScoreRow, UnifiedRow
@@ -39,10 +39,12 @@ class Engine:
         self._max_rows = max_rows
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
         self._chunk_tokens = chunk_tokens
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # so that who gives a request up in the middle of their own step does not wait
+        self._is_busy = False  # in a step, of the thread that holds the lock
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._dropped: deque[Request] = deque()  # given up, and not forgotten yet
+        self._left: deque[str] = deque()  # ids of requests that left, and are not released yet
         self._is_unified = True
         self._has_run = False  # a unified forward has succeeded, so a later refusal is not about the method
         self._name = secrets.token_hex(4)
@@ -73,23 +75,22 @@ class Engine:
         with self._lock:
             self._waiting.append(request)
 
-    def abort(self, request: Request) -> None:
-        """Forgets a request and frees what it holds; one that is done already is no error.
+    def abort(self, *requests: Request) -> None:
+        """Forgets requests and frees what they hold; one that is done already is no error.
 
-        It never waits. During a step the end of that step frees it. The garbage collector may call this at any point of
-        a thread, in the middle of a call of the model, say: what it gives up holds its place until the next call here.
+        In the middle of a step of this very thread, in a signal's handler say, the end of that step frees it. The
+        garbage collector may call this at any point, in the middle of a call of the model, say: what it gives up holds
+        its place until the next call here.
         """
-        self._dropped.append(request)
+        self._dropped.extend(requests)
         if not is_collecting():
             self.forget_dropped()
 
     def forget_dropped(self) -> None:
-        """Frees what was given up, unless somebody is at work, who does it afterwards."""
-        while self._dropped and self._lock.acquire(blocking=False):
-            try:
+        """Frees what was given up; in the middle of a step of this thread, its end does."""
+        with self._lock:
+            if not self._is_busy:
                 self._forget_dropped()
-            finally:
-                self._lock.release()
 
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token, or several.
@@ -103,28 +104,25 @@ class Engine:
         refuses alone fail. Any other error of the model is stored in every request of the batch. The owners raise it.
         After anything else, an interrupt say, the requests of the batch are read anew by the next step.
         """
-        with self._alone():
-            self._forget_dropped()
-            self._admit()
-            if self._running:
-                self._attempt(list(self._running))
+        with self._lock:
+            try:
+                self._is_busy = True
+                self._forget_dropped()
+                self._admit()
+                if self._running:
+                    self._attempt(list(self._running))
+            finally:
+                self._is_busy = False
+                self._forget_dropped()
 
     def reset(self) -> None:
         """Resets the model; running requests are read anew by the next step, so that their answers stay the same."""
-        with self._alone():
+        with self._lock:
             self.model.reset()
             self._read_anew(self._running)
             self._room = self._max_rows
             if self.speculator is not None:
                 self.speculator.source.reset()
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        try:
-            with self._lock:
-                yield
-        finally:
-            self.forget_dropped()
 
     def _attempt(self, batch: Sequence[Request]) -> None:
         try:
@@ -140,7 +138,7 @@ class Engine:
                 self._attempt_singly(batch)
         except BaseException:
             self._read_anew(self._running)
-            self._running = [request for request in self._running if not request.is_done]
+            self._leave_if_done(list(self._running))
             raise
 
     def _attempt_singly(self, batch: Sequence[Request]) -> None:
@@ -215,6 +213,7 @@ class Engine:
         return running
 
     def _forget_dropped(self) -> None:
+        self._release_left()
         while self._dropped:
             request = self._dropped[0]  # an interrupt leaves it there for the next call
             if request in self._running:
@@ -285,7 +284,7 @@ class Engine:
     def _read_anew(self, requests: Sequence[Request]) -> None:
         for request in requests:
             request.read_anew()
-            self._release(request)
+            self._release(request.cache_id)
 
     def _leave_if_done(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -293,16 +292,26 @@ class Engine:
                 self._leave(request)
 
     def _leave(self, request: Request) -> None:
-        self._release(request)  # before nobody knows of it: an interrupt may come in between
+        self._left.append(request.cache_id)
         self._running.remove(request)
         self._room = self._max_rows
+        self._release_left()
 
-    def _release(self, request: Request) -> None:
+    def _release_left(self) -> None:
+        while self._left:
+            try:
+                self._release(self._left[0])  # an interrupt leaves it there for the next call
+            except Exception:  # of a model that breaks the contract: said once
+                self._left.popleft()
+                raise
+            self._left.popleft()
+
+    def _release(self, cache_id: str) -> None:
         # A model that failed or was closed refuses this too; its reset frees everything.
         with contextlib.suppress(FerrumError):
-            self.model.release(request.cache_id)
+            self.model.release(cache_id)
         if self.speculator is not None:
-            self.speculator.forget(request.cache_id)
+            self.speculator.forget(cache_id)
 
     def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
         for request in list(requests):

@@ -116,7 +116,7 @@ class LLM:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner below, free of answers that were given up; a model that is none has no such thing."""
+        """The runner below, without answers that were given up; a model that is none has no such thing."""
         self._engine.forget_dropped()
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
@@ -222,9 +222,7 @@ class LLM:
                         request.error.add_note(f"prompts[{at}] of {len(groups)}")
                         raise request.error
         finally:
-            for group in groups:
-                for request in group:
-                    self._engine.abort(request)
+            self._engine.abort(*itertools.chain.from_iterable(groups))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
         """Yields the answer piece by piece, as soon as a piece can no longer change.

@@ -1,6 +1,6 @@
 """Prompts in every form that a caller may give them."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ def _listed(name: str, given: Any) -> list[Any]:
         raise RequestValidationError(f"{name} is of bytes: give text, or token ids")
     if hasattr(given, "ndim"):
         given = _read(name, given)
-    if isinstance(given, Iterable) and not isinstance(given, (Mapping, Set)):  # whose order says nothing
+    if isinstance(given, Iterable) and not isinstance(given, (Mapping, set, frozenset)):  # no order
         return [_read(name, one) if getattr(one, "ndim", None) == 0 else one for one in given]
     raise RequestValidationError(f"{name} is {shown(given)}, expected text, token ids, or a list of prompts")
 

@@ -1,6 +1,8 @@
 """`LLM`: over a hand-computable model, over a tiny runner, and once over the real one."""
 
 import gc
+import random
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -330,6 +332,50 @@ def test_an_interrupt_of_a_release_leaves_nothing_behind(when: str):
     with pytest.raises(KeyboardInterrupt):
         list(stream) if when == "finished" else stream.close()
     assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
+    assert model.lengths == {}
+
+
+def test_interrupts_at_any_time_leave_nothing_behind():
+    llm, model = counting(max_rows=2)
+    params = SamplingParams(max_tokens=3, n=2)
+    llm.generate(PROMPTS[:2], params)
+    draw = random.Random(0)
+
+    def work() -> None:
+        signal.setitimer(signal.ITIMER_REAL, draw.uniform(1e-4, 3e-3))
+        while True:
+            llm.generate(PROMPTS[:2], params)
+
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for at in range(200):
+            with pytest.raises(KeyboardInterrupt) as interrupt:  # which keeps what it went through
+                work()
+            outs: list[Any] = []
+            ask_in_a_thread(llm, outs)
+            assert outs, f"interrupt {at} left the lock held"
+            assert outs[0].token_ids == answer(model, [1], 3)
+            assert model.lengths == {}
+            del interrupt
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_release_that_fails_otherwise_is_told_once():
+    llm, model = counting()
+    release = model.release
+
+    def broken(cache_id: str) -> None:
+        model.release = release
+        release(cache_id)
+        raise RuntimeError("broken")
+
+    model.release = broken
+    with pytest.raises(RuntimeError, match="broken"):
+        llm.generate([[1], [2]])
+    outs = llm.generate([[1]], SamplingParams(max_tokens=3))
+    assert outs[0].token_ids == answer(model, [1], 3)
     assert model.lengths == {}
 
 
