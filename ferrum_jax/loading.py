@@ -14,6 +14,7 @@ from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_e
 from ferrum_jax.compile.heap import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
 from ferrum_jax.config.numbers import refuse_no_flag
+from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.kv_memory import EMPTY_KV, KvMemory
@@ -338,4 +339,4 @@ def _ignorable(name: str, cfg: ModelConfig) -> bool:
 
 
 def _unless_zero(count: int) -> int | None:
-    return None if isinstance(count, int) and count == 0 else count
+    return None if is_integer(count) and count == 0 else count

@@ -50,8 +50,7 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            if isinstance(value := getattr(self, field.name), np.integer):
-                object.__setattr__(self, field.name, int(value))
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
             refuse_below(name, getattr(self, name), 1)
         for name in ("max_loras", "max_lora_rank", "spec_tokens", "loop_tokens"):
@@ -116,6 +115,13 @@ class EngineConfig:
         there = self.from_environment()
         is_fixed = self.max_seqs is not None and self.kv_capacity is not None
         return self.over(replace(there, kv_blocks=None) if is_fixed else there)
+
+
+def _plain(value: Any) -> Any:
+    """Gives Python's number for one of NumPy, in a ladder, too."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_plain, value))
+    return value.item() if isinstance(value, (np.integer, np.floating)) else value
 
 
 def _flag(text: str) -> bool:

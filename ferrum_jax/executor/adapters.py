@@ -14,6 +14,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     DeviceError,
+    IOError,
     NotFoundError,
     RequestValidationError,
     ResourceExhaustedError,
@@ -35,7 +36,7 @@ class LoadedAdapter:
     """An adapter on the device. Each loading is another one, so that prefixes never outlive their weights."""
 
     name: str
-    path: str
+    path: str  # without links
     row: int  # in the stacks
     num_projections: int
     is_pinned: bool  # loaded by name, not because a sequence was bound to it
@@ -81,10 +82,13 @@ class Adapters:
             raise UnsupportedError(f"adapter {name!r} cannot be used: this model was loaded with max_loras=0")
 
     def read(self, path: str | os.PathLike[str]) -> PeftAdapter:
-        """Reads an adapter's files; raises as `read_adapter` does."""
+        """Reads an adapter's files; raises as `read_adapter` does, NotFoundError also for what may not be read."""
         if not isinstance(path, (str, os.PathLike)):
             raise RequestValidationError(f"path of an adapter is {shown(path)}, expected a path")
-        return read_adapter(os.fspath(path), self.cfg)
+        try:
+            return read_adapter(os.fspath(path), self.cfg)
+        except IOError as problem:
+            raise NotFoundError(str(problem)) from problem
 
     def load(self, name: str, read: PeftAdapter, path: str, *, is_pinned: bool) -> list[LoadedAdapter]:
         """Puts an adapter on the device; gives those that made room for it.
@@ -114,7 +118,7 @@ class Adapters:
         self.stacks = stacks
         for one in evicted:
             del self._loaded[one.name]
-        self._loaded[name] = LoadedAdapter(name, path, row, len(read.projections), is_pinned)
+        self._loaded[name] = LoadedAdapter(name, os.path.realpath(path), row, len(read.projections), is_pinned)
         return evicted
 
     def unload(self, name: str) -> LoadedAdapter:
@@ -135,7 +139,7 @@ class Adapters:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.
         """
         found = self._loaded.get(adapter.name)
-        if found is None or _is_path(found.path, adapter.path):
+        if found is None or found.path == os.path.realpath(adapter.path):
             return found
         if self._is_idle(found):
             return None
@@ -147,7 +151,7 @@ class Adapters:
         if adapter is None or bound is None:
             is_same = adapter is bound
         else:
-            is_same = bound.name == adapter.name and _is_path(bound.path, adapter.path)
+            is_same = (bound.name, bound.path) == (adapter.name, os.path.realpath(adapter.path))
         if length and not is_same:
             raise RequestValidationError(
                 f"{cache_id!r} holds {length} positions of {_called(bound)}, it cannot go on with {_called(adapter)}"
@@ -202,11 +206,6 @@ def _refuse_nameless(name: Any) -> None:
 
 def _called(adapter: LoadedAdapter | ActiveLoraAdapter | None) -> str:
     return "no adapter" if adapter is None else f"adapter {adapter.name!r} from {os.fspath(adapter.path)}"
-
-
-def _is_path(one: str, other: str | os.PathLike[str]) -> bool:
-    """True of two spellings of a path."""
-    return os.path.abspath(one) == os.path.abspath(other)
 
 
 def with_adapters(plan: StepPlan, uses: Sequence[int]) -> StepPlan:

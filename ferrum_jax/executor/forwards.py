@@ -52,16 +52,22 @@ def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequenc
         if options.admission_target is not None:
             most = max(options.admission_target, live.length + len(row.tokens))
             requests.append(KvSlotRequest(cache_id=live.cache_id, target_len=live.length, admission_target_len=most))
-        elif _changes_adapter(row, live):  # another may be given up for it: not for a call that gets no slot
-            least = live.length + 1
-            requests.append(KvSlotRequest(cache_id=live.cache_id, target_len=live.length, admission_target_len=least))
     if requests:
         ledger.model.reserve_kv_slots(requests)
+    _refuse_without_slots(ledger, [one for row, one in zip(rows, opened, strict=True) if _changes_adapter(row, one)])
     for row, live in zip(rows, opened, strict=True):
         if _changes_adapter(row, live):
             ledger.model.set_lora_adapter_for_cache(live.cache_id, row.options.adapter)
             live.adapter = row.options.adapter
     return opened
+
+
+def _refuse_without_slots(ledger: Ledger, adapted: Sequence[TrackedSequence]) -> None:
+    """Raises ResourceExhausted before an adapter is given up for a sequence that gets no slot."""
+    empty = [KvSlotRequest(cache_id=live.cache_id, target_len=0) for live in adapted if not live.length]
+    if empty:
+        with contextlib.suppress(UnsupportedError):
+            ledger.model.reserve_kv_slots(empty)
 
 
 def _changes_adapter(row: RowInput, live: TrackedSequence) -> bool:

@@ -27,14 +27,13 @@ class TrackedSequence:
     is_told: bool = False  # the model itself has told this length
     adapter: ActiveLoraAdapter | None = None
     moves: int = 0  # times its length was changed here
-    reserved: int = 0  # positions made writable for it here
 
 
 class Ledger:
     """Owns the ids of one executor and the lock around its model.
 
     The model's `kv_len` decides how long a sequence is; where it tells nothing, what was appended is counted here. All
-    methods but `held` and `refuse_closed` are for the holder of the lock.
+    methods but `held` and those that say so are for the holder of the lock.
     """
 
     def __init__(self, model: DecoderOnlyLLM):
@@ -69,14 +68,14 @@ class Ledger:
         return self._is_closed
 
     def refuse_closed(self) -> None:
-        """Raises once the executor shuts down."""
+        """Raises once the executor shuts down. Needs no lock."""
         if self._is_closed:
             raise CancelledError("this executor is shut down")
 
-    def refuse_unless_ready(self) -> None:
-        """As `refuse_closed`, and raises what a model says that has failed or is closed."""
+    def refuse_failed(self) -> None:
+        """As `refuse_closed`, and raises what a model says that has failed or is closed itself. Needs no lock."""
         self.refuse_closed()
-        if self.model.state is not ExecutorState.Ready:
+        if self.model.state in (ExecutorState.Error, ExecutorState.Shutdown):
             self.model.kv_capacity()
 
     def close(self) -> None:
@@ -141,13 +140,15 @@ class Ledger:
         """Rolls a sequence back; a length past its end is no error."""
         if new_len < live.length:
             self.model.truncate_kv(live.cache_id, new_len)
-            live.length, live.reserved = new_len, 0
+            live.length = new_len
             live.moves += 1
 
-    def reserve_again(self, live: TrackedSequence) -> None:
-        """Makes writable what a caller had reserved, after a roll back that they did not ask for freed it."""
-        if live.reserved > live.length:
-            self.model.reserve_kv_slots([KvSlotRequest(cache_id=live.cache_id, target_len=live.reserved)])
+    def roll_back(self, live: TrackedSequence, new_len: int) -> None:
+        """As `truncate`, for what a call takes back itself: what its caller had reserved stays."""
+        if new_len < live.length:
+            self.model.roll_back_kv(live.cache_id, new_len)
+            live.length = new_len
+            live.moves += 1
 
     def fork(self, live: TrackedSequence) -> TrackedSequence:
         """Makes a copy under a new id that shares blocks until either writes."""
@@ -170,9 +171,6 @@ class Ledger:
         if reservation is not None:
             for cache_id in new:
                 self.create(cache_id)
-            for request in requests:
-                live = self._live[request.cache_id]
-                live.reserved = max(live.reserved, request.target_len)
         return reservation
 
     def cache_metrics(self) -> dict[str, Any]:

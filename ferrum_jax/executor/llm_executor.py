@@ -262,7 +262,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions."""
-        self._ledger.refuse_unless_ready()
+        self._ledger.refuse_failed()
         return self._ledger.capacity
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
@@ -291,7 +291,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
     def supports_native_unified_decode(self) -> bool:
         """Says whether the model's class has a unified forward of its own."""
-        self._ledger.refuse_unless_ready()
+        self._ledger.refuse_failed()
         return profile.overrides(self._model, "unified_forward")
 
     def optimal_batch_size(self) -> int:
@@ -306,12 +306,12 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
     def supports_batch_size(self, batch_size: int) -> bool:
         """True from 1 to `max_batch_size`: those run as one call of the model, larger ones may take several."""
-        self._ledger.refuse_unless_ready()
+        self._ledger.refuse_failed()
         return 1 <= checked_int("batch_size", batch_size, 0) <= self._capabilities.max_batch_size
 
     async def _run(self, kind: Kind, rows: Sequence[RowInput], work: Callable[[Savepoint], list[T]]) -> list[T]:
         if not rows:
-            self._ledger.refuse_unless_ready()
+            self._ledger.refuse_failed()
             return []
         return await self._calls.run(kind, len(rows), sum(len(row.tokens) for row in rows), work)
 

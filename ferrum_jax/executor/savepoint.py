@@ -76,9 +76,8 @@ class Savepoint:
         if live is None:
             return
         try:
-            self.ledger.model.truncate_kv(cache_id, length)
+            self.ledger.model.roll_back_kv(cache_id, length)
             live.length = min(live.length, length)
-            self.ledger.reserve_again(live)
         except UnsupportedError:
             if live.length != length:
                 self.ledger.release(cache_id)

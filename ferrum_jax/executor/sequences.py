@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import buckets
 from ferrum_jax.compile.buckets import AnyKey, CopyKey, ScoreKey, SelectKey, StepKey, StepPlan, choose_bucket
 from ferrum_jax.compile.steps import StepCache
-from ferrum_jax.contract.errors import IOError, NotFoundError, RequestValidationError
+from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.contract.policy import LogitsReturnPolicy
 from ferrum_jax.contract.scoring import TokenScores
@@ -170,6 +170,8 @@ class Sequences:
         self.make_ready(self.extra_keys(growth))
         free, copied = pool.num_free, set(growth.copied_ids)
         self._run(growth, [], [], [], [])
+        for key in wants:
+            slots.note_reserved(key, targets[key])
         after = {key: self._num_blocks(key) for key in targets}
         return KvSlotReservation(
             block_size=self.plan.cache.block_size,
@@ -200,10 +202,10 @@ class Sequences:
             self.slots.release(cache_id)
             self.adapters.bind(cache_id, None)
 
-    def truncate(self, cache_id: str, new_len: int) -> None:
-        """Rolls a sequence back, as `SlotTable.truncate` does."""
+    def truncate(self, cache_id: str, new_len: int, *, keep_reserved: bool = False) -> None:
+        """Rolls a sequence back, as `SlotTable.truncate` does, or `roll_back`."""
         with self.device.changing():
-            self.slots.truncate(cache_id, new_len)
+            (self.slots.roll_back if keep_reserved else self.slots.truncate)(cache_id, new_len)
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes a sequence that shares another's blocks and adapter; raises as `SlotTable.fork` does."""
@@ -222,10 +224,7 @@ class Sequences:
             self.adapters.bind(cache_id, None)
             return
         if self.adapters.find(adapter) is None:
-            try:
-                read = self.adapters.read(adapter.path)
-            except IOError as problem:
-                raise NotFoundError(str(problem)) from problem
+            read = self.adapters.read(adapter.path)
             self.install(adapter.name, read, os.fspath(adapter.path), is_pinned=False)
         self.adapters.bind(cache_id, self.adapters.find(adapter))
 

@@ -46,10 +46,7 @@ def advance(point: Savepoint, live: TrackedSequence, tokens: Sequence[int], thre
     end = live.length + 1
     rows = forwards.verify(point, live, np.array(tokens, np.int32))
     accepted = count_accepted(rows, draft, threshold)
-    reserved = live.reserved
-    point.ledger.truncate(live, end + accepted)
-    live.reserved = reserved
-    point.ledger.reserve_again(live)
+    point.ledger.roll_back(live, end + accepted)
     return accepted, rows[accepted]
 
 

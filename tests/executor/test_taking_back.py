@@ -17,7 +17,7 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.asking import prompt, run, token
+from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import ENGINE, make_runner
 
 TEXT = list(range(1, 21))
@@ -98,6 +98,33 @@ def test_speculation_that_is_rejected_leaves_what_was_reserved(runner: ModelRunn
     handle = executor.handle(handle.cache_id)
     run(executor.speculative_decode(token(3, handle), [5] * 4, 1.0))
     assert runner.kv_slot_capacity_snapshot().free_blocks == more
+
+
+def test_what_a_refused_call_bound_is_unbound_whatever_became_of_what_was_reserved(
+    runner: ModelRunner, adapter_folders: dict[str, str]
+):
+    executor = LlmExecutor(runner)
+    executor.reserve_kv_slots([KvSlotRequest(cache_id="mine", target_len=40)])
+    runner.reset()
+    for at, count in enumerate((40, 40, 40)):
+        runner.prefill(f"x{at}", [1 + at] * count)
+    free = runner.kv_slot_capacity_snapshot().free_blocks
+    with pytest.raises(ResourceExhaustedError):
+        run(executor.unified_decode(batch(item("mine", [7] * 32, 0, metadata=under("one", adapter_folders)))))
+    assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
+    assert runner.kv_slot_capacity_snapshot().free_blocks == free
+    assert runner.kv_len("mine") is None
+
+
+def test_a_call_that_is_refused_at_once_copies_no_block_that_is_shared(runner: ModelRunner):
+    executor = LlmExecutor(runner)
+    handle, _ = reserved(executor, runner)
+    copy = handle.clone_handle()
+    free = runner.kv_slot_capacity_snapshot().free_blocks
+    with pytest.raises(RequestValidationError):
+        run(executor.prefill(prompt([1], handle, metadata={"ferrum_kv_capacity_hint": 1000})))
+    assert runner.kv_slot_capacity_snapshot().free_blocks == free
+    assert copy.cache_id != handle.cache_id
 
 
 def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
