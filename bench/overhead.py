@@ -2,8 +2,8 @@
 
 The wall-clock time of the contract's `decode_batch` (checks, block tables, packing, one upload, dispatch, logits in
 NumPy) minus that of the bare `Compiled` whose arguments are on the device already; both wait for the device and take
-turns in bursts. Before each call of either the same is undone, untimed: XLA's threads have gone to sleep for both. Bare
-calls that follow each other at once, which are faster, are shown beside. The models are tiny, so that the difference is
+turns in bursts. Before each call of either the same undoing is asked for, untimed, though before a bare call there is
+less to undo. Bare calls that follow each other at once are shown beside. The models are tiny, so that the difference is
 not lost in the step; so is their vocabulary, so that no copy of logits counts. More layers make more leaves, each of
 which costs either side its dispatch. With the smallest model, `decode_n` is compared with its bare loop in the same
 way. `--model` measures that model instead.
