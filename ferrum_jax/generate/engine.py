@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, ScoreRow, UnifiedRow
@@ -40,7 +40,7 @@ class Engine:
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
         self._chunk_tokens = chunk_tokens
         self._lock = threading.RLock()  # so that who gives a request up in the middle of their own step does not wait
-        self._is_busy = False  # in a step, of the thread that holds the lock
+        self._is_busy = False  # the thread that holds the lock is in the middle of what must not be cut in two
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._dropped: deque[Request] = deque()  # given up, and not forgotten yet
@@ -90,7 +90,7 @@ class Engine:
         """Frees what was given up; in the middle of a step of this thread, its end does."""
         with self._lock:
             if not self._is_busy:
-                self._forget_dropped()
+                self._exclusively(lambda: None)
 
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token, or several.
@@ -105,24 +105,36 @@ class Engine:
         After anything else, an interrupt say, the requests of the batch are read anew by the next step.
         """
         with self._lock:
-            try:
-                self._is_busy = True
-                self._forget_dropped()
-                self._admit()
-                if self._running:
-                    self._attempt(list(self._running))
-            finally:
-                self._is_busy = False
-                self._forget_dropped()
+            self._exclusively(self._step)
 
     def reset(self) -> None:
         """Resets the model; running requests are read anew by the next step, so that their answers stay the same."""
         with self._lock:
-            self.model.reset()
-            self._read_anew(self._running)
-            self._room = self._max_rows
-            if self.speculator is not None:
-                self.speculator.source.reset()
+            self._exclusively(self._reset)
+
+    def _exclusively(self, work: Callable[[], None]) -> None:
+        """Does what nothing else of this thread may come between; frees what was given up before it and meanwhile."""
+        try:
+            self._is_busy = True
+            self._forget_dropped()
+            work()
+        finally:
+            try:
+                self._forget_dropped()
+            finally:
+                self._is_busy = False
+
+    def _step(self) -> None:
+        self._admit()
+        if self._running:
+            self._attempt(list(self._running))
+
+    def _reset(self) -> None:
+        self.model.reset()
+        self._read_anew(self._running)
+        self._room = self._max_rows
+        if self.speculator is not None:
+            self.speculator.source.reset()
 
     def _attempt(self, batch: Sequence[Request]) -> None:
         try:

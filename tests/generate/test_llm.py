@@ -362,6 +362,26 @@ def test_interrupts_at_any_time_leave_nothing_behind():
         signal.signal(signal.SIGALRM, before)
 
 
+def test_a_stream_given_up_while_another_is_freed_is_freed_after_it():
+    llm, model = counting()
+    streams = [llm.stream([1, 2]), llm.stream([3])]
+    for stream in streams:
+        next(stream)
+    release, released = model.release, []
+
+    def closing(cache_id: str) -> None:
+        model.release = release
+        streams[1].close()
+        released.append(len(model.lengths))
+        release(cache_id)
+
+    model.release = closing
+    streams[0].close()
+    assert released == [2]
+    assert model.lengths == {}
+    assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
+
+
 def test_a_release_that_fails_otherwise_is_told_once():
     llm, model = counting()
     release = model.release
