@@ -166,10 +166,6 @@ class DecoderOnlyLLM(abc.ABC):
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
         raise UnsupportedError(f"{type(self).__name__} cannot roll its KV back")
 
-    def roll_back_kv(self, cache_id: str, new_len: int) -> None:
-        """As `truncate_kv`, for what an executor takes back itself: blocks that `reserve_kv_slots` gave may stay."""
-        self.truncate_kv(cache_id, new_len)
-
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes `new_cache_id` a copy of a live sequence that shares its blocks until either writes."""
         raise UnsupportedError(f"{type(self).__name__} cannot fork a sequence")

@@ -36,7 +36,7 @@ class LoadedAdapter:
     """An adapter on the device. Each loading is another one, so that prefixes never outlive their weights."""
 
     name: str
-    path: str  # without links
+    path: str
     row: int  # in the stacks
     num_projections: int
     is_pinned: bool  # loaded by name, not because a sequence was bound to it
@@ -118,7 +118,7 @@ class Adapters:
         self.stacks = stacks
         for one in evicted:
             del self._loaded[one.name]
-        self._loaded[name] = LoadedAdapter(name, os.path.realpath(path), row, len(read.projections), is_pinned)
+        self._loaded[name] = LoadedAdapter(name, path, row, len(read.projections), is_pinned)
         return evicted
 
     def unload(self, name: str) -> LoadedAdapter:
@@ -139,7 +139,7 @@ class Adapters:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.
         """
         found = self._loaded.get(adapter.name)
-        if found is None or found.path == os.path.realpath(adapter.path):
+        if found is None or _is_path(found.path, adapter.path):
             return found
         if self._is_idle(found):
             return None
@@ -151,7 +151,7 @@ class Adapters:
         if adapter is None or bound is None:
             is_same = adapter is bound
         else:
-            is_same = (bound.name, bound.path) == (adapter.name, os.path.realpath(adapter.path))
+            is_same = bound.name == adapter.name and _is_path(bound.path, adapter.path)
         if length and not is_same:
             raise RequestValidationError(
                 f"{cache_id!r} holds {length} positions of {_called(bound)}, it cannot go on with {_called(adapter)}"
@@ -202,6 +202,14 @@ class Adapters:
 def _refuse_nameless(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise RequestValidationError(f"adapter name {shown(name)}: expected a string that is not empty")
+
+
+def _is_path(one: str, other: str | os.PathLike[str]) -> bool:
+    """True of two spellings of a path."""
+    try:
+        return one == os.fspath(other) or os.path.realpath(one) == os.path.realpath(other)
+    except ValueError:  # what is no path at all
+        return False
 
 
 def _called(adapter: LoadedAdapter | ActiveLoraAdapter | None) -> str:

@@ -63,8 +63,12 @@ def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequenc
 
 
 def _refuse_without_slots(ledger: Ledger, adapted: Sequence[TrackedSequence]) -> None:
-    """Raises ResourceExhausted before an adapter is given up for a sequence that gets no slot."""
-    empty = [KvSlotRequest(cache_id=live.cache_id, target_len=0) for live in adapted if not live.length]
+    """Raises ResourceExhausted before an adapter is given up for a sequence that gets no slot, or no block at all."""
+    empty = [
+        KvSlotRequest(cache_id=live.cache_id, target_len=0, admission_target_len=1)
+        for live in adapted
+        if not live.length
+    ]
     if empty:
         with contextlib.suppress(UnsupportedError):
             ledger.model.reserve_kv_slots(empty)

@@ -143,13 +143,6 @@ class Ledger:
             live.length = new_len
             live.moves += 1
 
-    def roll_back(self, live: TrackedSequence, new_len: int) -> None:
-        """As `truncate`, for what a call takes back itself: what its caller had reserved stays."""
-        if new_len < live.length:
-            self.model.roll_back_kv(live.cache_id, new_len)
-            live.length = new_len
-            live.moves += 1
-
     def fork(self, live: TrackedSequence) -> TrackedSequence:
         """Makes a copy under a new id that shares blocks until either writes."""
         cache_id = self._new_id("cache", self._cache_numbers)

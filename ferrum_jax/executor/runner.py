@@ -178,11 +178,6 @@ class ModelRunner(Closing, Described):
         self._sequences.truncate(checked_id(cache_id), checked_int("new_len", new_len, 0))
 
     @serialised
-    def roll_back_kv(self, cache_id: str, new_len: int) -> None:
-        """As `truncate_kv`, but blocks that `reserve_kv_slots` gave stay."""
-        self._sequences.truncate(checked_id(cache_id), checked_int("new_len", new_len, 0), keep_reserved=True)
-
-    @serialised
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes `new_cache_id` a copy of a live sequence; the block both would write is copied when one does.
 

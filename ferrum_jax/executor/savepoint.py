@@ -76,7 +76,7 @@ class Savepoint:
         if live is None:
             return
         try:
-            self.ledger.model.roll_back_kv(cache_id, length)
+            self.ledger.model.truncate_kv(cache_id, length)
             live.length = min(live.length, length)
         except UnsupportedError:
             if live.length != length:

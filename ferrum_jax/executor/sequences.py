@@ -170,8 +170,6 @@ class Sequences:
         self.make_ready(self.extra_keys(growth))
         free, copied = pool.num_free, set(growth.copied_ids)
         self._run(growth, [], [], [], [])
-        for key in wants:
-            slots.note_reserved(key, targets[key])
         after = {key: self._num_blocks(key) for key in targets}
         return KvSlotReservation(
             block_size=self.plan.cache.block_size,
@@ -202,10 +200,10 @@ class Sequences:
             self.slots.release(cache_id)
             self.adapters.bind(cache_id, None)
 
-    def truncate(self, cache_id: str, new_len: int, *, keep_reserved: bool = False) -> None:
-        """Rolls a sequence back, as `SlotTable.truncate` does, or `roll_back`."""
+    def truncate(self, cache_id: str, new_len: int) -> None:
+        """Rolls a sequence back, as `SlotTable.truncate` does."""
         with self.device.changing():
-            (self.slots.roll_back if keep_reserved else self.slots.truncate)(cache_id, new_len)
+            self.slots.truncate(cache_id, new_len)
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes a sequence that shares another's blocks and adapter; raises as `SlotTable.fork` does."""

@@ -46,7 +46,7 @@ def advance(point: Savepoint, live: TrackedSequence, tokens: Sequence[int], thre
     end = live.length + 1
     rows = forwards.verify(point, live, np.array(tokens, np.int32))
     accepted = count_accepted(rows, draft, threshold)
-    point.ledger.roll_back(live, end + accepted)
+    point.ledger.truncate(live, end + accepted)
     return accepted, rows[accepted]
 
 

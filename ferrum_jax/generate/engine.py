@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.errors import FerrumError, RequestValidationError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, ScoreRow, UnifiedRow
 from ferrum_jax.generate import bursts
 from ferrum_jax.generate.collecting import is_collecting, watch_collector
@@ -40,7 +40,7 @@ class Engine:
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
         self._chunk_tokens = chunk_tokens
         self._lock = threading.RLock()  # so that who gives a request up in the middle of their own step does not wait
-        self._is_busy = False  # the thread that holds the lock is in the middle of what must not be cut in two
+        self._is_busy = False  # who holds the lock is in the middle of what nothing may come between
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._dropped: deque[Request] = deque()  # given up, and not forgotten yet
@@ -78,19 +78,20 @@ class Engine:
     def abort(self, *requests: Request) -> None:
         """Forgets requests and frees what they hold; one that is done already is no error.
 
-        In the middle of a step of this very thread, in a signal's handler say, the end of that step frees it. The
-        garbage collector may call this at any point, in the middle of a call of the model, say: what it gives up holds
-        its place until the next call here.
+        It does not wait for a step, whose end frees them, so a signal's handler may call it, or whatever else comes in
+        the middle of a step of this very thread. The garbage collector may call this at any point, in the middle of a
+        call of the model, say: what it gives up holds its place until the next call here.
         """
         self._dropped.extend(requests)
         if not is_collecting():
             self.forget_dropped()
 
     def forget_dropped(self) -> None:
-        """Frees what was given up; in the middle of a step of this thread, its end does."""
-        with self._lock:
-            if not self._is_busy:
-                self._exclusively(lambda: None)
+        """Frees what was given up; during a step of any thread, its end does."""
+        while self._dropped and not self._is_busy:
+            with self._lock:
+                if not self._is_busy:
+                    self._exclusively(lambda: None)
 
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token, or several.
@@ -104,13 +105,20 @@ class Engine:
         refuses alone fail. Any other error of the model is stored in every request of the batch. The owners raise it.
         After anything else, an interrupt say, the requests of the batch are read anew by the next step.
         """
-        with self._lock:
-            self._exclusively(self._step)
+        self._alone(self._step)
 
     def reset(self) -> None:
         """Resets the model; running requests are read anew by the next step, so that their answers stay the same."""
-        with self._lock:
-            self._exclusively(self._reset)
+        self._alone(self._reset)
+
+    def _alone(self, work: Callable[[], None]) -> None:
+        try:
+            with self._lock:
+                if self._is_busy:
+                    raise RequestValidationError("an LLM was called in the middle of a step of the same thread")
+                self._exclusively(work)
+        finally:
+            self.forget_dropped()
 
     def _exclusively(self, work: Callable[[], None]) -> None:
         """Does what nothing else of this thread may come between; frees what was given up before it and meanwhile."""

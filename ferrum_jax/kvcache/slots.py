@@ -22,7 +22,6 @@ class LiveSequence:
     blocks: list[int] = field(default_factory=list)
     entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
     adapter: Hashable = None
-    reserved: int = 0  # positions that were asked for ahead
 
     @property
     def length(self) -> int:
@@ -158,23 +157,9 @@ class SlotTable:
         An unknown id, or a length not before the sequence's end, is no error and changes nothing.
         """
         live = self._live.get(cache_id)
-        if live is not None and new_len < live.length:
-            live.reserved = 0
-            self._cut(live, new_len)
-
-    def roll_back(self, cache_id: str, new_len: int) -> None:
-        """As `truncate`, but reserved blocks stay."""
-        live = self._live.get(cache_id)
-        if live is not None and new_len < live.length:
-            self._cut(live, new_len)
-
-    def note_reserved(self, cache_id: str, target: int) -> None:
-        """Remembers that the blocks of so many positions were asked for ahead."""
-        live = self._live[cache_id]
-        live.reserved = max(live.reserved, target)
-
-    def _cut(self, live: LiveSequence, new_len: int) -> None:
-        keep = self.num_blocks(max(new_len, live.reserved))
+        if live is None or new_len >= live.length:
+            return
+        keep = self.num_blocks(new_len)
         del live.tokens[new_len:]
         del live.entries[new_len // self.block_size :]
         self.pool.release(live.blocks[keep:])

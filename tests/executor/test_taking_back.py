@@ -1,4 +1,4 @@
-"""An executor over a runner: what a refused or taken back call leaves as it was, reservations and adapters among it."""
+"""An executor over a runner: what a refused call leaves as it was, adapters among it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +17,7 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.asking import batch, item, prompt, run, token
+from tests.executor.asking import batch, item, prompt, run
 from tests.executor.conftest import ENGINE, make_runner
 
 TEXT = list(range(1, 21))
@@ -62,44 +62,6 @@ def test_a_refused_call_gives_no_other_adapter_up(why: str, runner: ModelRunner,
     assert (list(runner._adapters._loaded), runner.cache_metrics_snapshot()["entries"]) == before
 
 
-def reserved(executor: LlmExecutor, runner: ModelRunner) -> tuple[Any, int]:
-    """Begins a sequence, makes 40 positions of it writable, and gives its handle and the blocks that stay free."""
-    handle = run(executor.prefill(prompt(TEXT[:10]))).kv_cache
-    executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=40)])
-    free = runner.kv_slot_capacity_snapshot().free_blocks
-    executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=40)])
-    assert runner.kv_slot_capacity_snapshot().free_blocks == free
-    return handle, free
-
-
-def test_a_refused_cohort_leaves_what_was_reserved(runner: ModelRunner):
-    executor = LlmExecutor(runner)
-    handle, free = reserved(executor, runner)
-    runner.prefill("one", [1] * 40)
-    runner.prefill("other", [2] * 8 * (free - 8))
-    free = runner.kv_slot_capacity_snapshot().free_blocks
-    whole = {"ferrum_require_full_logits": True}
-    with pytest.raises(ResourceExhaustedError):
-        run(executor.batch_prefill([prompt([1, 2], handle), prompt([7] * 30, metadata=whole), prompt([9] * 16)]))
-    assert runner.kv_slot_capacity_snapshot().free_blocks == free
-    assert runner.kv_len(handle.cache_id) == 10
-    assert run(executor.decode(token(3, handle))).kv_cache.num_tokens == 11
-
-
-def test_speculation_that_is_rejected_leaves_what_was_reserved(runner: ModelRunner):
-    executor = LlmExecutor(runner)
-    handle, free = reserved(executor, runner)
-    out = run(executor.speculative_decode(token(3, handle), [5] * 9, 1.0))
-    assert out.acceptance_count < 9
-    assert runner.kv_slot_capacity_snapshot().free_blocks == free
-    run(executor.truncate_kv(out.kv_cache, 3))  # which the caller asks for
-    assert runner.kv_slot_capacity_snapshot().free_blocks > free
-    more = runner.kv_slot_capacity_snapshot().free_blocks
-    handle = executor.handle(handle.cache_id)
-    run(executor.speculative_decode(token(3, handle), [5] * 4, 1.0))
-    assert runner.kv_slot_capacity_snapshot().free_blocks == more
-
-
 def test_what_a_refused_call_bound_is_unbound_whatever_became_of_what_was_reserved(
     runner: ModelRunner, adapter_folders: dict[str, str]
 ):
@@ -114,17 +76,6 @@ def test_what_a_refused_call_bound_is_unbound_whatever_became_of_what_was_reserv
     assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
     assert runner.kv_slot_capacity_snapshot().free_blocks == free
     assert runner.kv_len("mine") is None
-
-
-def test_a_call_that_is_refused_at_once_copies_no_block_that_is_shared(runner: ModelRunner):
-    executor = LlmExecutor(runner)
-    handle, _ = reserved(executor, runner)
-    copy = handle.clone_handle()
-    free = runner.kv_slot_capacity_snapshot().free_blocks
-    with pytest.raises(RequestValidationError):
-        run(executor.prefill(prompt([1], handle, metadata={"ferrum_kv_capacity_hint": 1000})))
-    assert runner.kv_slot_capacity_snapshot().free_blocks == free
-    assert copy.cache_id != handle.cache_id
 
 
 def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(

@@ -382,6 +382,44 @@ def test_a_stream_given_up_while_another_is_freed_is_freed_after_it():
     assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
 
 
+def test_a_model_cannot_step_the_llm_that_runs_it():
+    llm, model = counting()
+    prefill = model.prefill
+
+    def asking(cache_id: str, tokens: Sequence[int]) -> Logits:
+        model.prefill = prefill
+        for call in (lambda: llm.generate([[2]]), llm.reset):
+            with pytest.raises(RequestValidationError, match="in the middle of a step"):
+                call()
+        return prefill(cache_id, tokens)
+
+    model.prefill = asking
+    assert llm.generate([[1]], SamplingParams(max_tokens=3))[0].token_ids == answer(model, [1], 3)
+    assert model.lengths == {}
+
+
+def test_a_stream_is_given_up_without_waiting_for_the_step_of_another_thread():
+    llm, model = counting()
+    stream = llm.stream([1, 2])
+    next(stream)
+    prefill, begun, goes_on = model.prefill, threading.Event(), threading.Event()
+
+    def slow(cache_id: str, tokens: Sequence[int]) -> Logits:
+        begun.set()
+        assert goes_on.wait(timeout=60)
+        return prefill(cache_id, tokens)
+
+    model.prefill = slow
+    worker = threading.Thread(target=lambda: llm.generate([[1]], SamplingParams(max_tokens=1)), daemon=True)
+    worker.start()
+    assert begun.wait(timeout=60)
+    stream.close()
+    assert len(model.lengths) == 1
+    goes_on.set()
+    worker.join(timeout=60)
+    assert model.lengths == {}
+
+
 def test_a_release_that_fails_otherwise_is_told_once():
     llm, model = counting()
     release = model.release
