@@ -33,8 +33,8 @@ class Stream:
 
     @staticmethod
     def _run(engine: Engine, request: Request) -> Generator[str, None, None]:
-        engine.submit(request)
         try:
+            engine.submit(request)
             while not request.is_done:
                 engine.step()
                 if piece := request.take_text():
