@@ -36,10 +36,18 @@ class LoadedAdapter:
     """An adapter on the device. Each loading is another one, so that prefixes never outlive their weights."""
 
     name: str
-    path: str
+    path: str  # as it was given, from the root
+    real_path: str  # where its links led when it was loaded
     row: int  # in the stacks
     num_projections: int
     is_pinned: bool  # loaded by name, not because a sequence was bound to it
+
+    def is_from(self, path: str | os.PathLike[str]) -> bool:
+        """True of the path it was loaded by, wherever that leads now, and of other spellings of what it was."""
+        try:
+            return self.path == _from_root(path) or self.real_path == os.path.realpath(path)
+        except (OSError, TypeError, ValueError):  # what is no path at all
+            return False
 
 
 @dataclass(eq=False)
@@ -90,8 +98,16 @@ class Adapters:
         except IOError as problem:
             raise NotFoundError(str(problem)) from problem
 
-    def load(self, name: str, read: PeftAdapter, path: str, *, is_pinned: bool) -> list[LoadedAdapter]:
+    def load(
+        self, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, user: str | None = None
+    ) -> list[LoadedAdapter]:
         """Puts an adapter on the device; gives those that made room for it.
+
+        Args:
+            name: what it is called.
+            read: its files.
+            path: where they were read from.
+            user: the id that will be bound to it, and lets another one go; None where it is loaded by name.
 
         Raises:
             AlreadyExistsError: the name is in use.
@@ -101,13 +117,14 @@ class Adapters:
         """
         assert self.spec is not None
         older = self._loaded.get(name)
-        if older is not None and (is_pinned or not self._is_idle(older)):
+        if older is not None and (user is None or not self._is_idle(older, user)):
             raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path}")
+        places = _from_root(path), os.path.realpath(path)
         tree = lay_out(read, self.spec, self.dtype)
         if older is not None:
             evicted = [older]
         else:
-            evicted = [] if len(self._loaded) < self.spec.max_loras else [self._first_idle()]
+            evicted = [] if len(self._loaded) < self.spec.max_loras else [self._first_idle(user)]
         used = {one.row for one in self._loaded.values()} - {one.row for one in evicted}
         row = min(set(range(self.spec.max_loras)) - used)
         install = self.steps.get(InstallKey(self.spec.max_loras, self.spec.max_rank))
@@ -118,7 +135,7 @@ class Adapters:
         self.stacks = stacks
         for one in evicted:
             del self._loaded[one.name]
-        self._loaded[name] = LoadedAdapter(name, path, row, len(read.projections), is_pinned)
+        self._loaded[name] = LoadedAdapter(name, *places, row, len(read.projections), is_pinned=user is None)
         return evicted
 
     def unload(self, name: str) -> LoadedAdapter:
@@ -132,16 +149,20 @@ class Adapters:
             raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
         return self._loaded.pop(name)
 
-    def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
+    def find(self, adapter: ActiveLoraAdapter, user: str) -> LoadedAdapter | None:
         """Gives the loaded adapter of that name, None if there is none, or one from another path that may go.
+
+        Args:
+            adapter: what an id is to be bound to.
+            user: that id.
 
         Raises:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.
         """
         found = self._loaded.get(adapter.name)
-        if found is None or _is_path(found.path, adapter.path):
+        if found is None or found.is_from(adapter.path):
             return found
-        if self._is_idle(found):
+        if self._is_idle(found, user):
             return None
         raise AlreadyExistsError(f"adapter {adapter.name!r} is loaded from {found.path}, not from {adapter.path}")
 
@@ -151,7 +172,7 @@ class Adapters:
         if adapter is None or bound is None:
             is_same = adapter is bound
         else:
-            is_same = bound.name == adapter.name and _is_path(bound.path, adapter.path)
+            is_same = bound.name == adapter.name and bound.is_from(adapter.path)
         if length and not is_same:
             raise RequestValidationError(
                 f"{cache_id!r} holds {length} positions of {_called(bound)}, it cannot go on with {_called(adapter)}"
@@ -183,14 +204,15 @@ class Adapters:
             "position": "real-inference",
         }
 
-    def _is_idle(self, adapter: LoadedAdapter) -> bool:
-        """True of one that may go: not loaded by name, and bound to nothing."""
-        return not adapter.is_pinned and all(one is not adapter for one in self._bound.values())
+    def _is_idle(self, adapter: LoadedAdapter, user: str | None) -> bool:
+        """True of one that may go: not loaded by name, and bound to nothing but the id that lets it go."""
+        users = (cache_id for cache_id, one in self._bound.items() if one is adapter)
+        return not adapter.is_pinned and all(cache_id == user for cache_id in users)
 
-    def _first_idle(self) -> LoadedAdapter:
+    def _first_idle(self, user: str | None) -> LoadedAdapter:
         """Finds the adapter to give way, of those that may go the one used longest ago."""
         for one in self._loaded.values():
-            if self._is_idle(one):
+            if self._is_idle(one, user):
                 return one
         raise ResourceExhaustedError(
             f"need room for 1 adapter, all {len(self._loaded)} of max_loras are loaded by name or in use",
@@ -204,12 +226,8 @@ def _refuse_nameless(name: Any) -> None:
         raise RequestValidationError(f"adapter name {shown(name)}: expected a string that is not empty")
 
 
-def _is_path(one: str, other: str | os.PathLike[str]) -> bool:
-    """True of two spellings of a path."""
-    try:
-        return one == os.fspath(other) or os.path.realpath(one) == os.path.realpath(other)
-    except ValueError:  # what is no path at all
-        return False
+def _from_root(path: str | os.PathLike[str]) -> str:
+    return os.path.join(os.getcwd(), os.fspath(path))  # the path alone, where it begins at the root
 
 
 def _called(adapter: LoadedAdapter | ActiveLoraAdapter | None) -> str:

@@ -31,7 +31,8 @@ Prefill = Callable[[Savepoint, Sequence[TrackedSequence], Sequence[RowInput]], l
 def open_rows(point: Savepoint, rows: Sequence[RowInput]) -> list[TrackedSequence]:
     """Finds or begins the sequence of every row, binds adapters, asks whether the KV has room for what may come.
 
-    Nothing is reserved: the forward takes what it needs, and a call that is refused leaves no block behind.
+    Nothing is reserved: the forward takes what it needs, and a call that is refused leaves no block behind. An adapter
+    that made room for another one stays away where the call is refused after that: it is read again when asked for.
     """
     ledger = point.ledger
     found = [_find(ledger, row) for row in rows]

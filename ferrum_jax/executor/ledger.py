@@ -50,7 +50,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def held(self, asked: float | None = None) -> Iterator[DecoderOnlyLLM]:
-        """Lets one caller at a time to the model, and none after `close`.
+        """Lets one caller at a time to the model, and none after `close` or while it has failed.
 
         Args:
             asked: since when the caller waits, in seconds of `time.perf_counter()`; now if None.
@@ -59,7 +59,7 @@ class Ledger:
         with self.lock:
             self._waits += 1
             self._waited_seconds += time.perf_counter() - asked
-            self.refuse_closed()
+            self.refuse_failed()
             yield self.model
 
     @property
@@ -73,9 +73,9 @@ class Ledger:
             raise CancelledError("this executor is shut down")
 
     def refuse_failed(self) -> None:
-        """As `refuse_closed`, and raises what a model says that has failed or is closed itself. Needs no lock."""
+        """As `refuse_closed`, and raises what a model says that is not ready itself. Needs no lock."""
         self.refuse_closed()
-        if self.model.state in (ExecutorState.Error, ExecutorState.Shutdown):
+        if self.model.state is not ExecutorState.Ready:
             self.model.kv_capacity()
 
     def close(self) -> None:

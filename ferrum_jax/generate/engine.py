@@ -8,11 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ferrum_jax.contract.errors import FerrumError, RequestValidationError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    FerrumError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
 from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, ScoreRow, UnifiedRow
 from ferrum_jax.generate import bursts
 from ferrum_jax.generate.collecting import is_collecting, watch_collector
 from ferrum_jax.generate.drafts import DraftSource
+from ferrum_jax.generate.forwards import Forwards
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.sampler import Sampler, artifacts_of
@@ -41,12 +48,12 @@ class Engine:
         self._chunk_tokens = chunk_tokens
         self._lock = threading.RLock()  # so that who gives a request up in the middle of their own step does not wait
         self._is_busy = False  # who holds the lock is in the middle of what nothing may come between
+        self._is_cut = False  # that did not come to its end
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._dropped: deque[Request] = deque()  # given up, and not forgotten yet
         self._left: deque[str] = deque()  # ids of requests that left, and are not released yet
-        self._is_unified = True
-        self._has_run = False  # a unified forward has succeeded, so a later refusal is not about the method
+        self._forwards = Forwards(model)
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count()
         watch_collector()
@@ -78,9 +85,9 @@ class Engine:
     def abort(self, *requests: Request) -> None:
         """Forgets requests and frees what they hold; one that is done already is no error.
 
-        It does not wait for a step, whose end frees them, so a signal's handler may call it, or whatever else comes in
-        the middle of a step of this very thread. The garbage collector may call this at any point, in the middle of a
-        call of the model, say: what it gives up holds its place until the next call here.
+        It waits for no step that runs, whose end frees them, so a signal's handler may call it, or whatever else comes
+        in the middle of a step of this very thread. The garbage collector may call this at any point, in the middle of
+        a call of the model, say: what it gives up holds its place until the next call here.
         """
         self._dropped.extend(requests)
         if not is_collecting():
@@ -91,7 +98,7 @@ class Engine:
         while self._dropped and not self._is_busy:
             with self._lock:
                 if not self._is_busy:
-                    self._exclusively(lambda: None)
+                    self._exclusively()
 
     def step(self) -> None:
         """Runs one forward for as many requests as fit and hands each its next token, or several.
@@ -103,7 +110,8 @@ class Engine:
 
         Where the model refuses the batch for what one request asks, the requests run one by one and only those that it
         refuses alone fail. Any other error of the model is stored in every request of the batch. The owners raise it.
-        After anything else, an interrupt say, the requests of the batch are read anew by the next step.
+        After anything else, an interrupt say, all that run are read anew; one whose token was just being
+        taken fails.
         """
         self._alone(self._step)
 
@@ -120,17 +128,30 @@ class Engine:
         finally:
             self.forget_dropped()
 
-    def _exclusively(self, work: Callable[[], None]) -> None:
-        """Does what nothing else of this thread may come between; frees what was given up before it and meanwhile."""
+    def _exclusively(self, work: Callable[[], None] | None = None) -> None:
+        """Frees what was given up, does what nothing else of this thread may come between, and frees again."""
         try:
             self._is_busy = True
             self._forget_dropped()
-            work()
+            if work is not None:
+                self._is_cut = True
+                work()
+                self._is_cut = False
         finally:
             try:
                 self._forget_dropped()
             finally:
                 self._is_busy = False
+
+    def _mend(self) -> None:
+        """Reads everything anew after a step that was cut in two; what it moved may stand in both places."""
+        for request in list(self._running):
+            request.copies = [copy for copy in request.copies if copy not in (*self._running, *self._waiting)]
+            if request.is_torn and not request.is_done:
+                problem = f"{request.cache_id!r} was interrupted while it took what was generated: ask again"
+                self._fail([request], CancelledError(problem))
+        self._read_anew(self._running)
+        self._leave_if_done(list(self._running))
 
     def _step(self) -> None:
         self._admit()
@@ -156,14 +177,10 @@ class Engine:
                 self._fail(batch, problem)
             else:
                 self._attempt_singly(batch)
-        except BaseException:
-            self._read_anew(self._running)
-            self._leave_if_done(list(self._running))
-            raise
 
     def _attempt_singly(self, batch: Sequence[Request]) -> None:
         goals = [request.num_read + 1 for request in batch]
-        if not self._is_unified:  # rows may have advanced before the error
+        if not self._forwards.are_unified:  # rows may have advanced before the error
             self._read_anew(batch)
         for request, goal in zip(batch, goals, strict=True):
             # It may fail, finish, or give its place up. Short of the goal, the next batch would be refused as this was.
@@ -218,13 +235,15 @@ class Engine:
             copy.scores, copy.greedy_ids = list(request.scores), list(request.greedy_ids)
         running: list[Request] = []
         while request.copies and len(self._running) < self._room:
-            copy = request.copies.pop(0)
+            copy = request.copies[0]
             self._running.append(copy)  # before its sequence is there: an interrupt leaves none that nobody knows of
+            request.copies.pop(0)
             try:
                 if request.num_read:  # otherwise there is nothing to share
                     self.model.fork(request.cache_id, copy.cache_id)
             except (ResourceExhaustedError, UnsupportedError):
-                request.copies.insert(0, self._running.pop())
+                request.copies.insert(0, copy)
+                self._running.remove(copy)
                 break
             copy.num_read = request.num_read
             running.append(copy)
@@ -233,18 +252,27 @@ class Engine:
         return running
 
     def _forget_dropped(self) -> None:
+        if self._is_cut:
+            try:
+                self._mend()
+            except Exception:  # of a model that breaks the contract: said once
+                self._is_cut = False
+                raise
+            self._is_cut = False
         self._release_left()
         while self._dropped:
             request = self._dropped[0]  # an interrupt leaves it there for the next call
             if request in self._running:
                 self._leave(request)
-            elif request in self._waiting:
+            if request in self._waiting:
                 self._waiting.remove(request)
             self._dropped.popleft()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._room:
-            self._running.append(self._waiting.popleft())
+        while self._waiting and ((is_in := self._waiting[0] in self._running) or len(self._running) < self._room):
+            if not is_in:  # an interrupt came between these two
+                self._running.append(self._waiting[0])
+            self._waiting.popleft()
 
     def _forward(self, batch: Sequence[Request]) -> tuple[list[Request], list[Logits | None]]:
         """Gives every request of the batch its share of the step; prompts share `chunk_tokens`, oldest first."""
@@ -261,33 +289,10 @@ class Engine:
             rows.append(request)
             is_final = request.num_read + count == len(request.tokens)
             items.append((request.cache_id, unread[:count], request.num_read, is_final))
-        logits = self._run(items)
+        logits = self._forwards.run(items)
         for request, (_, tokens, _, _) in zip(rows, items, strict=True):
             request.num_read += len(tokens)
         return rows, logits
-
-    def _run(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
-        if self._is_unified:
-            try:
-                logits = self.model.unified_forward(items)
-            except UnsupportedError:
-                if self._has_run:
-                    raise
-                self._is_unified = False
-            else:
-                self._has_run = True
-                return logits
-        return self._run_apart(items)
-
-    def _run_apart(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
-        """Serves a model without a unified forward: one prefill per chunk, one decode batch for the rest."""
-        singles = [(cache_id, tokens[0], at) for cache_id, tokens, at, _ in items if len(tokens) == 1 and at > 0]
-        decoded = dict(zip([row[0] for row in singles], self.model.decode_batch(singles), strict=True))
-        logits: list[Logits | None] = []
-        for cache_id, tokens, _, is_final in items:
-            row = decoded[cache_id] if cache_id in decoded else self.model.prefill(cache_id, tokens)
-            logits.append(row if is_final else None)
-        return logits
 
     def _make_room(self, problem: ResourceExhaustedError) -> None:
         """Sends the request that joined last back to the queue, or fails it if it is alone."""
@@ -295,11 +300,11 @@ class Engine:
         if len(self._running) == 1:
             self._fail([last], problem)
             return
-        self._running.remove(last)
         self._waiting.appendleft(last)
+        self._running.remove(last)
         self._room = len(self._running)
         # Rows that ran one by one may have advanced before the error: those are read anew, too.
-        self._read_anew([last] if self._is_unified else [last, *self._running])
+        self._read_anew([last] if self._forwards.are_unified else [last, *self._running])
 
     def _read_anew(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -335,6 +340,6 @@ class Engine:
 
     def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
         for request in list(requests):
-            for one in (request, *request.copies):
+            for one in (*request.copies, request):
                 one.error = problem
             self._leave(request)

@@ -116,7 +116,11 @@ class LLM:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner below, without answers that were given up; a model that is none has no such thing."""
+        """The runner below, without answers that were given up, once a step that runs has ended.
+
+        Raises:
+            UnsupportedError: the model is none.
+        """
         self._engine.forget_dropped()
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
@@ -236,7 +240,7 @@ class LLM:
 
         Log-probabilities of the prompt, and several answers, compile what they need more when first asked for.
         """
-        request = self._request(prompt, params_of_each(params, 1)[0])
+        request = self._request(prompt, params_of_one(params))
         cache_id = request.cache_id
         self._engine.forget_dropped()
         try:

@@ -49,6 +49,7 @@ def _listed(name: str, given: Any) -> list[Any]:
 
 def _read(name: str, array: Any) -> Any:
     """Gives an array of NumPy or JAX as Python's lists and numbers."""
-    if getattr(array, "is_deleted", bool)():
-        raise RequestValidationError(f"{name} cannot be read: the array has been deleted")
-    return np.asarray(array).tolist()
+    try:
+        return np.asarray(array).tolist()
+    except (RuntimeError, TypeError) as problem:  # deleted, or of another library that does not give it away
+        raise RequestValidationError(f"{name} cannot be read: {problem}") from problem

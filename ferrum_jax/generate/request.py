@@ -38,6 +38,7 @@ class Request:
     accepted: int = 0  # of those, the ones that stand in the answer
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
+    is_torn: bool = False  # what was generated or scored last is half taken
     submitted: float = field(default_factory=time.perf_counter)
     first_token_after: float = 0.0  # seconds
 
@@ -72,6 +73,11 @@ class Request:
 
     def append(self, token: int, logprob: float | None) -> None:
         """Takes the next generated token and decides whether it was the last."""
+        self.is_torn = True
+        self._take(token, logprob)
+        self.is_torn = False
+
+    def _take(self, token: int, logprob: float | None) -> None:
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted
         self.tokens.append(token)
@@ -89,11 +95,13 @@ class Request:
 
     def take_scores(self, scores: TokenScores) -> None:
         """Takes the scores of the next tokens of the prompt, after the last of which one without an answer is done."""
+        self.is_torn = True
         self.num_read += len(scores.logprobs)
         self.scores += scores.logprobs.tolist()
         self.greedy_ids += scores.greedy_ids.tolist()
         if self.num_unscored == 0 and self.limit == 0:
             self.finish_reason = "length"
+        self.is_torn = False
 
     def read_anew(self) -> None:
         """Begins again with a KV that holds nothing; what was generated stays, and scores if they are complete."""

@@ -46,7 +46,7 @@ def kv_spec(
         if not is_integer(value) or value < 1:
             raise InvalidParameterError(f"{name} is {shown(value)}, expected an integer of at least 1")
     for name, value, known in (("dtype", dtype, DTYPES), ("attention", attention, ATTENTIONS)):
-        if value is not None and value not in known:
+        if value not in known and (name, value) != ("dtype", None):
             raise InvalidParameterError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
     block_size = min(positions, BLOCK)
     return cache_spec(

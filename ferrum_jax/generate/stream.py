@@ -22,7 +22,7 @@ class Stream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Gives the answer up and frees what it holds."""
+        """Gives the answer up and frees what it holds, at the end of a step of another thread if one runs."""
         self._pieces.close()
 
     def output(self) -> RequestOutput:

@@ -163,7 +163,7 @@ def _run(
     flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
     if steering is not None:
         given = steering[:, None] if steering.ndim == 2 else steering.reshape(layers, batch * length, width)
-        params = steered(params, summed(given, added(params, cfg)))
+        params = steered(params, summed(given, added(params, cfg, batch * length)))
     options = {} if chosen is None else {"watch": chosen}
     logits, _, *seen = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras, attention, **options)
     return logits.reshape(batch, length, -1), seen[0] if seen else None

@@ -94,7 +94,7 @@ def forward(
         batch, ring = _ring_site(batch, kv, cfg, turns[0], attention)
     places = _places([addresses(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups])
     site = Site(0, cfg.layer_windows[0], turns[0], places, batch, attention)
-    layers, steering = params["model"]["layers"], added(params, cfg)
+    layers, steering = params["model"]["layers"], added(params, cfg, len(tokens))
     wanted = Watch() if watch is None else checked_watch(watch.hidden, watch.attention, cfg)
     seen = Seen(hidden={0: x} if 0 in wanted.hidden else {}, attention={})
     if isinstance(layers, dict):

@@ -71,28 +71,25 @@ def steered(params: ParamTree, steering: jax.Array) -> ParamTree:
     return params | {"model": params["model"] | {STEERING: steering}}
 
 
-def added(params: ParamTree, cfg: ModelConfig) -> jax.Array | None:
-    """Gives what is to be added after each layer, `[L, 1 or X, D]`, None where there is nothing."""
+def added(params: ParamTree, cfg: ModelConfig, num_tokens: int) -> jax.Array | None:
+    """Gives what is to be added after each layer, `[L, 1 or X, D]`, None where there is nothing.
+
+    Raises:
+        InvalidParameterError: it is for other layers or another number of tokens than there are.
+    """
     found = params["model"].get(STEERING)
     if found is None:
         return None
     if found.shape[0] != cfg.num_hidden_layers:
         raise InvalidParameterError(f"steering is for {found.shape[0]} layers, the model has {cfg.num_hidden_layers}")
+    if found.ndim == 3 and found.shape[1] not in (1, num_tokens):
+        raise InvalidParameterError(f"steering of the parameters is for {found.shape[1]} tokens, here are {num_tokens}")
     return found[:, None] if found.ndim == 2 else found
 
 
 def summed(one: jax.Array, other: jax.Array | None) -> jax.Array:
-    """Gives two steerings as one, `[L, 1 or X, D]` each, in float32: rounded where it is added, once.
-
-    Raises:
-        InvalidParameterError: both are for each token, and not for as many.
-    """
-    if other is None:
-        return one
-    counts = one.shape[1], other.shape[1]
-    if 1 not in counts and counts[0] != counts[1]:
-        raise InvalidParameterError(f"steering is for {counts[0]} tokens, that of the parameters for {counts[1]}")
-    return one.astype(jnp.float32) + other.astype(jnp.float32)
+    """Gives two steerings as one, `[L, 1 or X, D]` each, in float32: rounded where it is added, once."""
+    return one if other is None else one.astype(jnp.float32) + other.astype(jnp.float32)
 
 
 def add(x: jax.Array, steering: jax.Array | None, layer: int) -> jax.Array:

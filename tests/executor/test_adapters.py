@@ -134,6 +134,46 @@ def test_an_adapter_that_nobody_uses_makes_room_for_its_next_version(
     assert runner.lora_metrics_snapshot()["adapter_count"] == 1
 
 
+def test_a_link_that_moves_is_another_adapter(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], tmp_path: Path
+):
+    latest = tmp_path / "latest"
+    latest.symlink_to(adapter_folders["one"])
+    runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path=str(latest)))
+    runner.set_lora_adapter_for_cache("b", ActiveLoraAdapter(name="x", path=adapter_folders["one"]))
+    latest.unlink()
+    latest.symlink_to(adapter_folders["two"])
+    renewed = ActiveLoraAdapter(name="x", path=adapter_folders["two"])
+    with pytest.raises(AlreadyExistsError, match="latest, not from"):
+        runner.set_lora_adapter_for_cache("b", renewed)
+    runner.release("a")
+    runner.set_lora_adapter_for_cache("b", renewed)
+    np.testing.assert_allclose(runner.prefill("b", TOKENS), oracles["two"](TOKENS)[-1], atol=1e-4, rtol=0)
+    with pytest.raises(RequestValidationError, match="cannot go on"):
+        runner.set_lora_adapter_for_cache("b", ActiveLoraAdapter(name="x", path=adapter_folders["one"]))
+
+
+def test_a_relative_path_is_from_where_it_was_given(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    here, there = Path(adapter_folders["one"]), Path(adapter_folders["two"])
+    monkeypatch.chdir(here)
+    runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="."))
+    monkeypatch.chdir(there)
+    runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="."))
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles["two"](TOKENS)[-1], atol=1e-4, rtol=0)
+
+
+def test_an_empty_sequence_lets_its_own_adapter_go(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
+):
+    runner.load_lora("one", adapter_folders["one"])
+    for name in ("two", "three"):
+        runner.set_lora_adapter_for_cache("a", active(name, adapter_folders))
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles["three"](TOKENS)[-1], atol=1e-4, rtol=0)
+    assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 1
+
+
 def test_a_name_stands_for_one_path(runner: ModelRunner, adapter_folders: dict[str, str]):
     runner.load_lora("one", adapter_folders["one"])
     with pytest.raises(AlreadyExistsError, match="'one' is loaded"):

@@ -87,6 +87,7 @@ def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
         executor.kv_capacity,
         executor.supports_native_unified_decode,
         lambda: executor.supports_batch_size(1),
+        lambda: executor.truncate_kv_for_cache_id("unknown", 0),
         lambda: run(executor.batch_decode([])),
         lambda: run(executor.batch_prefill([])),
         lambda: run(executor.unified_decode(UnifiedBatch([]))),
@@ -103,8 +104,8 @@ def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
         with pytest.raises(DeviceError, match="only reset"):
             call()
     runner.reset()
-    assert [call() for call in calls[:3]] == [44, True, True]
-    assert [call() for call in calls[3:]] == [[], [], []]
+    assert [call() for call in calls[:4]] == [44, True, True, None]
+    assert [call() for call in calls[4:]] == [[], [], []]
     runner.close()
     for call in calls:
         with pytest.raises(CancelledError, match="closed"):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -153,11 +153,21 @@ def test_another_number_of_params_is_refused():
         counting()[0].generate([[1], [2]], [SamplingParams()])
 
 
-def test_an_array_that_was_deleted_is_no_prompt():
+class Unreadable:
+    """An array of a library that does not give it away, as one of torch that needs gradients."""
+
+    ndim = 1
+
+    def __array__(self, *_: object) -> NoReturn:
+        raise RuntimeError("ask for it otherwise")
+
+
+def test_an_array_that_cannot_be_read_is_no_prompt():
     llm, _ = counting()
     gone = jnp.array([1, 2])
     gone.delete()
-    forms: list[Any] = [gone, [gone]]
+    others = Unreadable()
+    forms: list[Any] = [gone, [gone], others, [others]]
     for prompts in forms:
         with pytest.raises(RequestValidationError, match="cannot be read"):
             llm.generate(prompts)
@@ -434,6 +444,27 @@ def test_a_release_that_fails_otherwise_is_told_once():
         llm.generate([[1], [2]])
     outs = llm.generate([[1]], SamplingParams(max_tokens=3))
     assert outs[0].token_ids == answer(model, [1], 3)
+    assert model.lengths == {}
+
+
+def test_a_release_that_fails_after_an_interrupt_is_no_end():
+    llm, model = counting()
+    stream = llm.stream([1, 2], SamplingParams(max_tokens=6))
+    pieces = [next(stream)]
+    prefill, release = model.prefill, model.release
+
+    def interrupted(cache_id: str, tokens: Sequence[int]) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def broken(cache_id: str) -> None:
+        release(cache_id)
+        raise RuntimeError("broken")
+
+    model.prefill, model.release = interrupted, broken
+    with pytest.raises(RuntimeError, match="broken"):
+        llm.generate([[5]])
+    model.prefill, model.release = prefill, release
+    assert "".join([*pieces, *stream]) == text_of(answer(model, [1, 2], 6))
     assert model.lengths == {}
 
 

@@ -122,6 +122,7 @@ def test_what_cannot_be_is_refused(change: dict, message: str, params: ParamTree
         ({"positions": 2.5}, "positions is 2.5"),
         ({"dtype": "float99"}, "dtype is 'float99', expected float32"),
         ({"attention": "flash"}, "attention is 'flash', expected xla"),
+        ({"attention": None}, "attention is None, expected xla"),
     ],
 )
 def test_a_kv_that_cannot_be_is_refused(change: dict, message: str, params: ParamTree):

@@ -239,12 +239,13 @@ def test_the_sum_of_two_steerings_is_rounded_once():
     assert not np.array_equal(both, models.forward(low, tokens_of("mistral"), cfg, steering=one))
 
 
-def test_two_steerings_are_for_the_same_tokens():
+def test_steering_is_for_as_many_tokens_as_there_are():
     params, cfg = model("mistral")
     tokens = tokens_of("mistral")
     for_others = steered(params, jnp.zeros((3, tokens.size + 1, WIDTH)))
-    with pytest.raises(InvalidParameterError, match=f"steering is for {tokens.size} tokens, that of the parameters"):
-        models.forward(for_others, tokens, cfg, steering=jnp.zeros((3, *tokens.shape, WIDTH)))
+    for steering in (None, jnp.zeros((3, WIDTH)), jnp.zeros((3, *tokens.shape, WIDTH))):
+        with pytest.raises(InvalidParameterError, match=f"is for {tokens.size + 1} tokens, here are {tokens.size}"):
+            models.forward(for_others, tokens, cfg, steering=steering)
 
 
 def test_groups_of_a_batch_show_their_own_weights():
