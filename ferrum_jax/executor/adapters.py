@@ -99,15 +99,9 @@ class Adapters:
             raise NotFoundError(str(problem)) from problem
 
     def load(
-        self, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, user: str | None = None
+        self, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, is_pinned: bool
     ) -> list[LoadedAdapter]:
         """Puts an adapter on the device; gives those that made room for it.
-
-        Args:
-            name: what it is called.
-            read: its files.
-            path: where they were read from.
-            user: the id that will be bound to it, and lets another one go; None where it is loaded by name.
 
         Raises:
             AlreadyExistsError: the name is in use.
@@ -117,14 +111,14 @@ class Adapters:
         """
         assert self.spec is not None
         older = self._loaded.get(name)
-        if older is not None and (user is None or not self._is_idle(older, user)):
+        if older is not None and (is_pinned or not self._is_idle(older)):
             raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path}")
         places = _from_root(path), os.path.realpath(path)
         tree = lay_out(read, self.spec, self.dtype)
         if older is not None:
             evicted = [older]
         else:
-            evicted = [] if len(self._loaded) < self.spec.max_loras else [self._first_idle(user)]
+            evicted = [] if len(self._loaded) < self.spec.max_loras else [self._first_idle()]
         used = {one.row for one in self._loaded.values()} - {one.row for one in evicted}
         row = min(set(range(self.spec.max_loras)) - used)
         install = self.steps.get(InstallKey(self.spec.max_loras, self.spec.max_rank))
@@ -135,7 +129,7 @@ class Adapters:
         self.stacks = stacks
         for one in evicted:
             del self._loaded[one.name]
-        self._loaded[name] = LoadedAdapter(name, *places, row, len(read.projections), is_pinned=user is None)
+        self._loaded[name] = LoadedAdapter(name, *places, row, len(read.projections), is_pinned)
         return evicted
 
     def unload(self, name: str) -> LoadedAdapter:
@@ -149,12 +143,8 @@ class Adapters:
             raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
         return self._loaded.pop(name)
 
-    def find(self, adapter: ActiveLoraAdapter, user: str) -> LoadedAdapter | None:
+    def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
         """Gives the loaded adapter of that name, None if there is none, or one from another path that may go.
-
-        Args:
-            adapter: what an id is to be bound to.
-            user: that id.
 
         Raises:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.
@@ -162,7 +152,7 @@ class Adapters:
         found = self._loaded.get(adapter.name)
         if found is None or found.is_from(adapter.path):
             return found
-        if self._is_idle(found, user):
+        if self._is_idle(found):
             return None
         raise AlreadyExistsError(f"adapter {adapter.name!r} is loaded from {found.path}, not from {adapter.path}")
 
@@ -204,15 +194,14 @@ class Adapters:
             "position": "real-inference",
         }
 
-    def _is_idle(self, adapter: LoadedAdapter, user: str | None) -> bool:
-        """True of one that may go: not loaded by name, and bound to nothing but the id that lets it go."""
-        users = (cache_id for cache_id, one in self._bound.items() if one is adapter)
-        return not adapter.is_pinned and all(cache_id == user for cache_id in users)
+    def _is_idle(self, adapter: LoadedAdapter) -> bool:
+        """True of one that may go: not loaded by name, and bound to nothing."""
+        return not adapter.is_pinned and all(one is not adapter for one in self._bound.values())
 
-    def _first_idle(self, user: str | None) -> LoadedAdapter:
+    def _first_idle(self) -> LoadedAdapter:
         """Finds the adapter to give way, of those that may go the one used longest ago."""
         for one in self._loaded.values():
-            if self._is_idle(one, user):
+            if self._is_idle(one):
                 return one
         raise ResourceExhaustedError(
             f"need room for 1 adapter, all {len(self._loaded)} of max_loras are loaded by name or in use",
@@ -227,7 +216,8 @@ def _refuse_nameless(name: Any) -> None:
 
 
 def _from_root(path: str | os.PathLike[str]) -> str:
-    return os.path.join(os.getcwd(), os.fspath(path))  # the path alone, where it begins at the root
+    given = os.fspath(path)
+    return given if os.path.isabs(given) else os.path.join(os.getcwd(), given)
 
 
 def _called(adapter: LoadedAdapter | ActiveLoraAdapter | None) -> str:

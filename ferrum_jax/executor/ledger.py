@@ -50,7 +50,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def held(self, asked: float | None = None) -> Iterator[DecoderOnlyLLM]:
-        """Lets one caller at a time to the model, and none after `close` or while it has failed.
+        """Lets one caller at a time to the model, and none after `close`.
 
         Args:
             asked: since when the caller waits, in seconds of `time.perf_counter()`; now if None.
@@ -59,7 +59,7 @@ class Ledger:
         with self.lock:
             self._waits += 1
             self._waited_seconds += time.perf_counter() - asked
-            self.refuse_failed()
+            self.refuse_closed()
             yield self.model
 
     @property

@@ -241,6 +241,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
 
     def handle(self, cache_id: str) -> LlmKvCacheHandle:
         """Gives a handle on a live sequence of this executor, at its length now."""
+        self._ledger.refuse_failed()
         with self._ledger.held():
             live = self._ledger.find(checked_id(cache_id))
             if live is None:
@@ -255,6 +256,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     def truncate_kv_for_cache_id(self, cache_id: str, new_len: int) -> None:
         """Rolls back a sequence of this executor; an unknown id, or a length past its end, is no error."""
         length = checked_int("new_len", new_len, 0)
+        self._ledger.refuse_failed()
         with self._ledger.held():
             live = self._ledger.find(checked_id(cache_id))
             if live is not None:

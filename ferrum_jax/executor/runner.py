@@ -251,7 +251,7 @@ class ModelRunner(Closing, Described):
         read = self._adapters.read(path)  # which takes a while, and concerns nobody else
         with self._life.lock:
             self._life.refuse_unless_ready()
-            self._sequences.install(name, read, path)
+            self._sequences.install(name, read, path, is_pinned=True)
 
     @serialised
     def unload_lora(self, name: str) -> None:

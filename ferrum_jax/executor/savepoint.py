@@ -10,8 +10,8 @@ from ferrum_jax.executor.ledger import Ledger, TrackedSequence
 class Savepoint:
     """Puts sequences back to where they were when they were noted.
 
-    A sequence that the call began is released. One that it appended to is truncated; where the model cannot truncate,
-    it is released as well, and its handles are stale.
+    A sequence that the call began is released. One that it appended to is truncated, and one that it bound to another
+    adapter gets its own back; where the model cannot, it is released as well, and its handles are stale.
     """
 
     def __init__(self, ledger: Ledger):
@@ -60,9 +60,13 @@ class Savepoint:
             for live in begun:
                 with contextlib.suppress(FerrumError):
                     self.ledger.release(live.cache_id)
-            for live, length, adapter in noted:
-                with contextlib.suppress(FerrumError):
-                    self._put_back(live.cache_id, length, adapter)
+            kept = [(live, adapter) for live, length, adapter in noted if self._cut(live, length)]
+            changed = [(live, adapter) for live, adapter in kept if live.adapter != adapter]
+            for live, _ in changed:  # all of them first, so that each finds room for the adapter it had
+                self._bind(live, None)
+            for live, adapter in changed:
+                if live.adapter != adapter:
+                    self._bind(live, adapter)
 
     def _is_as_left(self, live: TrackedSequence) -> bool:
         try:
@@ -71,17 +75,27 @@ class Savepoint:
             return True
         return found is live and (live.length, live.moves) == self._left.get(live.cache_id)
 
-    def _put_back(self, cache_id: str, length: int, adapter: ActiveLoraAdapter | None) -> None:
-        live = self.ledger.find(cache_id)
-        if live is None:
-            return
-        try:
-            self.ledger.model.truncate_kv(cache_id, length)
-            live.length = min(live.length, length)
-        except UnsupportedError:
-            if live.length != length:
-                self.ledger.release(cache_id)
+    def _cut(self, live: TrackedSequence, length: int) -> bool:
+        """Truncates a sequence, or releases it; false of one that is gone."""
+        with contextlib.suppress(FerrumError):
+            if self.ledger.find(live.cache_id) is None:
+                return False
+            try:
+                self.ledger.model.truncate_kv(live.cache_id, length)
+                live.length = min(live.length, length)
+            except UnsupportedError:
+                if live.length != length:
+                    self.ledger.release(live.cache_id)
+                    return False
+        return True
+
+    def _bind(self, live: TrackedSequence, adapter: ActiveLoraAdapter | None) -> None:
+        """Gives an empty sequence its adapter back, or releases it: it must not answer as another."""
+        with contextlib.suppress(FerrumError):
+            if self.ledger.find(live.cache_id) is None:
                 return
-        if live.adapter != adapter:
-            self.ledger.model.set_lora_adapter_for_cache(cache_id, adapter)
-            live.adapter = adapter
+            try:
+                self.ledger.model.set_lora_adapter_for_cache(live.cache_id, adapter)
+                live.adapter = adapter
+            except FerrumError:
+                self.ledger.release(live.cache_id)

@@ -221,13 +221,13 @@ class Sequences:
         if adapter is None:
             self.adapters.bind(cache_id, None)
             return
-        if self.adapters.find(adapter, cache_id) is None:
-            self.install(adapter.name, self.adapters.read(adapter.path), adapter.path, user=cache_id)
-        self.adapters.bind(cache_id, self.adapters.find(adapter, cache_id))
+        if self.adapters.find(adapter) is None:
+            self.install(adapter.name, self.adapters.read(adapter.path), adapter.path, is_pinned=False)
+        self.adapters.bind(cache_id, self.adapters.find(adapter))
 
-    def install(self, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, user: str | None = None) -> None:
-        """Loads an adapter; takes and raises what `Adapters.load` does."""
-        for gone in self.adapters.load(name, read, path, user=user):
+    def install(self, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
+        """Loads an adapter; raises as `Adapters.load` does."""
+        for gone in self.adapters.load(name, read, path, is_pinned=is_pinned):
             self.slots.forget_adapter(gone)
 
     def unload(self, name: str) -> None:

@@ -52,7 +52,7 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._dropped: deque[Request] = deque()  # given up, and not forgotten yet
-        self._left: deque[str] = deque()  # ids of requests that left, and are not released yet
+        self._left: deque[str] = deque()  # ids that are to be released
         self._forwards = Forwards(model)
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -148,7 +148,7 @@ class Engine:
         for request in list(self._running):
             request.copies = [copy for copy in request.copies if copy not in (*self._running, *self._waiting)]
             if request.is_torn and not request.is_done:
-                problem = f"{request.cache_id!r} was interrupted while it took what was generated: ask again"
+                problem = f"{request.cache_id!r} was cut off while it took what was generated: ask again"
                 self._fail([request], CancelledError(problem))
         self._read_anew(self._running)
         self._leave_if_done(list(self._running))
@@ -180,8 +180,7 @@ class Engine:
 
     def _attempt_singly(self, batch: Sequence[Request]) -> None:
         goals = [request.num_read + 1 for request in batch]
-        if not self._forwards.are_unified:  # rows may have advanced before the error
-            self._read_anew(batch)
+        self._read_anew([request for request in batch if self._may_have_advanced(request)])
         for request, goal in zip(batch, goals, strict=True):
             # It may fail, finish, or give its place up. Short of the goal, the next batch would be refused as this was.
             while request in self._running and request.num_read < goal:
@@ -303,13 +302,18 @@ class Engine:
         self._waiting.appendleft(last)
         self._running.remove(last)
         self._room = len(self._running)
-        # Rows that ran one by one may have advanced before the error: those are read anew, too.
-        self._read_anew([last] if self._forwards.are_unified else [last, *self._running])
+        self._read_anew([last, *(request for request in self._running if self._may_have_advanced(request))])
+
+    def _may_have_advanced(self, request: Request) -> bool:
+        """True of one that is to be read anew after an error: rows ran one by one, or its logits are lost."""
+        runs_apart = self._forwards.score_apart if request.is_scoring else not self._forwards.are_unified
+        return runs_apart or not (request.unread or request.is_scoring)
 
     def _read_anew(self, requests: Sequence[Request]) -> None:
         for request in requests:
             request.read_anew()
-            self._release(request.cache_id)
+            self._left.append(request.cache_id)
+        self._release_left()
 
     def _leave_if_done(self, requests: Sequence[Request]) -> None:
         for request in requests:

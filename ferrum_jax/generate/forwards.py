@@ -7,10 +7,15 @@ from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, UnifiedRow
 
 
 class Forwards:
-    """Runs rows through a model by its unified forward, or, once that is refused as a method, one prefill per chunk."""
+    """Runs rows through a model by its unified forward, or, once that is refused as a method, one prefill per chunk.
+
+    `score_apart` is true of a model that scores the rows of a batch one by one, so that some may have advanced before
+    an error.
+    """
 
     def __init__(self, model: DecoderOnlyLLM):
         self.are_unified = True
+        self.score_apart = type(model).score_batch is DecoderOnlyLLM.score_batch
         self._model = model
         self._has_run = False  # a unified forward has succeeded, so a later refusal is not about the method
 

@@ -323,12 +323,11 @@ def everything(
             before = self.books()
             adapter = None if name is None else ActiveLoraAdapter(name=name, path=folders[name])
             loaded = runner._adapters._loaded
-            staying = {one for one in loaded if loaded[one].is_pinned}
-            staying |= {one for other, one in self.bound.items() if other != key}  # its own may go
+            pinned = {one for one in loaded if loaded[one].is_pinned}
             if self.at(key) and self.bound.get(key) != name:
                 with pytest.raises(RequestValidationError, match="cannot go on with"):
                     runner.set_lora_adapter_for_cache(key, adapter)
-            elif name is not None and name not in loaded and len(staying) >= 2:
+            elif name is not None and name not in loaded and len(pinned | set(self.bound.values())) >= 2:
                 with pytest.raises(ResourceExhaustedError, match="all 2 of max_loras"):
                     runner.set_lora_adapter_for_cache(key, adapter)
             else:

@@ -147,6 +147,7 @@ def test_a_link_that_moves_is_another_adapter(
     with pytest.raises(AlreadyExistsError, match="latest, not from"):
         runner.set_lora_adapter_for_cache("b", renewed)
     runner.release("a")
+    runner.set_lora_adapter_for_cache("b", None)
     runner.set_lora_adapter_for_cache("b", renewed)
     np.testing.assert_allclose(runner.prefill("b", TOKENS), oracles["two"](TOKENS)[-1], atol=1e-4, rtol=0)
     with pytest.raises(RequestValidationError, match="cannot go on"):
@@ -160,18 +161,22 @@ def test_a_relative_path_is_from_where_it_was_given(
     monkeypatch.chdir(here)
     runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="."))
     monkeypatch.chdir(there)
+    runner.release("a")
     runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="x", path="."))
     np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles["two"](TOKENS)[-1], atol=1e-4, rtol=0)
 
 
-def test_an_empty_sequence_lets_its_own_adapter_go(
-    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
+def test_a_whole_path_needs_no_working_directory(
+    runner: ModelRunner, adapter_folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    runner.load_lora("one", adapter_folders["one"])
-    for name in ("two", "three"):
-        runner.set_lora_adapter_for_cache("a", active(name, adapter_folders))
-    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracles["three"](TOKENS)[-1], atol=1e-4, rtol=0)
-    assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 1
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    runner.prefill("a", TOKENS)
+    runner.set_lora_adapter_for_cache("a", active("one", adapter_folders))
+    with pytest.raises(NotFoundError):
+        runner.set_lora_adapter_for_cache("b", ActiveLoraAdapter(name="two", path="two"))
 
 
 def test_a_name_stands_for_one_path(runner: ModelRunner, adapter_folders: dict[str, str]):

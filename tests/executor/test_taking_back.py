@@ -1,10 +1,13 @@
 """An executor over a runner: what a refused call leaves as it was, adapters among it."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor
@@ -12,6 +15,7 @@ from ferrum_jax.contract import KvSlotRequest, ModelInfo, UnifiedBatch
 from ferrum_jax.contract.errors import (
     CancelledError,
     DeviceError,
+    NotFoundError,
     RequestValidationError,
     ResourceExhaustedError,
 )
@@ -60,6 +64,37 @@ def test_a_refused_call_gives_no_other_adapter_up(why: str, runner: ModelRunner,
         with pytest.raises(RequestValidationError):
             run(executor.prefill(prompt(TEXT, metadata=asked)))
     assert (list(runner._adapters._loaded), runner.cache_metrics_snapshot()["entries"]) == before
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_sequence_never_answers_as_an_adapter_of_a_refused_call(
+    is_gone: bool, params: ParamTree, adapter_folders: dict[str, str], tmp_path: Path
+):
+    folders = adapter_folders | {"one": str(shutil.copytree(adapter_folders["one"], tmp_path / "one"))}
+    engine = replace(ENGINE, max_loras=2, max_lora_rank=4)
+    with make_runner(params, engine) as runner:
+        executor = LlmExecutor(runner)
+        first = run(executor.prefill(prompt(TEXT[:8], metadata=under("one", folders))))
+        other = run(executor.prefill(prompt(TEXT[:8])))
+        for out in (first, other):
+            run(executor.truncate_kv(out.kv_cache, 0))
+        empty = executor.handle(first.kv_cache.cache_id)
+        if is_gone:
+            shutil.rmtree(folders["one"])
+        cohort = [
+            prompt(TEXT[:8], empty, metadata=under("two", folders)),
+            prompt(TEXT[:8], executor.handle(other.kv_cache.cache_id), metadata=under("three", folders)),
+            prompt(TEXT[:8], metadata=under("x", {"x": str(tmp_path / "nowhere")})),
+        ]
+        with pytest.raises((NotFoundError, ResourceExhaustedError)):
+            run(executor.batch_prefill(cohort))
+        if is_gone:
+            with pytest.raises(RequestValidationError, match="stale"):
+                run(executor.prefill(prompt(TEXT[:8], empty)))
+            assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
+        else:
+            again = run(executor.prefill(prompt(TEXT[:8], empty)))
+            np.testing.assert_array_equal(again.logits, first.logits)
 
 
 def test_what_a_refused_call_bound_is_unbound_whatever_became_of_what_was_reserved(

@@ -27,7 +27,7 @@ from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CFG, make_runner
-from tests.fake import CountingLLM, answer
+from tests.fake import CountingLLM, SummingLLM, answer
 from tests.generate.test_request import letters, spell
 
 PROMPTS = [[1], [5, 6, 7], [2] * 17, [22, 0, 3, 4], [9, 9], [11] * 8]
@@ -466,6 +466,26 @@ def test_a_release_that_fails_after_an_interrupt_is_no_end():
     model.prefill, model.release = prefill, release
     assert "".join([*pieces, *stream]) == text_of(answer(model, [1, 2], 6))
     assert model.lengths == {}
+
+
+def test_copies_that_are_refused_are_no_end():
+    model, prompts = SummingLLM(), [[1, 2], [3], [4]]
+    params = [SamplingParams(max_tokens=3, n=n) for n in (2, 1, 2)]
+    expected = LLM.from_model(SummingLLM()).generate(prompts, params)
+
+    def fork(cache_id: str, new_cache_id: str) -> NoReturn:
+        raise RequestValidationError("no copies today")
+
+    model.fork = fork
+    llm = LLM.from_model(model, max_rows=8, chunk_tokens=16)
+    outs = llm.generate(prompts, params, return_errors=True)
+    assert outs[2].error is None
+    for out, alone in zip(outs, expected, strict=True):
+        if out.error is None:
+            assert out.token_ids == alone.token_ids
+        else:
+            assert isinstance(out.error, RequestValidationError)
+    assert model.tokens == {}
 
 
 def test_an_error_of_the_model_reaches_who_asked_and_the_llm_goes_on():

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax import LLM, SamplingParams, Speculation, models
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, ResourceExhaustedError
-from ferrum_jax.contract.llm import UnifiedRow
+from ferrum_jax.contract.llm import Logits, UnifiedRow
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.specs import ParamTree
@@ -127,6 +127,35 @@ def test_a_continuation_up_to_the_capacity_can_be_scored(llm: LLM, oracle: Oracl
 def test_what_cannot_be_scored_is_refused(prompts, continuations, message: str, llm: LLM):
     with pytest.raises(RequestValidationError, match=message):
         llm.score(prompts, continuations)
+
+
+class CrampedLLM(SummingLLM):
+    """Scores row by row, has room for so many tokens, and refuses a row that begins with some token."""
+
+    def __init__(self, room: int = 1000, refused: int = -1):
+        super().__init__()
+        self._room, self._refused = room, refused
+
+    def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> Logits:
+        if sum(map(len, self.tokens.values())) + len(tokens) > self._room:
+            raise ResourceExhaustedError("full", needed=1, free=0)
+        if tokens[0] == self._refused:
+            raise RequestValidationError("not this token")
+        return super().forward_verify(cache_id, tokens)
+
+
+@pytest.mark.parametrize("refusing", [{"room": 12}, {"refused": 7}])
+def test_a_batch_that_is_refused_half_way_scores_nothing_twice(refusing: dict[str, int]):
+    prompts = [[1, 2, 3, 4, 5], [7, 9, 8, 6, 5], [4, 2, 9, 8, 6]]
+    params = SamplingParams(max_tokens=2, prompt_logprobs=True)
+    expected = LLM.from_model(CrampedLLM(), max_rows=4, chunk_tokens=64).generate(prompts, params)
+    model = CrampedLLM(**refusing)
+    outs = LLM.from_model(model, max_rows=4, chunk_tokens=64).generate(prompts, params, return_errors=True)
+    assert [out.error is not None for out in outs] == [False, "refused" in refusing, False]
+    for out, alone in zip(outs, expected, strict=True):
+        if out.error is None:
+            assert (out.token_ids, out.prompt_logprobs) == (alone.token_ids, alone.prompt_logprobs)
+    assert model.tokens == {}
 
 
 def test_texts_are_tokenised_together_and_scored_from_where_they_differ():
