@@ -137,7 +137,7 @@ class SummingLLM(DecoderOnlyLLM):
     ) -> list[Logits]:
         self.calls.append(name)
         self.entered.set()
-        assert self.gate.wait(timeout=30)
+        assert self.gate.wait(timeout=60)
         if name in self.failures:
             raise self.failures.pop(name)
         self._refuse_crowd([cache_id for cache_id, _ in rows])

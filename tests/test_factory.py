@@ -234,7 +234,7 @@ def test_a_cancelled_load_frees_what_it_loaded(config: ExecutorConfig, monkeypat
 
     def slow(*args: Any, **settings: Any) -> Any:
         begun.set()
-        assert gate.wait(30)
+        assert gate.wait(60)
         loaded.append(load(*args, **settings))
         return loaded[0]
 

@@ -43,6 +43,9 @@ class GgufSource:
         except (TypeError, ValueError, ZeroDivisionError, IndexError) as problem:
             raise InvalidFormatError(f"{path} has metadata that describe no model: {problem}") from None
         self._tensors = self._by_hf_name(header.architecture)
+        for name in named_leaves(family(self.config).param_specs(self.config)):
+            if name in self._tensors:
+                self._kind_of(name)  # refused now, not when it is its turn to be read
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the header."""

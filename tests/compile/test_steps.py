@@ -123,7 +123,7 @@ def test_two_threads_get_one_executable(lowering: Lowering):
     barrier = threading.Barrier(2)
 
     def meet(key: StepKey) -> jax.stages.Lowered:
-        barrier.wait(timeout=10)  # both are compiling before either is done
+        barrier.wait(timeout=60)  # both are compiling before either is done
         return lowering(key)
 
     cache = StepCache(meet)

@@ -1,9 +1,9 @@
 """GGUF files: every type of tensor, every architecture, and what is refused."""
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -113,11 +113,10 @@ def write_gguf(
 
 
 def refuse(path: Path, kind: type[FerrumError] = FerrumError) -> str:
-    """Demands that loading is refused within a second, and that the message names the file; gives the message."""
-    start = time.thread_time()  # of the processor, so that a busy machine fails no test
-    with pytest.raises(kind) as refusal:
+    """Demands that loading is refused before a tensor is read, by a message that names the file; gives the message."""
+    not_read = patch.object(GgufSource, "read", side_effect=AssertionError("a tensor was read"))
+    with not_read, pytest.raises(kind) as refusal:
         ferrum_jax.load_params(path)
-    assert time.thread_time() - start < 1.0
     assert str(path) in str(refusal.value)
     return str(refusal.value)
 
@@ -258,7 +257,7 @@ def test_a_file_that_was_cut_is_refused_by_name(share: float, tmp_path: Path):
     refuse(path, InvalidFormatError)
 
 
-def test_the_real_file_cut_in_half_is_refused_within_a_second(smollm2_path: Path, tmp_path: Path):
+def test_the_real_file_cut_in_half_is_refused_before_anything_is_read(smollm2_path: Path, tmp_path: Path):
     path = tmp_path / "model.gguf"
     with smollm2_path.open("rb") as file:
         path.write_bytes(file.read(smollm2_path.stat().st_size // 2))
@@ -274,7 +273,7 @@ def test_a_file_that_is_something_else_is_refused_by_name(tmp_path: Path):
         GgufSource(tmp_path / "none.gguf")
 
 
-def test_an_array_that_claims_to_be_longer_than_the_file_is_refused_within_a_second(tmp_path: Path):
+def test_an_array_that_claims_to_be_longer_than_the_file_is_refused(tmp_path: Path):
     writer = open_writer(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], "llama")
     writer.add_array("tiny.numbers", [1, 2, 3])
     writer.write_header_to_file()
