@@ -170,16 +170,21 @@ def read(
 
     An id outside the pool reads some other block, whose positions the caller must mask.
     """
-    k = kv.k.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)
+    at = layer * num_blocks(kv) + block_ids  # one index, where XLA's CPU gathers by two are a tenth slower
+
+    def take(pool: jax.Array) -> jax.Array:
+        return pool.reshape(-1, *pool.shape[2:]).at[at].get(mode="clip", wrap_negative_indices=False)
+
+    k = take(kv.k)
     if kv.layout == "latent":
         return k, k.swapaxes(2, 3)
     if kv.layout == "products":
         assert kv.v is not None
-        return k, kv.v.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)
+        return k, take(kv.v)
     if kv.v is None:
         k, v = k[..., 0::2, :], k[..., 1::2, :]  # [B, C, K, H]
     else:
-        v = kv.v.at[layer, block_ids].get(mode="clip", wrap_negative_indices=False)
+        v = take(kv.v)
     return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
 
 

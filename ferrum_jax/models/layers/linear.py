@@ -10,6 +10,8 @@ from jaxtyping import Array, Float
 from ferrum_jax.models.quantised import QuantisedWeight, dequantise_weight, halves, is_packed, scaled
 
 FEW_TOKENS = 64  # from 2 up to here XLA's CPU products are faster with the weight as left operand
+PARTS = 4  # of a weight that meets a single token on a CPU
+LANES = 16  # float32 numbers in the widest register of a CPU
 BLOCK = 1 << 20  # numbers of a quantised weight that a CPU widens at a time, so that they are still in its cache
 PACKED_BLOCK = 1 << 17  # the same where two lie in a byte
 
@@ -35,15 +37,26 @@ def vocabulary_logits(x: Float[Array, "R D"], weight: Float[Array, "V D"] | Quan
 def _product(x: jax.Array, weight: jax.Array | QuantisedWeight, out: jnp.dtype) -> jax.Array:
     if isinstance(weight, QuantisedWeight):
         return quantised_product(x, weight, out)
-    if not 2 <= x.shape[0] <= FEW_TOKENS:
+    if not 1 <= x.shape[0] <= FEW_TOKENS:
         return _weight_right(x, weight, out)
+    on_cpu = _weight_in_parts if x.shape[0] == 1 else _weight_left
     return lax.platform_dependent(
-        x, weight, cpu=lambda x, w: _weight_left(x, w, out), default=lambda x, w: _weight_right(x, w, out)
+        x, weight, cpu=lambda x, w: on_cpu(x, w, out), default=lambda x, w: _weight_right(x, w, out)
     )
 
 
 def _weight_right(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
     return jnp.einsum("XD,FD->XF", x, weight, precision=precision(x.dtype), preferred_element_type=out)
+
+
+def _weight_in_parts(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
+    """The same product of one token, in parts of the weight's rows, which keep all cores at work to the end."""
+    if weight.shape[0] % (PARTS * LANES):
+        return _weight_right(x, weight, out)
+    parts = weight.reshape(PARTS, -1, weight.shape[1])
+    each = jnp.broadcast_to(x, (PARTS, x.shape[1]))  # without which XLA would put the parts together again
+    y = jnp.einsum("PD,PFD->PF", each, parts, precision=precision(x.dtype), preferred_element_type=out)
+    return y.reshape(1, -1)
 
 
 def _weight_left(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
