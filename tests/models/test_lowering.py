@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.packing import packed_size
-from ferrum_jax.compile.steps import step
+from ferrum_jax.compile.steps import lower_step, step
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
@@ -24,6 +25,8 @@ from ferrum_jax.models import family, specs
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.layers.attention import attend
+from ferrum_jax.models.layers.rope import rotations
+from tests import tiny
 
 LAYERS, BLOCKS, BLOCK, COLUMNS = 3, 500, 128, 64
 CFG = ModelConfig(
@@ -118,6 +121,23 @@ def test_a_whole_step_lowers_for_cuda(key: StepKey):
     groups = bool(key.decode_rows) + bool(key.chunk_rows)
     assert text.count("custom_call @__gpu$xla.gpu.triton") == groups  # one lowering for all layers
     assert len(re.findall(r"call @_call\w*\(", text)) == groups * LAYERS
+
+
+@pytest.mark.parametrize("key", [StepKey(2, 0, 0, 4), StepKey(1, 1, 40, 4)], ids=str)
+@pytest.mark.parametrize(("name", "kinds"), [("llama31", 1), ("gemma3", 2)])
+def test_a_step_on_a_cpu_computes_the_rotation_of_a_kind_of_layer_once(name: str, kinds: int, key: StepKey):
+    cfg = tiny.model_config(name)
+    params = specs.shapes(family(cfg).param_specs(cfg), "float32")
+    kv = state.shapes(cache_spec(cfg, num_blocks=9, block_size=16, dtype="float32"))
+    text = lower_step(cfg, params, kv, key).compile().as_text()
+    assert text.count(" cosine(") == text.count(" sine(") == kinds
+
+
+def test_a_rotation_is_a_branch_on_a_cpu_alone():
+    call = functools.partial(rotations, frequencies=np.ones(8, np.float32), magnitude=1.0)
+    text = {platform: lowered(call, platform, ints(5)) for platform in DEVICES}
+    text["cpu"] = export.export(jax.jit(call), platforms=["cpu"])(ints(5)).mlir_module()
+    assert {platform for platform, lines in text.items() if "stablehlo.compare GE" in lines} == {"cpu"}
 
 
 @pytest.mark.parametrize("key", STEPS, ids=str)

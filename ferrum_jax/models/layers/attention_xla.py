@@ -15,7 +15,7 @@ from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.layers.linear import precision
 
-QUERY_BLOCK = 128  # tokens of a chunk that walk the KV together, so that early ones skip the blocks of later ones
+QUERY_BLOCK = 256  # tokens of a chunk that walk the KV together, so that early ones skip the blocks of later ones
 
 
 def attend_xla(

@@ -9,6 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
@@ -58,8 +59,16 @@ def rotations(
     positions: Int[Array, " X"], frequencies: NDArray[np.float32], magnitude: float
 ) -> tuple[Float[Array, "X 1 H2"], Float[Array, "X 1 H2"]]:
     """Cosines and sines of each token's angles, float32, times `magnitude`."""
+
+    def table(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+    def table_of_its_own(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same, decided when the step runs: XLA's CPU fuses what is always computed into every layer and head."""
+        return lax.cond(jnp.any(positions >= 0), table, lambda angles: (angles, angles), angles)
+
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)
-    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+    return lax.platform_dependent(angles, cpu=table_of_its_own, default=table)
 
 
 def rotate(x: Float[Array, "X heads H"], cos: jax.Array, sin: jax.Array) -> Float[Array, "X heads H"]:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.models.layers import attention_xla
 from ferrum_jax.models.layers.attention import attend
 from tests.models.layers.paged import LAYER, Case, expected, fill
 
@@ -27,6 +28,15 @@ def test_soft_caps_and_sinks_are_those_of_the_papers(softcap: float | None, sink
     call = functools.partial(attend_jitted, scale=case.head_dim**-0.5, window=case.window, softcap=softcap)
     found = call(filled.q, filled.kv, LAYER, filled.rows, sinks=None if sinks is None else jnp.asarray(sinks))
     np.testing.assert_allclose(found, expected(case, filled, sinks), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 7])
+def test_blocks_of_queries_of_any_size_give_the_same(size: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention_xla, "QUERY_BLOCK", size)
+    filled = fill(CASE, "products")
+    call = functools.partial(attend, scale=CASE.head_dim**-0.5, window=CASE.window, softcap=CASE.softcap)
+    found = jax.jit(functools.partial(call, layer=LAYER))(filled.q, filled.kv, rows=filled.rows)
+    np.testing.assert_allclose(found, expected(CASE, filled), rtol=0, atol=TOLERANCE)
 
 
 def test_another_backend_refuses_them():
