@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 from ferrum_jax import LLM, SamplingParams, cli
 from ferrum_jax.compile.artifacts import SUFFIX
@@ -16,7 +18,7 @@ from ferrum_jax.config import EngineConfig
 from ferrum_jax.generate.speculation import Speculation
 from tests import tiny
 from tests.generate.test_request import letters
-from tests.weights.test_gguf import write_gguf
+from tests.weights.test_gguf import QUANTISED, WHOLE_BLOCKS, write_gguf
 
 CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 23, "num_hidden_layers": 1}
 Run = Callable[..., tuple[int, str, str]]
@@ -172,6 +174,13 @@ def test_inspect_shows_what_load_would_refuse(run: Run, folder: Path, monkeypatc
     assert "family llama" in text
     assert "0 free bytes" in text
     assert "steps" not in text
+
+
+def test_inspect_describes_a_file_whose_type_is_not_supported(run: Run, tmp_path: Path):
+    raw = {QUANTISED: (np.zeros((256, 512 // 256 * 84), np.uint8), GGMLQuantizationType.Q2_K)}
+    code, out, err = run("inspect", write_gguf(tmp_path / "model.gguf", WHOLE_BLOCKS, raw=raw))
+    assert (code, err) == (0, "")
+    assert "family qwen2" in " ".join(out.split())
 
 
 def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):

@@ -1,5 +1,6 @@
 """GGUF files, dequantised through the `gguf` package or kept; the configuration comes out of the file itself."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +44,6 @@ class GgufSource:
         except (TypeError, ValueError, ZeroDivisionError, IndexError) as problem:
             raise InvalidFormatError(f"{path} has metadata that describe no model: {problem}") from None
         self._tensors = self._by_hf_name(header.architecture)
-        for name in named_leaves(family(self.config).param_specs(self.config)):
-            if name in self._tensors:
-                self._kind_of(name)  # refused now, not when it is its turn to be read
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the header."""
@@ -60,7 +58,7 @@ class GgufSource:
         """Dequantises one tensor to float32."""
         from gguf.quants import dequantize
 
-        tensor, kind = self._tensors[name], self._kind_of(name)
+        tensor, kind = self._tensors[name], self._kinds[name]
         # Float32 as it lies would be a view, and with it all of the file stay mapped as long as the parameters.
         return self._take(
             name,
@@ -90,8 +88,14 @@ class GgufSource:
 
     def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
         """Reads one quantised matrix as it is kept."""
-        kind, data = self._kind_of(name), self._tensors[name].data
+        kind, data = self._kinds[name], self._tensors[name].data
         return self._take(name, lambda shape: keep(kind, data, shape))
+
+    @functools.cached_property
+    def _kinds(self) -> dict[str, str]:
+        """The type of every tensor of the model: one that is not supported is refused before the first is read."""
+        names = named_leaves(family(self.config).param_specs(self.config))
+        return {name: self._kind_of(name) for name in names if name in self._tensors}
 
     def _kind_of(self, name: str) -> str:
         tensor = self._tensors[name]

@@ -58,7 +58,7 @@ def yarn_frequencies(
 def rotations(
     positions: Int[Array, " X"], frequencies: NDArray[np.float32], magnitude: float
 ) -> tuple[Float[Array, "X 1 H2"], Float[Array, "X 1 H2"]]:
-    """Cosines and sines of each token's angles, float32, times `magnitude`."""
+    """Cosines and sines of each token's angles, float32, times `magnitude`; no position is negative."""
 
     def table(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from ferrum_jax.models.layers.linear import FEW_TOKENS, linear, vocabulary_logits
 
@@ -47,8 +48,20 @@ def test_a_logit_is_a_float32_whatever_the_weight_is():
 
 @pytest.mark.parametrize(("rows", "is_split"), [(128, True), (100, False)])
 def test_a_single_token_meets_the_weight_in_parts_on_a_cpu(rows: int, is_split: bool):
-    compiled = jax.jit(linear).lower(*operands(1, rows)).compile().as_text()
+    with jax.default_device(jax.devices("cpu")[0]):
+        compiled = jax.jit(linear).lower(*operands(1, rows)).compile().as_text()
     assert ("lhs_batch_dims={0}" in compiled) == is_split
+
+
+def test_a_weight_whose_rows_lie_on_several_devices_stays_whole():
+    mesh = AbstractMesh((2,), ("rows",), (AxisType.Explicit,))
+    x, weight = (jax.ShapeDtypeStruct(operand.shape, jnp.float32) for operand in operands(1, 128))
+    with use_abstract_mesh(mesh):
+        spread = jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=NamedSharding(mesh, PartitionSpec("rows")))
+        out = jax.eval_shape(vocabulary_logits, x, spread)
+    assert out.shape == (1, 128)
+    assert out.sharding is not None
+    assert out.sharding.spec == PartitionSpec(None, "rows")
 
 
 @pytest.mark.parametrize("tokens", [1, 2])
