@@ -21,8 +21,8 @@ from ferrum_jax.config import ATTENTIONS, ModelConfig
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.kvcache import state
 from ferrum_jax.models.backends import cache_spec, choose_attention
-from ferrum_jax.models.batch import Rows
-from ferrum_jax.models.layers.attention import attend
+from ferrum_jax.ops.attention import attend
+from ferrum_jax.ops.batch import Rows
 
 BLOCK = 128  # positions
 

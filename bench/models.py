@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from bench.shapes import SHAPES
-from ferrum_jax import hub, models
+from ferrum_jax import models
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.config import EngineConfig, ModelConfig
@@ -20,6 +20,7 @@ from ferrum_jax.loading import load_params
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
+from ferrum_jax.weights import hub
 
 TOKEN = 1  # that is decoded
 TINY = ModelConfig(

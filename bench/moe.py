@@ -26,9 +26,9 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.experts import NAMES, mix_experts
-from ferrum_jax.models.layers.linear import linear
-from ferrum_jax.models.layers.moe_routing import route
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops.linear import linear
+from ferrum_jax.ops.moe_routing import route
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows

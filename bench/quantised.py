@@ -25,7 +25,6 @@ from bench.models import TOKEN, Subject
 from bench.peers import NEEDS
 from bench.shapes import SHAPES
 from bench.timing import Contestant, alternate
-from ferrum_jax import hub
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.loading import load_params
@@ -33,6 +32,7 @@ from ferrum_jax.models import quantise
 from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.sharding.devices import find_device
+from ferrum_jax.weights import hub
 
 PLAIN, KEEP, PEER = "in full", "keep", "llama.cpp, the same file"
 KEPT = ("int8", "float8_e4m3fn")

@@ -11,11 +11,12 @@ from typing import Any
 
 from bench import card, models
 from bench.timing import Contestant, alternate
-from ferrum_jax import LLM, SamplingParams, hub
+from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.generate.speculation import Speculation
 from ferrum_jax.generate.tokenizer import load_tokenizer
+from ferrum_jax.weights import hub
 
 PASSAGE = (
     "The lighthouse keeper climbed the stairs every evening, lit the lamp, and wrote the weather in his book. "

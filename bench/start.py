@@ -21,8 +21,8 @@ import tokenizers
 from safetensors.numpy import save_file
 
 from bench import card, models
-from ferrum_jax import hub
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.weights import hub
 
 STARTS = 4  # the first and three later ones
 ENGINE = {"smoke": {"max_seqs": 1, "kv_capacity": 64}, "default": {}}

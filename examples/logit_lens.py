@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 
 import ferrum_jax
-from ferrum_jax import hub, models
+from ferrum_jax import models
 from ferrum_jax.generate.tokenizer import load_tokenizer
+from ferrum_jax.weights import hub
 
 path = hub.resolve(None)  # SmolLM2-135M-Instruct
 params, cfg = ferrum_jax.load_params(path, dtype="float32", layout="scanned")

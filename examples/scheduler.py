@@ -1,8 +1,8 @@
 """A scheduler in thirty lines: prompts are read in chunks beside running decodes, in one forward each time."""
 
 import ferrum_jax
-from ferrum_jax import hub
 from ferrum_jax.generate.tokenizer import load_tokenizer
+from ferrum_jax.weights import hub
 
 path = hub.resolve(None)
 tokenizer = load_tokenizer(path)

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ferrum_jax.config import EngineConfig as EngineConfig
     from ferrum_jax.config import ModelConfig as ModelConfig
     from ferrum_jax.converting import convert as convert
-    from ferrum_jax.executor.llm_executor import LlmExecutor as LlmExecutor
+    from ferrum_jax.executor.llm_executor.executor import LlmExecutor as LlmExecutor
+    from ferrum_jax.executor.llm_executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.making import from_params as from_params
-    from ferrum_jax.executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
     from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
     from ferrum_jax.generate.llm import LLM as LLM
@@ -36,9 +36,9 @@ _LAZY = {
     "EngineConfig": "ferrum_jax.config",
     "ModelConfig": "ferrum_jax.config",
     "convert": "ferrum_jax.converting",
-    "LlmExecutor": "ferrum_jax.executor.llm_executor",
+    "LlmExecutor": "ferrum_jax.executor.llm_executor.executor",
     "LlmExecutorFactory": "ferrum_jax.factory",
-    "LlmExecutorRegistry": "ferrum_jax.executor.registry",
+    "LlmExecutorRegistry": "ferrum_jax.executor.llm_executor.registry",
     "ModelRunner": "ferrum_jax.executor.runner",
     "LLM": "ferrum_jax.generate.llm",
     "from_params": "ferrum_jax.executor.making",

@@ -115,11 +115,11 @@ def generate(
 def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")] = None) -> None:
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
-    from ferrum_jax.hub import resolve
     from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import named_leaves, num_bytes, num_parameters
     from ferrum_jax.sharding.devices import default_dtype, find_device
+    from ferrum_jax.weights.hub import resolve
 
     source = open_checkpoint(resolve(model))
     cfg, device = source.config, find_device(None)

@@ -9,10 +9,10 @@ from pathlib import Path
 from ferrum_jax.config import EngineConfig, dtype_name
 from ferrum_jax.contract.errors import AlreadyExistsError, IOError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
-from ferrum_jax.hub import resolve
 from ferrum_jax.loading import Checkpoint, load_params, open_checkpoint
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.gguf import GgufSource
+from ferrum_jax.weights.hub import resolve
 
 BESIDE = (  # what a Hugging Face folder holds besides its weights; the tokenizer reads ids from the configurations too
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",

@@ -17,10 +17,10 @@ from ferrum_jax.contract.execution import (
 )
 from ferrum_jax.contract.executor import ModelExecutorFactory
 from ferrum_jax.contract.values import DataType, Device, ModelInfo
-from ferrum_jax.executor.llm_executor import LlmExecutor
+from ferrum_jax.executor.llm_executor.executor import LlmExecutor
+from ferrum_jax.executor.llm_executor.worker import Worker
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
-from ferrum_jax.executor.worker import Worker
 from ferrum_jax.loading import Checkpoint, load, open_checkpoint, plan_ahead
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import num_parameters

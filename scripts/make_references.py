@@ -24,8 +24,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from ferrum_jax import hub
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.weights import hub
 from tests import adapters, tiny
 
 ROOT = Path(__file__).parents[1]

@@ -18,11 +18,11 @@ import jax
 import jaxtyping
 import pytest
 
-from ferrum_jax import hub
+from ferrum_jax.weights import hub
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Checks shapes and dtypes in signatures, in what is imported from here on.
-jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.kvcache.state"], "beartype.beartype")
+jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.ops", "ferrum_jax.kvcache.state"], "beartype.beartype")
 
 # The same examples in every run, unless --hypothesis-seed asks for others.
 hypothesis.settings.register_profile("repeatable", derandomize=True)

@@ -9,11 +9,11 @@ import ferrum_jax
 
 ROOT = Path(ferrum_jax.__file__).parent
 ORDER = [
-    "contract", "config", "progress", "sharding", "kvcache", "models", "weights", "sampling", "compile", "executor",
-    "wheel_model", "hub", "loading", "factory", "generate", "harness", "converting", "cli",
+    "contract", "config", "progress", "sharding", "kvcache", "ops", "models", "weights", "compile", "executor",
+    "loading", "factory", "generate", "converting", "integrations", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
-CORE = ("models", "sampling", "kvcache/state.py", "weights/assemble.py")
+CORE = ("models", "ops", "kvcache/state.py", "weights/assemble.py")
 LONGEST = 350  # lines
 
 

@@ -18,10 +18,10 @@ from ferrum_jax.compile.buckets import LoopKey
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.decoding import MOST_STOP_IDS, Sampling
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.batch import Batch, Rows
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sampling.sample import SampleInputs, sample
+from ferrum_jax.ops.batch import Batch, Rows
+from ferrum_jax.ops.sampling import SampleInputs, sample
 
 Leaf = TypeVar("Leaf")
 GREEDY = Sampling()

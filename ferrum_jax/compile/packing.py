@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.buckets import Outputs, StepKey
-from ferrum_jax.models.batch import Batch, Rows
+from ferrum_jax.ops.batch import Batch, Rows
 
 
 def _groups(key: StepKey) -> list[tuple[int, int]]:

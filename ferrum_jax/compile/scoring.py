@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ferrum_jax.sampling.logprobs import token_logprobs
+from ferrum_jax.ops.sampling import token_logprobs
 
 
 def score(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> Int[Array, "2 R"]:

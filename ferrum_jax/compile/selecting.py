@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.bits import num_words, pack_flags, unpack_flags
 from ferrum_jax.contract.checks import checked_mask, refuse_policy
 from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
-from ferrum_jax.sampling.greedy import choose_greedily
+from ferrum_jax.ops.sampling import choose_greedily
 
 
 @dataclass(frozen=True, eq=False)

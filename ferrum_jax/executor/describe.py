@@ -12,8 +12,8 @@ from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, Model
 from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
 from ferrum_jax.kvcache.slots import SlotTable
-from ferrum_jax.models.quantised import UINT4, activation_dtype, is_packed, is_quantised
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops.quantised import UINT4, activation_dtype, is_packed, is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
 
 _DTYPES = {

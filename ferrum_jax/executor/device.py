@@ -31,9 +31,9 @@ from ferrum_jax.contract.errors import BackendError, DeviceError, FerrumError
 from ferrum_jax.executor.kv_memory import KvMemory
 from ferrum_jax.executor.steady import Steady
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.batch import Rows
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.models.watching import Seen
+from ferrum_jax.ops.batch import Rows
 
 T = TypeVar("T")
 Answer = NDArray[np.float32] | int

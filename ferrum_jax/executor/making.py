@@ -10,8 +10,8 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
 from ferrum_jax.executor.weights import refuse_unlike
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
-from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.sharding.devices import free_bytes
 
 

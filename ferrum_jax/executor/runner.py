@@ -32,9 +32,9 @@ from ferrum_jax.executor.sequences import Sequences
 from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.executor.weights import refuse_other_shapes
 from ferrum_jax.executor.work import appended, appended_rows, scored_rows, unified_rows
-from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.models.watching import checked_watch
+from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 

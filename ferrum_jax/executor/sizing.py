@@ -23,9 +23,9 @@ from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.models.layout import SCANNED
-from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.rings import num_ring_blocks
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops.quantised import activation_dtype
 
 MOST_IN_FLIGHT = 2  # steps of one call, whose outputs lie on the device together
 DEFAULT_SEQUENCES = 8

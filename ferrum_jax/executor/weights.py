@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models.layout import layout_specs
-from ferrum_jax.models.quantised import is_quantised
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
 from ferrum_jax.models.watching import STEERING
+from ferrum_jax.ops.quantised import is_quantised
 
 MOST_SHOWN = 3
 

@@ -22,10 +22,10 @@ from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_dr
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
-from ferrum_jax.hub import resolve
 from ferrum_jax.loading import load, open_checkpoint
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
+from ferrum_jax.weights.hub import resolve
 
 
 class LLM:

@@ -16,11 +16,11 @@ from ferrum_jax.contract.errors import InvalidParameterError, shown
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.backends import cache_spec
-from ferrum_jax.models.batch import Batch, Rows
-from ferrum_jax.models.quantised import activation_dtype
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sampling.sample import SampleInputs, sample
+from ferrum_jax.ops.batch import Batch, Rows
+from ferrum_jax.ops.quantised import activation_dtype
+from ferrum_jax.ops.sampling import SampleInputs, sample
 
 BLOCK = 128  # positions, of a KV that is made here
 Leaf = TypeVar("Leaf")

@@ -15,7 +15,7 @@ from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
-from ferrum_jax.sampling.sample import SampleInputs, distribution, sample
+from ferrum_jax.ops.sampling import SampleInputs, distribution, sample
 
 Executables = dict[int, jax.stages.Compiled]  # by number of rows
 

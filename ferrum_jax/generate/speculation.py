@@ -10,8 +10,8 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource, checked_count
 from ferrum_jax.generate.model_draft import Drawing, ModelDraft
 from ferrum_jax.generate.prompt_lookup import PromptLookup
-from ferrum_jax.hub import resolve
 from ferrum_jax.loading import load
+from ferrum_jax.weights.hub import resolve
 
 PROMPT_LOOKUP = "prompt-lookup"
 DEFAULT_TOKENS = 4

@@ -41,7 +41,7 @@ class CacheSpec:
     head_dim: int
     dtype: str
     layout: Layout = "products"
-    attention: str = "xla"  # the backend that reads it (models/layers/attention.py)
+    attention: str = "xla"  # the backend that reads it (ops/attention.py)
     ring_layers: int = 0  # that keep a ring of each sequence
     ring_blocks: int = 0  # of one ring
     num_rings: int = 0

@@ -13,20 +13,20 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
 from ferrum_jax.models.backends import cache_spec
-from ferrum_jax.models.batch import Batch as Batch
-from ferrum_jax.models.batch import Rows as Rows
 from ferrum_jax.models.quantisation import Format as Format
 from ferrum_jax.models.quantisation import choose_formats
 from ferrum_jax.models.quantisation import dequantise as dequantise
 from ferrum_jax.models.quantisation import quantise as quantise
-from ferrum_jax.models.quantised import QuantisedWeight as QuantisedWeight
-from ferrum_jax.models.quantised import activation_dtype, quantise_weight
 from ferrum_jax.models.registry import family as family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.models.watching import Seen as Seen
 from ferrum_jax.models.watching import Watch as Watch
 from ferrum_jax.models.watching import added, checked_watch, summed
 from ferrum_jax.models.watching import steered as steered
+from ferrum_jax.ops.batch import Batch as Batch
+from ferrum_jax.ops.batch import Rows as Rows
+from ferrum_jax.ops.quantised import QuantisedWeight as QuantisedWeight
+from ferrum_jax.ops.quantised import activation_dtype, quantise_weight
 
 config_from_hf = ModelConfig.from_hf
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.batch import Batch
-from ferrum_jax.models.layers.attention import attend
-from ferrum_jax.models.layers.attention_weights import attention_weights
-from ferrum_jax.models.layers.norm import rms_norm
-from ferrum_jax.models.layers.rope import rotate
 from ferrum_jax.models.products import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
+from ferrum_jax.ops.attention import attend
+from ferrum_jax.ops.attention_weights import attention_weights
+from ferrum_jax.ops.batch import Batch
+from ferrum_jax.ops.norm import rms_norm
+from ferrum_jax.ops.rope import rotate
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # products of one input, and what their joined weight is called

@@ -19,17 +19,17 @@ from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.attention import Norm, Site
-from ferrum_jax.models.batch import Batch, adapter_of_token, addresses, positions
-from ferrum_jax.models.layers.linear import vocabulary_logits
-from ferrum_jax.models.layers.lora import uses
-from ferrum_jax.models.layers.norm import rms_norm
-from ferrum_jax.models.layers.rope import rotations
 from ferrum_jax.models.products import Lora
-from ferrum_jax.models.quantised import activation_dtype, rows_of
 from ferrum_jax.models.rings import ring_addresses, shown_as_sequences, split_tables
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
 from ferrum_jax.models.watching import Seen, Watch, add, added, checked_watch
+from ferrum_jax.ops.batch import Batch, adapter_of_token, addresses, positions
+from ferrum_jax.ops.linear import vocabulary_logits
+from ferrum_jax.ops.lora import uses
+from ferrum_jax.ops.norm import rms_norm
+from ferrum_jax.ops.quantised import activation_dtype, rows_of
+from ferrum_jax.ops.rope import rotations
 
 Adapted = dict[str, Lora]  # by block
 Layer = Callable[
@@ -76,7 +76,7 @@ def forward(
     `params` may have any layout of models/layout.py, and vectors to be added (models/watching.py). `inputs_embeds`
     `[X, D]`, where given, take the place of what `embed` gives. `loras` are the stacks of models/adapters.py, in the
     parameters' dtype; they count where rows of the batch have adapters. `attention` is the backend whose layout the KV
-    has (models/layers/attention.py). `norm` is the family's, of what the last layer gives. With `watch`, a third thing
+    has (ops/attention.py). `norm` is the family's, of what the last layer gives. With `watch`, a third thing
     is given: what was `Seen`.
 
     Raises:

@@ -18,13 +18,13 @@ from ferrum_jax.models.attention import Site
 from ferrum_jax.models.decoder import Adapted, decoder_specs
 from ferrum_jax.models.experts import NAMES, expert_specs, router_specs
 from ferrum_jax.models.latent import latent_attention, latent_attention_specs
-from ferrum_jax.models.layers.linear import vocabulary_logits
-from ferrum_jax.models.layers.moe import swiglu_experts
-from ferrum_jax.models.layers.moe_routing import choose_in_groups
-from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.mlp import gated_mlp, mlp_specs
 from ferrum_jax.models.products import Lora
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
+from ferrum_jax.ops.linear import vocabulary_logits
+from ferrum_jax.ops.moe import swiglu_experts
+from ferrum_jax.ops.moe_routing import choose_in_groups
+from ferrum_jax.ops.norm import rms_norm
 
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {}
 

@@ -6,10 +6,10 @@ Products of all experts are one leaf, `[E, out, in]`, named as those of one expe
 import jax
 
 from ferrum_jax.config.experts import ExpertsConfig
-from ferrum_jax.models.layers.linear import linear
-from ferrum_jax.models.layers.moe import swiglu_experts
-from ferrum_jax.models.layers.moe_routing import route
 from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.ops.linear import linear
+from ferrum_jax.ops.moe import swiglu_experts
+from ferrum_jax.ops.moe_routing import route
 
 NAMES = "gate_proj", "up_proj", "down_proj"
 

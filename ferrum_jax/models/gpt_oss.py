@@ -15,11 +15,11 @@ from ferrum_jax.models import attention, decoder
 from ferrum_jax.models.attention import Site, attention_specs, self_attention
 from ferrum_jax.models.decoder import Adapted, decoder_specs
 from ferrum_jax.models.experts import router_specs
-from ferrum_jax.models.layers.linear import linear
-from ferrum_jax.models.layers.moe import clamped_swiglu, weigh_experts
-from ferrum_jax.models.layers.moe_routing import route
-from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
+from ferrum_jax.ops.linear import linear
+from ferrum_jax.ops.moe import clamped_swiglu, weigh_experts
+from ferrum_jax.ops.moe_routing import route
+from ferrum_jax.ops.norm import rms_norm
 
 FUSED = {"self_attn": attention.FUSED}
 

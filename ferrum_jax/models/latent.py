@@ -14,13 +14,13 @@ from ferrum_jax.config.latent import LatentConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.attention import Site
-from ferrum_jax.models.layers.attention import attend
-from ferrum_jax.models.layers.linear import linear, precision
-from ferrum_jax.models.layers.norm import rms_norm
-from ferrum_jax.models.layers.rope import rotate
 from ferrum_jax.models.products import Lora, linear_specs, project
-from ferrum_jax.models.quantised import QuantisedWeight, dequantise_weight
 from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.ops.attention import attend
+from ferrum_jax.ops.linear import linear, precision
+from ferrum_jax.ops.norm import rms_norm
+from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight
+from ferrum_jax.ops.rope import rotate
 
 EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from ferrum_jax.config import LAYOUTS, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
-from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, name_of, named_leaves
+from ferrum_jax.ops.quantised import QuantisedWeight
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
 

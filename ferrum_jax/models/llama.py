@@ -14,9 +14,9 @@ from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models import attention, decoder, mlp
 from ferrum_jax.models.attention import Site, attention_specs, self_attention
 from ferrum_jax.models.decoder import Adapted, decoder_specs
-from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.mlp import gated_mlp, mlp_specs
 from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.ops.norm import rms_norm
 
 FUSED = {"self_attn": attention.FUSED, "mlp": mlp.FUSED}
 

@@ -13,8 +13,8 @@ from ferrum_jax.models import attention, decoder
 from ferrum_jax.models.attention import Site, attention_specs, self_attention
 from ferrum_jax.models.decoder import Adapted, decoder_specs
 from ferrum_jax.models.experts import expert_specs, mix_experts, router_specs
-from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.ops.norm import rms_norm
 
 FUSED = {"self_attn": attention.FUSED}
 NAMES = "w1", "w3", "w2"  # gate, up and down

@@ -13,10 +13,10 @@ from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models import attention, decoder, mlp
 from ferrum_jax.models.attention import Site, attention_specs, project_qkv, split_heads, turn_and_attend
 from ferrum_jax.models.decoder import Adapted, decoder_specs
-from ferrum_jax.models.layers.norm import wide_rms_norm
 from ferrum_jax.models.mlp import gated_mlp, mlp_specs
 from ferrum_jax.models.products import Lora, project
 from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.ops.norm import wide_rms_norm
 
 FUSED = {"self_attn": attention.FUSED, "mlp": mlp.FUSED}
 

@@ -14,10 +14,10 @@ from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models import decoder
 from ferrum_jax.models.attention import Site, self_attention
 from ferrum_jax.models.decoder import Adapted, decoder_specs
-from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.mlp import gated_mlp
 from ferrum_jax.models.products import linear_specs
 from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.ops.norm import rms_norm
 
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {}  # the checkpoint's own products are
 

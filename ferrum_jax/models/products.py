@@ -2,9 +2,9 @@
 
 import jax
 
-from ferrum_jax.models.layers.linear import linear
-from ferrum_jax.models.layers.lora import low_rank
 from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.ops.linear import linear
+from ferrum_jax.ops.lora import low_rank
 
 Lora = tuple[ParamTree, jax.Array] | None  # stacks of one block, and bool [X, A]: which adapter each token uses
 

@@ -11,7 +11,9 @@ from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models import specs
 from ferrum_jax.models.layout import CHECKPOINT, lay_out, layout_of
-from ferrum_jax.models.quantised import (
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.ops.quantised import (
     LARGEST,
     UINT4,
     QuantisedWeight,
@@ -21,8 +23,6 @@ from ferrum_jax.models.quantised import (
     is_quantised,
     quantise_weight,
 )
-from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ from ferrum_jax.models import attention, decoder, mlp
 from ferrum_jax.models.attention import Site, attention_specs, self_attention
 from ferrum_jax.models.decoder import Adapted, decoder_specs
 from ferrum_jax.models.experts import expert_specs, mix_experts, router_specs
-from ferrum_jax.models.layers.linear import linear
-from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.mlp import gated_mlp, mlp_specs
 from ferrum_jax.models.products import Lora
 from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.ops.linear import linear
+from ferrum_jax.ops.norm import rms_norm
 
 FUSED = {"self_attn": attention.FUSED, "mlp": mlp.FUSED}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from ferrum_jax.models.batch import Batch, Rows, is_real, positions
+from ferrum_jax.ops.batch import Batch, Rows, is_real, positions
 
 
 def num_ring_blocks(window: int, chunk_tokens: int, block_size: int) -> int:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.config import ModelConfig, RopeScaling
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models.layers import rope
+from ferrum_jax.ops import rope
 
 Frequencies = tuple[NDArray[np.float32], float]  # radians per position of each pair, and a factor on cosine and sine
 

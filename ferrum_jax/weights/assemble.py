@@ -14,9 +14,9 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidFormatError
 from ferrum_jax.models.layout import Recipe, checkpoint_leaves, recipes
 from ferrum_jax.models.quantisation import Format, Formats
-from ferrum_jax.models.quantised import QuantisedWeight, quantise_weight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
+from ferrum_jax.ops.quantised import QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.weights.experts import specs_apart, stack_in_turn, stored_apart

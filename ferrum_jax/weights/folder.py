@@ -18,9 +18,9 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.models.quantisation import Formats
-from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.weights.codes import Codes, decode, read_codes
 from ferrum_jax.weights.experts import refuse_kept, stored_axes
 from ferrum_jax.weights.keeping import choose_format, keep

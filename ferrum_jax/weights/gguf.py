@@ -12,9 +12,9 @@ import numpy as np
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
 from ferrum_jax.models.quantisation import Formats
-from ferrum_jax.models.quantised import QuantisedWeight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.weights.gguf_blocks import choose_format, keep
 from ferrum_jax.weights.gguf_config import ARCHITECTURES, FREQUENCIES, Header, read_config
 from ferrum_jax.weights.gguf_file import GgufFile

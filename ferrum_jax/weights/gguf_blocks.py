@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.models.quantisation import Format
-from ferrum_jax.models.quantised import UINT4, QuantisedWeight, pack
+from ferrum_jax.ops.quantised import UINT4, QuantisedWeight, pack
 
 Bytes = NDArray[np.uint8]
 SUPER = 256  # numbers of a K block

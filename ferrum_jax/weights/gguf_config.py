@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
-from ferrum_jax.models.layers import rope
+from ferrum_jax.ops import rope
 from ferrum_jax.weights.gguf_file import GgufFile
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

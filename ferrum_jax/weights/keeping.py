@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
 from ferrum_jax.models.quantisation import Format
-from ferrum_jax.models.quantised import UINT4, QuantisedWeight, pack
+from ferrum_jax.ops.quantised import UINT4, QuantisedWeight, pack
 from ferrum_jax.weights.codes import Codes
 from ferrum_jax.weights.packed import PackedWeight
 from ferrum_jax.weights.safetensors_file import Entry

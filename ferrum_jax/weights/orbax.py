@@ -20,9 +20,9 @@ from ferrum_jax.config.latent import LatentConfig
 from ferrum_jax.contract.errors import AlreadyExistsError, ConfigError, InvalidFormatError, InvalidParameterError
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.quantisation import Format, formats_of, quantised_specs
-from ferrum_jax.models.quantised import is_quantised
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, from_names, map_specs, named_leaves, num_parameters, shapes
+from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.weights.assemble import refuse_mismatched
 from ferrum_jax.weights.folder import read_json

@@ -27,7 +27,7 @@ from ferrum_jax.contract import (
 from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sampling.sample import SampleInputs, sample
+from ferrum_jax.ops.sampling import SampleInputs, sample
 from tests.executor.conftest import CAPACITY, CFG, ENGINE, make_runner, poison
 from tests.fake import SummingLLM
 

@@ -13,8 +13,8 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
-from ferrum_jax.models.batch import Batch, Rows
 from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.ops.batch import Batch, Rows
 from tests import tiny
 from tests.adapters import ADAPTERS, LENGTH, prompt, stacks_of
 

@@ -14,7 +14,7 @@ from ferrum_jax.contract.errors import ConfigError, FerrumError, UnsupportedErro
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import choose_attention
-from ferrum_jax.models.layers.moe_routing import choose_in_groups
+from ferrum_jax.ops.moe_routing import choose_in_groups
 from ferrum_jax.weights import orbax
 from tests import tiny
 

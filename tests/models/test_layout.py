@@ -15,9 +15,9 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, Unsup
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
 from ferrum_jax.models.quantisation import choose_formats, quantise, quantised_specs
-from ferrum_jax.models.quantised import quantise_weight
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, named_leaves, shapes
+from ferrum_jax.ops.quantised import quantise_weight
 from ferrum_jax.weights import orbax
 from tests import tiny
 from tests.adapters import ADAPTERS, stacks_of

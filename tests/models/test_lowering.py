@@ -23,9 +23,9 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import family, specs
 from ferrum_jax.models.backends import cache_spec
-from ferrum_jax.models.batch import Rows
-from ferrum_jax.models.layers.attention import attend
-from ferrum_jax.models.layers.rope import rotations
+from ferrum_jax.ops.attention import attend
+from ferrum_jax.ops.batch import Rows
+from ferrum_jax.ops.rope import rotations
 from tests import tiny
 
 LAYERS, BLOCKS, BLOCK, COLUMNS = 3, 500, 128, 64

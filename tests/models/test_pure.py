@@ -12,9 +12,9 @@ import pytest
 from ferrum_jax import models
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
-from ferrum_jax.models.layers.linear import linear
-from ferrum_jax.models.layers.norm import rms_norm
 from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.ops.linear import linear
+from ferrum_jax.ops.norm import rms_norm
 from tests import tiny
 
 TOLERANCE = 2e-5  # the same sums in another order; logits are of the order of one

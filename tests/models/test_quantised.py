@@ -12,9 +12,10 @@ from jax.sharding import AxisType, PartitionSpec
 from ferrum_jax import models
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models import quantisation, specs
-from ferrum_jax.models.layers import linear as products
-from ferrum_jax.models.layers.linear import linear, vocabulary_logits
-from ferrum_jax.models.quantised import (
+from ferrum_jax.models.registry import family
+from ferrum_jax.ops import linear as products
+from ferrum_jax.ops.linear import linear, vocabulary_logits
+from ferrum_jax.ops.quantised import (
     LARGEST,
     QuantisedWeight,
     activation_dtype,
@@ -23,7 +24,6 @@ from ferrum_jax.models.quantised import (
     quantise_weight,
     rows_of,
 )
-from ferrum_jax.models.registry import family
 from tests import tiny
 
 SAME = 2e-6  # relative: float32 sums of up to 1200 products in another order, and a scale inside or outside of them

@@ -96,8 +96,8 @@ def test_attention_mixes_values_by_the_weights_that_are_shown(name: str):
     _, _, weights = watch(params, tokens, cfg, attention_weights=(1,))
     q_like = jax.random.normal(jax.random.key(0), (1, length, cfg.num_attention_heads, cfg.head_dim))
     keys, values = jax.random.normal(jax.random.key(1), (2, length, cfg.num_key_value_heads, cfg.head_dim))
-    from ferrum_jax.models.layers.attention import attend
-    from ferrum_jax.models.layers.attention_weights import attention_weights
+    from ferrum_jax.ops.attention import attend
+    from ferrum_jax.ops.attention_weights import attention_weights
 
     spec = state.CacheSpec(
         num_layers=2, num_blocks=6, block_size=8, num_kv_heads=keys.shape[1], head_dim=cfg.head_dim, dtype="float32"

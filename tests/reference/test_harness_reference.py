@@ -36,7 +36,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ours(smollm2_path: Path, offline: None) -> Any:
-    harness: Any = importlib.import_module("ferrum_jax.harness")
+    harness: Any = importlib.import_module("ferrum_jax.integrations.lm_eval")
     return harness.FerrumLM(str(smollm2_path), max_length=64, batch_size=4, dtype="float32", progress=False)
 
 
@@ -131,7 +131,7 @@ def test_generation_arguments_are_understood_or_refused(ours: Any):
 def test_the_command_line_knows_the_model(smollm2_path: Path, offline: None):
     arguments = f"--tasks capitals --include_path {TASKS} --limit 2 --model ferrum_jax"
     model = ["--model_args", f"pretrained={smollm2_path},max_length=64"]
-    command = [sys.executable, "-m", "ferrum_jax.harness", *arguments.split(), *model]
+    command = [sys.executable, "-m", "ferrum_jax.integrations.lm_eval", *arguments.split(), *model]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|capitals|" in done.stdout

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 import ferrum_jax
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, UnsupportedError
-from ferrum_jax.models.layers import rope
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.ops import rope
 from ferrum_jax.weights.gguf import GgufSource
 from tests import tiny
 from tests.weights import scalar_ggml

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, UnsupportedError
-from ferrum_jax.models.quantised import quantise_weight
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.ops.quantised import quantise_weight
 from ferrum_jax.weights.mxfp4 import widen
 from tests import tiny
 

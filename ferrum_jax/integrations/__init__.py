@@ -1,0 +1,1 @@
+"""Adapters to other projects, each imported only by those who use it."""

@@ -1,0 +1,211 @@
+"""A model for EleutherAI's lm-evaluation-harness, which is the extra `eval`.
+
+`python -m ferrum_jax.integrations.lm_eval --model ferrum_jax --model_args pretrained=PATH --tasks …` is the harness's
+own command line with this model registered. Importing this module registers it, too, for `lm_eval.simple_evaluate`.
+"""
+
+# pyright: reportMissingImports=false
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval import utils
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.contract.errors import ConfigError, RequestValidationError, UnsupportedError, shown
+from ferrum_jax.generate.chat import render_chat
+from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.prompts import Prompt
+
+SEQUENCES = 8  # scored or generated together, unless a batch size says otherwise
+VERIFY_TOKENS = (16, 64, 256)  # of one row in a step that scores
+DRAWING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
+
+importlib.import_module("lm_eval.models")  # the harness looks for its own models only while there are none
+
+Encoded = tuple[tuple[str, str], list[int], list[int]]  # context and continuation, as text and as ids
+
+
+@register_model("ferrum_jax")
+class FerrumLM(TemplateLM):
+    """Scores and generates with `LLM`."""
+
+    def __init__(
+        self,
+        pretrained: str | None = None,
+        *,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        **settings: Any,
+    ):
+        """Loads a model.
+
+        Args:
+            pretrained: a folder, a `.gguf` file or a Hugging Face id; the default model if None.
+            batch_size: sequences that run together; 1, the harness's default, and `auto` stand for 8.
+            max_batch_size: an upper bound for it.
+            device: `cpu`, `tpu:0`, …; None, and `cuda:0`, what the harness says by itself, stand for JAX's
+                default device, which is that GPU where there is one.
+            max_length: positions a sequence can reach; longer contexts lose their beginning. As `ferrum_jax.load`
+                chooses if None.
+            max_gen_toks: tokens to generate where a task does not say.
+            add_bos_token: begin every text with the token that begins a sequence; as the tokenizer says if None.
+            **settings: as for `ferrum_jax.load`.
+        """
+        super().__init__()
+        rows = settings.pop("max_seqs", None) or _num_rows(batch_size, max_batch_size)
+        capacity = settings.pop("kv_capacity", max_length)
+        if max_length not in (None, capacity):
+            raise ConfigError(f"max_length is {max_length} and kv_capacity {capacity}: they are the same, give one")
+        reuse = settings.pop("prefix_cache", True)
+        engine = EngineConfig(verify_rows=(1, rows) if rows > 1 else (1,), prefix_cache=reuse)
+        if capacity is None or capacity >= VERIFY_TOKENS[-1]:
+            engine = EngineConfig(verify_tokens=VERIFY_TOKENS).over(engine)
+        settings.setdefault("engine", engine)
+        place = None if device in ("cuda", "cuda:0") else device
+        self.llm = LLM(pretrained, max_seqs=rows, kv_capacity=capacity, device=place, **settings)
+        self.tokenizer: Any = self.llm._need_tokenizer()
+        self.max_length = self.llm.model.kv_capacity()
+        self.max_gen_toks = max_gen_toks
+        self._add_bos_token = add_bos_token
+        self._name = str(pretrained or self.llm.runner.name)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        if not self.tokenizer.eos_token_ids:
+            raise UnsupportedError("this tokenizer names no token that ends a text, which the harness needs")
+        return self.tokenizer.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What comes before a text that is scored from its first token."""
+        bos = self.tokenizer.bos_token
+        found = None if bos is None else self.tokenizer.backend.token_to_id(bos)
+        return self.eot_token_id if found is None else found
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness's cache of requests knows the tokenizer by."""
+        return self._name.replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
+        """Gives the ids of a text, which gets no second token that begins a sequence."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            has_one = bool(bos) and string.startswith(bos)
+            add_special_tokens = not has_one and self._add_bos_token is not False
+            if self._add_bos_token and not has_one:
+                ids = self.tokenizer.encode(string)
+                return ids if ids[:1] == [self.prefix_token_id] else [self.prefix_token_id, *ids]
+        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Lays a conversation out as the model's chat template does; without a prompt, its last message is open."""
+        if self.tokenizer.chat_template is None:
+            raise UnsupportedError("this model has no chat template")
+        text = render_chat(
+            self.tokenizer.chat_template,
+            chat_history,
+            add_generation_prompt=add_generation_prompt,
+            bos_token=self.tokenizer.bos_token or "",
+            eos_token=self.tokenizer.eos_token or "",
+        )
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Encoded], disable_tqdm: bool = False, **ignored: Any
+    ) -> list[tuple[float, bool]]:
+        """Scores continuations; a context that is too long loses its beginning."""
+        befores: list[Prompt] = []
+        afters: list[Prompt] = []
+        for _, context, continuation in requests:
+            if not 0 < len(continuation) <= self.max_length:
+                raise RequestValidationError(
+                    f"a continuation has {len(continuation)} tokens, expected 1 to {self.max_length}, the longest here"
+                )
+            befores.append(context[-(self.max_length + 1 - len(continuation)) :])  # the last token is never read
+            afters.append(continuation)
+        answers = []
+        scores = self.llm.score(befores, afters, progress=not disable_tqdm) if befores else []
+        for (texts, _, _), score in zip(requests, scores, strict=True):
+            answers.append((score.total, score.is_greedy))
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        return answers
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Scores whole texts, in windows that begin with one token of context where a text is longer than the model."""
+        windows, owners = [], []
+        for at, request in enumerate(requests):
+            for pair in utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            ):
+                windows.append((None, *utils.make_disjoint_window(pair)))
+                owners.append(at)
+        totals = [0.0] * len(requests)
+        for owner, (total, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[owner] += total
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generates up to a text of `until`, or `max_gen_toks` tokens."""
+        prompts: list[Prompt] = []
+        params: list[SamplingParams] = []
+        for request in requests:
+            context, asked = request.arguments
+            how = self._params(asked)
+            room = self.max_length - (how.max_tokens or 0)
+            if room < 1:
+                raise RequestValidationError(f"max_gen_toks is {how.max_tokens}, the maximal length {self.max_length}")
+            prompts.append((self.tok_encode(context) or [self.prefix_token_id])[-room:])
+            params.append(how)
+        texts = [out.text for out in self.llm.generate(prompts, params, progress=not disable_tqdm)] if prompts else []
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
+        return texts
+
+    def _params(self, asked: dict[str, Any]) -> SamplingParams:
+        """Reads a task's generation arguments; one that is unknown is an error."""
+        given = dict(asked)
+        until, limit = given.pop("until", None) or (), given.pop("max_gen_toks", self.max_gen_toks)
+        draws = given.pop("do_sample", None)
+        if unknown := sorted(given.keys() - DRAWING):
+            known = ", ".join(sorted(DRAWING | {"until", "max_gen_toks", "do_sample"}))
+            raise UnsupportedError(f"generation arguments {unknown} are unknown, known are {known}")
+        drawing = {name: value for name, value in given.items() if value is not None}
+        if draws is False:
+            drawing = {name: value for name, value in drawing.items() if name == "repetition_penalty"}
+        elif draws:
+            drawing.setdefault("temperature", 1.0)
+        return SamplingParams(max_tokens=limit, stop=[until] if isinstance(until, str) else list(until), **drawing)
+
+
+def _num_rows(batch_size: int | str, most: int | None) -> int:
+    try:
+        asked = SEQUENCES if str(batch_size).startswith("auto") else int(batch_size)
+    except ValueError:
+        raise ConfigError(f"batch_size is {shown(batch_size)}, expected an integer or auto") from None
+    rows = SEQUENCES if asked == 1 else asked
+    return rows if most is None else min(rows, int(most))
+
+
+if __name__ == "__main__":
+    cli_evaluate()

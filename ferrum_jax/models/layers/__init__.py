@@ -1,1 +1,0 @@
-"""Arithmetic that families share: arrays and numbers in, arrays out."""

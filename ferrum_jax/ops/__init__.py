@@ -1,0 +1,1 @@
+"""Arithmetic on arrays: attention, products, quantised weights, experts, rotary embeddings, norms, sampling."""

@@ -1,0 +1,263 @@
+"""Attention over a paged KV as one GPU kernel, written in Pallas and compiled by Triton.
+
+Dao 2023, "FlashAttention-2", sections 3.1 and 3.3 (order of the loops, packing of grouped queries); Dao et al. 2023,
+"Flash-Decoding for long-context inference" (few rows over long contexts); Kwon et al. 2023, "PagedAttention", section
+4.1 (through the block table). Scores, softmax and accumulation are float32.
+
+A program has one row, one kv head, a tile of its G query heads' tokens and a share of the positions. It reads each key
+and value once for all G heads, so a step of one token reads `2 * K * H * itemsize` bytes a visible position and layer,
+which over the bandwidth is its floor: 0.5 GB for a row of Llama 3.1 8B at 4096 positions in bfloat16, 0.16 ms at 3.35
+TB/s. The pool itself is the kernel's operand and the layer an index into it: nothing of it is sliced or copied.
+
+Off a GPU the same kernel runs interpreted: exact and slow, for tests.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.ops.attention_merge import merge
+from ferrum_jax.ops.batch import Rows
+from ferrum_jax.ops.linear import precision
+
+SMALLEST_PART = 16  # numbers of a head: what a tensor core's product takes
+PROGRAMS = 264  # that a step should have at least: two for each of the 132 multiprocessors of an H100
+SMALLEST_SHARE = 256  # positions of a program: fewer are not worth merging
+LOG2E = math.log2(math.e)
+
+
+def attend_triton(
+    q: Float[Array, "B T N H"],
+    kv: KvState[jax.Array],
+    layer: int | Int[Array, ""],
+    rows: Rows[jax.Array],
+    *,
+    scale: float,
+    window: int | None,
+) -> Float[Array, "B T N H"]:
+    """Attends as `attend` says."""
+    ends = rows.lengths + rows.counts
+    out, _ = attend_before(q, kv, layer, rows, ends, scale=scale, window=window)
+    return out.astype(q.dtype)
+
+
+def attend_before(
+    q: Float[Array, "B T N H"],
+    kv: KvState[jax.Array],
+    layer: int | Int[Array, ""],
+    rows: Rows[jax.Array],
+    ends: Int[Array, " B"],
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
+    """Attends every token to the positions up to its own that lie before its row's end.
+
+    Gives, in float32, the outputs and the natural logs of the sums of exponentials; outputs of one share come in q's
+    dtype. Tokens that see nothing, padding among them, have zeros and minus infinity.
+    """
+    keys, values = state.rows_of_heads(kv)
+    first = jnp.asarray(layer, jnp.int32) * state.num_blocks(kv)  # block of the layer, in the whole pool
+    tables = rows.tables + first
+    tiles = choose_tiles(q, state.num_kv_heads(kv), state.block_size(kv), rows.tables.shape[1])
+    call = functools.partial(_call, tiles=tiles, scale=scale, window=window)
+    out, lse = lax.platform_dependent(
+        q, keys, values, tables, rows.lengths, rows.counts, ends,
+        cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False),
+    )  # fmt: skip
+    return (out[0], lse[0]) if tiles.shares == 1 else merge(out, lse)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the work is cut into programs; all sizes are powers of two but `group`, `block` and `shares`."""
+
+    rows: int  # of the products: tokens times G, tokens first
+    keys: int  # positions read at a time
+    shares: int  # programs among which one row's positions are divided
+    group: int  # G
+    block: int  # C
+    parts: tuple[tuple[int, int], ...]  # of a head's width: start and size
+    warps: int
+    stages: int  # of the pipeline: tiles of keys and values on their way
+
+
+def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, columns: int) -> Tiles:
+    """Chooses the tiles for an H100; other cards since Ampere run the same ones.
+
+    Keys and values on their way take `2 * stages * keys * H * itemsize` bytes of the 227 KB of shared memory (99 KB on
+    the smallest cards): 64 KB in bfloat16 at a width of 128. Float32 products have no tensor cores and hold their
+    operands in registers, of which more than 16 rows run out.
+    """
+    batch, tokens, heads, width = q.shape
+    group = heads // kv_heads
+    exact, wide = q.dtype.itemsize == 4, width > 128
+    most = 16 if exact else 64 if wide else 128
+    rows = min(max(pl.next_power_of_2(tokens * group), SMALLEST_PART), most)
+    keys = 32 if exact or wide else 64
+    programs = pl.cdiv(tokens * group, rows) * kv_heads * batch
+    useful = pl.cdiv(columns * block_size, SMALLEST_SHARE)
+    return Tiles(
+        rows=rows,
+        keys=keys,
+        shares=max(1, min(pl.cdiv(PROGRAMS, programs), useful)),
+        group=group,
+        block=block_size,
+        parts=_powers(width),
+        warps=8 if rows == 128 else 4,
+        stages=2,
+    )
+
+
+def _powers(width: int) -> tuple[tuple[int, int], ...]:
+    """Cuts a head's width into powers of two, the only sizes that Triton has: 80 into 64 and 16."""
+    parts, start = [], 0
+    while start < width:
+        size = 1 << ((width - start).bit_length() - 1)
+        parts.append((start, size))
+        start += size
+    return tuple(parts)
+
+
+@functools.partial(jax.jit, static_argnames=("tiles", "scale", "window", "interpret"))
+def _call(
+    q: Float[Array, "B T N H"],
+    keys: Float[Array, "R K H"],
+    values: Float[Array, "R K H"],
+    tables: Int[Array, "B M"],
+    lengths: Int[Array, " B"],
+    counts: Int[Array, " B"],
+    ends: Int[Array, " B"],
+    *,
+    tiles: Tiles,
+    scale: float,
+    window: int | None,
+    interpret: bool,
+) -> tuple[Float[Array, "shares B T N H"], Float[Array, "shares B T N"]]:
+    """Launches the kernel. A jit of its own, so that the layers of a step share one lowering."""
+    batch, tokens, heads, _ = q.shape
+    kv_heads = heads // tiles.group
+    kernel = functools.partial(_kernel, tokens=tokens, tiles=tiles, scale=scale * LOG2E, window=window)
+    partial = (tiles.shares, *q.shape)
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(tokens * tiles.group, tiles.rows), kv_heads, batch * tiles.shares),
+        out_shape=(
+            jax.ShapeDtypeStruct(partial, q.dtype if tiles.shares == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(partial[:-1], jnp.float32),
+        ),
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="attend_paged",
+    )(q, keys, values, tables, lengths, counts, ends)
+
+
+def _kernel(
+    q_ref: Any,  # [B, T, N, H]
+    k_ref: Any,  # [R, K, H]
+    v_ref: Any,  # [R, K, H]
+    tables_ref: Any,  # [B, M]: blocks of the whole pool
+    lengths_ref: Any,  # [B]
+    counts_ref: Any,  # [B]
+    ends_ref: Any,  # [B]
+    out_ref: Any,  # [shares, B, T, N, H]
+    lse_ref: Any,  # [shares, B, T, N]
+    *,
+    tokens: int,
+    tiles: Tiles,
+    scale: float,  # times log2 e: exponentials here have base two
+    window: int | None,
+):
+    """Attends one tile of one kv head's queries to one share of the positions."""
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)  # late tokens see most: they go first
+    head, row = pl.program_id(1), _div(pl.program_id(2), tiles.shares)
+    share = pl.program_id(2) - row * tiles.shares
+    length, count, end = lengths_ref[row], counts_ref[row], ends_ref[row]
+    at = tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
+    token = _div(at, tiles.group)
+    heads = at + (head - token) * tiles.group
+    real = token < count
+    query_at = jnp.where(real, length + token, -1)
+    begin, stop = _share_of(tile, share, length, count, end, tiles, window)
+
+    queries = [
+        triton.load(q_ref.at[row, token[:, None], heads[:, None], _columns(part)], mask=real[:, None], other=0)
+        for part in tiles.parts
+    ]
+    high = precision(queries[0].dtype)
+
+    def visit(index, carry):
+        best, total, *outs = carry
+        key_at = index * tiles.keys + jnp.arange(tiles.keys, dtype=jnp.int32)
+        inside = key_at < end
+        column = _div(key_at, tiles.block)
+        block = triton.load(tables_ref.at[row, column], mask=inside, other=0)
+        line = key_at + (block - column) * tiles.block
+
+        def read(ref: Any, part: tuple[int, int]) -> jax.Array:
+            found = triton.load(ref.at[line[:, None], head, _columns(part)], mask=inside[:, None], other=0)
+            return found.astype(queries[0].dtype)
+
+        scores = sum(
+            _product(query, read(k_ref, part).T, high) for query, part in zip(queries, tiles.parts, strict=True)
+        )
+        seen = inside[None, :] & (key_at[None, :] <= query_at[:, None])
+        if window is not None:
+            seen &= key_at[None, :] > query_at[:, None] - window
+        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        new_best = jnp.maximum(best, scores.max(axis=1))
+        finite = jnp.where(new_best == -jnp.inf, 0.0, new_best)
+        weights = jnp.exp2(scores - finite[:, None])
+        keep = jnp.exp2(best - finite)
+        outs = [
+            out * keep[:, None] + _product(weights.astype(queries[0].dtype), read(v_ref, part), high)
+            for out, part in zip(outs, tiles.parts, strict=True)
+        ]
+        return new_best, total * keep + weights.sum(axis=1), *outs
+
+    nothing = jnp.full(tiles.rows, -jnp.inf, jnp.float32), jnp.zeros(tiles.rows, jnp.float32)
+    empty = [jnp.zeros((tiles.rows, size), jnp.float32) for _, size in tiles.parts]
+    best, total, *outs = lax.fori_loop(begin, stop, visit, (*nothing, *empty))
+    safe = jnp.where(total == 0, 1.0, total)
+    lse = jnp.where(total == 0, -jnp.inf, (best + jnp.log2(safe)) / LOG2E)
+    there = token < tokens
+    triton.store(lse_ref.at[share, row, token, heads], lse, mask=there)
+    for out, part in zip(outs, tiles.parts, strict=True):
+        into = out_ref.at[share, row, token[:, None], heads[:, None], _columns(part)]
+        triton.store(into, (out / safe[:, None]).astype(out_ref.dtype), mask=there[:, None])
+
+
+def _share_of(
+    tile: jax.Array, share: jax.Array, length: jax.Array, count: jax.Array, end: jax.Array, tiles: Tiles,
+    window: int | None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """First and last (excluded) tile of positions that a program reads: its share of what its tokens can see."""
+    first, last = _div(tile * tiles.rows, tiles.group), _div((tile + 1) * tiles.rows - 1, tiles.group)
+    stop = jnp.minimum(end, length + jnp.minimum(last + 1, count))
+    stop = jnp.where(first < count, _div(stop + tiles.keys - 1, tiles.keys), 0)
+    begin = jnp.int32(0) if window is None else _div(jnp.maximum(length + first - (window - 1), 0), tiles.keys)
+    each = _div(jnp.maximum(stop - begin, 0) + tiles.shares - 1, tiles.shares)
+    return begin + share * each, jnp.minimum(begin + (share + 1) * each, stop)
+
+
+def _columns(part: tuple[int, int]) -> Int[Array, "1 size"]:
+    return part[0] + jnp.arange(part[1], dtype=jnp.int32)[None, :]
+
+
+def _product(a: jax.Array, b: jax.Array, high: lax.Precision) -> jax.Array:
+    return jnp.dot(a, b, precision=high, preferred_element_type=jnp.float32)
+
+
+def _div(a: jax.Array, by: int) -> jax.Array:
+    """Divides what is not negative, without the corrections that `//` makes for what is."""
+    return lax.div(a, jnp.full_like(a, by))

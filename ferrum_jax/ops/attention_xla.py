@@ -1,0 +1,119 @@
+"""Attention over a paged KV in plain JAX, block by block with an online softmax: the reference, and the one for CPU.
+
+Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; the order of the loops is that of
+Dao 2023, "FlashAttention-2", section 3.1. Scores and the softmax are float32. It reads every layout of the KV and can
+be differentiated.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.ops.batch import Rows
+from ferrum_jax.ops.linear import precision
+
+QUERY_BLOCK = 256  # tokens of a chunk that walk the KV together, so that early ones skip the blocks of later ones
+
+
+def attend_xla(
+    q: Float[Array, "B T N H"],
+    kv: KvState[jax.Array],
+    layer: int | Int[Array, ""],
+    rows: Rows[jax.Array],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attends as `attend` says."""
+    batch, tokens, heads, head_dim = q.shape
+    kv_heads = state.num_kv_heads(kv)
+    sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
+    size = min(tokens, QUERY_BLOCK)
+    pad = -tokens % size
+    q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+    q = q.reshape(batch, (tokens + pad) // size, size, kv_heads, heads // kv_heads, head_dim)
+    q = q.transpose(1, 0, 3, 4, 2, 5)  # [T/size, B, K, G, size, H]
+
+    def attend_block(start: jax.Array, q: jax.Array) -> jax.Array:
+        return _walk(q, kv, layer, rows, start, scale, window, softcap, sinks)
+
+    if q.shape[0] == 1:
+        out = attend_block(jnp.int32(0), q[0])[None]
+    else:
+        starts = jnp.arange(0, tokens + pad, size, dtype=jnp.int32)
+        out = lax.map(lambda xs: attend_block(*xs), (starts, q))
+    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, tokens + pad, heads, head_dim)
+    return out[:, :tokens]
+
+
+def _walk(
+    q: Float[Array, "B K G T H"],
+    kv: KvState[jax.Array],
+    layer: int | Int[Array, ""],
+    rows: Rows[jax.Array],
+    start: Int[Array, ""],
+    scale: float,
+    window: int | Int[Array, ""] | None,
+    softcap: float | None,
+    sinks: Float[Array, "K G"] | None,
+) -> Float[Array, "B K G T H"]:
+    """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
+    block_size = state.block_size(kv)
+    tokens = q.shape[3]
+    token = start + jnp.arange(tokens, dtype=jnp.int32)
+    query_at = rows.lengths[:, None] + token  # [B, T]
+    last_seen = jnp.where(token < rows.counts[:, None], query_at, -1)  # [B, T]: padding sees nothing
+    ends = rows.lengths + jnp.minimum(rows.counts, start + tokens)  # no token of this query block sees past it
+    ends = jnp.where(rows.counts > start, ends, 0)
+    first_seen = query_at[:, 0] - (window - 1) if window is not None else jnp.zeros_like(ends)
+    stop = jnp.max(ends)
+    begin = jnp.min(jnp.where(ends > 0, first_seen, stop))
+    high = precision(q.dtype)
+
+    def visit(carry, column):
+        best, total, out = carry
+        k, v = state.read(kv, layer, rows.tables[:, column])
+        key_at = column * block_size + jnp.arange(block_size, dtype=jnp.int32)
+        seen = key_at <= last_seen[..., None]  # [B, T, C]
+        if window is not None:
+            seen &= key_at > query_at[..., None] - window
+        seen = seen[:, None, None]
+        scores = jnp.einsum(
+            "BKGTH,BKHC->BKGTC", q, k.astype(q.dtype), precision=high, preferred_element_type=jnp.float32
+        )
+        scores = scores * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        new_best = jnp.maximum(best, scores.max(axis=-1))
+        finite = jnp.where(jnp.isneginf(new_best), 0.0, new_best)
+        weights = jnp.exp(scores - finite[..., None])  # 0 where nothing is seen
+        keep = jnp.exp(best - finite)
+        written = (key_at < ends[:, None])[:, None, :, None]
+        v = jnp.where(written, v, 0).astype(q.dtype)
+        add = jnp.einsum(
+            "BKGTC,BKCH->BKGTH", weights.astype(q.dtype), v, precision=high, preferred_element_type=jnp.float32
+        )
+        return new_best, total * keep + weights.sum(axis=-1), out * keep[..., None] + add
+
+    def step(carry, column):
+        needed = (column * block_size < stop) & ((column + 1) * block_size > begin)
+        return lax.cond(needed, visit, lambda carry, _: carry, carry, column), None
+
+    shape = q.shape[:-1]
+    start_carry = (
+        jnp.full(shape, -jnp.inf, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    if sinks is not None:  # as if their position had been visited
+        best = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], shape)
+        start_carry = best, jnp.ones(shape, jnp.float32), start_carry[2]
+    columns = jnp.arange(rows.tables.shape[1], dtype=jnp.int32)
+    (_, total, out), _ = lax.scan(step, start_carry, columns)
+    return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)

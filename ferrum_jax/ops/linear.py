@@ -1,0 +1,143 @@
+"""Products with weights stored `[out, in]`, as checkpoints have them; a weight may be quantised."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, halves, is_packed, scaled
+
+FEW_TOKENS = 64  # from 2 up to here XLA's CPU products are faster with the weight as left operand
+PARTS = 4  # of a weight that meets a single token on a CPU
+LANES = 16  # float32 numbers in the widest register of a CPU
+BLOCK = 1 << 20  # numbers of a quantised weight that a CPU widens at a time, so that they are still in its cache
+PACKED_BLOCK = 1 << 17  # the same where two lie in a byte
+
+
+def precision(dtype: jnp.dtype) -> lax.Precision:
+    """A float32 model computes in float32: the default is TF32 on NVIDIA and bfloat16 passes on TPU."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def linear(
+    x: Float[Array, "X D"], weight: Float[Array, "F D"] | QuantisedWeight, bias: Float[Array, " F"] | None = None
+) -> Float[Array, "X F"]:
+    """Computes `x @ weight.T + bias` in the dtype of `x`; quantised weights as `quantised_product` says."""
+    y = _product(x, weight, x.dtype)
+    return y if bias is None else y + bias
+
+
+def vocabulary_logits(x: Float[Array, "R D"], weight: Float[Array, "V D"] | QuantisedWeight) -> Float[Array, "R V"]:
+    """Computes `x @ weight.T`, accumulated and returned in float32."""
+    return _product(x, weight, jnp.dtype(jnp.float32))
+
+
+def _product(x: jax.Array, weight: jax.Array | QuantisedWeight, out: jnp.dtype) -> jax.Array:
+    if isinstance(weight, QuantisedWeight):
+        return quantised_product(x, weight, out)
+    if not 1 <= x.shape[0] <= FEW_TOKENS:
+        return _weight_right(x, weight, out)
+    on_cpu = _weight_in_parts if x.shape[0] == 1 else _weight_left
+    return lax.platform_dependent(
+        x, weight, cpu=lambda x, w: on_cpu(x, w, out), default=lambda x, w: _weight_right(x, w, out)
+    )
+
+
+def _weight_right(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
+    return jnp.einsum("XD,FD->XF", x, weight, precision=precision(x.dtype), preferred_element_type=out)
+
+
+def _weight_in_parts(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
+    """The same product of one token, in parts of the weight's rows: two cores end small products sooner so.
+
+    A weight in 16 bits, which has not been measured, and one whose rows lie on several devices stay whole.
+    """
+    is_spread = any(jax.typeof(weight).sharding.spec)
+    if weight.shape[0] % (PARTS * LANES) or weight.dtype != jnp.float32 or is_spread:
+        return _weight_right(x, weight, out)
+    parts = weight.reshape(PARTS, weight.shape[0] // PARTS, weight.shape[1])
+    each = jnp.broadcast_to(x, (PARTS, x.shape[1]))  # without which XLA would put the parts together again
+    y = jnp.einsum("PD,PFD->PF", each, parts, precision=precision(x.dtype), preferred_element_type=out)
+    return y.reshape(1, -1)
+
+
+def _weight_left(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
+    """The same product with the weight as left operand; the barrier keeps XLA from turning it round again."""
+    y = jnp.einsum("FD,XD->FX", weight, x, precision=precision(x.dtype), preferred_element_type=out)
+    return lax.optimization_barrier(y).T
+
+
+def quantised_product(x: jax.Array, weight: QuantisedWeight, out: jnp.dtype) -> jax.Array:
+    """Computes `x @ weight.T` in float32 and rounds once, to `out`; x `[X, D]` and weight `[F, D]` to `[X, F]`.
+
+    With a scale for each channel and no offsets, x meets the bare values, which every floating dtype holds exactly, and
+    the scale meets the sum: a GPU widens the values inside the product, and no widened weight lies in memory. Otherwise
+    the operand is the weight in the dtype of x.
+
+    A CPU widens a block of the weight at a time: XLA's own products of int8 there take ten times as long.
+    """
+    return lax.platform_dependent(
+        x, weight, cpu=lambda x, w: _by_blocks(x, w).astype(out), default=lambda x, w: _rescaled(x, w).astype(out)
+    )
+
+
+def _rescaled(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
+    wide = jnp.dtype(jnp.float32)
+    if weight.scales.shape[-1] > 1 or weight.offsets is not None or is_packed(weight):
+        return _weight_right(x, dequantise_weight(weight, x.dtype), wide)
+    return _weight_right(x, weight.values.astype(x.dtype), wide) * weight.scales[:, 0].astype(wide)
+
+
+def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
+    """Multiplies the low and the high halves of the weight's bytes by those columns of x that they belong to.
+
+    A CPU would take four times as long to put the halves side by side first.
+    """
+    parts = x.reshape(len(x), weight.scales.shape[-1], 2, -1)
+    products = [
+        _weight_right(
+            parts[:, :, at].reshape(len(x), -1),
+            scaled(half, weight).reshape(len(half), -1).astype(x.dtype),
+            jnp.dtype(jnp.float32),
+        )
+        for at, half in enumerate(halves(weight))
+    ]
+    return products[0] + products[1]
+
+
+def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
+    """Goes over the output channels in a loop of at least two turns.
+
+    The last block is as large as the others: a slice that would pass the end begins earlier, and repeats some channels.
+
+    For gradients a block is widened again: to keep it would be to keep the weight in float32.
+    """
+    (rows, columns), limit = weight.shape, PACKED_BLOCK if is_packed(weight) else BLOCK
+    size = -(-rows // max(2, -(-rows * columns // limit)))
+    starts = jnp.arange(0, rows, size, dtype=jnp.int32)
+    is_fp8 = weight.values.dtype == jnp.float8_e4m3fn
+    if is_fp8:  # a slice of fp8 is made number by number, one of bytes is not
+        weight = replace(weight, values=lax.bitcast_convert_type(weight.values, jnp.uint8))
+
+    def block(start: jax.Array) -> jax.Array:
+        part = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), weight)
+        if is_fp8:
+            return _rescaled(x, replace(part, values=_widen_fp8(part.values))).T
+        return (_halved if is_packed(part) else _rescaled)(x, part).T
+
+    found = lax.map(jax.checkpoint(block), starts)
+    repeated = len(starts) * size - rows
+    return jnp.concatenate([found[:-1].reshape(-1, len(x)), found[-1, repeated:]]).T
+
+
+def _widen_fp8(values: jax.Array) -> jax.Array:
+    """Widens the bytes of e4m3fn to float32 by way of float16, whose exponent has one bit more and a bias larger by 8.
+
+    XLA's own conversion of fp8 on a CPU takes five times as long.
+    """
+    wide = values.astype(jnp.uint16)
+    bits = (wide & 0x7F) << 7 | (wide & 0x80) << 8
+    found = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2**8)
+    return jnp.where((wide & 0x7F) == 0x7F, jnp.float32(jnp.nan), found)

