@@ -1,12 +1,15 @@
 """From an `ExecutorConfig` to an executor. What each field does is a table in `docs/contract.md`."""
 
+import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
+from ferrum_jax.contract.checks import check_flag, is_integer
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.contract.execution import (
     AttentionType,
     ExecutorAttentionConfig,
@@ -18,7 +21,7 @@ from ferrum_jax.contract.execution import (
 from ferrum_jax.contract.executor import ModelExecutorFactory
 from ferrum_jax.contract.values import DataType, Device, ModelInfo
 from ferrum_jax.executor.llm_executor.executor import LlmExecutor
-from ferrum_jax.executor.llm_executor.worker import Worker
+from ferrum_jax.executor.llm_executor.worker import wait_through_cancellation, when_done
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import Checkpoint, load, open_checkpoint, plan_ahead
@@ -40,20 +43,22 @@ _FIELD_OF = {  # settings of `load` that have a field of their own
     "prefix_cache": "memory_config.enable_kv_cache_sharing",
     "memory_fraction": "memory_config.max_memory_usage",
 }
-_ONLY = (  # part, field, the one value there is, why
+_FIXED = (  # part, field, the one value there is, why, and what to do instead
+    ("attention_config", "enable_paged_attention", True, "the KV is always paged; block_size sets the size of a page"),
+    ("memory_config", "enable_memory_pooling", True, "the KV is always one pool; memory_pool_size sets its bytes"),
     (
-        "attention_config",
-        "enable_flash_attention",
-        False,
-        "no flash setting: the option 'attention' names the kernel",
+        "optimization_config", "enable_cuda_graphs", False,
+        "XLA decides on command buffers: set XLA_FLAGS=--xla_gpu_enable_command_buffer=... for the process",
     ),
-    ("attention_config", "enable_paged_attention", True, "the KV is always paged"),
-    ("memory_config", "enable_memory_pooling", True, "the KV is always one preallocated pool"),
-    ("optimization_config", "enable_cuda_graphs", False, "XLA decides on command buffers"),
-    ("optimization_config", "enable_kernel_fusion", True, "XLA always fuses"),
-    ("optimization_config", "enable_mixed_precision", False, "weights and activations share `dtype`"),
-    ("optimization_config", "optimization_level", 2, "XLA's default level is the only one"),
-)
+    (
+        "optimization_config", "enable_kernel_fusion", True,
+        "XLA always fuses: set XLA_FLAGS=--xla_disable_hlo_passes=fusion for the process",
+    ),
+    (
+        "optimization_config", "optimization_level", 2,
+        "it stands for XLA's own choice: set XLA_FLAGS=--xla_backend_optimization_level=N for the process",
+    ),
+)  # fmt: skip
 _PARTS = (
     ("model_info", ModelInfo),
     ("device", Device),
@@ -67,7 +72,7 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class _Order:
-    """A configuration that was found to be possible."""
+    """A configuration that can be honoured."""
 
     source: Checkpoint
     device: Device
@@ -78,7 +83,7 @@ class _Order:
 
 
 class LlmExecutorFactory(ModelExecutorFactory):
-    """Loads checkpoints behind `LlmExecutor`s; it holds nothing."""
+    """Loads checkpoints behind `LlmExecutor`s; keeps no state."""
 
     async def create_executor(self, config: ExecutorConfig) -> LlmExecutor:
         """Loads a model off the event loop; `warmup` compiles its declared steps, `shutdown` frees it.
@@ -88,15 +93,26 @@ class LlmExecutorFactory(ModelExecutorFactory):
         Raises:
             FerrumError: as `validate_config`, and whatever `load` finds in the weights.
         """
-        executor, _ = await Worker("executor-factory").run(partial(_build, config), lambda built: built[1].close())
-        return executor
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="executor-factory")
+        future = pool.submit(_build, config)
+        pool.shutdown(wait=False)
+        try:
+            await when_done(future)
+        except BaseException as reason:  # cancelled, or the loop is gone and closes its coroutines
+            future.add_done_callback(_close_runner)
+            if isinstance(reason, asyncio.CancelledError):
+                await wait_through_cancellation(future)
+            raise
+        return future.result()[0]
 
     async def create_batch_executor(self, config: ExecutorConfig) -> LlmExecutor:
-        """As `create_executor`: every `LlmExecutor` batches."""
+        """As `create_executor`; a configuration of the type Sequential is a ConfigError."""
+        if _executor_type(config) is ExecutorType.Sequential:
+            raise ConfigError("executor_type is Sequential: a batch executor needs another type, or none")
         return await self.create_executor(config)
 
     def supported_types(self) -> tuple[ExecutorType, ...]:
-        """Kinds of executor that an `LlmExecutor` is, all at once."""
+        """Kinds of executor that can be asked for; all but Sequential are every `LlmExecutor` at once."""
         return _TYPES
 
     def validate_config(self, config: ExecutorConfig) -> None:
@@ -124,28 +140,49 @@ def _build(config: ExecutorConfig) -> tuple[LlmExecutor, ModelRunner]:
         raise
 
 
+def _close_runner(future: Future[tuple[LlmExecutor, ModelRunner]]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result()[1].close()
+
+
+def _executor_type(config: Any) -> ExecutorType | None:
+    options = getattr(config, "executor_options", None)
+    return options.get("executor_type") if isinstance(options, Mapping) else None
+
+
 def _order(config: ExecutorConfig) -> _Order:
     if not isinstance(config, ExecutorConfig):
         raise ConfigError(f"config is a {type(config).__name__}, expected an ExecutorConfig")
     for name, kind in _PARTS:
         if not isinstance(getattr(config, name), kind):
-            raise ConfigError(f"{name} is {shown(getattr(config, name))}, expected a {kind.__name__}")
-    for part, name, only, why in _ONLY:
-        _refuse_other(f"{part}.{name}", getattr(getattr(config, part), name), only, why)
+            raise ConfigError(f"{name} is {safe_repr(getattr(config, name))}, expected a {kind.__name__}")
+    for part, name, only, why in _FIXED:
+        _check_fixed(f"{part}.{name}", getattr(getattr(config, part), name), only, why)
     flags = config.optimization_config.custom_flags
     if not isinstance(flags, Mapping):
-        raise ConfigError(f"custom_flags is {shown(flags)}, expected a mapping")
+        raise ConfigError(f"custom_flags is {safe_repr(flags)}, expected a mapping")
     if flags:
-        raise UnsupportedError(f"custom_flags {shown(flags)}: there are none to set")
+        raise UnsupportedError(f"custom_flags {safe_repr(flags)}: flags of XLA are the process's, set XLA_FLAGS")
+    is_mixed = config.optimization_config.enable_mixed_precision
+    if check_flag("enable_mixed_precision", is_mixed, ConfigError) and config.dtype is DataType.FP32:
+        raise ConfigError(
+            "enable_mixed_precision is True and dtype FP32: set dtype BF16 or FP16, with which "
+            "softmax, norms and logits are float32"
+        )
     if config.dtype not in _DTYPES:
         raise UnsupportedError(
             f"dtype {config.dtype.name}: weights are computed in {', '.join(d.name for d in _DTYPES)}"
         )
-    options = _checked_options(config.executor_options)
+    options = _check_options(config.executor_options)
+    if _executor_type(config) is ExecutorType.Sequential and config.max_batch_size != 1:
+        raise ConfigError(
+            f"executor_type is Sequential and max_batch_size {safe_repr(config.max_batch_size)}: a sequential executor "
+            "runs one sequence, set max_batch_size to 1 or another type"
+        )
     device = find_device(config.device)
-    source = open_checkpoint(_checked_path(config.model_info.model_id))
-    info = _checked_info(config, source.config)
-    _refuse_attention(config.attention_config, source.config)
+    source = open_checkpoint(_check_path(config.model_info.model_id))
+    info = _check_info(config, source.config)
+    _check_attention(config.attention_config, source.config)
     engine = _engine(config, options).over_environment()
     if config.memory_config.memory_pool_size is not None:
         engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
@@ -153,38 +190,38 @@ def _order(config: ExecutorConfig) -> _Order:
     return _Order(source, config.device, engine, options.get("strict", False), options.get("progress", True), info)
 
 
-def _refuse_other(name: str, value: Any, only: Any, why: str) -> None:
+def _check_fixed(name: str, value: Any, only: Any, why: str) -> None:
     if type(value) is not type(only):
-        raise ConfigError(f"{name} is {shown(value)}, expected a {type(only).__name__}")
+        raise ConfigError(f"{name} is {safe_repr(value)}, expected a {type(only).__name__}")
     if value != only:
-        raise UnsupportedError(f"{name} is {shown(value)}, only {only!r} can be honoured: {why}")
+        raise UnsupportedError(f"{name} is {safe_repr(value)}, only {only!r} can be honoured: {why}")
 
 
-def _checked_path(path: Any) -> str:
+def _check_path(path: Any) -> str:
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"model_info.model_id is {shown(path)}, expected the path of a model")
+        raise ConfigError(f"model_info.model_id is {safe_repr(path)}, expected the path of a model")
     return path
 
 
-def _checked_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+def _check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in options.items():
         if name in _FIELD_OF:
             raise ConfigError(f"executor_options[{name!r}]: set {_FIELD_OF[name]} instead")
         if name not in _OPTIONS:
-            raise ConfigError(f"executor_options[{shown(name)}] is unknown, known are {', '.join(_OPTIONS)}")
-        if name in ("strict", "progress") and not isinstance(value, bool):
-            raise ConfigError(f"executor_options[{name!r}] is {shown(value)}, expected True or False")
+            raise ConfigError(f"executor_options[{safe_repr(name)}] is unknown, known are {', '.join(_OPTIONS)}")
+        if name in ("strict", "progress"):
+            check_flag(f"executor_options[{name!r}]", value, ConfigError)
         if name == "engine" and not isinstance(value, EngineConfig | None):
             raise ConfigError(f"executor_options['engine'] is a {type(value).__name__}, expected an EngineConfig")
         if name == "executor_type" and not isinstance(value, ExecutorType):
-            raise ConfigError(f"executor_options['executor_type'] is {shown(value)}, expected an ExecutorType")
+            raise ConfigError(f"executor_options['executor_type'] is {safe_repr(value)}, expected an ExecutorType")
         if name == "executor_type" and value not in _TYPES:
             raise UnsupportedError(f"executor_type {value}: built are {', '.join(kind.name for kind in _TYPES)}")
     return options
 
 
-def _checked_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
-    """Gives the model's identity; what `model_info` states must be true, 0 and the empty string state nothing."""
+def _check_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
+    """Returns the model's identity; what `model_info` states must be true, 0 and the empty string state nothing."""
     stated = config.model_info
     truth: dict[str, Any] = {
         "model_type": cfg.model_type,
@@ -198,20 +235,20 @@ def _checked_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
     for name, found in truth.items():
         value = getattr(stated, name)
         if not isinstance(value, (int, str)) or value not in (0, "", found):
-            raise ConfigError(f"model_info.{name} is {shown(value)}, the checkpoint has {found!r}")
+            raise ConfigError(f"model_info.{name} is {safe_repr(value)}, the checkpoint has {found!r}")
     for name, length in (
         ("model_info.max_sequence_length", stated.max_sequence_length),
         ("max_sequence_length", config.max_sequence_length),
     ):
         most = cfg.reaching(length if isinstance(length, int) else 0).max_seq_len
         if not isinstance(length, int) or length > most:
-            raise ConfigError(f"{name} is {shown(length)}, the model can reach {most}")
+            raise ConfigError(f"{name} is {safe_repr(length)}, the model can reach {most}")
     if not isinstance(stated.device, Device):
-        raise ConfigError(f"model_info.device is {shown(stated.device)}, expected a Device")
+        raise ConfigError(f"model_info.device is {safe_repr(stated.device)}, expected a Device")
     if stated.device != config.device:
         raise ConfigError(f"model_info.device is {stated.device}, device is {config.device}")
     if not isinstance(stated.dtype, DataType):
-        raise ConfigError(f"model_info.dtype is {shown(stated.dtype)}, expected a DataType")
+        raise ConfigError(f"model_info.dtype is {safe_repr(stated.dtype)}, expected a DataType")
     if stated.dtype is not config.dtype and _DTYPES.get(stated.dtype) != cfg.dtype:
         raise ConfigError(
             f"model_info.dtype is {stated.dtype}, expected {config.dtype} or the checkpoint's {cfg.dtype}"
@@ -221,18 +258,17 @@ def _checked_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
     )
 
 
-def _refuse_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> None:
+def _check_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> None:
     kind, heads, kv_heads = attention.attention_type, cfg.num_attention_heads, cfg.num_key_value_heads
     windows = {window for window in cfg.layer_windows if window is not None}
     if not isinstance(kind, AttentionType):
-        raise ConfigError(f"attention_type is {shown(kind)}, expected an AttentionType")
-    if kind is AttentionType.Flash:
-        raise UnsupportedError("attention_type Flash: no flash setting, the option 'attention' names the kernel")
+        raise ConfigError(f"attention_type is {safe_repr(kind)}, expected an AttentionType")
     possible = {
         AttentionType.MultiHead: heads == kv_heads,
         AttentionType.MultiQuery: kv_heads == 1,
         AttentionType.GroupedQuery: True,  # of which the two above are the ends
         AttentionType.Paged: True,
+        AttentionType.Flash: True,  # every kernel has an online softmax
         AttentionType.SlidingWindow: bool(windows),
     }
     if not possible[kind]:
@@ -240,20 +276,18 @@ def _refuse_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> N
             f"attention_type is {kind!r}, the model has {heads} heads, {kv_heads} key/value heads and windows "
             f"{sorted(windows)}"
         )
+    check_flag("attention_config.enable_flash_attention", attention.enable_flash_attention, ConfigError)
     size = attention.sliding_window_size
     if size is not None and not (isinstance(size, int) and windows == {size}):
-        raise ConfigError(f"sliding_window_size is {shown(size)}, the model has {sorted(windows)}")
+        raise ConfigError(f"sliding_window_size is {safe_repr(size)}, the model has {sorted(windows)}")
 
 
 def _engine(config: ExecutorConfig, options: Mapping[str, Any]) -> EngineConfig:
     memory, kv_dtype = config.memory_config, options.get("kv_dtype")
-    if not isinstance(memory.enable_kv_cache_sharing, bool):
-        raise ConfigError(f"enable_kv_cache_sharing is {shown(memory.enable_kv_cache_sharing)}, expected True or False")
+    check_flag("enable_kv_cache_sharing", memory.enable_kv_cache_sharing, ConfigError)
     if memory.memory_pool_size is not None and options.get("kv_blocks") is not None:
-        raise ConfigError(
-            f"memory_pool_size is {shown(memory.memory_pool_size)} and kv_blocks is {shown(options['kv_blocks'])}: "
-            "give one"
-        )
+        pool, blocks = safe_repr(memory.memory_pool_size), safe_repr(options["kv_blocks"])
+        raise ConfigError(f"memory_pool_size is {pool} and kv_blocks is {blocks}: give one")
     asked = EngineConfig(
         dtype=_DTYPES[config.dtype],
         kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
@@ -273,10 +307,10 @@ def _engine(config: ExecutorConfig, options: Mapping[str, Any]) -> EngineConfig:
 
 
 def _sized(engine: EngineConfig, pool_bytes: Any, cfg: ModelConfig, platform: str) -> EngineConfig:
-    """Gives the pool as many blocks as its bytes hold."""
-    if isinstance(pool_bytes, bool) or not isinstance(pool_bytes, int):
-        raise ConfigError(f"memory_pool_size is {shown(pool_bytes)}, expected a number of bytes")
+    """Returns the settings with as many blocks as the pool's bytes hold."""
+    if not is_integer(pool_bytes):
+        raise ConfigError(f"memory_pool_size is {safe_repr(pool_bytes)}, expected a number of bytes")
     block_bytes = plan_engine(replace(engine, kv_blocks=1), cfg, platform=platform, free_bytes=2**62).cache.num_bytes
     if pool_bytes < block_bytes:
-        raise ConfigError(f"memory_pool_size is {shown(pool_bytes)}, one KV block takes {block_bytes} bytes")
+        raise ConfigError(f"memory_pool_size is {safe_repr(pool_bytes)}, one KV block takes {block_bytes} bytes")
     return replace(engine, kv_blocks=pool_bytes // block_bytes)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ferrum_jax
-from ferrum_jax import EngineConfig, LlmExecutor, LlmExecutorFactory, models
+from ferrum_jax import EngineConfig, LlmExecutor, LlmExecutorFactory, ModelRunner, models
 from ferrum_jax.contract import (
     AttentionType,
     DataType,
@@ -38,7 +38,7 @@ from tests import tiny
 from tests.executor.asking import prompt, run
 
 NAME = "qwen3_window_biases"
-LADDERS = EngineConfig(decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(8,), verify_tokens=(8,))
+LADDERS = EngineConfig(decode_rows=(2,), query_blocks=(1,), block_tokens=8, verify_tokens=8)
 TABLE = Path(ferrum_jax.__file__).parents[1] / "docs" / "contract.md"
 
 
@@ -72,7 +72,9 @@ def test_a_quantised_executor_says_what_its_weights_are(config: ExecutorConfig):
     assert executor.capabilities().supported_dtypes == (DataType.FP32,)
 
 
-def test_an_executor_runs_the_model_of_its_configuration(config: ExecutorConfig):
+def test_an_executor_runs_the_model_of_its_configuration(config: ExecutorConfig, monkeypatch: pytest.MonkeyPatch):
+    warmed: list[dict[str, Any]] = []
+    monkeypatch.setattr(ModelRunner, "warmup", lambda _, **settings: warmed.append(settings))
     executor = run(LlmExecutorFactory().create_executor(config))
     tokens = tiny.prompt(NAME)[:8]
     params, cfg = ferrum_jax.load_params(config.model_info.model_id)
@@ -89,6 +91,7 @@ def test_an_executor_runs_the_model_of_its_configuration(config: ExecutorConfig)
     assert info.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert (info.num_heads, info.num_kv_heads, info.vocab_size) == (8, 2, 97)
     run(executor.warmup())
+    assert warmed == [{"progress": False}]
     run(executor.shutdown())
     assert executor.status().state is ExecutorState.Shutdown
 
@@ -97,9 +100,20 @@ def test_a_batch_executor_is_one_as_well(config: ExecutorConfig):
     executor = run(LlmExecutorFactory().create_batch_executor(config))
     assert isinstance(executor, LlmExecutor)
     assert executor.supports_batch_size(2)
+    assert AttentionType.Flash in executor.capabilities().attention_mechanisms
     run(executor.shutdown())
     kinds = {ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative}
     assert set(LlmExecutorFactory().supported_types()) == kinds
+
+
+def test_a_sequential_executor_runs_one_sequence_and_is_no_batch_executor(config: ExecutorConfig):
+    options = {**config.executor_options, "engine": None, "executor_type": ExecutorType.Sequential}
+    single = replace(config, max_batch_size=1, executor_options=options)
+    executor = run(LlmExecutorFactory().create_executor(single))
+    assert executor.capabilities().max_batch_size == 1
+    run(executor.shutdown())
+    with pytest.raises(ConfigError, match="a batch executor needs another type"):
+        run(LlmExecutorFactory().create_batch_executor(single))
 
 
 @pytest.mark.parametrize(
@@ -109,6 +123,8 @@ def test_a_batch_executor_is_one_as_well(config: ExecutorConfig):
         ("model_info.vocab_size", 97),
         ("model_info.max_sequence_length", 160),
         ("attention_config.attention_type", AttentionType.Paged),
+        ("attention_config.attention_type", AttentionType.Flash),
+        ("attention_config.enable_flash_attention", True),
         ("attention_config.attention_type", AttentionType.SlidingWindow),
         ("attention_config.sliding_window_size", 9),
         ("memory_config.max_memory_usage", 0.1),
@@ -124,6 +140,7 @@ def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: st
     changed = _with(config, field, value)
     if field == "dtype":
         changed = _with(changed, "model_info.dtype", value)
+        LlmExecutorFactory().validate_config(_with(changed, "optimization_config.enable_mixed_precision", True))
     LlmExecutorFactory().validate_config(changed)
 
 
@@ -153,28 +170,28 @@ def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: st
         ("attention_config", None, ConfigError, "expected a ExecutorAttentionConfig"),
         ("attention_config.attention_type", AttentionType.MultiHead, ConfigError, "8 heads, 2 key/value heads"),
         ("attention_config.attention_type", AttentionType.MultiQuery, ConfigError, "8 heads"),
-        ("attention_config.attention_type", AttentionType.Flash, UnsupportedError, "no flash"),
         ("attention_config.attention_type", "paged", ConfigError, "attention_type is 'paged'"),
-        ("attention_config.enable_flash_attention", True, UnsupportedError, "no flash"),
-        ("attention_config.enable_flash_attention", 0, ConfigError, "expected a bool"),
-        ("attention_config.enable_paged_attention", False, UnsupportedError, "always paged"),
+        ("attention_config.enable_flash_attention", 0, ConfigError, "expected True or False"),
+        ("attention_config.enable_paged_attention", False, UnsupportedError, "always paged; block_size"),
         ("attention_config.block_size", 0, ConfigError, "block_size is 0"),
         ("attention_config.sliding_window_size", 8, ConfigError, r"sliding_window_size is 8, the model has \[9\]"),
         ("memory_config", {}, ConfigError, "expected a ExecutorMemoryConfig"),
-        ("memory_config.enable_memory_pooling", False, UnsupportedError, "preallocated pool"),
+        ("memory_config.enable_memory_pooling", False, UnsupportedError, "one pool; memory_pool_size"),
         ("memory_config.memory_pool_size", 100, ConfigError, "one KV block takes"),
         ("memory_config.memory_pool_size", 1e9, ConfigError, "expected a number of bytes"),
-        ("memory_config.memory_pool_size", 2**50, ResourceExhaustedError, "blocks"),
+        ("memory_config.memory_pool_size", 2**42, ResourceExhaustedError, "blocks"),
+        ("memory_config.memory_pool_size", 2**50, ConfigError, "kv_blocks is .*, expected at most"),
         ("memory_config.enable_kv_cache_sharing", None, ConfigError, "expected True or False"),
         ("memory_config.max_memory_usage", 0, ConfigError, "memory_fraction is 0"),
         ("memory_config.max_memory_usage", 1.5, ConfigError, "memory_fraction is 1.5"),
         ("optimization_config", None, ConfigError, "expected a OptimizationConfig"),
-        ("optimization_config.enable_cuda_graphs", True, UnsupportedError, "command buffers"),
-        ("optimization_config.enable_kernel_fusion", False, UnsupportedError, "always fuses"),
-        ("optimization_config.enable_mixed_precision", True, UnsupportedError, "share `dtype`"),
-        ("optimization_config.optimization_level", 3, UnsupportedError, "only 2"),
+        ("optimization_config.enable_cuda_graphs", True, UnsupportedError, "XLA_FLAGS=--xla_gpu_enable_command"),
+        ("optimization_config.enable_kernel_fusion", False, UnsupportedError, "XLA_FLAGS=--xla_disable_hlo"),
+        ("optimization_config.enable_mixed_precision", True, ConfigError, "set dtype BF16 or FP16"),
+        ("optimization_config.enable_mixed_precision", "yes", ConfigError, "expected True or False"),
+        ("optimization_config.optimization_level", 3, UnsupportedError, "only 2.*XLA_FLAGS=--xla_backend_optim"),
         ("optimization_config.optimization_level", 2.0, ConfigError, "expected a int"),
-        ("optimization_config.custom_flags", {"fast": True}, UnsupportedError, "fast"),
+        ("optimization_config.custom_flags", {"fast": True}, UnsupportedError, "fast.*XLA_FLAGS"),
         ("executor_options", [], ConfigError, "expected a Mapping"),
         ("executor_options", {"typo": 1}, ConfigError, "'typo'.* is unknown, known are"),
         ("executor_options", {"dtype": "float32"}, ConfigError, "set dtype instead"),
@@ -185,6 +202,7 @@ def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: st
         ("executor_options", {"kv_dtype": 3}, ConfigError, "dtype is 3"),
         ("executor_options", {"kv_blocks": 0}, ConfigError, "kv_blocks is 0"),
         ("executor_options", {"executor_type": "batch"}, ConfigError, "expected an ExecutorType"),
+        ("executor_options", {"executor_type": ExecutorType.Sequential}, ConfigError, "set max_batch_size to 1"),
         ("executor_options", {"executor_type": ExecutorType.TensorParallel}, UnsupportedError, "TensorParallel"),
         ("executor_options", {"executor_type": ExecutorType.PipelineParallel}, UnsupportedError, "Pipeline"),
     ],

@@ -1,30 +1,18 @@
 """The contract: values, errors and abstract classes. Imports no JAX and holds no state."""
 
 from ferrum_jax.contract import errors as errors
-from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, Sampling
-from ferrum_jax.contract.errors import (
-    AlreadyExistsError,
-    AuthError,
-    BackendError,
-    CancelledError,
-    ConfigError,
-    DeviceError,
-    FerrumError,
-    InternalError,
-    InvalidFormatError,
-    InvalidParameterError,
-    ModelError,
-    NetworkError,
-    NotFoundError,
-    PermissionDeniedError,
-    RateLimitError,
-    RequestValidationError,
-    ResourceExhaustedError,
-    SchedulerError,
-    SerializationError,
-    TokenizerError,
-    UnsupportedError,
+from ferrum_jax.contract.answers import Captured, TokenScores
+from ferrum_jax.contract.decoding import (
+    DecodedRun,
+    DecodeRun,
+    FullLogits,
+    GreedyArgmax,
+    GreedyRepetitionPenalty,
+    LogitsReturnPolicy,
+    Sampling,
+    TokenSelectionMask,
 )
+from ferrum_jax.contract.errors import *  # noqa: F403
 from ferrum_jax.contract.errors import IOError as IOError
 from ferrum_jax.contract.errors import TimeoutError as TimeoutError
 from ferrum_jax.contract.execution import (
@@ -50,14 +38,6 @@ from ferrum_jax.contract.executor import (
 )
 from ferrum_jax.contract.handles import BlockTable, KvCacheHandle
 from ferrum_jax.contract.llm import DecoderOnlyLLM
-from ferrum_jax.contract.policy import (
-    FullLogits,
-    GreedyArgmax,
-    GreedyRepetitionPenalty,
-    LogitsReturnPolicy,
-    TokenSelectionMask,
-)
-from ferrum_jax.contract.scoring import TokenScores as TokenScores
 from ferrum_jax.contract.slots import (
     ActiveLoraAdapter,
     KvSlotAllocation,
@@ -75,76 +55,16 @@ from ferrum_jax.contract.tensors import (
     UnifiedBatchItem,
 )
 from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
-from ferrum_jax.contract.watching import Watched
-
-# `IOError` and `TimeoutError` are here too, but `import *` does not bring them: they would hide the builtins.
 
 __all__ = [
-    "ActiveLoraAdapter",
-    "AlreadyExistsError",
-    "AttentionType",
-    "AuthError",
-    "BackendError",
-    "BatchModelExecutor",
-    "BlockTable",
-    "CancelledError",
-    "ConfigError",
-    "DataType",
-    "DecodeInput",
-    "DecodeOutput",
-    "DecodeRun",
-    "DecodedRun",
-    "DecoderOnlyLLM",
-    "Device",
-    "DeviceError",
-    "ExecutorAttentionConfig",
-    "ExecutorCapabilities",
-    "ExecutorConfig",
-    "ExecutorMemoryConfig",
-    "ExecutorMemoryUsage",
-    "ExecutorMetrics",
-    "ExecutorRegistry",
-    "ExecutorState",
-    "ExecutorStatus",
-    "ExecutorType",
-    "FerrumError",
-    "FullLogits",
-    "GreedyArgmax",
-    "GreedyRepetitionPenalty",
-    "InternalError",
-    "InvalidFormatError",
-    "InvalidParameterError",
-    "KvCacheHandle",
-    "KvSlotAllocation",
-    "KvSlotCapacitySnapshot",
-    "KvSlotRequest",
-    "KvSlotReservation",
-    "LlmRuntimeConfig",
-    "LogitsReturnPolicy",
-    "MemoryRequirements",
-    "ModelError",
-    "ModelExecutor",
-    "ModelExecutorFactory",
-    "ModelInfo",
-    "NetworkError",
-    "NotFoundError",
-    "OptimizationConfig",
-    "PermissionDeniedError",
-    "PrefillInput",
-    "PrefillOutput",
-    "RateLimitError",
-    "RequestValidationError",
-    "ResourceExhaustedError",
-    "Sampling",
-    "SchedulerError",
-    "SerializationError",
-    "SpeculativeDecodeOutput",
-    "SpeculativeExecutor",
-    "TokenScores",
-    "TokenSelectionMask",
-    "TokenizerError",
-    "UnifiedBatch",
+    "ActiveLoraAdapter", "AttentionType", "BatchModelExecutor", "BlockTable", "Captured", "DataType", "DecodeInput",
+    "DecodeOutput", "DecodeRun", "DecodedRun", "DecoderOnlyLLM", "Device", "ExecutorAttentionConfig",
+    "ExecutorCapabilities", "ExecutorConfig", "ExecutorMemoryConfig", "ExecutorMemoryUsage", "ExecutorMetrics",
+    "ExecutorRegistry", "ExecutorState", "ExecutorStatus", "ExecutorType", "FullLogits", "GreedyArgmax",
+    "GreedyRepetitionPenalty", "KvCacheHandle", "KvSlotAllocation", "KvSlotCapacitySnapshot", "KvSlotRequest",
+    "KvSlotReservation", "LlmRuntimeConfig", "LogitsReturnPolicy", "MemoryRequirements", "ModelExecutor",
+    "ModelExecutorFactory", "ModelInfo", "OptimizationConfig", "PrefillInput", "PrefillOutput", "Sampling",
+    "SpeculativeDecodeOutput", "SpeculativeExecutor", "TokenScores", "TokenSelectionMask", "UnifiedBatch",
     "UnifiedBatchItem",
-    "UnsupportedError",
-    "Watched",
-]
+]  # fmt: skip
+__all__ += errors.__all__

@@ -1,51 +1,64 @@
-"""What a call must satisfy before anything changes."""
+"""Checks of what a caller gave: each returns the checked value, or raises before anything has changed."""
 
+import numbers
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import RequestValidationError, shown
-from ferrum_jax.contract.policy import (
-    FullLogits,
-    GreedyArgmax,
-    GreedyRepetitionPenalty,
-    LogitsReturnPolicy,
-    TokenSelectionMask,
-)
+from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
 
+T = TypeVar("T")
 PLAIN_INTEGERS = frozenset({int, np.int32, np.int64})
 
 
-def checked_id(cache_id: Any) -> str:
-    """Gives the cache id, or raises if it is no string."""
-    if not isinstance(cache_id, str):
-        raise RequestValidationError(f"cache id {shown(cache_id)} is a {type(cache_id).__name__}, expected a string")
-    return cache_id
+def is_integer(value: Any) -> bool:
+    """True of an integer that is not a boolean."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def checked_int(name: str, value: Any, least: int) -> int:
-    """Gives an integer of at least `least`, or raises."""
+def is_real(value: Any) -> bool:
+    """True of a number that is not a boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_int(name: str, value: Any, least: int, error: type[FerrumError] = RequestValidationError) -> int:
+    """Returns an integer of at least `least`."""
     try:
         number = operator.index(value)
     except (RuntimeError, TypeError, ValueError):  # RuntimeError: a deleted array
-        raise RequestValidationError(f"{name} is {shown(value)}, expected an integer") from None
+        raise error(f"{name} is {safe_repr(value)}, expected an integer") from None
     if isinstance(value, (bool, np.bool_)) or number < least:
-        raise RequestValidationError(f"{name} is {shown(value)}, expected an integer of at least {least}")
+        raise error(f"{name} is {safe_repr(value)}, expected an integer of at least {least}")
     return number
 
 
-def checked_flag(name: str, value: Any) -> bool:
-    """Gives a truth value, or raises if it is none."""
+def check_flag(name: str, value: Any, error: type[FerrumError] = RequestValidationError) -> bool:
+    """Returns True or False."""
     if not isinstance(value, bool | np.bool_):
-        raise RequestValidationError(f"{name} is {shown(value)}, expected True or False")
+        raise error(f"{name} is {safe_repr(value)}, expected True or False")
     return bool(value)
 
 
-def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """Gives the tokens as an array, or raises naming the first wrong position and what stands there."""
+def check_setting(name: str, settings: Any, holds: Callable[[Any], bool], expected: str) -> None:
+    """Raises InvalidParameterError, naming the value and what was expected, unless `holds(settings.name)`."""
+    value = getattr(settings, name)
+    if not holds(value):
+        raise InvalidParameterError(f"{name} is {safe_repr(value)}, expected {expected}")
+
+
+def check_cache_id(cache_id: Any) -> str:
+    """Returns a cache id, which is a string."""
+    if not isinstance(cache_id, str):
+        kind = type(cache_id).__name__
+        raise RequestValidationError(f"cache id {safe_repr(cache_id)} is a {kind}, expected a string")
+    return cache_id
+
+
+def check_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """Returns token ids as an array `[n]`, n at least 1; an error names the first wrong position and its value."""
     if isinstance(tokens, (str, bytes)):
         raise RequestValidationError(f"{cache_id!r}: tokens are text, expected token ids")
     try:
@@ -56,11 +69,12 @@ def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDA
         raise RequestValidationError(f"{cache_id!r}: tokens have shape {list(array.shape)}, expected one dimension")
     if array.size == 0:
         raise RequestValidationError(f"{cache_id!r}: needs at least one token, none were given")
-    if array.dtype.kind not in "iu" or (isinstance(tokens, (list, tuple)) and _has_bool(tokens)):
+    has_bool = isinstance(tokens, (list, tuple)) and any(isinstance(token, (bool, np.bool_)) for token in tokens)
+    if array.dtype.kind not in "iu" or has_bool:
         for position, token in enumerate(tokens):
             if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
                 raise RequestValidationError(
-                    f"{cache_id!r}: the token at position {position} is {shown(token)}, expected an integer id"
+                    f"{cache_id!r}: the token at position {position} is {safe_repr(token)}, expected an integer id"
                 )
             if not 0 <= token < vocab_size:
                 raise _outside(cache_id, position, token, vocab_size)
@@ -70,28 +84,24 @@ def checked_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDA
     return array.astype(np.int32)
 
 
-def checked_singles(tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]] | None:
-    """Gives each token as an array `[1]`; None unless all are plain integers of the vocabulary, or there is none.
+def _outside(cache_id: str, position: int, token: Any, vocab_size: int) -> RequestValidationError:
+    return RequestValidationError(
+        f"{cache_id!r}: the token at position {position} is {safe_repr(token)}, ids go from 0 to {vocab_size - 1}"
+    )
 
-    It is the quick way for many rows of one token; `checked_tokens` says what is wrong with which.
+
+def check_single_tokens(tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]] | None:
+    """Returns each token as an array `[1]`; None unless all are plain integers of the vocabulary and there are any.
+
+    It is quick for many rows of one token; where it returns None, `check_tokens` finds the wrong one.
     """
     if not tokens or not PLAIN_INTEGERS.issuperset(map(type, tokens)) or min(tokens) < 0 or max(tokens) >= vocab_size:
         return None
     return list(np.array(tokens, np.int32)[:, None])
 
 
-def _has_bool(tokens: Iterable[Any]) -> bool:
-    return any(isinstance(token, (bool, np.bool_)) for token in tokens)
-
-
-def _outside(cache_id: str, position: int, token: Any, vocab_size: int) -> RequestValidationError:
-    return RequestValidationError(
-        f"{cache_id!r}: the token at position {position} is {shown(token)}, ids go from 0 to {vocab_size - 1}"
-    )
-
-
-def refuse_repeated(cache_ids: Iterable[str]) -> None:
-    """Raises if an id occurs twice."""
+def check_distinct(cache_ids: Iterable[str]) -> None:
+    """Raises if an id occurs twice in a batch."""
     seen: set[str] = set()
     for cache_id in cache_ids:
         if cache_id in seen:
@@ -99,85 +109,56 @@ def refuse_repeated(cache_ids: Iterable[str]) -> None:
         seen.add(cache_id)
 
 
-def refuse_mismatch(cache_id: str, name: str, given: Any, length: int) -> None:
-    """Raises unless the caller's position is the cache's length."""
-    if checked_int(f"{cache_id!r}: {name}", given, -(2**63)) != length:
-        raise RequestValidationError(f"{cache_id!r}: {name} is {shown(given)}, the cache holds {length} positions")
+def check_position(cache_id: str, name: str, given: Any, length: int) -> int:
+    """Returns the caller's position, which must be the cache's length."""
+    position = check_int(f"{cache_id!r}: {name}", given, -(2**63))
+    if position != length:
+        raise RequestValidationError(f"{cache_id!r}: {name} is {safe_repr(given)}, the cache holds {length} positions")
+    return position
 
 
-def checked_rows(name: str, rows: Iterable[Any], fields: str) -> list[tuple[Any, ...]]:
-    """Gives the rows of a batch as tuples, or raises naming the first that has not the given fields.
+def check_items(name: str, given: Any, kind: type[T]) -> list[T]:
+    """Returns the items of a sequence as a list; all must be of one type."""
+    try:
+        items = list(given)
+    except (RuntimeError, TypeError):
+        raise RequestValidationError(f"{name} is a {type(given).__name__}, expected a sequence") from None
+    for at, item in enumerate(items):
+        if not isinstance(item, kind):
+            raise RequestValidationError(f"{name}[{at}] is a {type(item).__name__}, expected a {kind.__name__}")
+    return items
 
-    Args:
-        name: what a batch of them is called.
-        rows: the batch.
-        fields: names of a row's fields, divided by spaces.
-    """
-    width = len(fields.split())
+
+def check_rows(name: str, rows: Iterable[Any], fields: str) -> list[tuple[Any, ...]]:
+    """Returns the rows of a batch as tuples; `fields` are the names of a row's fields, divided by spaces."""
     try:
         listed = list(rows)
     except (RuntimeError, TypeError):
         raise RequestValidationError(f"{name} is a {type(rows).__name__}, expected a sequence of rows") from None
+    names = fields.split()
     for at, row in enumerate(listed):
-        if not isinstance(row, (tuple, list)) or len(row) != width:
-            raise RequestValidationError(f"row {at} of {name} is {shown(row)}, expected ({', '.join(fields.split())})")
+        if not isinstance(row, (tuple, list)) or len(row) != len(names):
+            raise RequestValidationError(f"row {at} of {name} is {safe_repr(row)}, expected ({', '.join(names)})")
     return [tuple(row) for row in listed]
 
 
-def refuse_none(name: str, given: Any) -> None:
-    """Raises RequestValidation for what must be given."""
+def check_given(name: str, given: T | None) -> T:
+    """Returns what must not be None."""
     if given is None:
         raise RequestValidationError(f"{name} are None, expected one for each row")
+    return given
 
 
-def refuse_unequal(num_rows: int, policies: Sequence[Any]) -> None:
-    """Raises RequestValidation unless there is one policy per row."""
-    given = _count("policies", policies)
+def check_policy_count(num_rows: int, policies: Sequence[Any]) -> None:
+    """Raises unless there is one policy per row."""
+    given = check_count("policies", policies)
     if num_rows != given:
         raise RequestValidationError(f"{num_rows} rows need as many policies, {given} were given")
 
 
-def _count(name: str, given: Any) -> int:
+def check_count(name: str, given: Any) -> int:
+    """Returns the length of a sequence."""
     try:
         return len(given)
     except (RuntimeError, TypeError):
         raise RequestValidationError(f"{name} are a {type(given).__name__}, expected a sequence") from None
-
-
-def checked_mask(mask: Any, vocab_size: int) -> NDArray[np.bool_]:
-    """Gives which of `vocab_size` tokens a `TokenSelectionMask` allows, `[vocab_size]`, or raises.
-
-    Ids past the mask's end are not allowed; a mask that is longer than the vocabulary is cut.
-    """
-    if not isinstance(mask, TokenSelectionMask):
-        raise RequestValidationError(f"token mask {shown(mask)}: expected a TokenSelectionMask")
-    label = shown(mask.fingerprint)
-    try:
-        given = np.asarray(mask.valid_token_mask)
-    except (RuntimeError, TypeError, ValueError) as problem:
-        raise RequestValidationError(f"mask {label} is no array: {problem}") from None
-    if given.ndim != 1 or given.dtype.kind not in "iub":
-        raise RequestValidationError(
-            f"mask {label} is {given.dtype} of shape {list(given.shape)}, expected integers of one dimension"
-        )
-    allowed = np.zeros(vocab_size, np.bool_)
-    allowed[: len(given)] = given[:vocab_size] != 0
-    if not allowed.any():
-        raise RequestValidationError(f"mask {label} allows none of {vocab_size} tokens")
-    return allowed
-
-
-def refuse_policy(policy: LogitsReturnPolicy, vocab_size: int) -> None:
-    """Raises RequestValidation where a mask allows no token, or a penalised id is outside the vocabulary."""
-    if isinstance(policy, FullLogits):
-        return
-    if not isinstance(policy, GreedyArgmax):
-        raise RequestValidationError(f"logits policy {shown(policy)}: expected FullLogits or GreedyArgmax")
-    penalty, mask = policy.repetition_penalty, policy.token_mask
-    if penalty is not None:
-        if not isinstance(penalty, GreedyRepetitionPenalty):
-            raise RequestValidationError(f"repetition penalty {shown(penalty)}: expected a GreedyRepetitionPenalty")
-        if _count("token ids of a repetition penalty", penalty.token_ids):
-            checked_tokens("repetition penalty", penalty.token_ids, vocab_size)
-    if mask is not None:
-        checked_mask(mask, vocab_size)

@@ -1,36 +1,107 @@
-"""Many tokens of several sequences in one call, chosen where the model runs."""
+"""How a row's next token is chosen: all its logits for the caller, an arg-max where the model runs, or many draws."""
 
-import numbers
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from ferrum_jax.contract.errors import InvalidParameterError, shown
+import numpy as np
+from numpy.typing import NDArray
 
-_MOST = 3e38  # in float32
+from ferrum_jax.contract.checks import check_count, check_setting, check_tokens, is_integer, is_real
+from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+
+_LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 MOST_STOP_IDS = 16  # of one run
 
 
-def is_real(value: Any) -> bool:
-    """True of a number that is no boolean."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenSelectionMask:
+    """Which token ids may be chosen.
+
+    `valid_token_mask` is int8 `[<= vocab]`: nonzero is allowed, ids past its end are not. `fingerprint` names
+    the mask's content, so that the same mask need not be uploaded twice.
+    """
+
+    fingerprint: int | str
+    valid_token_mask: Any  # array-like int8 [<= V]
 
 
-def is_integer(value: Any) -> bool:
-    """True of an integer that is no boolean."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+@dataclass(frozen=True, kw_only=True)
+class GreedyRepetitionPenalty:
+    """Divides positive and multiplies negative logits of `token_ids` by `penalty` before the arg-max.
+
+    Keskar et al. 2019, "CTRL", section 4.1.
+    """
+
+    penalty: float
+    token_ids: Sequence[int]
+
+    def __post_init__(self):
+        if not is_real(self.penalty) or not _LEAST <= self.penalty <= _MOST:
+            raise RequestValidationError(
+                f"repetition penalty is {safe_repr(self.penalty)}, it must be a positive and finite number in float32"
+            )
 
 
-def refuse_unless(name: str, settings: Any, holds: Callable[[Any], bool], expected: str) -> None:
-    """Raises InvalidParameter, naming the value and what was expected, unless a setting's value holds."""
-    value = getattr(settings, name)
-    if not holds(value):
-        raise InvalidParameterError(f"{name} is {shown(value)}, expected {expected}")
+@dataclass(frozen=True)
+class FullLogits:
+    """All `vocab` logits are copied to the host."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GreedyArgmax:
+    """The arg-max is taken on the device and one token id is copied to the host."""
+
+    token_mask: TokenSelectionMask | None = None
+    repetition_penalty: GreedyRepetitionPenalty | None = None
+
+
+LogitsReturnPolicy: TypeAlias = FullLogits | GreedyArgmax
+
+
+def check_mask(mask: Any, vocab_size: int) -> NDArray[np.bool_]:
+    """Returns which tokens a `TokenSelectionMask` allows, `[vocab_size]`; at least one must be.
+
+    Ids past the mask's end are not allowed; a mask that is longer than the vocabulary is cut.
+    """
+    if not isinstance(mask, TokenSelectionMask):
+        raise RequestValidationError(f"token mask {safe_repr(mask)}: expected a TokenSelectionMask")
+    label = safe_repr(mask.fingerprint)
+    try:
+        given = np.asarray(mask.valid_token_mask)
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise RequestValidationError(f"mask {label} is no array: {problem}") from None
+    if given.ndim != 1 or given.dtype.kind not in "iub":
+        raise RequestValidationError(
+            f"mask {label} is {given.dtype} of shape {list(given.shape)}, expected integers of one dimension"
+        )
+    allowed = np.zeros(vocab_size, np.bool_)
+    allowed[: len(given)] = given[:vocab_size] != 0
+    if not allowed.any():
+        raise RequestValidationError(f"mask {label} allows none of {vocab_size} tokens")
+    return allowed
+
+
+def check_policy(policy: LogitsReturnPolicy, vocab_size: int) -> LogitsReturnPolicy:
+    """Returns a policy whose mask allows a token and whose penalised ids are in the vocabulary."""
+    if isinstance(policy, FullLogits):
+        return policy
+    if not isinstance(policy, GreedyArgmax):
+        raise RequestValidationError(f"logits policy {safe_repr(policy)}: expected FullLogits or GreedyArgmax")
+    penalty, mask = policy.repetition_penalty, policy.token_mask
+    if penalty is not None:
+        if not isinstance(penalty, GreedyRepetitionPenalty):
+            raise RequestValidationError(f"repetition penalty {safe_repr(penalty)}: expected a GreedyRepetitionPenalty")
+        if check_count("token ids of a repetition penalty", penalty.token_ids):
+            check_tokens("repetition penalty", penalty.token_ids, vocab_size)
+    if mask is not None:
+        check_mask(mask, vocab_size)
+    return policy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen from the logits. The defaults are greedy.
+    """How a token is drawn from the logits. The defaults are greedy.
 
     Args:
         temperature: 0 takes the best token; above, logits are divided by it before drawing.
@@ -50,11 +121,11 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        refuse_unless("temperature", self, lambda x: is_real(x) and 0 <= x <= _MOST, "a number of at least 0")
-        refuse_unless("top_k", self, lambda x: is_integer(x) and x >= 0, "an integer of at least 0")
-        refuse_unless("top_p", self, lambda x: is_real(x) and 0 < x <= 1, "more than 0 and at most 1")
-        refuse_unless("min_p", self, lambda x: is_real(x) and 0 <= x <= 1, "from 0 to 1")
-        refuse_unless("repetition_penalty", self, lambda x: is_real(x) and 0 < x <= _MOST, "a positive number")
+        check_setting("temperature", self, lambda x: is_real(x) and 0 <= x <= 3e38, "a number of at least 0")
+        check_setting("top_k", self, lambda x: is_integer(x) and x >= 0, "an integer of at least 0")
+        check_setting("top_p", self, lambda x: is_real(x) and 0 < x <= 1, "more than 0 and at most 1")
+        check_setting("min_p", self, lambda x: is_real(x) and 0 <= x <= 1, "from 0 to 1")
+        check_setting("repetition_penalty", self, lambda x: is_real(x) and 0 < x <= 3e38, "a positive number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +135,7 @@ class DecodeRun:
     Args:
         cache_id: the sequence.
         token: its newest token, which is not in the KV yet.
-        pos: where that goes: the cache's length.
+        pos: where that token goes: the cache's length.
         max_tokens: tokens to choose at most.
         stop_ids: at most 16 ids that end the run once they are chosen.
         sampling: how tokens are chosen.
@@ -82,10 +153,13 @@ class DecodeRun:
 
 @dataclass(frozen=True)
 class DecodedRun:
-    """The tokens that were chosen, and each one's log-probability under the model's own distribution.
+    """The chosen tokens, and each one's log-probability under the model's own distribution.
 
-    All but the last are in the KV, after the token that was handed in.
+    All but the last are in the KV, after `DecodeRun.token`.
     """
 
     token_ids: list[int]
     logprobs: list[float]
+
+
+refuse_unless = check_setting  # old name

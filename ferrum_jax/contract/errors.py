@@ -1,7 +1,15 @@
 """Every error that ferrum_jax raises on purpose, one class per kind of the contract.
 
-Each kind is also the natural builtin, so that a caller who knows nothing of this package can still catch it.
+Each kind is also the natural builtin, so that a caller who does not know this package can still catch it.
 """
+
+# `IOError` and `TimeoutError` are left out: `import *` would hide the builtins.
+__all__ = [
+    "AlreadyExistsError", "AuthError", "BackendError", "CancelledError", "ConfigError", "DeviceError", "FerrumError",
+    "InternalError", "InvalidFormatError", "InvalidParameterError", "ModelError", "NetworkError", "NotFoundError",
+    "PermissionDeniedError", "RateLimitError", "RequestValidationError", "ResourceExhaustedError", "SchedulerError",
+    "SerializationError", "TokenizerError", "UnsupportedError",
+]  # fmt: skip
 
 
 class FerrumError(Exception):
@@ -17,6 +25,12 @@ class FerrumError(Exception):
     is_client_error = False
     is_server_error = False
 
+    def __init_subclass__(cls, *, retryable: bool = False, client: bool = False, server: bool = False):
+        super().__init_subclass__()
+        cls.is_retryable |= retryable
+        cls.is_client_error |= client
+        cls.is_server_error |= server
+
     @property
     def kind(self) -> str:
         """Name of the kind: the class name without its `Error` suffix."""
@@ -27,41 +41,31 @@ class ConfigError(FerrumError, ValueError):
     """A configuration, argument of `load` or environment variable that cannot be honoured."""
 
 
-class ModelError(FerrumError, RuntimeError):
+class ModelError(FerrumError, RuntimeError, server=True):
     """A model that cannot be built or that misbehaved."""
-
-    is_server_error = True
 
 
 class TokenizerError(FerrumError, ValueError):
     """A tokenizer that is missing, unknown or cannot encode what was given."""
 
 
-class BackendError(FerrumError, RuntimeError):
+class BackendError(FerrumError, RuntimeError, server=True):
     """The compiler or the runtime below the engine failed."""
 
-    is_server_error = True
 
-
-class DeviceError(FerrumError, RuntimeError):
+class DeviceError(FerrumError, RuntimeError, server=True):
     """A device is absent or failed inside a step."""
 
-    is_server_error = True
 
-
-class SchedulerError(FerrumError, RuntimeError):
+class SchedulerError(FerrumError, RuntimeError, server=True):
     """The generation engine cannot schedule a request."""
 
-    is_server_error = True
 
-
-class RequestValidationError(FerrumError, ValueError):
+class RequestValidationError(FerrumError, ValueError, client=True):
     """The caller did something wrong; nothing was changed."""
 
-    is_client_error = True
 
-
-class ResourceExhaustedError(FerrumError, RuntimeError):
+class ResourceExhaustedError(FerrumError, RuntimeError, retryable=True, server=True):
     """Slots, blocks or memory are short; nothing was changed and the call may be tried again.
 
     Attributes:
@@ -69,32 +73,22 @@ class ResourceExhaustedError(FerrumError, RuntimeError):
         free: how many were free, or None.
     """
 
-    is_retryable = True
-    is_server_error = True
-
     def __init__(self, message: str, *, needed: int | None = None, free: int | None = None):
         super().__init__(message)
         self.needed = needed
         self.free = free
 
 
-class TimeoutError(FerrumError, TimeoutError):
+class TimeoutError(FerrumError, TimeoutError, retryable=True, server=True):
     """Something took longer than it was given."""
 
-    is_retryable = True
-    is_server_error = True
 
-
-class AuthError(FerrumError, PermissionError):
+class AuthError(FerrumError, PermissionError, client=True):
     """Credentials are missing or wrong."""
 
-    is_client_error = True
 
-
-class RateLimitError(FerrumError, RuntimeError):
+class RateLimitError(FerrumError, RuntimeError, client=True):
     """Too many calls in a span of time."""
-
-    is_client_error = True
 
 
 class IOError(FerrumError, OSError):
@@ -105,44 +99,32 @@ class SerializationError(FerrumError, ValueError):
     """A value could not be written to, or rebuilt from, bytes."""
 
 
-class NetworkError(FerrumError, ConnectionError):
+class NetworkError(FerrumError, ConnectionError, retryable=True):
     """A remote host could not be reached or hung up."""
 
-    is_retryable = True
 
-
-class InternalError(FerrumError, RuntimeError):
+class InternalError(FerrumError, RuntimeError, server=True):
     """A bug in this package."""
-
-    is_server_error = True
 
 
 class CancelledError(FerrumError, RuntimeError):
-    """The caller gave up, or the engine was closed."""
+    """The call was abandoned, or the engine was closed."""
 
 
-class NotFoundError(FerrumError, LookupError):
+class NotFoundError(FerrumError, LookupError, client=True):
     """A file, model, adapter or id does not exist."""
 
-    is_client_error = True
 
-
-class AlreadyExistsError(FerrumError, ValueError):
+class AlreadyExistsError(FerrumError, ValueError, client=True):
     """A name is taken."""
 
-    is_client_error = True
 
-
-class PermissionDeniedError(FerrumError, PermissionError):
+class PermissionDeniedError(FerrumError, PermissionError, client=True):
     """The caller may not do this."""
 
-    is_client_error = True
 
-
-class UnsupportedError(FerrumError, NotImplementedError):
+class UnsupportedError(FerrumError, NotImplementedError, client=True):
     """A request that makes sense but that this model, device or build cannot serve."""
-
-    is_client_error = True
 
 
 class InvalidFormatError(FerrumError, ValueError):
@@ -153,8 +135,8 @@ class InvalidParameterError(FerrumError, ValueError):
     """A parameter outside its range."""
 
 
-def shown(value: object) -> str:
-    """Gives how a message shows what was handed in; its type alone where it cannot be shown, as a deleted array."""
+def safe_repr(value: object) -> str:
+    """Returns `repr(value)`, or the type's name where there is no repr, as of a deleted array."""
     try:
         return repr(value)
     except (RuntimeError, TypeError, ValueError):  # ValueError: an integer of thousands of digits

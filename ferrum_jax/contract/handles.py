@@ -67,7 +67,7 @@ class KvCacheHandle(abc.ABC):
 
     @abc.abstractmethod
     def with_sequence_length(self, length: int) -> Self:
-        """Gives a copy of this handle at another length of the same sequence."""
+        """Returns a handle on the same sequence at another length; this one stays as it is."""
 
     @abc.abstractmethod
     def stats(self) -> Mapping[str, Any]:

@@ -7,30 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.checks import (
-    checked_mask,
-    checked_rows,
-    checked_tokens,
-    refuse_policy,
-    refuse_repeated,
-    refuse_unequal,
-)
-from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
+from ferrum_jax.contract.answers import Captured, Logits, TokenScores, check_logit_rows, check_logits, score_targets
+from ferrum_jax.contract.answers import choose as choose
+from ferrum_jax.contract.checks import check_distinct, check_policy_count, check_rows, check_tokens
+from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy, check_policy
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
-from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
-from ferrum_jax.contract.scoring import TokenScores, scores_of
-from ferrum_jax.contract.slots import (
-    ActiveLoraAdapter,
-    KvSlotCapacitySnapshot,
-    KvSlotRequest,
-    KvSlotReservation,
-)
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
-from ferrum_jax.contract.watching import Watched
 
-Logits = NDArray[np.float32]  # [V]
 DecodeRow = tuple[str, int, int]  # cache id, token id, position
 UnifiedRow = tuple[str, Sequence[int], int, bool]  # cache id, token ids, position offset, is final chunk
 VerifyRow = tuple[str, Sequence[int]]  # cache id, token ids
@@ -68,12 +54,12 @@ class DecoderOnlyLLM(abc.ABC):
         The default calls `decode` row by row, so a row that fails leaves the rows before it advanced.
 
         Raises:
-            RequestValidationError: an id occurs twice, or a token id is none; nothing was decoded.
+            RequestValidationError: an id occurs twice, or a token is no id; nothing was decoded.
         """
-        rows = checked_rows("batch", batch, "cache_id token pos")
-        refuse_repeated(cache_id for cache_id, _, _ in rows)
+        rows = check_rows("batch", batch, "cache_id token pos")
+        check_distinct(cache_id for cache_id, _, _ in rows)
         for cache_id, token, _ in rows:
-            checked_tokens(cache_id, [token], self.config.vocab_size)
+            check_tokens(cache_id, [token], self.config.vocab_size)
         return [self.decode(cache_id, token, pos) for cache_id, token, pos in rows]
 
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
@@ -84,29 +70,29 @@ class DecoderOnlyLLM(abc.ABC):
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
         """As `decode_batch`, each row answering as its policy asks: `[vocab]` logits or a token id."""
-        refuse_unequal(len(batch), policies)
+        check_policy_count(len(batch), policies)
         for policy in policies:
-            refuse_policy(policy, self.config.vocab_size)
+            check_policy(policy, self.config.vocab_size)
         logits = self.decode_batch(batch)
-        return [choose(row, policy) for row, policy in zip(logits, policies, strict=True)]
+        return [choose(check_logits(self, row), policy) for row, policy in zip(logits, policies, strict=True)]
 
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends `tokens` and returns `[n, vocab]`: row i is the distribution after token i.
 
         The default decodes token by token from the cache's end, which needs `kv_len`.
         """
-        checked_tokens(cache_id, tokens, self.config.vocab_size)
+        check_tokens(cache_id, tokens, self.config.vocab_size)
         start = self.kv_len(cache_id)
         if start is None:
             raise UnsupportedError(f"{type(self).__name__} does not know where {cache_id!r} ends, so it cannot verify")
-        return np.stack([self.decode(cache_id, token, start + i) for i, token in enumerate(tokens)])
+        return np.stack([check_logits(self, self.decode(cache_id, token, start + i)) for i, token in enumerate(tokens)])
 
     def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
         """As `forward_verify` for several sequences, in order; the default runs them one by one."""
-        checked = checked_rows("rows", rows, "cache_id tokens")
-        refuse_repeated(cache_id for cache_id, _ in checked)
+        checked = check_rows("rows", rows, "cache_id tokens")
+        check_distinct(cache_id for cache_id, _ in checked)
         for cache_id, tokens in checked:
-            checked_tokens(cache_id, tokens, self.config.vocab_size)
+            check_tokens(cache_id, tokens, self.config.vocab_size)
         return [self.forward_verify(cache_id, tokens) for cache_id, tokens in checked]
 
     def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
@@ -114,20 +100,27 @@ class DecoderOnlyLLM(abc.ABC):
 
         The default takes the logits of `forward_verify_batch` to the host.
         """
-        checked = checked_rows("rows", rows, "cache_id tokens targets")
-        wanted = [checked_tokens(cache_id, targets, self.config.vocab_size) for cache_id, _, targets in checked]
+        checked = check_rows("rows", rows, "cache_id tokens targets")
+        wanted = [check_tokens(cache_id, targets, self.config.vocab_size) for cache_id, _, targets in checked]
         for (cache_id, tokens, _), targets in zip(checked, wanted, strict=True):
             if len(tokens) != len(targets):
                 raise RequestValidationError(f"{cache_id!r}: {len(tokens)} tokens, but {len(targets)} targets")
         logits = self.forward_verify_batch([(cache_id, tokens) for cache_id, tokens, _ in checked])
-        return [scores_of(row, targets) for row, targets in zip(logits, wanted, strict=True)]
+        return [
+            score_targets(check_logit_rows(self, row, len(targets)), targets)
+            for row, targets in zip(logits, wanted, strict=True)
+        ]
 
-    def watch(
+    def capture(
         self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
-    ) -> Watched:
-        """Appends `tokens` as `forward_verify` does; gives hidden states and attention weights of chosen layers, too.
+    ) -> Captured:
+        """Appends `tokens` as `forward_verify` does and returns activations beside the logits.
 
-        `hidden` counts the layers before: 0 are the embeddings. `attention_weights` are layers from 0.
+        Args:
+            cache_id: the sequence, created if unknown.
+            tokens: token ids, at least one.
+            hidden: hidden states to return, by the number of layers before: 0 are the embeddings.
+            attention_weights: layers, from 0, whose softmax weights to return.
         """
         raise UnsupportedError(f"{type(self).__name__} does not show its layers")
 
@@ -139,27 +132,35 @@ class DecoderOnlyLLM(abc.ABC):
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`, each final row answering as its policy asks."""
-        refuse_unequal(len(items), policies)
+        check_policy_count(len(items), policies)
         for policy in policies:
-            refuse_policy(policy, self.config.vocab_size)
+            check_policy(policy, self.config.vocab_size)
+        if not self.unified_forward_can_return_full_logits():
+            raise UnsupportedError(f"{type(self).__name__} has no unified forward with logits to choose from")
         rows = self.unified_forward(items)
-        return [None if row is None else choose(row, policy) for row, policy in zip(rows, policies, strict=True)]
+        return [
+            None if row is None else choose(check_logits(self, row), policy)
+            for row, policy in zip(rows, policies, strict=True)
+        ]
 
     def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
         """Decodes up to `max_tokens` tokens of each live sequence in one call, in order.
 
-        What it gives equals decoding token by token. A run ends with a stop id, which it gives, or at its limit;
-        `until_one_ends`, all end with the first that does.
+        The result equals decoding token by token. A run ends with a stop id, which it includes, or at its limit;
+        with `until_one_ends`, all end with the first that does.
         """
         raise UnsupportedError(f"{type(self).__name__} decodes token by token")
 
     @property
     def loop_tokens(self) -> int:
-        """Tokens that `decode_n` best gives each row in one call; 0 where the model has no such thing."""
+        """Tokens per row and call for which `decode_n` is quickest; 0 where the model has no such thing."""
         return 0
 
     def unified_forward_can_return_full_logits(self) -> bool:
-        """Says whether `unified_forward` gives `[vocab]` logits rather than token ids."""
+        """True if final rows of `unified_forward` return `[vocab]` logits; False: only greedy policies are served.
+
+        Callers that need logits ask this first and use `prefill` and `decode_batch` instead.
+        """
         return True
 
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
@@ -175,7 +176,7 @@ class DecoderOnlyLLM(abc.ABC):
         return None
 
     def warmup(self, *, progress: bool = True) -> None:
-        """Compiles or loads everything that calls will need, with a bar if asked; the default has nothing to do."""
+        """Compiles or loads all programs that calls will need; the default does nothing."""
         return None
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
@@ -183,7 +184,7 @@ class DecoderOnlyLLM(abc.ABC):
         return None
 
     def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
-        """Tells the whole length, in positions, that the request may reach."""
+        """Announces the whole length, in positions, that the request may reach; an error where it never fits."""
         return None
 
     def kv_capacity(self) -> int:
@@ -191,7 +192,7 @@ class DecoderOnlyLLM(abc.ABC):
         return self.config.max_seq_len
 
     def kv_len(self, cache_id: str) -> int | None:
-        """Positions held for `cache_id`; None for an unknown id, or where the model cannot tell."""
+        """Positions held for `cache_id`; None for an unknown id, or where the model does not know."""
         return None
 
     def kv_block_table(self, cache_id: str) -> BlockTable | None:
@@ -229,29 +230,13 @@ class DecoderOnlyLLM(abc.ABC):
         return ExecutorState.Ready
 
     def model_info(self) -> ModelInfo | None:
-        """Identity and size; None where the model does not tell."""
+        """Identity and size; None where the model does not know."""
         return None
 
     def capabilities(self) -> ExecutorCapabilities | None:
-        """What was built; None where the model does not tell."""
+        """What was built; None where the model does not know."""
         return None
 
     def memory_usage(self) -> ExecutorMemoryUsage | None:
-        """Memory the model holds; None where it does not tell."""
+        """Memory the model holds; None where it does not know."""
         return None
-
-
-def choose(logits: Logits, policy: LogitsReturnPolicy) -> Logits | int:
-    """Answers one row on the host as its policy, which `refuse_policy` has let pass, asks."""
-    if isinstance(policy, FullLogits):
-        return logits
-    scores = logits.copy()
-    penalty = policy.repetition_penalty
-    if penalty is not None and len(penalty.token_ids):
-        ids = np.unique(np.asarray(penalty.token_ids, np.int64))
-        with np.errstate(over="ignore"):
-            scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty.penalty, scores[ids] * penalty.penalty)
-    scores = np.maximum(scores, np.finfo(np.float32).min)  # above what is not allowed
-    if policy.token_mask is not None:
-        scores[~checked_mask(policy.token_mask, len(scores))] = -np.inf
-    return int(np.argmax(scores))

@@ -3,15 +3,15 @@
 import os
 from dataclasses import dataclass
 
-from ferrum_jax.contract.checks import checked_int
-from ferrum_jax.contract.errors import RequestValidationError, shown
+from ferrum_jax.contract.checks import check_int
+from ferrum_jax.contract.errors import RequestValidationError, safe_repr
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvSlotRequest:
     """Asks that `target_len` positions of `cache_id` be writable before the next forward.
 
-    `admission_target_len` is the length the sequence may reach in the end: checked for fit, never allocated.
+    `admission_target_len` is the length the sequence may finally reach: checked for fit, never allocated.
     """
 
     cache_id: str
@@ -19,14 +19,14 @@ class KvSlotRequest:
     admission_target_len: int | None = None  # positions
 
     def __post_init__(self):
-        checked_int(f"{shown(self.cache_id)}: target_len", self.target_len, 0)
+        check_int(f"{safe_repr(self.cache_id)}: target_len", self.target_len, 0)
         if self.admission_target_len is not None:
-            checked_int(f"{shown(self.cache_id)}: admission_target_len", self.admission_target_len, 0)
+            check_int(f"{safe_repr(self.cache_id)}: admission_target_len", self.admission_target_len, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvSlotAllocation:
-    """What a reservation did for one cache id, in blocks."""
+    """Blocks of one cache id before and after a reservation."""
 
     cache_id: str
     blocks_before: int
@@ -63,6 +63,6 @@ class ActiveLoraAdapter:
 
     def __post_init__(self):
         if not isinstance(self.name, str):
-            raise RequestValidationError(f"adapter name {shown(self.name)}: expected a string")
+            raise RequestValidationError(f"adapter name {safe_repr(self.name)}: expected a string")
         if not isinstance(self.path, (str, os.PathLike)):
-            raise RequestValidationError(f"path of adapter {self.name!r} is {shown(self.path)}, expected a path")
+            raise RequestValidationError(f"path of adapter {self.name!r} is {safe_repr(self.path)}, expected a path")

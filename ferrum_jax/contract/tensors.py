@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.contract.handles import KvCacheHandle
-from ferrum_jax.contract.policy import FullLogits, LogitsReturnPolicy
 
 
 def _shape(name: str, array: Any, rank: int) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ class PrefillInput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefillOutput:
-    """Logits of a prompt and the handle to go on with."""
+    """Logits of a prompt and the handle at its end."""
 
     logits: Any  # float32 [batch, seq, vocab]
     kv_cache: KvCacheHandle
@@ -47,8 +47,10 @@ class PrefillOutput:
     attention_weights: Sequence[Any] | None = None  # [batch, heads, seq, positions] of each layer that was asked for
 
     def last_token_logits(self) -> Any:
-        """Logits of the last position, `[batch, vocab]`."""
-        _shape("logits", self.logits, 3)
+        """Logits of the last position, `[batch, vocab]`; an empty sequence has none and is RequestValidation."""
+        shape = _shape("logits", self.logits, 3)
+        if not shape[1]:
+            raise RequestValidationError(f"logits have shape {list(shape)}: an empty sequence has no last token")
         return self.logits[:, -1, :]
 
 
@@ -69,19 +71,19 @@ class DecodeInput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeOutput:
-    """Logits of one decoded token and the handle to go on with."""
+    """Logits of one decoded token and the handle after it."""
 
     logits: Any  # float32 [batch, vocab], or int [batch, 1] ids under GreedyArgmax
     kv_cache: KvCacheHandle
-    hidden_state: Any | None = None  # [batch, hidden]
-    attention_weights: Sequence[Any] | None = None  # per layer [batch, heads, positions]
+    hidden_state: Any | None = None  # [batch, hidden] of the one layer that was asked for
+    attention_weights: Sequence[Any] | None = None  # [batch, heads, positions] of each layer that was asked for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpeculativeDecodeOutput:
-    """What became of drafted tokens."""
+    """How many drafted tokens were accepted, and the logits after them."""
 
-    accepted_tokens: Sequence[int]  # those drafted tokens that now are in the KV, after the input's own
+    accepted_tokens: Sequence[int]  # drafted tokens that are now in the KV, after the input's own
     next_logits: Any  # float32 [1, vocab], after the last accepted token
     kv_cache: KvCacheHandle  # ends with the last accepted token
     acceptance_count: int

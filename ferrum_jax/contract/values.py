@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ferrum_jax.contract.errors import InvalidParameterError, shown
+from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 
 
 class DataType(enum.Enum):
@@ -29,29 +29,13 @@ class DataType(enum.Enum):
     @property
     def size_in_bytes(self) -> float:
         """Bytes one element takes; half a byte for the 4-bit formats, which are packed in pairs."""
-        return _BYTES[self]
+        bits = self.value.strip("abcdefghijklmnopqrstuvwxyz")
+        return int(bits or 8) / 8
 
     @property
     def is_quantized(self) -> bool:
         """True of the formats that only make sense beside a scale."""
         return self in (DataType.FP8, DataType.INT8, DataType.INT4, DataType.UINT4)
-
-
-_BYTES = {
-    DataType.FP32: 4,
-    DataType.FP16: 2,
-    DataType.BF16: 2,
-    DataType.FP8: 1,
-    DataType.INT32: 4,
-    DataType.INT16: 2,
-    DataType.INT8: 1,
-    DataType.INT4: 0.5,
-    DataType.UINT32: 4,
-    DataType.UINT16: 2,
-    DataType.UINT8: 1,
-    DataType.UINT4: 0.5,
-    DataType.BOOL: 1,
-}
 
 
 @dataclass(frozen=True)
@@ -63,9 +47,9 @@ class Device:
 
     def __post_init__(self):
         if not isinstance(self.kind, str) or self.kind not in ("cpu", "cuda", "tpu", "rocm"):
-            raise InvalidParameterError(f"device kind {shown(self.kind)}: expected cpu, cuda, tpu or rocm")
+            raise InvalidParameterError(f"device kind {safe_repr(self.kind)}: expected cpu, cuda, tpu or rocm")
         if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:
-            raise InvalidParameterError(f"device index {shown(self.index)}: expected an integer of at least 0")
+            raise InvalidParameterError(f"device index {safe_repr(self.index)}: expected an integer of at least 0")
         if self.kind == "cpu" and self.index:
             raise InvalidParameterError(f"device cpu:{self.index}: the cpu device has no index")
 
@@ -74,7 +58,7 @@ class Device:
         """Reads `cpu`, `cuda:0` and the like; a missing index is 0."""
         found = re.fullmatch(r"(cpu|cuda|tpu|rocm)(?::(\d{1,9}))?", text) if isinstance(text, str) else None
         if found is None:
-            raise InvalidParameterError(f"device {shown(text)}: expected cpu, cuda:N, tpu:N or rocm:N")
+            raise InvalidParameterError(f"device {safe_repr(text)}: expected cpu, cuda:N, tpu:N or rocm:N")
         return cls(found[1], int(found[2] or 0))
 
     def __str__(self) -> str:

@@ -63,6 +63,29 @@ def test_one_policy_per_row_is_needed(model: CountingLLM):
         model.decode_batch_with_logits_policy([("a", 1, 0)], [])
 
 
+def test_a_model_without_logits_in_its_unified_forward_has_none_to_choose_from():
+    class Greedy(CountingLLM):
+        def unified_forward_can_return_full_logits(self) -> bool:
+            return False
+
+    with pytest.raises(UnsupportedError, match="no unified forward with logits to choose from"):
+        Greedy().unified_forward_with_logits_policy([("a", [1], 0, True)], [GreedyArgmax()])
+
+
+def test_scores_are_log_probabilities_of_the_targets(model: CountingLLM):
+    class Knowing(CountingLLM):
+        def kv_len(self, cache_id: str) -> int:
+            return self.lengths.get(cache_id, 0)
+
+    (scores,) = Knowing(vocab_size=10).score_batch([("a", [1, 2], [1, 9])])
+    weights = np.exp(-np.abs(np.arange(10) - np.array([[1], [3]])))
+    expected = np.log(weights / weights.sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(scores.logprobs, [expected[0, 1], expected[1, 9]], rtol=1e-6)
+    assert scores.greedy_ids.tolist() == [1, 3]
+    with pytest.raises(RequestValidationError, match="2 tokens, but 1 targets"):
+        model.score_batch([("a", [1, 2], [1])])
+
+
 def test_what_a_model_does_not_offer_is_refused_or_none(model: CountingLLM):
     with pytest.raises(UnsupportedError, match="CountingLLM has no unified forward"):
         model.unified_forward([("a", [1], 0, True)])

@@ -133,6 +133,8 @@ def test_the_last_tokens_logits_are_a_matrix():
     logits = np.arange(24.0).reshape(1, 4, 6)
     np.testing.assert_array_equal(PrefillOutput(logits=logits, kv_cache=handle).last_token_logits(), logits[:, 3])
     assert DecodeInput(input_ids=np.zeros((3, 1), np.int32), kv_cache=handle).batch_size() == 3
+    with pytest.raises(RequestValidationError, match=r"shape \[1, 0, 6\]: an empty sequence has no last token"):
+        PrefillOutput(logits=logits[:, :0], kv_cache=handle).last_token_logits()
 
 
 def test_a_unified_batch_counts_its_tokens_and_its_sampled_items():

@@ -1,18 +1,25 @@
 """`LlmExecutor`: the async `ModelExecutor` contract over any `DecoderOnlyLLM`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.checks import checked_id, checked_int
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
-from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMetrics, ExecutorStatus
+from ferrum_jax.contract.answers import check_kind
+from ferrum_jax.contract.checks import check_cache_id, check_int, check_items
+from ferrum_jax.contract.decoding import FullLogits
+from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.execution import (
+    ExecutorCapabilities,
+    ExecutorMemoryUsage,
+    ExecutorMetrics,
+    ExecutorState,
+    ExecutorStatus,
+)
 from ferrum_jax.contract.executor import BatchModelExecutor, SpeculativeExecutor
 from ferrum_jax.contract.handles import KvCacheHandle
-from ferrum_jax.contract.llm import DecoderOnlyLLM, choose
-from ferrum_jax.contract.policy import FullLogits
+from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.tensors import (
     DecodeInput,
@@ -21,36 +28,21 @@ from ferrum_jax.contract.tensors import (
     PrefillOutput,
     SpeculativeDecodeOutput,
     UnifiedBatch,
-    UnifiedBatchItem,
 )
 from ferrum_jax.contract.values import ModelInfo
-from ferrum_jax.executor.llm_executor import forwards, profile, speculation
-from ferrum_jax.executor.llm_executor.call_queue import CallQueue
-from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, Place, alive
-from ferrum_jax.executor.llm_executor.inputs import (
-    RowInput,
-    checked_list,
-    decode_row,
-    draft_ids,
-    extended,
-    joined,
-    prefill_row,
-    token_matrix,
-    unified_row,
-)
-from ferrum_jax.executor.llm_executor.meter import Kind
-from ferrum_jax.executor.llm_executor.outputs import decode_output, handle_of, prefill_outputs
-from ferrum_jax.executor.llm_executor.savepoint import Savepoint
-
-T = TypeVar("T")
+from ferrum_jax.executor.llm_executor import description, model_calls, requests
+from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, handle_of, live_sequence
+from ferrum_jax.executor.llm_executor.metrics import Meter
+from ferrum_jax.executor.llm_executor.sequences import SequenceTable
+from ferrum_jax.executor.llm_executor.worker import CallWorker
 
 
 class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     """Runs a model's calls in a thread of its own, one at a time, off the event loop.
 
-    A refused call changes nothing. A cancelled one waits for the device and takes back what it did there: the caller's
+    A refused call changes nothing. A cancelled one waits for the device, and what it did there is undone: the caller's
     handle is as good as before, unless the model cannot truncate; then its sequence is released. Plain methods wait
-    while a step runs. The model may be called directly as well; a sequence it drops makes its handles stale.
+    while a call runs. The model may be called directly as well; a sequence it drops makes its handles stale.
     """
 
     def __init__(
@@ -61,12 +53,12 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         warm: Callable[[], None] | None = None,
         close: Callable[[], None] | None = None,
     ):
-        """Puts an executor around a model.
+        """Wraps a model.
 
         Args:
             model: stays the caller's; `shutdown` releases the sequences begun here and no others.
-            info: what `info` tells; the model's own word if None.
-            warm: what `warmup` calls; the model's own, without a bar, if None.
+            info: what `info` returns; None: what the model reports.
+            warm: what `warmup` calls; None: the model's own, without a progress bar.
             close: what `shutdown` calls last, for an executor that owns its model.
         """
         if not isinstance(model, DecoderOnlyLLM):
@@ -74,101 +66,120 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         if not isinstance(info, ModelInfo | None):
             raise RequestValidationError(f"info is a {type(info).__name__}, expected a ModelInfo or None")
         self._model = model
-        self._info = profile.info(model) if info is None else info
-        self._capabilities = profile.capabilities(model, self._info)
+        self._info = description.model_info(model) if info is None else info
+        self._capabilities = description.capabilities(model, self._info)
         self._vocab_size = model.config.vocab_size
-        self._calls = CallQueue(model, self._capabilities.max_batch_size)
-        self._ledger = self._calls.ledger
         per_layer = self._capabilities.memory_requirements.kv_cache_memory_per_token
-        self._place = Place(self._ledger, self._info.device, per_layer * model.config.num_layers)
-        self._warm = warm
-        self._close = close
+        self._table = SequenceTable(model, self._info.device, per_layer * model.config.num_layers)
+        self._meter = Meter(self._capabilities.max_batch_size)
+        self._worker = CallWorker(self._table, self._meter)
+        self._memory = description.UNKNOWN_MEMORY
+        self._warm = warm or partial(model.warmup, progress=False)
+        self._close = close or (lambda: None)
 
     def info(self) -> ModelInfo:
-        """Identity and size of the model, as it was given or told."""
+        """Identity and size of the model, as passed in or reported by the model."""
         return self._info
 
     def capabilities(self) -> ExecutorCapabilities:
-        """What was built, as the model told when the executor was made."""
+        """What was built, as the model reported when the executor was made."""
         return self._capabilities
 
     def status(self) -> ExecutorStatus:
         """How the executor is doing now; answers in every state and waits for no call made here.
 
-        Ready and Busy, where calls queue, are both `is_ready`. Memory is as of the last time this was asked while no
-        call ran; zeros where the model tells none.
+        Ready and Busy, where calls queue, are both `is_ready`; a warm-up is Initializing. Memory is as of the last
+        time this was asked while no call ran; zeros where the model reports none.
         """
-        return self._calls.status()
+        state = self._meter.state if self._model.state is ExecutorState.Ready else self._model.state
+        if self._table.is_closed:
+            state = ExecutorState.Shutdown
+        prefill, decode = self._meter.tallies["prefill"], self._meter.tallies["decode"]
+        return ExecutorStatus(
+            state=state,
+            is_ready=state in (ExecutorState.Ready, ExecutorState.Busy),
+            current_batch_size=self._meter.running_rows,
+            prefill_operations=prefill.operations,
+            decode_operations=decode.operations,
+            avg_prefill_time_ms=prefill.average_ms,
+            avg_decode_time_ms=decode.average_ms,
+            memory_usage=self._memory_usage(),
+            last_operation=self._meter.last_operation,
+        )
 
     def metrics(self) -> ExecutorMetrics:
         """Latencies and rates over the executor's life; answers in every state."""
-        return self._calls.metrics()
+        return self._meter.metrics(self._memory_usage())
+
+    def _memory_usage(self) -> ExecutorMemoryUsage:
+        """Asks the model for its memory, unless a call runs; zeros if it cannot answer any more."""
+        if self._table.lock.acquire(blocking=False):
+            try:
+                usage = None if self._table.is_closed else self._model.memory_usage()
+                self._memory = check_kind(self._model, "memory_usage", usage, ExecutorMemoryUsage)
+            except FerrumError:
+                self._memory = description.UNKNOWN_MEMORY
+            finally:
+                self._table.lock.release()
+        return self._memory
 
     async def prefill(self, input: PrefillInput) -> PrefillOutput:
-        """Reads a prompt, or its next chunk: `input_ids [1, n]` gives `logits [1, 1, vocab]` of the last token.
+        """Appends a prompt, or its next chunk, `input_ids [1, n]`: `logits [1, 1, vocab]` of the last token.
 
-        With the metadata `ferrum_require_full_logits` it gives `[1, n, vocab]`. With `ferrum_hidden_layers` and
-        `ferrum_attention_layers`, lists of layers as `DecoderOnlyLLM.watch` counts them, the output has their hidden
+        With the metadata `ferrum_require_full_logits` they are `[1, n, vocab]`. With `ferrum_hidden_layers` and
+        `ferrum_attention_layers`, lists of layers as `DecoderOnlyLLM.capture` counts them, the output has their hidden
         states and attention weights, in the order of the lists.
         """
-        (given,) = checked_list("inputs", [input], PrefillInput)
-        row = prefill_row("input", given, self._vocab_size)
-        return (await self._prefill([row], forwards.prefill))[0]
+        rows = requests.prefill_rows([input], self._vocab_size)
+        return (await self._worker.run("prefill", rows, model_calls.prefill))[0]
 
     async def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
-        """Reads several prompts in one unified forward, all or nothing, in order.
+        """Appends several prompts in one unified forward, all or nothing, in order.
 
-        Those that want the logits of every position are read by one `forward_verify` each instead.
+        Those that want full logits or activations run in a forward of their own.
         """
-        listed = checked_list("inputs", inputs, PrefillInput)
-        rows = [prefill_row(f"inputs[{at}]", item, self._vocab_size) for at, item in enumerate(listed)]
-        return await self._prefill(rows, forwards.prefill_cohort)
+        rows = requests.prefill_rows(inputs, self._vocab_size)
+        if not rows:
+            return self._nothing()
+        return await self._worker.run("prefill", rows, partial(model_calls.prefill, together=True))
 
     async def decode(self, input: DecodeInput) -> DecodeOutput:
-        """Appends one token: `[1, vocab]` logits, or `[1, 1]` int32 ids under `GreedyArgmax`."""
-        (given,) = checked_list("inputs", [input], DecodeInput)
-        return (await self._decode([decode_row("input", given, self._vocab_size)]))[0]
+        """Appends one token: `[1, vocab]` logits, or `[1, 1]` int32 ids under `GreedyArgmax`.
+
+        With the metadata `ferrum_hidden_layers`, a list of one layer, and `ferrum_attention_layers`, the output has
+        the token's hidden state `[1, hidden]` and attention weights `[1, heads, positions]`.
+        """
+        rows = requests.decode_rows([input], self._vocab_size)
+        return (await self._worker.run("decode", rows, model_calls.decode))[0]
 
     async def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Appends one token to each of several sequences in one forward, all or nothing, in order."""
-        listed = checked_list("inputs", inputs, DecodeInput)
-        return await self._decode(
-            [decode_row(f"inputs[{at}]", item, self._vocab_size) for at, item in enumerate(listed)]
-        )
+        rows = requests.decode_rows(inputs, self._vocab_size)
+        return await self._worker.run("decode", rows, model_calls.decode) if rows else self._nothing()
 
     async def unified_decode(self, batch: UnifiedBatch) -> list[Any]:
         """Runs decode rows and chunks in one forward: `[vocab]`, a token id, or None where a chunk is not final.
 
-        `handle(seq_id)` gives a handle on a sequence that began here without one.
+        `handle(seq_id)` returns a handle on a sequence that began here without one.
         """
         if not isinstance(batch, UnifiedBatch):
             raise RequestValidationError(f"batch is a {type(batch).__name__}, expected a UnifiedBatch")
-        items = checked_list("items", batch.items, UnifiedBatchItem)
-        rows = [unified_row(f"items[{at}]", item, self._vocab_size) for at, item in enumerate(items)]
+        rows = requests.unified_rows(batch.items, self._vocab_size)
+        if not rows:
+            return self._nothing()
         kind = "decode" if all(len(row.tokens) == 1 and row.offset for row in rows) else "prefill"
-        return await self._run(kind, rows, lambda point: forwards.unified(point, forwards.open_rows(point, rows), rows))
+        return await self._worker.run(kind, rows, model_calls.unified)
 
     async def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
         """Appends the inputs' tokens to the one sequence they all name, in one forward.
 
         Output i is the distribution after token i, with a handle that ends there: to go on from it, truncate to it.
         """
-        listed = checked_list("inputs", inputs, DecodeInput)
-        if not listed:
+        rows = requests.decode_rows(inputs, self._vocab_size)
+        if not rows:
             raise RequestValidationError("inputs are empty, verifying needs at least one token")
-        rows = [decode_row(f"inputs[{at}]", item, self._vocab_size) for at, item in enumerate(listed)]
-        run = joined(rows)
-
-        def work(point: Savepoint) -> list[DecodeOutput]:
-            (live,) = forwards.open_rows(point, [run])
-            start = handle_of(self._place, live)
-            logits = forwards.verify(point, live, run.tokens)
-            return [
-                decode_output(start.with_sequence_length(start.num_tokens + at + 1), choose(logits[at], row.policy))
-                for at, row in enumerate(rows)
-            ]
-
-        return await self._run("decode", [run], work)
+        run = requests.join_rows(rows)
+        return await self._worker.run("decode", [run], partial(model_calls.verify, policies=[r.policy for r in rows]))
 
     async def speculative_decode(
         self, input: DecodeInput, draft_tokens: Sequence[int], acceptance_threshold: float
@@ -184,153 +195,130 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
             The accepted tokens, without the input's; `next_logits [1, vocab]` after the last of them, or after the
             input's token if none was; and a handle that ends there. Nothing is sampled: choose from `next_logits`.
         """
-        (given,) = checked_list("inputs", [input], DecodeInput)
-        row = decode_row("input", given, self._vocab_size)
+        (row,) = requests.decode_rows([input], self._vocab_size)
         if not isinstance(row.policy, FullLogits):
-            raise UnsupportedError(f"policy {type(row.policy).__name__}: speculation gives full logits only")
-        threshold = speculation.checked_threshold(acceptance_threshold)
-        draft = draft_ids(draft_tokens, self._vocab_size)
-        run = extended(row, draft)
-
-        def work(point: Savepoint) -> list[SpeculativeDecodeOutput]:
-            (live,) = forwards.open_rows(point, [run])
-            count, logits = speculation.advance(point, live, run.tokens.tolist(), threshold)
-            return [
-                SpeculativeDecodeOutput(
-                    accepted_tokens=draft[:count],
-                    next_logits=logits[None],
-                    kv_cache=handle_of(self._place, live),
-                    acceptance_count=count,
-                )
-            ]
-
-        return (await self._run("decode", [run], work))[0]
+            raise UnsupportedError(f"policy {type(row.policy).__name__}: speculation returns full logits only")
+        requests.check_no_captures(row.label, row.options, "speculative_decode")
+        threshold = requests.check_threshold(acceptance_threshold)
+        run = requests.extend_row(row, requests.check_draft(draft_tokens, self._vocab_size))
+        return await self._worker.run("decode", [run], partial(model_calls.speculate, threshold=threshold))
 
     async def truncate_kv(self, handle: KvCacheHandle, new_len: int) -> None:
         """Rolls back the sequence of any handle on it; past its end is no error.
 
-        A roll back that runs when its caller is cancelled is not taken back: what it dropped is gone.
+        A roll back that runs when its caller is cancelled is not undone: what it dropped is gone.
         """
-        length = checked_int("new_len", new_len, 0)
-        await self._calls.run_for_good(lambda: self._ledger.truncate(alive(handle, self._ledger), length))
+        length, table = check_int("new_len", new_len, 0), self._table
+        await self._worker.run(None, (), lambda _log, _rows: table.truncate(live_sequence(handle, table), length))
 
-    async def forward(self, input_ids: Any) -> NDArray[np.float32]:
-        """Gives `[batch, seq, vocab]` logits of `[batch, seq]` tokens and keeps no sequence.
+    async def forward(self, input_ids: Any) -> NDArray[Any]:
+        """Returns `[batch, seq, vocab]` logits of `[batch, seq]` tokens and keeps no sequence.
 
         Rows run together where the model and its free slots allow it, else one after another.
         """
-        rows = token_matrix("input_ids", input_ids, self._vocab_size)
-        if not rows:
-            raise RequestValidationError("input_ids has no rows, expected at least one")
-        tokens = sum(len(row) for row in rows)
-        return await self._calls.run(
-            "prefill", len(rows), tokens, lambda point: np.stack(forwards.forward(point, rows))
-        )
+        rows = requests.token_rows("input_ids", input_ids, self._vocab_size)
+        return await self._worker.run("prefill", rows, model_calls.forward)
 
     async def warmup(self) -> None:
-        """Compiles or loads everything that calls will need."""
-        await self._calls.run_for_good(self._warm or (lambda: self._model.warmup(progress=False)))
+        """Compiles or loads all programs that calls will need; the state is Initializing meanwhile."""
+        await self._worker.run(None, (), lambda _log, _rows: self._warm(), ExecutorState.Initializing)
+
+    async def reset(self) -> None:
+        """Drops every sequence of the model, and makes every handle stale; also the way back from the state Error.
+
+        Weights, loaded adapters, compiled programs, metrics and the numbering of ids are kept. A reset that runs when
+        its caller is cancelled is not undone.
+        """
+        await self._worker.run(None, (), lambda _log, _rows: self._table.reset())
 
     async def shutdown(self) -> None:
-        """Lets the running call finish, refuses those that wait, and releases every sequence begun here.
+        """Finishes the running call, refuses those that wait, and releases every sequence begun here.
 
         Twice is no error; after it `info`, `capabilities`, `status` and `metrics` answer and every other call is a
         CancelledError.
         """
-        await self._calls.close(self._close or (lambda: None))
+        await self._worker.close(self._close)
 
     def handle(self, cache_id: str) -> LlmKvCacheHandle:
-        """Gives a handle on a live sequence of this executor, at its length now."""
-        self._ledger.refuse_failed()
-        with self._ledger.held():
-            live = self._ledger.find(checked_id(cache_id))
-            if live is None:
+        """Returns a handle on a live sequence of this executor, at its length now."""
+        self._table.check_ready()
+        with self._table.held():
+            sequence = self._table.find(check_cache_id(cache_id))
+            if sequence is None:
                 raise RequestValidationError(f"{cache_id!r} is no live sequence of this executor")
-            return handle_of(self._place, live)
+            return handle_of(self._table, sequence)
 
     def release_cache(self, cache_id: str) -> None:
-        """Frees a sequence; an unknown id is no error. Ids go to the model as they are."""
-        with self._ledger.held():
-            self._ledger.release(checked_id(cache_id))
+        """Frees a sequence; an unknown id is no error. Ids are passed to the model as they are."""
+        with self._table.held():
+            self._table.release(check_cache_id(cache_id))
 
     def truncate_kv_for_cache_id(self, cache_id: str, new_len: int) -> None:
         """Rolls back a sequence of this executor; an unknown id, or a length past its end, is no error."""
-        length = checked_int("new_len", new_len, 0)
-        self._ledger.refuse_failed()
-        with self._ledger.held():
-            live = self._ledger.find(checked_id(cache_id))
-            if live is not None:
-                self._ledger.truncate(live, length)
+        length = check_int("new_len", new_len, 0)
+        self._table.check_ready()
+        with self._table.held():
+            sequence = self._table.find(check_cache_id(cache_id))
+            if sequence is not None:
+                self._table.truncate(sequence, length)
 
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions."""
-        self._ledger.refuse_failed()
-        return self._ledger.capacity
+        self._table.check_ready()
+        return self._table.capacity
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
         """Makes positions writable, all or nothing; None where the model does not account for blocks.
 
         An id without a sequence gets an empty one, which `unified_decode` can begin with.
         """
-        listed = checked_list("requests", requests, KvSlotRequest)
-        with self._ledger.held():
-            return self._ledger.reserve(listed)
+        checked = check_items("requests", requests, KvSlotRequest)
+        with self._table.held():
+            return self._table.reserve(checked)
 
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot | None:
         """Counts the pool's blocks; None where the model does not account for blocks."""
-        with self._ledger.held() as model:
-            return model.kv_slot_capacity_snapshot()
+        with self._table.held() as model:
+            pool, kind = model.kv_slot_capacity_snapshot(), KvSlotCapacitySnapshot
+            return None if pool is None else check_kind(model, "kv_slot_capacity_snapshot", pool, kind)
 
     def cache_metrics_snapshot(self) -> Mapping[str, Any]:
-        """The model's counters, the fallbacks of this executor among them, and `executor_model_lock`."""
-        with self._ledger.held():
-            return self._ledger.cache_metrics()
+        """The model's counters; in `decode_batch`, this executor's fallbacks are added; and `executor_model_lock`.
+
+        `unsupported_fallback_calls` counts calls that ran chunk by chunk because the model's unified forward is
+        Unsupported, or cannot return the logits that were asked for. `lora_fallback_calls` counts calls that ran row
+        by row because the model refused a batch with adapters in it as Unsupported.
+        """
+        with self._table.held():
+            return self._table.cache_metrics()
 
     def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
         """The model's counters of LoRA; None where it keeps none."""
-        with self._ledger.held() as model:
-            return model.lora_metrics_snapshot()
+        with self._table.held() as model:
+            counters = model.lora_metrics_snapshot()
+            return None if counters is None else check_kind(model, "lora_metrics_snapshot", counters, Mapping)
 
     def supports_native_unified_decode(self) -> bool:
-        """Says whether the model's class has a unified forward of its own."""
-        self._ledger.refuse_failed()
-        return profile.overrides(self._model, "unified_forward")
+        """True if the model's class has a unified forward of its own."""
+        self._table.check_ready()
+        return description.overrides(self._model, "unified_forward")
 
     def optimal_batch_size(self) -> int:
-        """Sequences that are alive and, where the model counts blocks, those that a free block could begin.
+        """Live sequences and, where the model counts blocks, those that a free block could begin.
 
         At least 1 and at most `max_batch_size`.
         """
         most = self._capabilities.max_batch_size
-        with self._ledger.held() as model:
-            pool = model.kv_slot_capacity_snapshot()
-            return max(1, most if pool is None else min(most, self._ledger.count() + pool.free_blocks))
+        pool = self.kv_slot_capacity_snapshot()
+        with self._table.held():
+            return max(1, most if pool is None else min(most, self._table.count() + pool.free_blocks))
 
     def supports_batch_size(self, batch_size: int) -> bool:
         """True from 1 to `max_batch_size`: those run as one call of the model, larger ones may take several."""
-        self._ledger.refuse_failed()
-        return 1 <= checked_int("batch_size", batch_size, 0) <= self._capabilities.max_batch_size
+        self._table.check_ready()
+        return 1 <= check_int("batch_size", batch_size, 0) <= self._capabilities.max_batch_size
 
-    async def _run(self, kind: Kind, rows: Sequence[RowInput], work: Callable[[Savepoint], list[T]]) -> list[T]:
-        if not rows:
-            self._ledger.refuse_failed()
-            return []
-        return await self._calls.run(kind, len(rows), sum(len(row.tokens) for row in rows), work)
-
-    async def _prefill(self, rows: Sequence[RowInput], forward: forwards.Prefill) -> list[PrefillOutput]:
-        def work(point: Savepoint) -> list[PrefillOutput]:
-            opened = forwards.open_rows(point, rows)
-            return prefill_outputs(self._place, opened, forward(point, opened, rows), [row.options for row in rows])
-
-        return await self._run("prefill", rows, work)
-
-    async def _decode(self, rows: Sequence[RowInput]) -> list[DecodeOutput]:
-        def work(point: Savepoint) -> list[DecodeOutput]:
-            opened = forwards.open_rows(point, rows)
-            answers = forwards.decode(point, opened, rows)
-            return [
-                decode_output(handle_of(self._place, live), answer)
-                for live, answer in zip(opened, answers, strict=True)
-            ]
-
-        return await self._run("decode", rows, work)
+    def _nothing(self) -> list[Any]:
+        """The answer to an empty batch; raises if the executor or the model takes no calls."""
+        self._table.check_ready()
+        return []

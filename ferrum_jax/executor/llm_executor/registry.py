@@ -2,7 +2,7 @@
 
 import threading
 
-from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError, shown
+from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError, safe_repr
 from ferrum_jax.contract.execution import ExecutorMetrics
 from ferrum_jax.contract.executor import ExecutorRegistry, ModelExecutor
 
@@ -17,7 +17,7 @@ class LlmExecutorRegistry(ExecutorRegistry):
     def register(self, name: str, executor: ModelExecutor) -> None:
         """Adds an executor; a name that is taken is AlreadyExists."""
         if not isinstance(name, str) or not name:
-            raise RequestValidationError(f"executor name {shown(name)}: expected a string that is not empty")
+            raise RequestValidationError(f"executor name {safe_repr(name)}: expected a string that is not empty")
         if not isinstance(executor, ModelExecutor):
             raise RequestValidationError(f"{name!r}: a {type(executor).__name__} is no ModelExecutor")
         with self._mutex:
@@ -26,15 +26,15 @@ class LlmExecutorRegistry(ExecutorRegistry):
             self._executors[name] = executor
 
     def get(self, name: str) -> ModelExecutor:
-        """Gives the executor of a name, or raises NotFound."""
+        """Returns the executor of a name; an unknown name is NotFound."""
         with self._mutex:
-            self._refuse_unknown(name)
+            self._check_known(name)
             return self._executors[name]
 
     def remove(self, name: str) -> ModelExecutor:
-        """Takes an executor out and gives it, running as it was; an unknown name is NotFound."""
+        """Removes an executor, still running, and returns it; an unknown name is NotFound."""
         with self._mutex:
-            self._refuse_unknown(name)
+            self._check_known(name)
             return self._executors.pop(name)
 
     def list_names(self) -> list[str]:
@@ -43,9 +43,9 @@ class LlmExecutorRegistry(ExecutorRegistry):
             return list(self._executors)
 
     def get_metrics(self, name: str) -> ExecutorMetrics:
-        """Metrics of the executor of a name, or NotFound."""
+        """Returns the metrics of the executor of a name; an unknown name is NotFound."""
         return self.get(name).metrics()
 
-    def _refuse_unknown(self, name: str) -> None:
+    def _check_known(self, name: str) -> None:
         if not isinstance(name, str) or name not in self._executors:
-            raise NotFoundError(f"no executor is named {shown(name)}, registered are {list(self._executors)}")
+            raise NotFoundError(f"no executor is named {safe_repr(name)}, registered are {list(self._executors)}")

@@ -1,5 +1,12 @@
 """A model of the four required methods alone works through every method of an executor."""
 
+import asyncio
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from types import CoroutineType
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -7,7 +14,7 @@ from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import DataType, GreedyArgmax, KvSlotRequest
 from ferrum_jax.contract.errors import ModelError, RequestValidationError, UnsupportedError
 from tests.executor.asking import batch, item, prompt, run, token
-from tests.fake import CountingLLM
+from tests.fake import CountingLLM, SummingLLM
 
 
 @pytest.fixture
@@ -133,7 +140,7 @@ def test_what_it_cannot_do_is_refused_and_what_it_does_not_know_is_none(executor
     run(executor.warmup())
 
 
-def test_a_model_that_tells_nothing_is_described_by_its_sizes(executor: LlmExecutor):
+def test_a_model_that_reports_nothing_is_described_by_its_sizes(executor: LlmExecutor):
     info, can = executor.info(), executor.capabilities()
     assert (info.model_id, info.num_parameters, info.num_heads, info.vocab_size) == ("CountingLLM", 0, 0, 23)
     assert (info.dtype, str(info.device), info.estimated_size()) == (DataType.FP32, "cpu", 0)
@@ -143,6 +150,50 @@ def test_a_model_that_tells_nothing_is_described_by_its_sizes(executor: LlmExecu
     assert not can.supports_continuous_batching
     assert not can.supports_speculative_decoding
     assert can.memory_requirements.kv_cache_memory_per_token == 2 * 1 * 2 * 4
+
+
+FULL_LOGITS = {"ferrum_require_full_logits": True}
+CALLS = [
+    lambda e, h: e.prefill(prompt([4])),
+    lambda e, h: e.prefill(prompt([4], h, metadata=FULL_LOGITS)),
+    lambda e, h: e.batch_prefill([prompt([4]), prompt([5], h)]),
+    lambda e, h: e.decode(token(4, h)),
+    lambda e, h: e.batch_decode([token(4, h)]),
+    lambda e, h: e.unified_decode(batch(item("a", [4, 5], 0), item("", [5], 3, kv_cache=h))),
+    lambda e, h: e.forward_verify([token(4, h), token(5, h)]),
+    lambda e, h: e.speculative_decode(token(4, h), [5], 0.0),
+    lambda e, h: e.forward(np.array([[1, 2]])),
+]
+
+
+@pytest.mark.parametrize("kind", [CountingLLM, SummingLLM])
+@pytest.mark.parametrize("call", CALLS)
+def test_few_frames_lie_between_a_call_and_the_model(kind: type, call: Callable[[LlmExecutor, Any], Any]):
+    depths: list[int] = []
+
+    def inside(frames: Iterable[Any]) -> int:
+        return sum("/ferrum_jax/executor/" in frame.f_code.co_filename for frame in frames)
+
+    class Tracing(kind):
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("prefill", "decode", "decode_batch", "forward_verify", "unified_forward"):
+                depths.append(inside(frame for frame, _ in traceback.walk_stack(sys._getframe(1))))
+            return super().__getattribute__(name)
+
+    async def scenario() -> None:
+        executor = LlmExecutor(Tracing())
+        handle = (await executor.prefill(prompt([1, 2, 3]))).kv_cache
+        depths.clear()
+        task = asyncio.create_task(call(executor, handle))
+        await asyncio.sleep(0)
+        waiting, coroutine = 0, task.get_coro()
+        while isinstance(coroutine, CoroutineType):
+            waiting += inside([coroutine.cr_frame])
+            coroutine = coroutine.cr_await
+        await task
+        assert waiting + max(depths) <= 5
+
+    run(scenario())
 
 
 def test_its_handles_know_positions_and_no_blocks(executor: LlmExecutor):

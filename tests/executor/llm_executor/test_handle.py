@@ -24,7 +24,7 @@ def handle(executor: LlmExecutor) -> KvCacheHandle:
     return run(executor.prefill(prompt(PROMPT))).kv_cache
 
 
-def test_a_handle_tells_where_its_positions_lie(handle: KvCacheHandle, runner: ModelRunner):
+def test_a_handle_knows_where_its_positions_lie(handle: KvCacheHandle, runner: ModelRunner):
     told = runner.kv_block_table(handle.cache_id)
     assert handle.block_table == told
     assert (handle.num_tokens, handle.num_layers, handle.num_heads, handle.head_dim) == (11, 2, 2, 10)

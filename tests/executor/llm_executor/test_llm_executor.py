@@ -1,5 +1,6 @@
 """Every method of `LlmExecutor` over the real runner, against the forward that keeps no cache."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ from ferrum_jax.contract import (
 )
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
 from tests.executor.asking import batch, item, prompt, run, token
-from tests.executor.conftest import CAPACITY, Oracle
+from tests.executor.conftest import CAPACITY, ENGINE, Oracle, make_runner
 
 ATOL = 1e-4  # float32 sums in another order
 FIRST, SECOND = [3, 1, 4, 1, 5], [9, 2, 6]
@@ -46,7 +48,7 @@ def test_two_executors_of_one_model_do_not_share_an_id(executor: LlmExecutor, ru
 
 
 @pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, jnp.int32])
-def test_a_prompt_gives_the_last_tokens_logits(executor: LlmExecutor, oracle: Oracle, kind: type):
+def test_a_prompt_returns_the_last_tokens_logits(executor: LlmExecutor, oracle: Oracle, kind: type):
     make = jnp.asarray if kind is jnp.int32 else np.asarray
     out = run(executor.prefill(PrefillInput(input_ids=make([FIRST], kind))))
     assert out.logits.shape == (1, 1, 37)
@@ -163,7 +165,7 @@ def test_a_mixed_batch_is_its_rows_alone(executor: LlmExecutor, oracle: Oracle):
     assert run(executor.unified_decode(batch())) == []
 
 
-def test_verifying_gives_every_position_and_its_handle(executor: LlmExecutor, oracle: Oracle):
+def test_verifying_returns_every_position_and_its_handle(executor: LlmExecutor, oracle: Oracle):
     handle = run(executor.prefill(prompt(FIRST))).kv_cache
     policies = [FullLogits(), GreedyArgmax(), FullLogits()]
     outs = run(
@@ -211,14 +213,22 @@ def test_a_forward_without_a_cache_keeps_nothing(
     assert run(executor.prefill(prompt(FIRST))).kv_cache.cache_id == "llm-cache-0"
 
 
-def test_warming_up_leaves_no_trace(executor: LlmExecutor, runner: ModelRunner):
-    before = runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()
-    run(executor.warmup())
-    assert (runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()) == before
-    assert runner.compile_stats()["compiled"] == len(runner.plan.ladders.declared())
-    warmed = []
-    run(LlmExecutor(runner, warm=lambda: warmed.append(True)).warmup())
-    assert warmed == [True]
+def test_warming_up_is_the_models_own_or_what_was_passed(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+    warmed: list[Any] = []
+    monkeypatch.setattr(ModelRunner, "warmup", lambda _, **settings: warmed.append(settings))
+    run(LlmExecutor(runner).warmup())
+    run(LlmExecutor(runner, warm=lambda: warmed.append("mine")).warmup())
+    assert warmed == [{"progress": False}, "mine"]
+
+
+@pytest.mark.slow
+def test_warming_up_compiles_every_declared_step_and_leaves_no_trace(params: ParamTree):
+    small = replace(ENGINE, decode_rows=(1,), query_blocks=(1,), block_tokens=4, verify_tokens=4)
+    with make_runner(params, small) as runner:
+        before = runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()
+        run(LlmExecutor(runner).warmup())
+        assert (runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()) == before
+        assert runner.compile_stats()["compiled"] == len(runner.plan.declared())
 
 
 def test_shutting_down_releases_what_was_begun_here_and_nothing_else(runner: ModelRunner):
@@ -256,7 +266,7 @@ def test_admission_is_checked_before_a_prompt_is_read(executor: LlmExecutor, run
     hint = {"ferrum_kv_capacity_hint": CAPACITY + 1}
     with pytest.raises(RequestValidationError, match="45 positions"):
         run(executor.prefill(prompt(SECOND, metadata=hint)))
-    others = [run(executor.prefill(prompt(list(range(30))))).kv_cache for _ in range(3)]
+    others = [run(executor.prefill(prompt([first, *range(29)]))).kv_cache for first in (30, 31, 32)]
     free = runner.kv_slot_capacity_snapshot().free_blocks
     assert free == 5
     whole = {"ferrum_kv_admission_target_len": 44}
@@ -293,7 +303,7 @@ def test_metrics_of_the_cache_count_waits_for_the_model(executor: LlmExecutor):
     assert lora["position"] == "real-inference"
 
 
-def test_the_model_tells_what_it_is_and_what_it_can(executor: LlmExecutor, runner: ModelRunner):
+def test_the_executor_reports_what_the_model_is_and_can(executor: LlmExecutor, runner: ModelRunner):
     assert executor.info() == runner.model_info()
     assert executor.capabilities() == runner.capabilities()
     assert executor.supports_native_unified_decode()

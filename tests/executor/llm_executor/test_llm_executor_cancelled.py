@@ -13,9 +13,8 @@ import pytest
 from ferrum_jax import LlmExecutor, errors
 from ferrum_jax.contract import ExecutorState, FerrumError, KvCacheHandle
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.llm_executor import forwards
-from ferrum_jax.executor.llm_executor.ledger import Ledger
-from ferrum_jax.executor.llm_executor.savepoint import Savepoint
+from ferrum_jax.executor.llm_executor.model_calls import append_token
+from ferrum_jax.executor.llm_executor.sequences import SequenceTable, UndoLog
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import Oracle
 from tests.fake import CountingLLM, SummingLLM
@@ -42,7 +41,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_call_cancelled_on_the_device_is_waited_for_and_taken_back(call: Call, times: int):
+def test_a_call_cancelled_on_the_device_is_waited_for_and_undone(call: Call, times: int):
     model = SummingLLM()
     executor = LlmExecutor(model)
 
@@ -69,7 +68,7 @@ def test_a_call_cancelled_on_the_device_is_waited_for_and_taken_back(call: Call,
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_call_cancelled_when_it_is_done_but_not_yet_taken_is_taken_back(call: Call):
+def test_a_call_cancelled_when_it_is_done_but_not_yet_taken_is_undone(call: Call):
     model = SummingLLM()
     executor = LlmExecutor(model)
 
@@ -313,7 +312,7 @@ def test_threads_with_loops_of_their_own_share_an_executor():
     assert executor.cache_metrics_snapshot()["executor_model_lock"]["total_wait_time_us"] > 0
 
 
-def test_nobody_sees_what_a_cancelled_call_is_about_to_take_back():
+def test_nobody_sees_what_a_cancelled_call_is_about_to_undo():
     model = SummingLLM()
     executor = LlmExecutor(model)
     first = run(executor.prefill(prompt([1, 2]))).kv_cache
@@ -338,16 +337,16 @@ def test_nobody_sees_what_a_cancelled_call_is_about_to_take_back():
     assert first.is_valid()
 
 
-def test_a_sequence_that_has_moved_on_is_not_taken_back():
+def test_a_sequence_that_has_changed_since_is_not_undone():
     model = SummingLLM()
-    ledger = Ledger(model)
-    point = Savepoint(ledger)
-    kept, gone, replaced = point.begin(), point.begin(), point.begin()
-    for live in (kept, gone, replaced):
-        forwards.step(point, live, 5)
-    point.settle()
-    forwards.step(point, kept, 6)
-    ledger.truncate(replaced, 0)
-    forwards.step(point, replaced, 7)  # as long as before
-    point.take_back()
+    table = SequenceTable(model)
+    log = UndoLog(table)
+    kept, gone, replaced = log.begin(), log.begin(), log.begin()
+    for sequence in (kept, gone, replaced):
+        append_token(table, sequence, 5)
+    log.seal()
+    append_token(table, kept, 6)
+    table.truncate(replaced, 0)
+    append_token(table, replaced, 7)  # as long as before
+    log.undo()
     assert model.tokens == {kept.cache_id: [5, 6], replaced.cache_id: [7]}

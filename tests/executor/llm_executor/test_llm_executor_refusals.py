@@ -28,7 +28,7 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from tests.executor.asking import batch, item, prompt, run, token
-from tests.fake import SummingLLM
+from tests.fake import CountingLLM, SummingLLM
 
 Call = Callable[[LlmExecutor, KvCacheHandle], Any]
 NOTHING: Any = None
@@ -53,6 +53,14 @@ def handle(executor: LlmExecutor) -> KvCacheHandle:
 def _refuse(call: Coroutine[Any, Any, Any], kind: type[FerrumError], match: str) -> None:
     with pytest.raises(kind, match=match):
         run(call)
+
+
+def _check_decode(executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle, held: list[int]) -> None:
+    """The next correct call answers as if nothing had been refused."""
+    out = run(executor.decode(token(4, handle)))
+    assert int(np.argmax(out.logits)) == model.best([*held, 4])
+    assert model.tokens[handle.cache_id] == [*held, 4]
+    assert out.kv_cache.num_tokens == len(held) + 1
 
 
 async def _awaited(call: Call, executor: LlmExecutor, handle: KvCacheHandle) -> None:
@@ -91,6 +99,7 @@ def test_malformed_ids_are_refused_everywhere(
         _refuse(executor.forward(ids), RequestValidationError, match)
     assert model.tokens == before
     assert handle.is_valid()
+    _check_decode(executor, model, handle, [1, 2, 3])
     assert run(executor.prefill(prompt([1]))).kv_cache.cache_id == "llm-cache-1"
 
 
@@ -189,8 +198,7 @@ def test_a_refused_call_changes_nothing(
         run(_awaited(call, executor, handle))
     assert model.tokens == before
     assert model.adapters == {}
-    out = run(executor.decode(token(4, handle)))
-    assert int(np.argmax(out.logits)) == model.best([1, 2, 3, 4])
+    _check_decode(executor, model, handle, [1, 2, 3])
 
 
 def _uses(handle: Any) -> list[Call]:
@@ -220,9 +228,10 @@ def test_a_stale_handle_is_an_error_everywhere(executor: LlmExecutor, model: Sum
     with pytest.raises(RequestValidationError, match="stale"):
         longer.stats()
     assert model.tokens == before
+    _check_decode(executor, model, live, [1, 2, 3, 4])
 
 
-def test_a_released_handle_is_an_error_everywhere(executor: LlmExecutor, handle: KvCacheHandle):
+def test_a_released_handle_is_an_error_everywhere(executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle):
     live = run(executor.prefill(prompt([9]))).kv_cache
     executor.release_cache(handle.cache_id)
     executor.release_cache(handle.cache_id)
@@ -233,6 +242,7 @@ def test_a_released_handle_is_an_error_everywhere(executor: LlmExecutor, handle:
             use()
     assert not handle.is_valid()
     assert handle.num_tokens == 3
+    _check_decode(executor, model, live, [9])
 
 
 def test_a_sequence_that_the_model_dropped_is_released(executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle):
@@ -242,6 +252,20 @@ def test_a_sequence_that_the_model_dropped_is_released(executor: LlmExecutor, mo
     assert run(executor.prefill(prompt([1]))).kv_cache.cache_id == "llm-cache-1"
 
 
+@pytest.mark.parametrize("kind", [SummingLLM, CountingLLM])
+def test_a_reset_drops_every_sequence_and_makes_its_handles_stale(kind: type):
+    model = kind()
+    executor = LlmExecutor(model)
+    held = [out.kv_cache for out in run(executor.batch_prefill([prompt([1]), prompt([2, 3])]))]
+    run(executor.reset())
+    assert getattr(model, "tokens", {}) == getattr(model, "lengths", {}) == {}
+    for handle in held:
+        assert not handle.is_valid()
+        for use in _uses(handle):
+            _refuse(use(executor, handle), RequestValidationError, "was released")
+    assert run(executor.prefill(prompt([1]))).kv_cache.cache_id == "llm-cache-2"
+
+
 def test_a_foreign_handle_is_an_error_everywhere(executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle):
     other = run(LlmExecutor(SummingLLM()).prefill(prompt([1, 2, 3]))).kv_cache
     strange = create_autospec(KvCacheHandle, instance=True, cache_id=handle.cache_id, num_tokens=3)
@@ -249,6 +273,7 @@ def test_a_foreign_handle_is_an_error_everywhere(executor: LlmExecutor, model: S
         for use in (*_uses(foreign), lambda e, h, foreign=foreign: e.truncate_kv(foreign, 0)):
             _refuse(use(executor, handle), RequestValidationError, match)
     assert model.tokens == {"llm-cache-0": [1, 2, 3]}
+    _check_decode(executor, model, handle, [1, 2, 3])
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -265,7 +290,7 @@ def test_a_foreign_handle_is_an_error_everywhere(executor: LlmExecutor, model: S
         ("forward_verify", lambda e, h: e.forward(np.array([[1, 2]]))),
     ],
 )
-def test_a_failure_of_the_model_is_taken_back(
+def test_a_failure_of_the_model_is_undone(
     executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle, method: str, call: Call, late: bool
 ):
     failures = model.late_failures if late else model.failures
@@ -275,6 +300,7 @@ def test_a_failure_of_the_model_is_taken_back(
     assert model.tokens == {"llm-cache-0": [1, 2, 3]}
     assert handle.is_valid()
     assert executor.status().decode_operations == 0
+    _check_decode(executor, model, handle, [1, 2, 3])
 
 
 def test_a_unified_forward_that_is_unsupported_falls_back_and_other_errors_do_not(
@@ -292,7 +318,7 @@ def test_a_unified_forward_that_is_unsupported_falls_back_and_other_errors_do_no
     assert model.tokens["a"] == [4, 5]
 
 
-def test_a_fallback_that_fails_half_way_is_taken_back(executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle):
+def test_a_fallback_that_fails_half_way_is_undone(executor: LlmExecutor, model: SummingLLM, handle: KvCacheHandle):
     model.failures = {"unified_forward": UnsupportedError("no"), "decode_batch": ModelError("injected")}
     with pytest.raises(ModelError):
         run(executor.unified_decode(batch(item("a", [4, 5], 0), item("", [6], 3, kv_cache=handle))))
@@ -334,6 +360,7 @@ def test_after_shutdown_every_call_says_so(executor: LlmExecutor, handle: KvCach
         lambda e, h: e.forward(np.array([[1]])),
         lambda e, h: e.truncate_kv(handle, 0),
         lambda e, h: e.warmup(),
+        lambda e, h: e.reset(),
     ]
     for call in calls:
         _refuse(call(executor, handle), CancelledError, "shut down")

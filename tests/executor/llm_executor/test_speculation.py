@@ -8,7 +8,7 @@ import pytest
 from ferrum_jax import LlmExecutor
 from ferrum_jax.contract.errors import ModelError
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.llm_executor.speculation import is_accepted
+from ferrum_jax.executor.llm_executor.model_calls import is_accepted
 from tests.executor.asking import prompt, run, token
 from tests.executor.conftest import Oracle
 from tests.fake import SummingLLM

@@ -1,8 +1,6 @@
 """An executor over a runner: what a refused call leaves as it was, adapters among it."""
 
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor
-from ferrum_jax.contract import KvSlotRequest, ModelInfo, UnifiedBatch
+from ferrum_jax.contract import ExecutorState, KvSlotRequest, ModelInfo, UnifiedBatch
 from ferrum_jax.contract.errors import (
     CancelledError,
     DeviceError,
@@ -23,23 +21,16 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.asking import batch, item, prompt, run
 from tests.executor.conftest import ENGINE, make_runner
+from tests.executor.llm_executor.conftest import SMALL
 
 TEXT = list(range(1, 21))
 
 
-@pytest.fixture(scope="module")
-def shared(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(
-        ENGINE, prefix_cache=True, max_loras=1, max_lora_rank=4, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,)
-    )
-    with make_runner(params, engine) as runner:
-        yield runner
-
-
 @pytest.fixture
-def runner(shared: ModelRunner) -> ModelRunner:
-    shared.reset()
-    return shared
+def runner(runner: ModelRunner) -> ModelRunner:
+    for name in list(runner._adapters._loaded):
+        runner.unload_lora(name)
+    return runner
 
 
 def under(name: str, folders: dict[str, str], **more: Any) -> dict[str, Any]:
@@ -47,12 +38,13 @@ def under(name: str, folders: dict[str, str], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("why", ["slots", "capacity"])
-def test_a_refused_call_gives_no_other_adapter_up(why: str, runner: ModelRunner, adapter_folders: dict[str, str]):
+def test_a_refused_call_unloads_no_other_adapter(why: str, runner: ModelRunner, adapter_folders: dict[str, str]):
     executor = LlmExecutor(runner)
-    first = run(executor.prefill(prompt(TEXT, metadata=under("one", adapter_folders))))
-    executor.release_cache(first.kv_cache.cache_id)
+    for name in ("one", "three"):  # as many as fit
+        first = run(executor.prefill(prompt(TEXT, metadata=under(name, adapter_folders))))
+        executor.release_cache(first.kv_cache.cache_id)
     before = list(runner._adapters._loaded), runner.cache_metrics_snapshot()["entries"]
-    assert before[0] == ["one"]
+    assert before[0] == ["one", "three"]
     assert before[1]
     if why == "slots":
         for at in range(4):
@@ -68,33 +60,31 @@ def test_a_refused_call_gives_no_other_adapter_up(why: str, runner: ModelRunner,
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_sequence_never_answers_as_an_adapter_of_a_refused_call(
-    is_gone: bool, params: ParamTree, adapter_folders: dict[str, str], tmp_path: Path
+    is_gone: bool, runner: ModelRunner, adapter_folders: dict[str, str], tmp_path: Path
 ):
     folders = adapter_folders | {"one": str(shutil.copytree(adapter_folders["one"], tmp_path / "one"))}
-    engine = replace(ENGINE, max_loras=2, max_lora_rank=4)
-    with make_runner(params, engine) as runner:
-        executor = LlmExecutor(runner)
-        first = run(executor.prefill(prompt(TEXT[:8], metadata=under("one", folders))))
-        other = run(executor.prefill(prompt(TEXT[:8])))
-        for out in (first, other):
-            run(executor.truncate_kv(out.kv_cache, 0))
-        empty = executor.handle(first.kv_cache.cache_id)
-        if is_gone:
-            shutil.rmtree(folders["one"])
-        cohort = [
-            prompt(TEXT[:8], empty, metadata=under("two", folders)),
-            prompt(TEXT[:8], executor.handle(other.kv_cache.cache_id), metadata=under("three", folders)),
-            prompt(TEXT[:8], metadata=under("x", {"x": str(tmp_path / "nowhere")})),
-        ]
-        with pytest.raises((NotFoundError, ResourceExhaustedError)):
-            run(executor.batch_prefill(cohort))
-        if is_gone:
-            with pytest.raises(RequestValidationError, match="stale"):
-                run(executor.prefill(prompt(TEXT[:8], empty)))
-            assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
-        else:
-            again = run(executor.prefill(prompt(TEXT[:8], empty)))
-            np.testing.assert_array_equal(again.logits, first.logits)
+    executor = LlmExecutor(runner)
+    first = run(executor.prefill(prompt(TEXT[:8], metadata=under("one", folders))))
+    other = run(executor.prefill(prompt(TEXT[:8])))
+    for out in (first, other):
+        run(executor.truncate_kv(out.kv_cache, 0))
+    empty = executor.handle(first.kv_cache.cache_id)
+    if is_gone:
+        shutil.rmtree(folders["one"])
+    cohort = [
+        prompt(TEXT[:8], empty, metadata=under("two", folders)),
+        prompt(TEXT[:8], executor.handle(other.kv_cache.cache_id), metadata=under("three", folders)),
+        prompt(TEXT[:8], metadata=under("x", {"x": str(tmp_path / "nowhere")})),
+    ]
+    with pytest.raises((NotFoundError, ResourceExhaustedError)):
+        run(executor.batch_prefill(cohort))
+    if is_gone:
+        with pytest.raises(RequestValidationError, match="stale"):
+            run(executor.prefill(prompt(TEXT[:8], empty)))
+        assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
+    else:
+        again = run(executor.prefill(prompt(TEXT[:8], empty)))
+        np.testing.assert_array_equal(again.logits, first.logits)
 
 
 def test_what_a_refused_call_bound_is_unbound_whatever_became_of_what_was_reserved(
@@ -132,7 +122,7 @@ def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
         raise jax.errors.JaxRuntimeError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setattr(runner._steps, "get", lambda _: fail)
+        patched.setattr(runner._programs, "get", lambda _: fail)
         with pytest.raises(DeviceError, match="injected"):
             run(executor.prefill(prompt(TEXT)))
     for call in calls:
@@ -145,6 +135,26 @@ def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
     for call in calls:
         with pytest.raises(CancelledError, match="closed"):
             call()
+
+
+def test_a_reset_is_the_way_back_from_a_failed_device(params: ParamTree, monkeypatch: pytest.MonkeyPatch):
+    with make_runner(params, SMALL) as runner:
+        executor = LlmExecutor(runner)
+        handle = run(executor.prefill(prompt(TEXT[:8]))).kv_cache
+
+        def fail(*_: object) -> None:
+            raise jax.errors.JaxRuntimeError("injected")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(runner._programs, "get", lambda _: fail)
+            with pytest.raises(DeviceError, match="injected"):
+                run(executor.prefill(prompt(TEXT)))
+        assert executor.status().state is ExecutorState.Error
+        run(executor.reset())
+        assert executor.status().state is ExecutorState.Ready
+        with pytest.raises(RequestValidationError, match="was released"):
+            run(executor.prefill(prompt([1], handle)))
+        assert run(executor.prefill(prompt(TEXT[:8]))).kv_cache.cache_id == "llm-cache-2"  # 1 was the failed call's
 
 
 def test_information_that_is_none_is_refused(runner: ModelRunner):

@@ -1,8 +1,9 @@
-"""What an executor says of its model where the model itself says nothing.
+"""What an executor reports of its model where the model itself reports nothing.
 
-A model of four methods tells its sizes alone. What it does not tell is 0 or empty here, never a guess.
+A model of four methods has only its sizes. What it does not report is 0 or empty here, never a guess.
 """
 
+from ferrum_jax.contract.answers import check_kind
 from ferrum_jax.contract.execution import AttentionType, ExecutorCapabilities, ExecutorMemoryUsage, MemoryRequirements
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.values import DataType, Device, ModelInfo
@@ -11,18 +12,18 @@ UNKNOWN_MEMORY = ExecutorMemoryUsage(allocated_bytes=0, used_bytes=0, peak_bytes
 
 
 def overrides(model: DecoderOnlyLLM, *methods: str) -> bool:
-    """Says whether the model's class has one of the contract's optional methods of its own."""
+    """True if the model's class has one of the contract's optional methods of its own."""
     return any(getattr(type(model), name) is not getattr(DecoderOnlyLLM, name) for name in methods)
 
 
-def info(model: DecoderOnlyLLM) -> ModelInfo:
-    """Gives the model's identity; without its word, the sizes of its configuration and 0 for what they do not say.
+def model_info(model: DecoderOnlyLLM) -> ModelInfo:
+    """Identity and size; where the model reports none, the sizes of its configuration and 0 for the others.
 
     The dtype and the device are then those of its logits: float32 on the host.
     """
-    told = model.model_info()
-    if told is not None:
-        return told
+    info = model.model_info()
+    if info is not None:
+        return check_kind(model, "model_info", info, ModelInfo)
     sizes = model.config
     return ModelInfo(
         model_id=type(model).__name__,
@@ -40,40 +41,35 @@ def info(model: DecoderOnlyLLM) -> ModelInfo:
     )
 
 
-def capabilities(model: DecoderOnlyLLM, identity: ModelInfo) -> ExecutorCapabilities:
-    """Gives what was built; without the model's word, what its class and its configuration show.
+def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities:
+    """What was built; where the model reports nothing, what its class and its configuration show.
 
     The batch is then 1 row, for nothing says that more would share a forward, and memory per token of activations and
     overhead are 0.
     """
-    told = model.capabilities()
-    if told is not None:
-        return told
+    built = model.capabilities()
+    if built is not None:
+        return check_kind(model, "capabilities", built, ExecutorCapabilities)
     sizes = model.config
-    kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * identity.dtype.size_in_bytes
+    kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * info.dtype.size_in_bytes
+    attention = AttentionType.GroupedQuery
+    if info.num_kv_heads in (1, info.num_heads):
+        attention = AttentionType.MultiHead if info.num_heads == info.num_kv_heads else AttentionType.MultiQuery
     return ExecutorCapabilities(
         max_batch_size=1,
         max_sequence_length=model.kv_capacity(),
-        attention_mechanisms=_attention(identity),
+        attention_mechanisms=(attention,) if info.num_heads else (),
         supports_dynamic_batching=overrides(model, "decode_batch"),
         supports_continuous_batching=overrides(model, "unified_forward"),
         supports_speculative_decoding=overrides(model, "forward_verify"),
         supports_tensor_parallelism=False,
         supports_pipeline_parallelism=False,
-        supported_dtypes=(identity.dtype,),
-        supported_devices=(identity.device,),
+        supported_dtypes=(info.dtype,),
+        supported_devices=(info.device,),
         memory_requirements=MemoryRequirements(
-            parameter_memory=int(identity.num_parameters * identity.dtype.size_in_bytes),
+            parameter_memory=int(info.num_parameters * info.dtype.size_in_bytes),
             activation_memory_per_token=0,
             kv_cache_memory_per_token=int(kv_bytes),
             overhead_memory=0,
         ),
     )
-
-
-def _attention(identity: ModelInfo) -> tuple[AttentionType, ...]:
-    if not identity.num_heads:
-        return ()
-    if identity.num_heads == identity.num_kv_heads:
-        return (AttentionType.MultiHead,)
-    return (AttentionType.MultiQuery if identity.num_kv_heads == 1 else AttentionType.GroupedQuery,)

@@ -1,0 +1,170 @@
+"""What a model returns besides its config, and the checks of it, for models of third parties."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.contract.checks import is_integer
+from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy, check_mask
+from ferrum_jax.contract.errors import ModelError, safe_repr
+
+if TYPE_CHECKING:
+    from ferrum_jax.contract.llm import DecoderOnlyLLM
+
+T = TypeVar("T")
+Logits: TypeAlias = NDArray[np.float32]  # [V]
+Answer: TypeAlias = Logits | int  # of a row: logits, or the token id that its policy asks for
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenScores:
+    """Log-probabilities of given tokens, and the likeliest tokens instead of them."""
+
+    logprobs: NDArray[np.float32]  # [n]: of the given tokens, under the model's own distribution
+    greedy_ids: NDArray[np.int32]  # [n]: the likeliest tokens there
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Captured:
+    """Logits of a chunk of n tokens, and activations of chosen layers; S is the sequence's length after the chunk."""
+
+    logits: NDArray[np.float32]  # [n, vocab]
+    hidden: Mapping[int, NDArray[np.float32]]  # [n, hidden], by the number of layers before
+    attention_weights: Mapping[int, NDArray[np.float32]]  # [heads, n, S], by layer
+
+
+def score_targets(logits: NDArray[np.float32], targets: NDArray[np.int32]) -> TokenScores:
+    """Returns the scores of `targets` `[n]`; row i of `logits` `[n, vocab]` is the distribution of target i."""
+    chosen = np.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+    logprobs = chosen - np.logaddexp.reduce(logits, axis=1, dtype=np.float64)
+    return TokenScores(logprobs=logprobs.astype(np.float32), greedy_ids=logits.argmax(axis=1).astype(np.int32))
+
+
+def choose(logits: Logits, policy: LogitsReturnPolicy) -> Answer:
+    """Returns the logits, or the token that a greedy policy, which `check_policy` has accepted, chooses of them."""
+    if isinstance(policy, FullLogits):
+        return logits
+    scores = logits.copy()
+    penalty = policy.repetition_penalty
+    if penalty is not None and len(penalty.token_ids):
+        ids = np.unique(np.asarray(penalty.token_ids, np.int64))
+        with np.errstate(over="ignore"):
+            scores[ids] = np.where(scores[ids] > 0, scores[ids] / penalty.penalty, scores[ids] * penalty.penalty)
+    scores = np.maximum(scores, np.finfo(np.float32).min)  # above what is not allowed
+    if policy.token_mask is not None:
+        scores[~check_mask(policy.token_mask, len(scores))] = -np.inf
+    return int(np.argmax(scores))
+
+
+def check_logits(model: "DecoderOnlyLLM", logits: Any) -> Logits:
+    """Returns a model's logits of one token as float32 `[vocab]`.
+
+    Raises:
+        ModelError: another shape, no numbers, a NaN, +inf, or -inf for every token. A token of -inf is never chosen.
+    """
+    return _check_array(model, "logits", logits, (model.config.vocab_size,))
+
+
+def check_logit_rows(model: "DecoderOnlyLLM", logits: Any, num_rows: int) -> NDArray[np.float32]:
+    """Returns a model's logits of `num_rows` tokens as float32 `[num_rows, vocab]`; ModelError as `check_logits`."""
+    return _check_array(model, "logits", logits, (num_rows, model.config.vocab_size))
+
+
+def check_token_id(model: "DecoderOnlyLLM", token: Any) -> int:
+    """Returns the token id that a model chose; ModelError unless it is an integer of the vocabulary."""
+    vocab_size = model.config.vocab_size
+    if not is_integer(token) or not 0 <= token < vocab_size:
+        name = type(model).__name__
+        raise ModelError(f"{name} returned the token {safe_repr(token)}, expected an id from 0 to {vocab_size - 1}")
+    return int(token)
+
+
+def check_answers(
+    model: "DecoderOnlyLLM", answers: Any, wanted: Sequence[LogitsReturnPolicy | None]
+) -> list[Answer | None]:
+    """Returns one answer per row, as `wanted` says: logits, a token id, or None where it is None (no final chunk).
+
+    Raises:
+        ModelError: another number of answers, an answer where there should be none, none where there should be one,
+            or an answer that `check_logits` or `check_token_id` refuses.
+    """
+    name = type(model).__name__
+    check_answer_count(model, answers, len(wanted))
+    checked: list[Answer | None] = []
+    for at, (answer, policy) in enumerate(zip(answers, wanted, strict=True)):
+        if (answer is None) != (policy is None):
+            raise ModelError(
+                f"{name} returned {safe_repr(answer)} for row {at}, where is_final is {policy is not None}"
+            )
+        if policy is None:
+            checked.append(None)
+        else:
+            check = check_logits if isinstance(policy, FullLogits) else check_token_id
+            checked.append(check(model, answer))
+    return checked
+
+
+def check_answer_count(model: "DecoderOnlyLLM", answers: Any, num_rows: int) -> None:
+    """Raises ModelError unless a model returned a sequence of one answer per row."""
+    is_sequence = isinstance(answers, Sequence | np.ndarray)
+    if not is_sequence or len(answers) != num_rows:
+        given = f"{len(answers)} answers" if is_sequence else f"a {type(answers).__name__}"
+        raise ModelError(f"{type(model).__name__} returned {given} for {num_rows} rows")
+
+
+def check_captured(
+    model: "DecoderOnlyLLM", captured: Any, num_tokens: int, hidden: Sequence[int], attention_weights: Sequence[int]
+) -> Captured:
+    """Returns what a model captured of `num_tokens` tokens: the layers that were asked for, with finite values."""
+    check_kind(model, "capture", captured, Captured)
+    missing = sorted({*hidden} - {*captured.hidden}), sorted({*attention_weights} - {*captured.attention_weights})
+    if any(missing):
+        raise ModelError(f"{type(model).__name__} captured no hidden states {missing[0]} and no weights {missing[1]}")
+    states = {
+        layer: _check_array(model, "hidden states", captured.hidden[layer], (num_tokens, model.config.hidden_size))
+        for layer in hidden
+    }
+    weights = {}
+    for layer in attention_weights:
+        heads, _, positions = (*np.shape(captured.attention_weights[layer]), 0, 0, 0)[:3]
+        shape = (heads, num_tokens, positions)
+        weights[layer] = _check_array(model, "attention weights", captured.attention_weights[layer], shape)
+    logits = check_logit_rows(model, captured.logits, num_tokens)
+    return Captured(logits=logits, hidden=states, attention_weights=weights)
+
+
+def check_kind(model: "DecoderOnlyLLM", method: str, value: Any, kind: type[T]) -> T:
+    """Returns what a method returned, which must be of one type."""
+    if not isinstance(value, kind):
+        name = f"{type(model).__name__}.{method}"
+        raise ModelError(f"{name} returned {safe_repr(value)}, expected a {kind.__name__}")
+    return value
+
+
+def check_length(model: "DecoderOnlyLLM", method: str, value: Any) -> int:
+    """Returns a number of positions."""
+    if not is_integer(value) or value < 0:
+        name = f"{type(model).__name__}.{method}"
+        raise ModelError(f"{name} returned {safe_repr(value)}, expected an integer of at least 0")
+    return int(value)
+
+
+def _check_array(model: "DecoderOnlyLLM", what: str, given: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    name = type(model).__name__
+    try:
+        array = np.asarray(given)
+        if array.dtype.kind in "fiu" or array.dtype.name == "bfloat16":
+            with np.errstate(over="ignore"):  # an infinity is found below
+                array = array.astype(np.float32, copy=False)
+    except (RuntimeError, TypeError, ValueError) as problem:
+        raise ModelError(f"{name} returned {what} that are no array: {problem}") from None
+    if array.dtype != np.float32:
+        raise ModelError(f"{name} returned {what} of dtype {array.dtype}, expected float32")
+    if array.shape != shape:
+        raise ModelError(f"{name} returned {what} of shape {list(array.shape)}, expected {list(shape)}")
+    if not np.isfinite(array.max(axis=-1)).all():  # a NaN is the maximum of its row
+        raise ModelError(f"{name} returned {what} that are not finite")
+    return array

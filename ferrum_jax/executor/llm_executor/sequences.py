@@ -1,0 +1,288 @@
+"""The sequences of one executor, the lock around its model, and how the changes of one call are undone."""
+
+import contextlib
+import itertools
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ferrum_jax.contract.answers import check_kind, check_length
+from ferrum_jax.contract.checks import check_cache_id
+from ferrum_jax.contract.errors import CancelledError, FerrumError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.values import Device
+
+_OWN_ID = re.compile(r"llm-(cache|forward)-\d+")
+
+
+@dataclass(eq=False)
+class TrackedSequence:
+    """One sequence of the model, as its executor knows it."""
+
+    cache_id: str
+    length: int = 0  # positions
+    adapter: ActiveLoraAdapter | None = None
+    is_known: bool = False  # the model itself has returned a length for it
+    version: int = 0  # counts changes of the length
+
+
+class SequenceTable:
+    """The live sequences of one executor by id, and the lock around its model.
+
+    The model's `kv_len` decides how long a sequence is; where that is None, appended tokens are counted here. Methods
+    are for the holder of the lock, except `held`, `check_open`, `check_ready` and `close`.
+
+    Attributes:
+        unsupported_fallback_calls: calls that ran chunk by chunk because the model's unified forward is Unsupported
+            or cannot return the logits that were asked for.
+        lora_fallback_calls: calls that ran row by row because the model refused a batch with adapters as Unsupported.
+    """
+
+    def __init__(self, model: DecoderOnlyLLM, device: Device | None = None, kv_bytes: int = 0):
+        """Begins empty; `device` and `kv_bytes`, of one position in all layers, are what handles report."""
+        self.model = model
+        self.device = device or Device("cpu")
+        self.kv_bytes = kv_bytes
+        self.capacity = check_length(model, "kv_capacity", model.kv_capacity())
+        self.lock = threading.RLock()
+        self.is_closed = False
+        self.unsupported_fallback_calls = 0
+        self.lora_fallback_calls = 0
+        self._live: dict[str, TrackedSequence] = {}
+        self._numbers = {"cache": itertools.count(), "forward": itertools.count()}
+        self._num_waits = 0
+        self._waited_seconds = 0.0
+
+    @contextlib.contextmanager
+    def held(self, asked: float | None = None) -> Iterator[DecoderOnlyLLM]:
+        """Holds the lock; CancelledError after `close`. The wait counts from `asked`, `time.perf_counter()` seconds."""
+        asked = time.perf_counter() if asked is None else asked
+        with self.lock:
+            self._num_waits += 1
+            self._waited_seconds += time.perf_counter() - asked
+            self.check_open()
+            yield self.model
+
+    def check_open(self) -> None:
+        """Raises CancelledError after `close`."""
+        if self.is_closed:
+            raise CancelledError("this executor is shut down")
+
+    def check_ready(self) -> None:
+        """As `check_open`, and raises the error of a model that is not Ready."""
+        self.check_open()
+        if self.model.state is not ExecutorState.Ready:
+            self.model.kv_capacity()
+
+    def close(self) -> None:
+        """Refuses every later caller; the holder of the lock finishes."""
+        self.is_closed = True
+
+    def release_all(self) -> None:
+        """Releases every sequence, as far as the model still can."""
+        for cache_id in list(self._live):
+            with contextlib.suppress(FerrumError):
+                self.release(cache_id)
+
+    def reset(self) -> None:
+        """Resets the model and forgets every sequence; ids are not reused."""
+        self.model.reset()
+        self.release_all()  # a model need not implement `reset`
+        self._live.clear()
+
+    def create(self, cache_id: str | None = None, kind: str = "cache") -> TrackedSequence:
+        """Begins an empty sequence under the caller's id, or under a new id `llm-<kind>-<number>`."""
+        sequence = TrackedSequence(self._new_id(kind) if cache_id is None else cache_id)
+        self._live[sequence.cache_id] = sequence
+        return sequence
+
+    def find(self, cache_id: str) -> TrackedSequence | None:
+        """Returns a live sequence with its length as of now, or None."""
+        sequence = self._live.get(cache_id)
+        if sequence is None:
+            return None
+        length = self.model.kv_len(cache_id)
+        if length is not None:
+            length = check_length(self.model, "kv_len", length)
+            sequence.version += sequence.length != length
+            sequence.length, sequence.is_known = length, True
+        elif sequence.is_known:  # released by a direct call of the model
+            del self._live[cache_id]
+            return None
+        return sequence
+
+    def get(self, cache_id: str) -> TrackedSequence:
+        """As `find`; a released sequence is RequestValidation."""
+        sequence = self.find(cache_id)
+        if sequence is None:
+            raise RequestValidationError(f"{cache_id!r}: the sequence was released, its handles are stale")
+        return sequence
+
+    def check_new_id(self, cache_id: str) -> None:
+        """Raises RequestValidation for an id under which no sequence can begin."""
+        if _OWN_ID.fullmatch(cache_id):
+            raise RequestValidationError(f"{cache_id!r} is no live sequence, and ids of this form are never reused")
+        if self.model.kv_len(cache_id) is not None:
+            raise RequestValidationError(f"{cache_id!r} is a sequence of the model that this executor did not begin")
+
+    def advance(self, sequence: TrackedSequence, num_tokens: int) -> None:
+        """Counts tokens that the model has appended."""
+        sequence.length += num_tokens
+        sequence.version += 1
+        sequence.is_known = sequence.is_known or self.model.kv_len(sequence.cache_id) is not None
+
+    def release(self, cache_id: str) -> None:
+        """Frees a sequence; an unknown id is no error."""
+        self._live.pop(cache_id, None)
+        self.model.release(cache_id)
+
+    def truncate(self, sequence: TrackedSequence, new_len: int) -> None:
+        """Rolls a sequence back; a length past its end is no error."""
+        if new_len < sequence.length:
+            self.model.truncate_kv(sequence.cache_id, new_len)
+            sequence.length = new_len
+            sequence.version += 1
+
+    def fork(self, sequence: TrackedSequence) -> TrackedSequence:
+        """Copies a sequence under a new id; both share blocks until either writes."""
+        cache_id = self._new_id("cache")
+        self.model.fork(sequence.cache_id, cache_id)
+        fork = TrackedSequence(cache_id, sequence.length, sequence.adapter)
+        self._live[cache_id] = fork
+        return fork
+
+    def count(self) -> int:
+        """Number of live sequences."""
+        return sum(self.find(cache_id) is not None for cache_id in list(self._live))
+
+    def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
+        """Makes positions writable, all or nothing; an id without a sequence gets an empty one."""
+        new = {request.cache_id for request in requests if self.find(check_cache_id(request.cache_id)) is None}
+        for cache_id in new:
+            self.check_new_id(cache_id)
+        reservation = self.model.reserve_kv_slots(requests)
+        if reservation is None:
+            return None
+        for cache_id in new:
+            self.create(cache_id)
+        return check_kind(self.model, "reserve_kv_slots", reservation, KvSlotReservation)
+
+    def cache_metrics(self) -> dict[str, Any]:
+        """The model's counters, plus the fallbacks counted here and the waits in the queue and for the lock."""
+        counters = check_kind(self.model, "cache_metrics_snapshot", self.model.cache_metrics_snapshot() or {}, Mapping)
+        batches = {
+            "schema_version": 1, "unsupported_fallback_calls": 0, "lora_fallback_calls": 0,
+            **counters.get("decode_batch", {}),
+        }  # fmt: skip
+        batches["unsupported_fallback_calls"] += self.unsupported_fallback_calls
+        batches["lora_fallback_calls"] += self.lora_fallback_calls
+        lock = {
+            "schema_version": 1,
+            "samples": self._num_waits,
+            "total_wait_time_us": int(self._waited_seconds * 1e6),
+            "avg_wait_time_ms": self._waited_seconds * 1e3 / self._num_waits if self._num_waits else 0.0,
+        }
+        return {**counters, "decode_batch": batches, "executor_model_lock": lock}
+
+    def _new_id(self, kind: str) -> str:
+        """Returns the next id of a kind that no other caller of the model uses."""
+        ids = (f"llm-{kind}-{number}" for number in self._numbers[kind])
+        return next(cache_id for cache_id in ids if self.model.kv_len(cache_id) is None)
+
+
+@dataclass(eq=False)
+class _Before:
+    """A sequence as it was before a call."""
+
+    sequence: TrackedSequence
+    length: int | None  # positions; None: the call began it
+    adapter: ActiveLoraAdapter | None
+    version: int | None = None  # as the call left it; None while the call runs
+
+
+class UndoLog:
+    """What one call changes, so that a call that fails or is cancelled leaves every sequence as it was.
+
+    A sequence that the call began is released. One that it appended to is truncated, and one that it bound to another
+    adapter is bound to its own again; where the model cannot, it is released, too, and its handles are stale.
+    """
+
+    def __init__(self, table: SequenceTable):
+        self.table = table
+        self._entries: list[_Before] = []
+
+    def begin(self, cache_id: str | None = None, kind: str = "cache") -> TrackedSequence:
+        """Begins a sequence, as `SequenceTable.create`."""
+        sequence = self.table.create(cache_id, kind)
+        self._entries.append(_Before(sequence, None, None))
+        return sequence
+
+    def record(self, sequence: TrackedSequence) -> None:
+        """Records a sequence before the call changes it."""
+        self._entries.append(_Before(sequence, sequence.length, sequence.adapter))
+
+    def seal(self) -> None:
+        """Ends the call: a later `undo` leaves alone whatever has changed since."""
+        for entry in self._entries:
+            entry.version = entry.sequence.version
+
+    def undo(self) -> None:
+        """Restores every recorded sequence, once; errors of a failed model are left to its `reset`."""
+        with self.table.lock:
+            entries, self._entries = self._entries, []
+            if self.table.is_closed:
+                return  # `close` releases every sequence
+            entries = [entry for entry in entries if self._is_untouched(entry)]
+            for entry in entries:
+                if entry.length is None:
+                    with contextlib.suppress(FerrumError):
+                        self.table.release(entry.sequence.cache_id)
+            kept = [entry for entry in entries if self._truncate(entry)]
+            changed = [entry for entry in kept if entry.sequence.adapter != entry.adapter]
+            for entry in changed:  # all of them first, so that the adapters they had can be loaded again
+                self._bind(entry.sequence, None)
+            for entry in changed:
+                if entry.sequence.adapter != entry.adapter:
+                    self._bind(entry.sequence, entry.adapter)
+
+    def _is_untouched(self, entry: _Before) -> bool:
+        if entry.version is None:
+            return True
+        try:
+            found = self.table.find(entry.sequence.cache_id)
+        except FerrumError:  # of a failed model, whose `reset` drops the sequence; the table must drop it, too
+            return True
+        return found is entry.sequence and entry.sequence.version == entry.version
+
+    def _truncate(self, entry: _Before) -> bool:
+        """Truncates a sequence, or releases it; False if it is gone."""
+        sequence, length = entry.sequence, entry.length
+        if length is None:
+            return False
+        with contextlib.suppress(FerrumError):
+            if self.table.find(sequence.cache_id) is None:
+                return False
+            try:
+                self.table.model.truncate_kv(sequence.cache_id, length)
+                sequence.length = min(sequence.length, length)
+            except UnsupportedError:
+                if sequence.length != length:
+                    self.table.release(sequence.cache_id)
+                    return False
+        return True
+
+    def _bind(self, sequence: TrackedSequence, adapter: ActiveLoraAdapter | None) -> None:
+        """Binds an empty sequence to its adapter, or releases it: it must not run with another."""
+        with contextlib.suppress(FerrumError):
+            if self.table.find(sequence.cache_id) is None:
+                return
+            try:
+                self.table.model.set_lora_adapter_for_cache(sequence.cache_id, adapter)
+                sequence.adapter = adapter
+            except FerrumError:
+                self.table.release(sequence.cache_id)
