@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -10,9 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, IOError, UnsupportedError
-
-if TYPE_CHECKING:
-    pass
 
 QuantizeOption = Annotated[
     str | None, typer.Option(help="Matrices in int8 or float8_e4m3fn, or keep: as the checkpoint has them quantised")
@@ -125,8 +122,8 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     cfg, device = source.config, find_device(None)
     settings = EngineConfig.from_environment().over(EngineConfig(dtype=default_dtype(device)))
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
-    kept = param_specs(source, settings.quantize)
-    held = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(kept).values()))
+    loaded = param_specs(source, settings.quantize)
+    dtypes = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(loaded).values()))
     try:
         plan, refusal = plan_ahead(settings, source, device), None
     except FerrumError as problem:
@@ -135,7 +132,7 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     rows = {
         "model": str(source.path),
         "family": cfg.model_type,
-        "parameters": f"{parameters:,} ({num_bytes(kept, dtype) / 1e6:,.0f} MB in {held})",
+        "parameters": f"{parameters:,} ({num_bytes(loaded, dtype) / 1e6:,.0f} MB in {dtypes})",
         "layers": f"{cfg.num_hidden_layers} of width {cfg.hidden_size}, feed-forward {cfg.intermediate_size}",
         "attention": f"{cfg.num_attention_heads} heads of {cfg.head_dim}, {cfg.num_key_value_heads} key/value heads"
         + (f", window {', '.join(windows)}" if windows else ""),
@@ -156,9 +153,12 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     if refusal is not None:
         table.add_row("[bold red]refused[/bold red]", escape(refusal))
-    keys = plan.ladders.declared() if plan is not None else []
+    keys = plan.declared() if plan is not None else []
     if keys:
-        table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, P chunks of C tokens, M blocks a row")
+        table.add_row(
+            "[bold]steps[/bold]",
+            f"{len(keys)}: D rows of one token, P query blocks of C tokens, M KV blocks a row, R rows of logits",
+        )
     for key in keys:
         table.add_row("", str(key))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
@@ -175,10 +175,10 @@ def compile_steps(
     layout: LayoutOption = None,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
-    folder: Annotated[str | None, typer.Option(help="Where steps are kept [default: the user's cache]")] = None,
+    folder: Annotated[str | None, typer.Option(help="Folder of the compiled steps [default: the user's cache]")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove the steps of all models instead")] = False,
 ) -> None:
-    """Compile everything that serving a model may need and keep it on disk: later starts compile nothing."""
+    """Compile everything that serving a model may need and store it on disk: later starts compile nothing."""
     from ferrum_jax.compile import artifacts
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM
@@ -186,7 +186,7 @@ def compile_steps(
 
     root = artifacts_folder(EngineConfig(artifacts=folder).over(EngineConfig.from_environment()))
     if root is None:
-        raise ConfigError("compiled steps are not kept, as FERRUM_ARTIFACTS=0 or a warning says: give --folder")
+        raise ConfigError("compiled steps are not stored, as FERRUM_ARTIFACTS=0 or a warning says: give --folder")
     if clear:
         if model is not None:
             raise ConfigError(f"--clear removes the steps of all models, {model} alone cannot be chosen")
@@ -204,20 +204,20 @@ def compile_steps(
         "layout": layout,
     }
     with LLM(model, **settings, max_loras=max_loras, max_lora_rank=max_lora_rank, artifacts=str(root)) as llm:
-        kept, started = llm.runner.artifacts, time.perf_counter()
-        assert kept is not None
+        store, started = llm.runner.artifacts, time.perf_counter()
+        assert store is not None
         try:
-            kept.refuse_unwritable()
+            store.refuse_unwritable()
         except OSError as problem:
-            raise IOError(f"no compiled step could be kept in {root}: {problem}") from problem
+            raise IOError(f"no compiled step could be stored in {root}: {problem}") from problem
         llm.warmup()
-        sizes, seconds = kept.listed(), time.perf_counter() - started
-    if kept.num_unwritten:
-        raise IOError(f"{kept.num_unwritten} compiled calls could not be written to {root}: a warning says why")
+        sizes, seconds = store.listed(), time.perf_counter() - started
+    if store.num_unwritten:
+        raise IOError(f"{store.num_unwritten} compiled calls could not be written to {root}: a warning says why")
     if not sizes:
-        raise BackendError(f"no compiled step could be kept in {root}: a warning says why")
-    new, size = kept.num_saved, sum(sizes.values()) / 1e6
-    print(f"{len(sizes)} calls in {kept.folder.path}: {new} new, {len(sizes) - new} were there, "
+        raise BackendError(f"no compiled step could be stored in {root}: a warning says why")
+    new, size = store.num_saved, sum(sizes.values()) / 1e6
+    print(f"{len(sizes)} calls in {store.folder.path}: {new} new, {len(sizes) - new} were there, "
           f"{size:.1f} MB, {seconds:.1f} s")  # fmt: skip
 
 
@@ -230,9 +230,9 @@ def convert(
     tokenizer: TokenizerOption = None,
 ) -> None:
     """Write a model as an Orbax checkpoint, with its tokenizer."""
-    from ferrum_jax import converting
+    from ferrum_jax import conversion
 
-    print(converting.convert(model, folder, dtype, quantize=quantize, tokenizer=tokenizer))
+    print(conversion.convert(model, folder, dtype, quantize=quantize, tokenizer=tokenizer))
 
 
 @app.command()

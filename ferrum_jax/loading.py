@@ -13,11 +13,11 @@ from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_edited
 from ferrum_jax.compile.heap import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
-from ferrum_jax.config.numbers import refuse_no_flag
+from ferrum_jax.config.checks import check_flag
 from ferrum_jax.contract.decoding import is_integer
-from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, shown
+from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, safe_repr
 from ferrum_jax.contract.values import Device
-from ferrum_jax.executor.kv_memory import EMPTY_KV, KvMemory
+from ferrum_jax.executor.device import EMPTY_KV, KvMemory
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
@@ -31,6 +31,7 @@ from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
+from ferrum_jax.weights.safetensors_file import check_regular
 
 _log = logging.getLogger(__name__)
 ModelPath = str | os.PathLike[str]
@@ -76,7 +77,7 @@ def load(
         kv_blocks: blocks in the pool.
         memory_fraction: share of free device memory that the pool may take.
         max_step_tokens: tokens of prompts in one step; longer prompts run in several.
-        engine: an `EngineConfig` with the ladders.
+        engine: an `EngineConfig` with the buckets.
         max_loras: adapters loaded at a time.
         max_lora_rank: largest rank of an adapter.
         device: `cpu`, `cuda:0`, …; JAX's default device if None.
@@ -97,8 +98,8 @@ def load(
     """
     if mesh is not None:
         raise UnsupportedError("mesh: several devices are not built yet, pass a device")
-    refuse_no_flag("strict", strict)
-    refuse_no_flag("progress", progress)
+    check_flag("strict", strict)
+    check_flag("progress", progress)
     asked = EngineConfig(
         dtype=None if dtype is None else dtype_name(dtype),
         kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
@@ -191,7 +192,7 @@ def _folder_name(path: os.PathLike[str]) -> str:
     try:
         return os.fspath(path)
     except TypeError as problem:
-        raise ConfigError(f"artifacts is {shown(path)}: {problem}") from None
+        raise ConfigError(f"artifacts is {safe_repr(path)}: {problem}") from None
 
 
 def artifacts_folder(settings: EngineConfig) -> Path | None:
@@ -216,7 +217,7 @@ def artifacts_folder(settings: EngineConfig) -> Path | None:
         try:
             return Path(settings.artifacts).expanduser().absolute()
         except RuntimeError as problem:
-            raise ConfigError(f"artifacts is {shown(settings.artifacts)}: {problem}") from None
+            raise ConfigError(f"artifacts is {safe_repr(settings.artifacts)}: {problem}") from None
     return Path(user_cache_dir("ferrum_jax"), "artifacts")
 
 
@@ -243,7 +244,7 @@ def load_params(
 def open_checkpoint(path: ModelPath) -> Checkpoint:
     """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration, no weights."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise ConfigError(f"path is {shown(path)}, expected the path of a model")
+        raise ConfigError(f"path is {safe_repr(path)}, expected the path of a model")
     try:
         place = Path(path).expanduser()
         found = place.exists()
@@ -251,6 +252,7 @@ def open_checkpoint(path: ModelPath) -> Checkpoint:
         raise NotFoundError(f"{path} cannot be found: {problem}") from None
     if not found:
         raise NotFoundError(f"{place} does not exist")
+    check_regular(place)
     if place.is_file():
         return GgufSource(place)
     return orbax.OrbaxSource(place) if orbax.is_checkpoint(place) else SafetensorsSource(place)
@@ -287,7 +289,7 @@ def param_specs(source: Checkpoint, quantize: str | None) -> ParamTree:
 def _formats(source: Checkpoint, quantize: str | None) -> Formats:
     """Says what remains to be quantised, or to be kept as it is."""
     if quantize == "keep":
-        return {} if isinstance(source, orbax.OrbaxSource) else source.kept_formats()
+        return {} if isinstance(source, orbax.OrbaxSource) else source.native_formats()
     asked = {} if quantize in (None, "none") else choose_formats(source.config, quantize)
     if asked and source.formats and asked != source.formats:
         kinds = ", ".join(sorted({form.dtype for form in source.formats.values()}))
@@ -327,7 +329,7 @@ def _read_all(
         device=device,
         ignorable=lambda name: _ignorable(name, source.config),
         formats=formats,
-        read_kept=source.read_kept if is_kept and not isinstance(source, orbax.OrbaxSource) else None,
+        read_native=source.read_native if is_kept and not isinstance(source, orbax.OrbaxSource) else None,
         progress=progress,
     )
 

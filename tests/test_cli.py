@@ -24,9 +24,15 @@ CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 23, "num_hidden
 Run = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("steps")
+
+
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs `ferrum-jax` with arguments; gives its exit code, output and errors."""
+def run(steps: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `ferrum-jax` with arguments; returns its exit code, output and errors."""
+    monkeypatch.setenv("FERRUM_ARTIFACTS", str(steps))  # so that each step is compiled once for all tests
 
     def run(*args: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["ferrum-jax", *map(str, args)])
@@ -75,7 +81,7 @@ def test_a_quantised_model_is_converted_inspected_and_generates(
 
 
 def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    with LLM(folder, max_seqs=1, kv_capacity=32, engine=EngineConfig(chunk_tokens=(32,)), progress=False) as llm:
+    with LLM(folder, max_seqs=1, kv_capacity=32, engine=EngineConfig(block_tokens=32), progress=False) as llm:
         greedy = llm.generate("cab", SamplingParams(max_tokens=9))[0].text
         code, out, err = run("generate", "-m", folder, "--max-tokens", "9", "--kv-capacity", "32", "cab")
         assert (code, out) == (0, greedy + "\n")
@@ -238,14 +244,14 @@ def test_an_interrupt_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch):
 def test_compile_keeps_the_steps_says_where_and_clears_them(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "32", "--folder", tmp_path / "kept")
+    options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "8", "--folder", tmp_path / "kept")
     code, out, _ = run(*options)
     assert code == 0
     kept = sorted((tmp_path / "kept").rglob("*.step"))
     assert out.startswith(f"{len(kept)} calls in {kept[0].parent}: {len(kept)} new, 0 were there, ")
     assert run(*options)[1].startswith(f"{len(kept)} calls in {kept[0].parent}: 0 new, {len(kept)} were there, ")
     monkeypatch.setenv("FERRUM_ARTIFACTS", str(tmp_path / "kept"))
-    with LLM(folder, max_seqs=1, kv_capacity=32, progress=False, strict=True) as llm:
+    with LLM(folder, max_seqs=1, kv_capacity=8, progress=False, strict=True) as llm:
         llm.warmup(progress=False)
         llm.generate("cab", SamplingParams(max_tokens=4))
         assert llm.runner.compile_stats()["compiled"] == 0
@@ -255,13 +261,14 @@ def test_compile_keeps_the_steps_says_where_and_clears_them(
     assert not list((tmp_path / "kept").rglob("*.step"))
 
 
-def test_compile_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Path):
+def test_compile_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FERRUM_ARTIFACTS", "0")
     refused(run("compile", folder), "Config", "FERRUM_ARTIFACTS=0", "--folder")
     refused(run("compile", folder, "--clear", "--folder", tmp_path), "Config", "all models")
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     refused(run("compile", "--clear", "--folder", tmp_path / "open"), "IO", "may be written by others")
-    refused(run("compile", folder, "--folder", tmp_path / "open"), "IO", "no compiled step could be kept")
+    refused(run("compile", folder, "--folder", tmp_path / "open"), "IO", "no compiled step could be stored")
     refused(run("compile", tmp_path / "nowhere", "--folder", tmp_path / "new"), "NotFound", "no model at")
     assert not (tmp_path / "new").exists()
 
@@ -277,5 +284,6 @@ def test_compile_fails_where_there_is_no_place_for_a_step(
         write(self, name, *parts)
 
     monkeypatch.setattr(PrivateFolder, "write", full)
-    options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "32", "--folder", tmp_path / "kept")
+    monkeypatch.setattr(LLM, "warmup", lambda llm: llm.prepare([1, 2], SamplingParams(max_tokens=2)))  # fewer steps
+    options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "8", "--folder", tmp_path / "kept")
     refused(run(*options), "IO", "compiled calls could not be written to", str(tmp_path / "kept"))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from ferrum_jax import EngineConfig, ModelConfig, models
-from ferrum_jax.config import FAMILIES, RopeScaling, dtype_name
-from ferrum_jax.config.experts import ExpertsConfig
+from ferrum_jax.config import FAMILIES, ExpertsConfig, RopeScaling, dtype_name
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.executor import EnginePlan, plan_engine
 from ferrum_jax.models import registry
@@ -322,7 +321,7 @@ def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
             "'longrope' is not implemented",
         ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, UnsupportedError, "'linear' is not implemented for phi3"),
-        ({"partial_rotary_factor": 0.76, "rope_scaling": None}, ConfigError, "it turns 97 of 128 numbers"),
+        ({"partial_rotary_factor": 0.76, "rope_scaling": None}, ConfigError, "it rotates 97 of 128 numbers"),
     ):
         with pytest.raises(kind, match=says):
             ModelConfig.from_hf(PHI4_MINI | changes)
@@ -347,9 +346,9 @@ def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():
     named = ("rope_theta", "rope_local_base_freq", "rope_scaling")
     newer = {name: value for name, value in scaled.items() if name not in named} | {"rope_parameters": kinds}
     assert ModelConfig.from_hf(newer) == ModelConfig.from_hf(scaled)
-    kinds["sliding_attention"] |= {"rope_type": "linear", "factor": 2.0}
+    scaled_window = kinds | {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}
     for changes, says in (
-        ({"rope_parameters": kinds}, "rope_type 'linear' of layers with a window"),
+        ({"rope_parameters": scaled_window}, "rope_type 'linear' of layers with a window"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
         (
             {"use_bidirectional_attention": True},
@@ -396,16 +395,33 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "a factor of 0": (rope(factor=0.0, low_freq_factor=1, high_freq_factor=4), ConfigError, "factor"),
     "a theta of 0": ({"rope_theta": 0.0}, ConfigError, "rope_theta is 0.0"),
     "heads that cannot be shared": ({"num_key_value_heads": 5}, ConfigError, "32 attention heads cannot share 5"),
-    "no heads": ({"num_attention_heads": 0}, ConfigError, "wrong type"),
+    "no heads": ({"num_attention_heads": 0}, ConfigError, "num_attention_heads is 0"),
     "no kv heads": ({"num_key_value_heads": 0}, ConfigError, "num_key_value_heads is 0"),
     "half a head": ({"num_attention_heads": 31.5}, ConfigError, "num_attention_heads is 31.5"),
     "an odd head": ({"head_dim": 63}, ConfigError, "head_dim is 63"),
     "an empty head": ({"head_dim": 0}, ConfigError, "head_dim is 0"),
     "a size that is text": ({"vocab_size": "128256"}, ConfigError, "vocab_size is '128256'"),
     "a size that is a truth": ({"hidden_size": True}, ConfigError, "hidden_size is True"),
-    "layers that are text": ({"num_hidden_layers": "32"}, ConfigError, "wrong type"),
+    "layers that are text": ({"num_hidden_layers": "32"}, ConfigError, "num_hidden_layers is '32'"),
     "a negative size": ({"intermediate_size": -1}, ConfigError, "intermediate_size is -1"),
-    "an epsilon that is text": ({"rms_norm_eps": "small"}, ConfigError, "wrong type"),
+    "an epsilon that is text": ({"rms_norm_eps": "small"}, ConfigError, "rms_norm_eps is 'small', expected a number"),
+    "an epsilon that is text of a number": ({"rms_norm_eps": "4"}, ConfigError, "rms_norm_eps is '4'"),
+    "a theta that is a truth": ({"rope_theta": True}, ConfigError, "rope_theta is True"),
+    "a theta that float32 has not": ({"rope_theta": 1e39}, ConfigError, "rope_theta is 1e\\+39"),
+    "a factor that float32 has not": (
+        {"rope_scaling": {"type": "yarn", "factor": 1.7e308}}, ConfigError, "factor is 1.7e\\+308",
+    ),
+    "a factor that makes too many positions": (
+        {"rope_scaling": {"type": "yarn", "factor": 1e6}}, ConfigError, "factor of the RoPE scaling is 1e\\+06: 131072",
+    ),
+    "positions of 400 digits": ({"max_position_embeddings": 10**400}, ConfigError, "max_position_embeddings is 10"),
+    "an original length of 400 digits": (
+        {"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 10**400}},
+        ConfigError,
+        "original_max_position_embeddings of the RoPE scaling is 10",
+    ),
+    "a width of 20 digits": ({"hidden_size": 10**20}, ConfigError, "hidden_size is 1.*, expected at most 2147483647"),
+    "more layers than any model has": ({"num_hidden_layers": 9999}, ConfigError, "9999, expected at most 1000"),
     "a switch that is text": ({"tie_word_embeddings": "false"}, ConfigError, "tie_word_embeddings is 'false'"),
 }  # fmt: skip
 
@@ -441,10 +457,13 @@ def test_a_missing_size_is_named(name: str):
 BAD_SETTINGS: list[tuple[str, Any]] = [
     *((name, value) for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens")
       for value in (0, -1, 1.5, True, "8")),
+    ("spec_tokens", 99_999_999), ("multi_step_tokens", 1025), ("max_seqs", 10**9), ("max_loras", 10**9),
+    ("max_lora_rank", 10**9), ("kv_capacity", 2**31), ("block_size", 10**400), ("kv_blocks", 2**31),
     ("max_loras", -1), ("max_lora_rank", -1), ("spec_tokens", -1), ("memory_fraction", 0.0), ("memory_fraction", 1.1),
     ("memory_fraction", float("nan")), ("memory_fraction", "half"), ("prefix_cache", "off"), ("dtype", "int8"),
-    ("dtype", "f32"), ("kv_dtype", "float64"), ("decode_rows", ()), ("chunk_rows", (2, 1)), ("chunk_tokens", (4, 4)),
-    ("verify_tokens", (0, 1)), ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)), ("quantize", "fp8"), ("quantize", 8),
+    ("dtype", "f32"), ("kv_dtype", "float64"), ("decode_rows", ()), ("query_blocks", (2, 1)), ("verify_blocks", (4, 4)),
+    ("verify_blocks", (0, 1)), ("verify_tokens", (4, 8)), ("block_tokens", 0),
+    ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)), ("quantize", "fp8"), ("quantize", 8),
 ]  # fmt: skip
 
 
@@ -463,7 +482,20 @@ ENVIRONMENT: dict[str, tuple[str, str, Any, str]] = {
     "FERRUM_DTYPE": ("FP32", "dtype", "float32", ""),
     "FERRUM_QUANTIZE": ("int8", "quantize", "int8", "int4"),
     "FERRUM_SPEC_N": ("4", "spec_tokens", 4, "4.5"),
+    "FERRUM_WINDOW_KV": ("1", "window_kv", True, "2"),
+    "FERRUM_ATTENTION": ("XLA", "attention", "xla", "flash"),
+    "FERRUM_LAYOUT": ("fused", "layout", "fused", "flat"),
 }
+
+
+@pytest.mark.parametrize(
+    ("variable", "number"),
+    [("FERRUM_SPEC_N", 99999999), ("FERRUM_PAGED_MAX_SEQS", 10**9), ("FERRUM_KV_CAPACITY", 2**31),
+     ("FERRUM_KV_MAX_BLOCKS", 10**30), ("FERRUM_KV_CAPACITY", "9" * 5000)],
+)  # fmt: skip
+def test_a_number_beyond_reason_is_refused_and_its_variable_named(variable: str, number: Any):
+    with pytest.raises(ConfigError, match=f"^{variable}='{number}' cannot be used"):
+        EngineConfig.from_environment({variable: str(number)})
 
 
 @pytest.mark.parametrize("variable", ENVIRONMENT)
@@ -517,13 +549,13 @@ def planned(cfg: ModelConfig = SMALL, *, free_bytes: int = 10**12, platform: str
 def test_a_pool_holds_every_sequence_at_full_length_where_both_are_given():
     plan = planned(max_seqs=3, kv_capacity=100, block_size=16)
     assert (plan.max_seqs, plan.kv_capacity, plan.cache.num_blocks) == (3, 100, 3 * 7)
-    assert plan.ladders.table_columns == 7
+    assert plan.buckets.table_columns == 7
     assert plan.cache.bytes_per_position == POSITION
-    needed = 21 * 16 * POSITION
-    exact = planned(max_seqs=3, kv_capacity=100, block_size=16, memory_fraction=1.0, free_bytes=needed)
+    needed, sampler = 21 * 16 * POSITION, plan.sampler.num_bytes
+    exact = planned(max_seqs=3, kv_capacity=100, block_size=16, memory_fraction=1.0, free_bytes=needed + sampler)
     assert exact.cache.num_blocks == 21
     with pytest.raises(ResourceExhaustedError, match=f"21 blocks takes {needed:,} bytes") as caught:
-        planned(max_seqs=3, kv_capacity=100, block_size=16, memory_fraction=1.0, free_bytes=needed - 1)
+        planned(max_seqs=3, kv_capacity=100, block_size=16, memory_fraction=1.0, free_bytes=needed + sampler - 1)
     assert (caught.value.needed, caught.value.free) == (21, 20)
 
 
@@ -538,45 +570,62 @@ def test_the_default_capacity_is_the_models_maximum_up_to_4096():
 def test_a_default_pool_is_clamped_to_what_is_free():
     roomy = planned()
     assert roomy.cache.num_blocks == 8 * 4096 // roomy.cache.block_size
-    block = roomy.cache.block_size * POSITION
-    tight = planned(free_bytes=2 * 5 * block)  # a half of it may be taken on a CPU
+    block, sampler = roomy.cache.block_size * POSITION, roomy.sampler.num_bytes
+    tight = planned(free_bytes=2 * 5 * block + sampler)  # a half of it may be taken on a CPU
     assert tight.cache.num_blocks == 5
     assert tight.kv_capacity == 5 * tight.cache.block_size  # one sequence cannot be longer than the pool
-    assert tight.ladders.table_columns == 5
+    assert tight.buckets.table_columns == 5
     with pytest.raises(ResourceExhaustedError):
-        planned(free_bytes=2 * block - 1)
+        planned(free_bytes=2 * block + sampler - 1)
 
 
 def test_more_memory_may_be_taken_of_a_gpu_and_as_much_as_is_said():
-    block = 128 * POSITION // 2
-    assert planned(platform="gpu", free_bytes=100 * block).cache.num_blocks == 85
-    assert planned(platform="gpu", free_bytes=100 * block, memory_fraction=0.3).cache.num_blocks == 30
+    block, sampler = 128 * POSITION // 2, planned().sampler.num_bytes
+    free = 100 * block + sampler
+    assert planned(platform="gpu", free_bytes=free).cache.num_blocks == 85
+    assert planned(platform="gpu", free_bytes=free, memory_fraction=0.3).cache.num_blocks == 30
     assert planned(platform="gpu").cache.dtype == "bfloat16"
     assert planned(platform="cpu").cache.dtype == "float32"
     assert planned(dtype="float32", kv_dtype="float16").cache.dtype == "float16"
 
 
-def test_ladders_end_in_the_largest_that_can_be_asked_for():
-    ladders = planned(max_seqs=6, kv_capacity=100, max_step_tokens=512).ladders
-    assert ladders.decode_rows == (1, 4, 6)
-    assert ladders.chunk_rows == (1, 4, 6)
-    assert ladders.chunk_tokens[-1] == 100
-    assert planned(max_seqs=6, kv_capacity=1000, max_step_tokens=64).ladders.chunk_tokens[-1] == 64
+def test_buckets_end_in_the_largest_that_can_be_asked_for():
+    buckets = planned(max_seqs=6, kv_capacity=1000, max_step_tokens=512).buckets
+    assert buckets.decode_rows == (1, 4, 6)
+    assert (buckets.query_blocks, buckets.block_tokens) == ((1, 2, 4, 8), 64)
+    assert (buckets.max_rows, buckets.kv_capacity, buckets.max_step_tokens) == (6, 1000, 512)
+    assert set(buckets.mixed_blocks) <= set(buckets.query_blocks)
     with pytest.raises(ConfigError, match="decode_rows ends in 8, max_seqs is 6"):
         planned(max_seqs=6, decode_rows=(1, 8))
-    with pytest.raises(ConfigError, match="chunk_rows ends in 7"):
-        planned(max_seqs=6, chunk_rows=(7,))
+    with pytest.raises(ConfigError, match="verify_blocks ends in 7, max_seqs is 6"):
+        planned(max_seqs=6, verify_blocks=(7,))
+    with pytest.raises(ConfigError, match="query_blocks end in 9 of 64 tokens, max_step_tokens is 512"):
+        planned(query_blocks=(9,), max_step_tokens=512)
+
+
+def test_a_step_is_no_larger_than_all_sequences_together_and_a_block_no_larger_than_one():
+    small = planned(max_seqs=2, kv_capacity=20).buckets
+    assert (small.block_tokens, small.query_blocks) == (20, (1, 2))
+    assert planned(max_seqs=2, kv_capacity=200, max_step_tokens=48).buckets.block_tokens == 48
+    asked = planned(kv_capacity=200, block_tokens=16, verify_tokens=99).buckets
+    assert (asked.block_tokens, asked.verify_tokens) == (16, 16)
+
+
+def test_a_gpu_takes_larger_blocks_and_more_of_them_in_a_step():
+    buckets = planned(platform="gpu").buckets
+    assert (buckets.block_tokens, buckets.max_step_tokens) == (128, 2048)
+    assert buckets.step_overhead > planned(platform="cpu").buckets.step_overhead
 
 
 def test_what_was_asked_for_is_in_the_plan():
     plan = planned(prefix_cache=True, max_loras=3, max_lora_rank=16, spec_tokens=4, max_seqs=6)
     assert plan.prefix_cache
     assert plan.loras == LoraSpec(max_loras=3, max_rank=16)
-    assert plan.ladders.verify_rows == (1, 4, 6)
+    assert (plan.buckets.verify_blocks, plan.buckets.verify_tokens) == ((1, 4, 6), 5)
     plain = planned(prefix_cache=False, max_loras=0, max_lora_rank=0, spec_tokens=0, max_seqs=6)
     assert not plain.prefix_cache
     assert plain.loras is None
-    assert plain.ladders.verify_rows == (1,)
+    assert plain.buckets.verify_blocks == (1,)
 
 
 @pytest.mark.parametrize("half", [{"max_loras": 1}, {"max_lora_rank": 8}])
@@ -593,7 +642,7 @@ def test_stacks_of_adapters_take_room_from_the_pool():
     assert adapted.cache.num_bytes < plain.cache.num_bytes
 
 
-def test_eight_sequences_of_2048_positions_take_at_most_40_steps():
+def test_eight_sequences_of_2048_positions_take_at_most_20_programs():
     plan = planned(max_seqs=8, kv_capacity=2048)
-    assert len(plan.ladders.steps()) <= 40
-    assert len(plan.ladders.declared()) <= 42, "with the small calls beside them"
+    assert len(plan.buckets.steps()) <= 12
+    assert len(plan.declared()) <= 20, "with the small programs beside the steps"

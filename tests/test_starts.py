@@ -23,14 +23,14 @@ from ferrum_jax.compile.artifacts import Artifact, memory_of
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract import ActiveLoraAdapter, GreedyArgmax
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.kv_memory import EMPTY_KV
+from ferrum_jax.executor.device import EMPTY_KV
 from tests import tiny
 from tests.generate.test_request import letters
 from tests.shipped import needs_optimisations
 
 CONFIG: dict[str, Any] = tiny.CONFIGS["qwen3_tied"] | {"vocab_size": 23, "num_hidden_layers": 2}
 SMALL: dict[str, Any] = {"max_seqs": 2, "kv_capacity": 48, "block_size": 16, "progress": False}
-FEW = EngineConfig(decode_rows=(2,), chunk_rows=(2,), chunk_tokens=(24,), verify_tokens=(6,), max_step_tokens=48)
+FEW = EngineConfig(decode_rows=(2,), query_blocks=(2,), block_tokens=24, verify_tokens=6, max_step_tokens=48)
 PROMPT = [3, 1, 4, 1, 5]
 WORK = ("/jax/core/compile/backend_compile_duration", "/jax/core/compile/jaxpr_trace_duration")
 
@@ -106,8 +106,8 @@ def test_a_second_start_compiles_and_traces_nothing_and_answers_bit_for_bit_the_
         assert (stats["compiled"], stats["compiles_after_warmup"], stats["on_disk"]) == (0, 0, 0)
         assert stats["loaded"] == len(llm.runner.plan.declared())
         for key in llm.runner.plan.declared():
-            if not str(key).startswith(("select", "gather", "score")):  # the executable's own word, not the file's
-                took = memory_of(llm.runner._steps.get(key))["alias_bytes"]
+            if str(key).startswith(("step", "copy")):  # the executable's own word, not the file's
+                took = memory_of(llm.runner._programs.get(key))["alias_bytes"]
                 assert took >= llm.runner.plan.cache.num_bytes, key
     assert work == []
 

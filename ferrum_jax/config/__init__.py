@@ -1,5 +1,8 @@
 """Settings: what a model is (`ModelConfig`) and how the engine should run it (`EngineConfig`)."""
 
+from ferrum_jax.config.components import ExpertsConfig as ExpertsConfig
+from ferrum_jax.config.components import LatentConfig as LatentConfig
+from ferrum_jax.config.components import RopeScaling as RopeScaling
 from ferrum_jax.config.engine import ATTENTIONS as ATTENTIONS
 from ferrum_jax.config.engine import DTYPES as DTYPES
 from ferrum_jax.config.engine import ENVIRONMENT as ENVIRONMENT
@@ -9,4 +12,3 @@ from ferrum_jax.config.engine import EngineConfig as EngineConfig
 from ferrum_jax.config.engine import dtype_name as dtype_name
 from ferrum_jax.config.families import FAMILIES as FAMILIES
 from ferrum_jax.config.model import ModelConfig as ModelConfig
-from ferrum_jax.config.rope import RopeScaling as RopeScaling

@@ -1,4 +1,4 @@
-"""How the engine should run a model, and the one reader of the environment."""
+"""Settings of the engine, and the one reader of the environment."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -7,27 +7,36 @@ from typing import Any, Self
 
 import numpy as np
 
-from ferrum_jax.config.numbers import refuse_below, refuse_no_flag
-from ferrum_jax.contract.errors import ConfigError, shown
+from ferrum_jax.config.checks import LARGEST_COUNT, check_flag, check_integer
+from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
 ATTENTIONS = ("xla", "triton", "cudnn", "tpu")
 DTYPES = ("float32", "float16", "bfloat16")
 QUANTISED = ("int8", "float8_e4m3fn", "keep", "none")
+_COUNTS = {  # from, to
+    **dict.fromkeys(
+        ("kv_capacity", "block_size", "kv_blocks", "max_step_tokens", "block_tokens", "verify_tokens"),
+        (1, LARGEST_COUNT),
+    ),
+    "max_seqs": (1, 1 << 16),
+    **dict.fromkeys(("max_loras", "max_lora_rank"), (0, 1 << 16)),
+    **dict.fromkeys(("spec_tokens", "multi_step_tokens"), (0, 1 << 10)),
+}
 _NAMES = {"dtype": DTYPES, "kv_dtype": DTYPES, "attention": ATTENTIONS, "layout": LAYOUTS, "quantize": QUANTISED}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How the engine should run a model; None means: chosen for the model and the device.
+    """How the engine runs a model; None leaves the choice to the engine, by model and device.
 
-    Ladders are ascending bucket sizes; what exceeds the largest runs in several steps.
+    Buckets are ascending sizes; what exceeds the largest runs in several steps.
     """
 
     dtype: str | None = None  # of weights and activations
     kv_dtype: str | None = None
     attention: str | None = None  # which backend computes it: xla, triton, cudnn or tpu
-    quantize: str | None = None  # of weights of products; "keep": as the checkpoint has them quantised, "none": not
+    quantize: str | None = None  # weights of products; "keep": as the checkpoint has them, "none": dequantised
     max_seqs: int | None = None  # live sequences
     kv_capacity: int | None = None  # positions one sequence can reach
     block_size: int | None = None  # positions
@@ -35,48 +44,47 @@ class EngineConfig:
     memory_fraction: float | None = None  # of free device memory, for the default pool
     max_step_tokens: int | None = None  # tokens of prompts in one step
     prefix_cache: bool | None = None
-    window_kv: bool | None = None  # layers that see a window keep no more; None: where that halves them at least
+    window_kv: bool | None = None  # sliding-window cache; None: where it halves the KV at least
     max_loras: int | None = None
     max_lora_rank: int | None = None
     spec_tokens: int | None = None  # drafted tokens per round
-    loop_tokens: int | None = None  # tokens that one device call of `decode_n` chooses for each row; 0: none
-    decode_rows: tuple[int, ...] | None = None  # ladder of D
-    chunk_rows: tuple[int, ...] | None = None  # ladder of P
-    chunk_tokens: tuple[int, ...] | None = None  # ladder of C, tokens
-    verify_tokens: tuple[int, ...] | None = None  # ladder of C where every token wants logits
-    verify_rows: tuple[int, ...] | None = None  # ladder of P where every token wants logits
+    multi_step_tokens: int | None = None  # tokens that one device call of `decode_n` chooses for each row; 0: none
+    decode_rows: tuple[int, ...] | None = None  # buckets of D, rows of one token
+    query_blocks: tuple[int, ...] | None = None  # buckets of P, query blocks of prompts
+    block_tokens: int | None = None  # C, tokens of a query block
+    verify_blocks: tuple[int, ...] | None = None  # buckets of P where every token has logits
+    verify_tokens: int | None = None  # their C
     layout: str | None = None  # of the parameters: `checkpoint`, `fused` or `scanned`
     artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
 
     def __post_init__(self):
         for field in fields(self):
             object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
-        for name in ("max_seqs", "kv_capacity", "block_size", "kv_blocks", "max_step_tokens"):
-            refuse_below(name, getattr(self, name), 1)
-        for name in ("max_loras", "max_lora_rank", "spec_tokens", "loop_tokens"):
-            refuse_below(name, getattr(self, name), 0)
-        for name in ("decode_rows", "chunk_rows", "chunk_tokens", "verify_tokens", "verify_rows"):
-            if (ladder := getattr(self, name)) is None:
+        for name, (least, most) in _COUNTS.items():
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, least, most)
+        for name in ("decode_rows", "query_blocks", "verify_blocks"):
+            if (sizes := getattr(self, name)) is None:
                 continue
-            if not isinstance(ladder, (tuple, list)):
-                raise ConfigError(f"{name} is {shown(ladder)}, expected ascending sizes of at least 1")
-            for size in ladder:
-                refuse_below(f"a size in {name}", size, 1)
-            if not ladder or list(ladder) != sorted(set(ladder)):
-                raise ConfigError(f"{name} is {ladder!r}, expected ascending sizes of at least 1")
+            if not isinstance(sizes, tuple):
+                raise ConfigError(f"{name} is {safe_repr(sizes)}, expected ascending sizes of at least 1")
+            for size in sizes:
+                check_integer(f"a size in {name}", size, 1)
+            if not sizes or list(sizes) != sorted(set(sizes)):
+                raise ConfigError(f"{name} is {sizes!r}, expected ascending sizes of at least 1")
         fraction = self.memory_fraction
         is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
         if fraction is not None and not (is_number and 0 < fraction <= 1):
-            raise ConfigError(f"memory_fraction is {shown(fraction)}, expected more than 0 and at most 1")
+            raise ConfigError(f"memory_fraction is {safe_repr(fraction)}, expected more than 0 and at most 1")
         for name in ("prefix_cache", "window_kv"):
             if (value := getattr(self, name)) is not None:
-                refuse_no_flag(name, value)
+                check_flag(name, value)
         folder = self.artifacts
         if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
-            raise ConfigError(f"artifacts is {shown(self.artifacts)}, expected a folder, True or False")
+            raise ConfigError(f"artifacts is {safe_repr(self.artifacts)}, expected a folder, True or False")
         for name, known in _NAMES.items():
             if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value in known):
-                raise ConfigError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
+                raise ConfigError(f"{name} is {safe_repr(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -99,11 +107,11 @@ class EngineConfig:
         return replace(other, **mine)
 
     def joined(self, engine: Self | None) -> Self:
-        """Fills what is None here, an argument that was not given, from `engine`; what both set alike is no error."""
+        """Fills what is None here from `engine`; a setting may be in both if the values are equal."""
         if engine is None:
             return self
         if not isinstance(engine, EngineConfig):
-            raise ConfigError(f"engine is {shown(engine)}, expected an EngineConfig")
+            raise ConfigError(f"engine is {safe_repr(engine)}, expected an EngineConfig")
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(engine, field.name)
             if mine is not None and theirs is not None and mine != theirs:
@@ -111,16 +119,16 @@ class EngineConfig:
         return self.over(engine)
 
     def over_environment(self) -> Self:
-        """Fills what is None here from the environment, but no `kv_blocks` where the other two fix the pool."""
+        """Fills what is None here from the environment, except `kv_blocks` if the other two fix the pool."""
         there = self.from_environment()
         is_fixed = self.max_seqs is not None and self.kv_capacity is not None
         return self.over(replace(there, kv_blocks=None) if is_fixed else there)
 
 
 def _plain(value: Any) -> Any:
-    """Gives Python's number for one of NumPy, in a ladder, too."""
+    """Python's number for one of NumPy, and a tuple for a list, whose items it replaces likewise."""
     if isinstance(value, (tuple, list)):
-        return type(value)(map(_plain, value))
+        return tuple(one.item() if isinstance(one, (np.integer, np.floating)) else one for one in value)
     return value.item() if isinstance(value, (np.integer, np.floating)) else value
 
 
@@ -131,9 +139,9 @@ def _flag(text: str) -> bool:
 
 
 def dtype_name(text: str) -> str:
-    """Gives the full name of a floating dtype: `bf16` is `bfloat16`."""
+    """Full name of a floating dtype: `bf16` is `bfloat16`."""
     if not isinstance(text, str):
-        raise ConfigError(f"dtype is {shown(text)}, expected a name such as 'float32'")
+        raise ConfigError(f"dtype is {safe_repr(text)}, expected a name such as 'float32'")
     short = {"fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16"}
     return (short | {"bf16": "bfloat16"}).get(text.lower(), text.lower())
 
@@ -152,4 +160,4 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_LAYOUT": ("layout", str),
     "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
 }
-ENVIRONMENT: Mapping[str, str] = os.environ  # of which the compilers below JAX read more than this package does
+ENVIRONMENT: Mapping[str, str] = os.environ  # read by the compilers below JAX as well

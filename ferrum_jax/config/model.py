@@ -1,15 +1,13 @@
-"""What a model is, out of its `config.json`."""
+"""The architecture of a model, read from its `config.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from ferrum_jax.config.experts import ExpertsConfig
+from ferrum_jax.config.checks import LARGEST_COUNT, check_integer
+from ferrum_jax.config.components import ExpertsConfig, LatentConfig, RopeScaling, check_fields
 from ferrum_jax.config.families import read_fields
-from ferrum_jax.config.latent import LatentConfig
-from ferrum_jax.config.numbers import refuse_below, refuse_no_count, refuse_not_positive
-from ferrum_jax.config.rope import RopeScaling
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,30 +26,28 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
-    partial_rotary_factor: float = 1.0  # the share of each head that turns
-    local_rope_theta: float | None = None  # of layers with a window, which then have no scaling; as the others' if None
-    layers_without_rope: tuple[int, ...] = ()  # whose heads do not turn at all
+    partial_rotary_factor: float = 1.0  # share of each head that is rotated
+    local_rope_theta: float | None = None  # of sliding-window layers, without scaling; None: as the others
+    layers_without_rope: tuple[int, ...] = ()  # indices of layers without rotary embeddings
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
     attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm of every query and key head
     attention_multiplier: float | None = None  # of scores; head_dim ** -0.5 if None
-    attention_sinks: bool = False  # a learnt score of each query head that takes its share of the softmax for nothing
-    attn_logit_softcapping: float | None = None  # scores are softened to stay below it
+    attention_sinks: bool = False  # a learnt score per query head, which only adds to the softmax's denominator
+    attn_logit_softcapping: float | None = None  # bound that a tanh keeps scores within
     final_logit_softcapping: float | None = None
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of what a block adds
+    residual_multiplier: float = 1.0  # of each block's output
     logits_scaling: float = 1.0  # divides the logits
-    layer_windows: tuple[int | None, ...]  # per layer: positions seen, or None for all
+    layer_windows: tuple[int | None, ...]  # sliding window of each layer, in positions; None: full attention
     experts: ExpertsConfig | None = None
-    latent: LatentConfig | None = None  # what attention is then made of
+    latent: LatentConfig | None = None  # multi-head latent attention, where not None
     dtype: str = "float32"  # of the checkpoint
 
     def __post_init__(self):
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "num_key_value_heads", "head_dim", "max_position_embeddings"):  # fmt: skip
-            refuse_no_count(name, getattr(self, name), 1)
+        check_fields(self)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key/value heads"
@@ -59,35 +55,32 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
         without, layers = self.layers_without_rope, range(self.num_hidden_layers)
-        if not isinstance(without, tuple) or any(layer not in layers for layer in without):
-            raise ConfigError(f"layers_without_rope are {shown(without)}, expected a tuple out of {len(layers)} layers")
-        refuse_not_positive("partial_rotary_factor", self.partial_rotary_factor)
+        if not all(type(layer) is int and layer in layers for layer in without):
+            raise ConfigError(f"layers_without_rope are {safe_repr(without)}, expected some of {len(layers)} layers")
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
             raise ConfigError(
-                f"partial_rotary_factor is {self.partial_rotary_factor}: it turns {self.rotary_dim} of {self.head_dim} "
-                "numbers of a head, expected an even number of them"
+                f"partial_rotary_factor is {self.partial_rotary_factor}: it rotates {self.rotary_dim} of "
+                f"{self.head_dim} numbers of a head, expected an even number of them"
             )
-        if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise ConfigError(f"rope_scaling is {shown(self.rope_scaling)}, expected a RopeScaling or None")
-        if self.rope_scaling is not None and self.rope_scaling.rope_type == "longrope":
-            for divisors in (self.rope_scaling.short_factor or (), self.rope_scaling.long_factor or ()):
+        scaling = self.rope_scaling
+        if scaling is not None and self._original_length * scaling.factor > LARGEST_COUNT:
+            raise ConfigError(
+                f"factor of the RoPE scaling is {scaling.factor:g}: {self._original_length} positions times that are "
+                f"more than {LARGEST_COUNT}"
+            )
+        if scaling is not None and scaling.rope_type == "longrope":
+            for divisors in (scaling.short_factor or (), scaling.long_factor or ()):
                 if 2 * len(divisors) != self.rotary_dim:
                     raise ConfigError(f"longrope has {len(divisors)} factors for {self.rotary_dim // 2} pairs")
-        if not isinstance(self.layer_windows, tuple):
-            raise ConfigError(f"layer_windows is {shown(self.layer_windows)}, expected a tuple")
         if len(self.layer_windows) != self.num_hidden_layers:
             raise ConfigError(f"{len(self.layer_windows)} layer types for {self.num_hidden_layers} layers")
         for window in self.layer_windows:
-            refuse_below("sliding_window", window, 1)
-        for name in ("rope_theta", "rms_norm_eps", "embedding_multiplier", "residual_multiplier", "logits_scaling"):
-            refuse_not_positive(name, getattr(self, name))
-        for name in ("local_rope_theta", "attention_multiplier", "attn_logit_softcapping", "final_logit_softcapping"):
-            if getattr(self, name) is not None:
-                refuse_not_positive(name, getattr(self, name))
+            if window is not None:
+                check_integer("sliding_window", window, 1)
 
     @property
     def rotary_dim(self) -> int:
-        """Numbers of each head that turn: the first ones, or those after the latent."""
+        """Width of each head's rotated part: its first numbers, or those after the latent."""
         if self.latent is not None:
             return self.latent.qk_rope_head_dim
         return int(self.head_dim * self.partial_rotary_factor)
@@ -96,8 +89,8 @@ class ModelConfig:
         """The same model, for sequences of up to `length` positions.
 
         It differs where LongRoPE (Ding et al. 2024) has other frequencies for sequences longer than the original ones.
-        All positions then turn by those, so that a cached key need never turn again. A model that has them already
-        keeps them for shorter sequences, too, unless it is to reach `length` `at_most`.
+        All positions then use those, so that a cached key is never rotated again. A model that has them already
+        has them for shorter sequences, too, unless `at_most`: `length` is then the longest.
         """
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type != "longrope" or scaling.original_max_position_embeddings is None:
@@ -107,14 +100,20 @@ class ModelConfig:
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence the position embeddings are meant for, in positions, scalings included."""
+        """Longest sequence the position embeddings are meant for, in positions, with scaling."""
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type == "llama3":
             return self.max_position_embeddings
-        original = scaling.original_max_position_embeddings or self.max_position_embeddings
+        if scaling.rope_type == "longrope" and not scaling.is_long:
+            return min(self._original_length, self.max_position_embeddings)
         if scaling.rope_type == "longrope":
-            return self.max_position_embeddings if scaling.is_long else min(original, self.max_position_embeddings)
-        return max(self.max_position_embeddings, int(original * scaling.factor))
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(self._original_length * scaling.factor))
+
+    @property
+    def _original_length(self) -> int:
+        original = None if self.rope_scaling is None else self.rope_scaling.original_max_position_embeddings
+        return original or self.max_position_embeddings
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
@@ -128,8 +127,6 @@ class ModelConfig:
             raise ConfigError(f"a configuration is a {type(config).__name__}, expected a mapping")
         try:
             return cls(**read_fields(config))
-        except KeyError as missing:
-            raise ConfigError(f"no field {missing.args[0]!r}") from None
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as wrong:
             if isinstance(wrong, (ConfigError, UnsupportedError)):
                 raise

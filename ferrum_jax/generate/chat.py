@@ -13,10 +13,10 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 import jinja2.utils
 
 from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
+from ferrum_jax.generate.chat_sandbox import LARGEST_SOURCE, ChatEnvironment, render_within_limits
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
@@ -46,7 +46,7 @@ def render_chat(
 
     Raises:
         RequestValidationError: the messages, tools or variables do not have their form.
-        TokenizerError: the template is malformed, or refuses these messages.
+        TokenizerError: the template is malformed, refuses these messages, or takes more time or memory than it may.
     """
     variables = {name: _copy_json(value, name) for name, value in extra.items()}
     variables |= {
@@ -59,7 +59,9 @@ def render_chat(
     }
     compiled = compile_chat_template(template) if isinstance(template, str) else template
     try:
-        return compiled.render(variables)
+        return render_within_limits(compiled, variables)
+    except TokenizerError:
+        raise
     except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise TokenizerError(f"the chat template refused the messages: {error}") from error
     except RecursionError as error:
@@ -72,13 +74,17 @@ def compile_chat_template(source: str) -> jinja2.Template:
     Raises:
         TokenizerError: the source is no valid template.
     """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    if len(source) > LARGEST_SOURCE:
+        raise TokenizerError(f"the chat template has {len(source):,} characters, at most {LARGEST_SOURCE:,} are read")
+    environment = ChatEnvironment(
+        filters={"tojson": _dump_json},
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationTag, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _dump_json
     environment.globals |= {
         "raise_exception": _raise_exception,
-        "strftime_now": _format_now,
+        "strftime_now": strftime_now,
         "dict": TemplateDict(),
         "namespace": TemplateNamespace,
     }
@@ -86,6 +92,10 @@ def compile_chat_template(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerError(f"the chat template is malformed at line {error.lineno}: {error.message}") from error
+    except (RecursionError, MemoryError, SyntaxError):  # the latter two are of Python's own parser
+        raise TokenizerError("the chat template is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise TokenizerError(f"the chat template is malformed: {error}") from error
 
 
 class GenerationTag(jinja2.ext.Extension):
@@ -107,16 +117,19 @@ class TemplateDict:
     """What templates know as `dict`: it makes dictionaries and has no other attributes of the type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Makes a dictionary as the builtin does."""
+        """A new dictionary, as the builtin makes it."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Makes a dictionary from keys and one value."""
+        """A new dictionary of keys that have one value."""
         return dict.fromkeys(*args)
 
 
 class TemplateNamespace(jinja2.utils.Namespace):
     """What templates know as `namespace`; names that begin with an underscore cannot be set on it."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # without its values, of which there may be many and itself among them
 
     def __init__(*args: Any, **kwargs: Any):  # `self` stays free as a name
         attributes = dict(*args[1:], **kwargs)
@@ -138,7 +151,8 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _format_now(layout: str) -> str:
+def strftime_now(layout: str) -> str:
+    """What templates know by this name: the local time, written as `layout` says."""
     return datetime.now().strftime(layout)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError, safe_repr
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
 
@@ -108,7 +108,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise InvalidFormatError(f"tokenizer.ggml.tokens names {len(tokens)} tokens, only {len(vocabulary)} differ")
-    types = metadata.get("tokenizer.ggml.token_type", [_NORMAL] * len(tokens))
+    has_types = "tokenizer.ggml.token_type" in metadata
+    types = _require(metadata, "token_type", int) if has_types else [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise InvalidFormatError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     if model == "gpt2":
@@ -129,7 +130,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
-    """Makes `tokenizer` put these tokens around what it encodes, in place of what it put there before."""
+    """Sets the tokens that `tokenizer` puts around what it encodes."""
     pieces = [token for token in (bos, "$A", eos) if token is not None]
     specials = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
     tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=specials)
@@ -174,7 +175,7 @@ def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int]
             f"SentencePiece vocabularies of {architecture} have rules of their own: give the model's Hugging Face "
             "folder as the tokenizer (tokenizer=, --tokenizer)"
         )
-    scores: list[float] = _require(metadata, "scores")
+    scores: list[float] = _require(metadata, "scores", float)
     if len(scores) != len(vocabulary):
         raise InvalidFormatError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary)} tokens")
     normal = {token: i for token, i in vocabulary.items() if types[i] == _NORMAL}
@@ -213,8 +214,12 @@ def _build_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **opti
         raise InvalidFormatError(f"the vocabulary is inconsistent: {error}") from error
 
 
-def _require(metadata: Mapping[str, Any], name: str) -> list[Any]:
+def _require(metadata: Mapping[str, Any], name: str, kind: type = str) -> list[Any]:
+    """Reads an array whose elements are all of one kind."""
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list):
         raise InvalidFormatError(f"the file has no tokenizer.ggml.{name}")
+    if not all(isinstance(value, kind) for value in values):
+        found = next(value for value in values if not isinstance(value, kind))
+        raise InvalidFormatError(f"tokenizer.ggml.{name} holds {safe_repr(found)}, expected only {kind.__name__}")
     return values

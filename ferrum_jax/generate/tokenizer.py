@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError, safe_repr
 from ferrum_jax.generate.gguf_tokenizer import (
     build_gguf_tokenizer,
     frame_with_specials,
@@ -88,6 +88,9 @@ class Tokenizer:
         templates = {k.removeprefix(prefix + "."): v for k, v in metadata.items() if k.startswith(prefix + ".")}
         if prefix in metadata:
             templates["default"] = metadata[prefix]
+        for name, template in templates.items():
+            if not isinstance(template, str):
+                raise InvalidFormatError(f"{path}: {prefix} is {safe_repr(template)} for {name}, expected a text")
         return cls(
             backend=backend,
             eos_token_ids=tuple(dict.fromkeys(i for n in ("eos", "eot", "eom") if (i := ids[n]) is not None)),
@@ -109,7 +112,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are, added ones included; a model's logits may have more columns."""
+        """Number of tokens, added ones included; a model's logits may have more columns."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property

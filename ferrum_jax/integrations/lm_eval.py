@@ -16,14 +16,14 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
 from ferrum_jax.config import EngineConfig
-from ferrum_jax.contract.errors import ConfigError, RequestValidationError, UnsupportedError, shown
+from ferrum_jax.contract.errors import ConfigError, RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.prompts import Prompt
 
 SEQUENCES = 8  # scored or generated together, unless a batch size says otherwise
-VERIFY_TOKENS = (16, 64, 256)  # of one row in a step that scores
+VERIFY_TOKENS = 64  # of one row in a step that scores
 DRAWING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 
 importlib.import_module("lm_eval.models")  # the harness looks for its own models only while there are none
@@ -67,8 +67,8 @@ class FerrumLM(TemplateLM):
         if max_length not in (None, capacity):
             raise ConfigError(f"max_length is {max_length} and kv_capacity {capacity}: they are the same, give one")
         reuse = settings.pop("prefix_cache", True)
-        engine = EngineConfig(verify_rows=(1, rows) if rows > 1 else (1,), prefix_cache=reuse)
-        if capacity is None or capacity >= VERIFY_TOKENS[-1]:
+        engine = EngineConfig(verify_blocks=(1, rows) if rows > 1 else (1,), prefix_cache=reuse)
+        if capacity is None or capacity >= VERIFY_TOKENS:
             engine = EngineConfig(verify_tokens=VERIFY_TOKENS).over(engine)
         settings.setdefault("engine", engine)
         place = None if device in ("cuda", "cuda:0") else device
@@ -99,7 +99,7 @@ class FerrumLM(TemplateLM):
         return self._name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Gives the ids of a text, which gets no second token that begins a sequence."""
+        """Ids of a text, which gets no second token that begins a sequence."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             has_one = bool(bos) and string.startswith(bos)
@@ -202,7 +202,7 @@ def _num_rows(batch_size: int | str, most: int | None) -> int:
     try:
         asked = SEQUENCES if str(batch_size).startswith("auto") else int(batch_size)
     except ValueError:
-        raise ConfigError(f"batch_size is {shown(batch_size)}, expected an integer or auto") from None
+        raise ConfigError(f"batch_size is {safe_repr(batch_size)}, expected an integer or auto") from None
     rows = SEQUENCES if asked == 1 else asked
     return rows if most is None else min(rows, int(most))
 

@@ -1,4 +1,4 @@
-"""Logical parameter axes to mesh axes: where each dimension of a parameter lies on several devices."""
+"""Logical parameter axes to mesh axes: how each dimension of a parameter is divided over devices."""
 
 from collections.abc import Mapping
 
@@ -11,12 +11,12 @@ TENSOR_PARALLEL: Mapping[str, str | None] = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
-    "expert": None,  # each lies on all devices, divided like any feed-forward block
+    "expert": None,  # every device has a part of each expert, divided like any feed-forward block
     "router": None,
     "latent": None,
     "embed": None,
     "head": None,
-    "fused": None,  # its parts would not lie beside what they meet
+    "fused": None,  # a division would separate the parts of fused products
     "layer": None,
     "adapter": None,
     "rank": None,
@@ -31,7 +31,7 @@ def partition(
     mesh: Mesh,
     rules: Mapping[str, str | None] = TENSOR_PARALLEL,
 ) -> NamedSharding:
-    """Says how one parameter lies on a mesh.
+    """Sharding of one parameter on a mesh.
 
     Args:
         name: of the parameter, for errors.

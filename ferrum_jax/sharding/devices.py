@@ -1,18 +1,21 @@
 """The machine's devices: by name, with their free memory and the dtype that suits them."""
 
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import psutil
 
-from ferrum_jax.contract.errors import DeviceError, InvalidParameterError, shown
+from ferrum_jax.contract.errors import DeviceError, InvalidParameterError, safe_repr
 from ferrum_jax.contract.values import Device
-from ferrum_jax.sharding.cgroups import allowed_bytes
+
+CGROUPS = Path("/proc/self/cgroup")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
 
 
 @runtime_checkable
 class JaxDevice(Protocol):
-    """What this package uses of a `jax.Device`, which has no type of its own."""
+    """The part of a `jax.Device`, which has no public type, that this package uses."""
 
     id: int
     platform: str
@@ -24,13 +27,13 @@ class JaxDevice(Protocol):
 
 
 def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
-    """Gives the JAX device of a name; for None JAX's default device, as `jax.default_device` and its setting say."""
+    """The JAX device of a name; for None JAX's default device, as `jax.default_device` and its setting have it."""
     if device is None:
         return _default_device()
     if isinstance(device, JaxDevice):
         return device
     if not isinstance(device, (str, Device)):
-        raise InvalidParameterError(f"device is {shown(device)}, expected a name, a Device or one of JAX's")
+        raise InvalidParameterError(f"device is {safe_repr(device)}, expected a name, a Device or one of JAX's")
     try:
         wanted = device if isinstance(device, Device) else Device.parse(device)
         found = jax.local_devices(backend=wanted.kind)
@@ -65,3 +68,38 @@ def free_bytes(device: JaxDevice) -> int:
     if not stats or "bytes_limit" not in stats:
         raise DeviceError(f"{device} does not tell its free memory: give kv_blocks")
     return stats["bytes_limit"] - stats["bytes_in_use"]
+
+
+def allowed_bytes(membership: Path = CGROUPS, mount: Path = CGROUP_MOUNT) -> int | None:
+    """Bytes that the tightest control group of this process leaves, or None where no group has a limit.
+
+    A container's limit is not the host's: `memory.max` of cgroup v2, `memory.limit_in_bytes` of v1, see `cgroups(7)`.
+    Pages of files that were not used lately count as free: they are given back when memory runs short.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return None
+    left = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            root, names = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # A limit above holds below as well. In a container the path may be the host's: then the mount is the group.
+        path = Path(group.lstrip("/"))
+        left += [_left(root / place, *names) for place in (path, *path.parents)]
+    return min((found for found in left if found is not None), default=None)
+
+
+def _left(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+    try:
+        most = (group / limit).read_text(encoding="utf-8").strip()
+        used = int((group / usage).read_text(encoding="utf-8"))
+        counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
+    except OSError:
+        return None
+    return None if most == "max" else max(0, int(most) - used + int(counts.get(reclaimable, 0)))

@@ -1,7 +1,7 @@
 """Parameter trees out of named tensors, every leaf set exactly once."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidFormatError
+from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
 from ferrum_jax.models.layout import Recipe, checkpoint_leaves, recipes
 from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.registry import family
@@ -19,10 +19,9 @@ from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leav
 from ferrum_jax.ops.quantised import QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
-from ferrum_jax.weights.experts import specs_apart, stack_in_turn, stored_apart
 
 LISTED = 8  # problems named in one error; the rest are counted
-PIECE = 1 << 18  # numbers quantised at a time, so that those in between stay in the cache
+PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit the cache
 
 
 class TensorSource(Protocol):
@@ -48,14 +47,13 @@ def assemble(
     device: JaxDevice,
     ignorable: Callable[[str], bool],
     formats: Formats = MappingProxyType({}),
-    read_kept: Callable[[str], QuantisedWeight[np.ndarray]] | None = None,
+    read_native: Callable[[str], QuantisedWeight[np.ndarray]] | None = None,
     progress: bool = False,
 ) -> ParamTree:
     """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on `device`.
 
-    The weights named in `formats` are quantised on the host, out of the numbers that the checkpoint has, or as
-    `read_kept` gives them; parameters with a dtype of their own have that. `ignorable` says which tensors that no
-    parameter wants may be left unread.
+    The weights named in `formats` are quantised on the host, out of the checkpoint's numbers, or read by `read_native`;
+    parameters with a dtype of their own have that. Tensors that no parameter needs may be left unread if `ignorable`.
 
     Raises:
         InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
@@ -63,18 +61,18 @@ def assemble(
     wanted: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     found = source.shapes()
     apart = stored_apart(wanted, found)
-    refuse_mismatched(source.path, found, specs_apart(wanted, apart), ignorable)
+    check_tensors(source.path, found, specs_apart(wanted, apart), ignorable)
 
-    def read_one(name: str, form: Format | None, kept: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
+    def read_one(name: str, form: Format | None, dtype: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
         if form is None:
-            return source.read(name).astype(jnp.dtype(kept), copy=False)
-        return quantise_tensor(source.read(name), form) if read_kept is None else read_kept(name)
+            return source.read(name).astype(jnp.dtype(dtype), copy=False)
+        return quantise_tensor(source.read(name), form) if read_native is None else read_native(name)
 
     def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
-        form, kept = formats.get(name), wanted[name].dtype or dtype
+        form, own = formats.get(name), wanted[name].dtype or dtype
         if name not in apart:
-            return read_one(name, form, kept)
-        return stack_in_turn((read_one(part, form, kept) for part in apart[name]), len(apart[name]))
+            return read_one(name, form, own)
+        return stack_in_turn((read_one(part, form, own) for part in apart[name]), len(apart[name]))
 
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
@@ -86,7 +84,7 @@ def assemble(
 def lay_out_on_host(params: ParamTree, cfg: ModelConfig, layout: str, device: JaxDevice) -> ParamTree:
     """Lays out parameters that lie on the host and puts them on `device`; nothing is compiled for it.
 
-    What was laid out is let go at once, if nobody else holds `params`.
+    Each leaf is freed as soon as it is laid out, if nobody else holds `params`.
     """
     leaves = checkpoint_leaves(params, cfg)
     del params
@@ -100,7 +98,7 @@ def lay_out_on_host(params: ParamTree, cfg: ModelConfig, layout: str, device: Ja
     return jax.tree.map(put, recipes(cfg, layout))
 
 
-def refuse_mismatched(
+def check_tensors(
     path: Path,
     found: Mapping[str, tuple[int, ...]],
     wanted: Mapping[str, ParamSpec],
@@ -114,10 +112,10 @@ def refuse_mismatched(
         if name in found and tuple(found[name]) != spec.shape
     ]
     problems += [f"{name} is unknown" for name in found if name not in wanted and not ignorable(name)]
-    refuse_listed(path, problems)
+    check_problems(path, problems)
 
 
-def refuse_listed(path: Path, problems: Sequence[str]) -> None:
+def check_problems(path: Path, problems: Sequence[str]) -> None:
     """Raises one error for all `problems` of the file at `path`, if there are any; a long list is counted."""
     if problems:
         rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
@@ -132,3 +130,53 @@ def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndar
         for start in range(0, tensor.shape[0], rows)
     ]
     return jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)
+
+
+# Experts: the parameter tree has one leaf `[E, out, in]`; checkpoints store each expert's part, or the stack with its
+# axes in another order.
+
+
+def names_apart(name: str, spec: ParamSpec) -> tuple[str, ...]:
+    """Names under which each expert's part of a leaf is stored; none for a leaf that is stored whole."""
+    if spec.axes[0] != "expert" or spec.stored is not None:
+        return ()
+    return tuple(name.replace(".experts.", f".experts.{index}.") for index in range(spec.shape[0]))
+
+
+def stored_apart(wanted: Mapping[str, ParamSpec], found: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Leaves that are stored expert by expert, which are those not found whole, with the names of their parts."""
+    apart = {name: names_apart(name, spec) for name, spec in wanted.items() if name not in found}
+    return {name: parts for name, parts in apart.items() if parts}
+
+
+def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, ...]]) -> dict[str, ParamSpec]:
+    """Describes the tensors of a checkpoint, given the leaves and which of them are stored expert by expert."""
+    specs = {}
+    for name, spec in wanted.items():
+        each = ParamSpec(spec.shape[1:], spec.axes[1:], spec.init, spec.dtype)
+        specs |= dict.fromkeys(apart[name], each) if name in apart else {name: spec}
+    return specs
+
+
+def stored_axes(wanted: Mapping[str, ParamSpec]) -> dict[str, tuple[int, ...]]:
+    """Order of axes of the leaves that a Hugging Face folder stores whole in another order than the parameters."""
+    return {name: spec.stored for name, spec in wanted.items() if spec.stored is not None}
+
+
+def check_native(formats: Collection[str], wanted: Mapping[str, ParamSpec]) -> None:
+    """Raises UnsupportedError where experts, by the names they are stored under, would stay in a native format."""
+    for name, spec in wanted.items():
+        if any(part in formats for part in names_apart(name, spec)):
+            raise UnsupportedError(
+                f"{name}: experts have no native format; without quantize='keep' they are dequantised"
+            )
+
+
+def stack_in_turn(parts: Iterator[Any], count: int) -> Any:
+    """Stacks `count` arrays, or trees of them, on the host, holding at most one beside the stack."""
+    stack = None
+    for index, part in enumerate(parts):
+        if stack is None:
+            stack = jax.tree.map(lambda leaf: np.empty((count, *leaf.shape), leaf.dtype), part)
+        jax.tree.map(lambda whole, leaf, at=index: whole.__setitem__(at, leaf), stack, part)
+    return stack

@@ -1,6 +1,6 @@
-"""Quantised matrices out of their packed tensors, on the host.
+"""Quantised matrices out of their packed tensors, on the host: as numbers, or in their native quantisation.
 
-GPTQ packs adjacent inputs into a word, lowest bits first, and keeps weights `[in, out]`. AWQ packs eight adjacent
+GPTQ packs adjacent inputs into a word, lowest bits first, of weights `[in, out]`. AWQ packs eight adjacent
 outputs, in the order 0 2 4 6 1 3 5 7 (AutoAWQ, `awq/utils/packing_utils.py`). compressed-tensors packs adjacent inputs
 of weights `[out, in]`; its integers are shifted by half of their range (`compressors/pack_quantized/helpers.py`).
 """
@@ -11,11 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.errors import InvalidFormatError
-from ferrum_jax.weights.scheme import AWQ, GPTQ, PLAIN, WORDS, Scheme
+from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
+from ferrum_jax.models.quantisation import Format
+from ferrum_jax.ops.quantised import UINT4, QuantisedWeight, pack
+from ferrum_jax.weights.packed import PackedWeight
+from ferrum_jax.weights.safetensors_file import Entry
+from ferrum_jax.weights.scheme import AWQ, GPTQ, MXFP4, PLAIN, WORDS, Scheme
 
-WORD = 32  # bits
 _AWQ_PLACES = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # output that each number of a word belongs to, lowest bits first
+
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E8M0": "float32"}  # of scales
 
 Parts = Mapping[str, NDArray[Any]]
 
@@ -39,7 +44,7 @@ def read_codes(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
 
 
 def decode(codes: Codes) -> NDArray[np.float32]:
-    """Gives the numbers in float32, rounded once: with scales of 16 bits they are exact."""
+    """The numbers in float32, rounded once: with scales of 16 bits they are exact."""
     wide = codes.values.astype(np.float32)
     if codes.zeros is not None:
         wide -= codes.zeros.astype(np.float32)[:, codes.group_of]
@@ -100,7 +105,7 @@ def _plain(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
 
 
 def _spread(scales: NDArray[Any], scheme: Scheme, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Gives every output its scales: `[F, G]` of those of a tensor, of channels, of groups or of blocks."""
+    """Scales of every output, `[F, G]`, out of those of a tensor, of channels, of groups or of blocks."""
     if scales.size == 1:
         return np.broadcast_to(scales.reshape(1, 1), (shape[0], 1))
     if scheme.block_rows > 1:
@@ -117,3 +122,52 @@ def _groups(given: NDArray[Any] | None, scheme: Scheme, columns: int, count: int
     if scheme.packing == GPTQ and not scheme.is_ordered and not np.array_equal(given, adjacent):
         raise InvalidFormatError("columns of a group do not follow each other, though desc_act is false")
     return given
+
+
+def native_format(name: str, weight: PackedWeight, entries: Mapping[str, Entry], scheme: Scheme) -> Format:
+    """Format of a weight of a folder in its native quantisation.
+
+    Raises:
+        UnsupportedError: its groups are not runs of columns of one even length, or its values are floats of four bits.
+    """
+    columns, size = weight.shape[-1], scheme.group_size or weight.shape[-1]
+    if scheme.packing == MXFP4:
+        problem = "its values are floats of four bits"
+    elif scheme.is_ordered or "weight_g_idx" in weight.tensors:
+        problem = "its columns were quantised in the order of their activations (desc_act), so that any share a scale"
+    elif columns % size:
+        problem = f"blocks of {size} do not divide its {columns} inputs"
+    elif scheme.bits == 4 and size % 2:
+        problem = f"groups of {size} are odd"
+    else:
+        scales = entries[weight.tensors["scales" if scheme.packing in (GPTQ, AWQ) else "weight_scale"]].dtype
+        dtype = "float8_e4m3fn" if scheme.is_float else UINT4 if scheme.bits == 4 else "int8"
+        return Format(dtype, columns // size, _DTYPES[scales], None if scheme.is_symmetric else "float32")
+    raise UnsupportedError(f"{name} has no native format: {problem}; without quantize='keep' it is dequantised")
+
+
+def to_leaf(codes: Codes, scheme: Scheme, form: Format) -> QuantisedWeight[np.ndarray]:
+    """The quantised leaf of a weight's codes, which stands for the numbers that `decode` gives.
+
+    A zero point becomes an offset in float32, which with scales of 16 bits loses nothing.
+
+    Raises:
+        InvalidFormatError: zero points are not the middle, though the configuration calls the weights symmetric.
+    """
+    scales = np.array(np.broadcast_to(codes.scales, (len(codes.values), form.groups)), form.scales)
+    middle = 0 if scheme.packing == PLAIN else 1 << (scheme.bits - 1)
+    if form.offsets is None and codes.zeros is not None and (codes.zeros != middle).any():
+        raise InvalidFormatError(f"zero points are not all {middle}, though the weights are called symmetric")
+    values, shift = codes.values, 0
+    if form.dtype == UINT4:
+        values = pack(values, form.groups)
+    elif scheme.packing != PLAIN:
+        values, shift = (values ^ np.uint8(middle)).view(np.int8), middle
+    return QuantisedWeight(values=values, scales=scales, offsets=_offsets(codes, scales, shift, form))
+
+
+def _offsets(codes: Codes, scales: NDArray[np.generic], shift: int, form: Format) -> NDArray[np.float32] | None:
+    if form.offsets is None:
+        return None
+    assert codes.zeros is not None
+    return (np.float32(shift) - codes.zeros.astype(np.float32)) * scales.astype(np.float32)

@@ -21,12 +21,19 @@ from ferrum_jax.models.quantisation import Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import QuantisedWeight
-from ferrum_jax.weights.codes import Codes, decode, read_codes
-from ferrum_jax.weights.experts import refuse_kept, stored_axes
-from ferrum_jax.weights.keeping import choose_format, keep
+from ferrum_jax.weights.assemble import check_native, stored_axes
+from ferrum_jax.weights.codes import Codes, decode, native_format, read_codes, to_leaf
 from ferrum_jax.weights.mxfp4 import find_stacks, widen
 from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
-from ferrum_jax.weights.safetensors_file import FLOATS, NARROW, Entry, read_entries, read_tensor, refuse_dtype
+from ferrum_jax.weights.safetensors_file import (
+    FLOATS,
+    NARROW,
+    Entry,
+    check_dtype,
+    check_regular,
+    read_entries,
+    read_tensor,
+)
 from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
 
 INDEX = "model.safetensors.index.json"
@@ -59,8 +66,9 @@ def read_text(path: Path) -> str:
     Raises:
         NotFoundError: there is no such file.
         IOError: it cannot be read.
-        InvalidFormatError: it is not UTF-8.
+        InvalidFormatError: it is not UTF-8, or no regular file.
     """
+    check_regular(path)
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -72,11 +80,11 @@ def read_text(path: Path) -> str:
 
 
 class SafetensorsSource:
-    """The tensors of a folder. A shard is opened anew for each tensor, so that no more than one stays in memory."""
+    """The tensors of a folder. Each read opens the shard again, so that at most one tensor stays in memory."""
 
     def __init__(self, folder: Path):
         self.path = folder
-        self.formats: Formats = {}  # what the folder has quantised is undone as it is read, unless it is asked for
+        self.formats: Formats = {}  # none: quantised weights are dequantised unless asked for
         self.config, self._scheme = _read_config(folder / "config.json")
         self._specs = named_leaves(family(self.config).param_specs(self.config))
         self._axes = stored_axes(self._specs)
@@ -84,7 +92,7 @@ class SafetensorsSource:
         self._entries: dict[str, Entry] = {}
         for shard in _shards(folder):
             self._scan(shard)
-        _refuse_incomplete(folder, self._file_of)
+        _check_complete(folder, self._file_of)
         self._packed = {} if self._scheme is None else self._find_packed(self._scheme)
         self._shapes = self._plain_shapes() | {name: weight.shape for name, weight in self._packed.items()}
 
@@ -93,7 +101,7 @@ class SafetensorsSource:
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor; a quantised one as the numbers it stands for, in a dtype that has them."""
+        """Reads one tensor; a quantised one is dequantised, to a dtype that holds its numbers exactly."""
         if name not in self._packed:
             tensor = read_tensor(self._file_of[name], name)
             return tensor.transpose(self._axes[name]) if name in self._axes else tensor
@@ -102,25 +110,25 @@ class SafetensorsSource:
             is_stack = self._scheme.packing == MXFP4
             return widen(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
 
-    def kept_formats(self) -> Formats:
-        """Says how the quantised weights are kept, if they are.
+    def native_formats(self) -> Formats:
+        """Formats of the quantised weights in their native quantisation.
 
         Raises:
-            UnsupportedError: one of them cannot be.
+            UnsupportedError: one of them has none here.
         """
         found, scheme = {}, self._scheme
         for name, weight in self._packed.items():
             assert scheme is not None
-            found[name] = choose_format(f"{self.path}: {name}", weight, self._entries, scheme)
-        refuse_kept(found, self._specs)
+            found[name] = native_format(f"{self.path}: {name}", weight, self._entries, scheme)
+        check_native(found, self._specs)
         return found
 
-    def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
-        """Reads one quantised weight as it is kept."""
+    def read_native(self, name: str) -> QuantisedWeight[np.ndarray]:
+        """Reads one quantised weight in its native quantisation."""
         assert self._scheme is not None
-        form = choose_format(name, self._packed[name], self._entries, self._scheme)
+        form = native_format(name, self._packed[name], self._entries, self._scheme)
         with self._naming(name):
-            return keep(self._read_codes(name), self._scheme, form)
+            return to_leaf(self._read_codes(name), self._scheme, form)
 
     def _read_codes(self, name: str) -> Codes:
         assert self._scheme is not None
@@ -151,13 +159,13 @@ class SafetensorsSource:
         return find_weights(self.path, self._entries, scheme, lambda name: read_tensor(self._file_of[name], name))
 
     def _plain_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what is not quantised. GPTQ adds biases of zeros to products that have none: they are left out."""
+        """Shapes of the plain tensors, without the zero biases that GPTQ adds to products that have none."""
         parts = {tensor for weight in self._packed.values() for tensor in weight.tensors.values()}
         found = {}
         for name, entry in self._entries.items():
             if name in parts or (self._packed and is_unread(name)):
                 continue
-            refuse_dtype(self._file_of[name], name, entry.dtype, FLOATS)
+            check_dtype(self._file_of[name], name, entry.dtype, FLOATS)
             module, _, last = name.rpartition(".")
             added = last == "bias" and f"{module}.weight" in self._packed and name not in self._specs
             if not (added and not read_tensor(self._file_of[name], name).any()):
@@ -200,7 +208,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     return listed
 
 
-def _refuse_incomplete(folder: Path, found: Mapping[str, Path]) -> None:
+def _check_complete(folder: Path, found: Mapping[str, Path]) -> None:
     if (folder / INDEX).exists():
         for name, shard in _weight_map(folder).items():
             if name not in found:

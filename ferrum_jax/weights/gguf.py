@@ -1,4 +1,4 @@
-"""GGUF files, dequantised through the `gguf` package or kept; the configuration comes out of the file itself."""
+"""GGUF files, dequantised through the `gguf` package or in their native quantisation, with their configuration."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from ferrum_jax.models.quantisation import Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import QuantisedWeight
-from ferrum_jax.weights.gguf_blocks import choose_format, keep
+from ferrum_jax.weights.gguf_blocks import native_format, to_leaf
 from ferrum_jax.weights.gguf_config import ARCHITECTURES, FREQUENCIES, Header, read_config
 from ferrum_jax.weights.gguf_file import GgufFile
 
@@ -31,11 +31,11 @@ class GgufSource:
 
     def __init__(self, path: Path):
         self.path = path
-        self.formats: Formats = {}  # a file's own quantisation is undone as it is read, unless it is asked for
+        self.formats: Formats = {}  # none: quantised weights are dequantised unless asked for
         self.file = GgufFile(path)
         try:
             header = Header(self.file)
-            # One switch of Hugging Face stands for all four projections, and a file may have biases on any.
+            # Hugging Face has one switch for the biases of all four projections, a file may have any of them.
             out_bias = header.has("blk.0.attn_output.bias")
             self.config = replace(ModelConfig.from_hf(read_config(header)), attention_out_bias=out_bias)
             self._architecture = ARCHITECTURES[header.architecture]
@@ -48,7 +48,7 @@ class GgufSource:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the header."""
         shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
-        # A gate of one row lies there as a vector.
+        # A gate with one row is stored as a vector.
         return {
             name: (1, *shape) if name.endswith(SHARED_GATE) and len(shape) == 1 else shape
             for name, shape in shapes.items()
@@ -59,7 +59,7 @@ class GgufSource:
         from gguf.quants import dequantize
 
         tensor, kind = self._tensors[name], self._kinds[name]
-        # Float32 as it lies would be a view, and with it all of the file stay mapped as long as the parameters.
+        # A view of float32 data would keep the whole file mapped as long as the parameters live.
         return self._take(
             name,
             lambda shape: (
@@ -67,33 +67,30 @@ class GgufSource:
             ),
         )
 
-    def kept_formats(self) -> Formats:
-        """Says how the quantised matrices are kept, if they are.
+    def native_formats(self) -> Formats:
+        """Formats of the quantised matrices in their native quantisation.
 
         Raises:
             UnsupportedError: there are quantised experts.
         """
         for name, shape in self.shapes().items():
-            if len(shape) == 3 and choose_format(self._kind_of(name), shape[2]) is not None:
+            if len(shape) == 3 and native_format(self._kind_of(name), shape[2]) is not None:
                 raise UnsupportedError(
-                    f"{self.path}: experts, such as {name}, cannot be kept quantised; without quantize='keep' they are "
+                    f"{self.path}: experts, such as {name}, have no native format; without quantize='keep' they are "
                     "dequantised"
                 )
-        formats = {
-            name: choose_format(self._kind_of(name), shape[1])
-            for name, shape in self.shapes().items()
-            if len(shape) == 2
-        }
+        matrices = {name: shape for name, shape in self.shapes().items() if len(shape) == 2}
+        formats = {name: native_format(self._kind_of(name), shape[1]) for name, shape in matrices.items()}
         return {name: form for name, form in formats.items() if form is not None}
 
-    def read_kept(self, name: str) -> QuantisedWeight[np.ndarray]:
-        """Reads one quantised matrix as it is kept."""
+    def read_native(self, name: str) -> QuantisedWeight[np.ndarray]:
+        """Reads one quantised matrix in its native quantisation."""
         kind, data = self._kinds[name], self._tensors[name].data
-        return self._take(name, lambda shape: keep(kind, data, shape))
+        return self._take(name, lambda shape: to_leaf(kind, data, shape))
 
     @functools.cached_property
     def _kinds(self) -> dict[str, str]:
-        """The type of every tensor of the model: one that is not supported is refused before the first is read."""
+        """Type of every tensor of the model; raises for an unsupported one before any tensor is read."""
         names = named_leaves(family(self.config).param_specs(self.config))
         return {name: self._kind_of(name) for name in names if name in self._tensors}
 
@@ -105,7 +102,7 @@ class GgufSource:
         return kind
 
     def _take(self, name: str, make: Callable[[Any], Any]) -> Any:
-        """Makes an array or a leaf of one tensor, given its shape, with the rows in Hugging Face's order."""
+        """Reads one tensor with `make`, given its shape, and brings its rows into Hugging Face's order."""
         try:
             made = make(self.shapes()[name])
         except (ValueError, IndexError) as problem:

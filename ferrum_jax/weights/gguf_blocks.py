@@ -1,7 +1,7 @@
 """GGUF's quantised tensors as quantised leaves, which stand for the numbers that dequantising gives.
 
 The layouts of blocks are those of ggml's `ggml-common.h`. Values of five and six bits lie in bytes; the scales of a K
-block are themselves products, so that they are kept in float32.
+block are themselves products, so that they become float32.
 """
 
 from collections.abc import Callable
@@ -32,16 +32,16 @@ class _Kind(NamedTuple):
     split: Callable[[Bytes], _Parts]
 
 
-def choose_format(kind: str, columns: int) -> Format | None:
-    """Says how a matrix of a GGUF type is kept; None where it is not quantised."""
+def native_format(kind: str, columns: int) -> Format | None:
+    """Format of a matrix of a GGUF type; None where it is not quantised."""
     if kind not in _KINDS:
         return None
     found = _KINDS[kind]
     return Format(found.values, columns // found.group_size, found.scales, found.scales if found.has_offsets else None)
 
 
-def keep(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantisedWeight[np.ndarray]:
-    """Makes the leaf of a matrix `[F, D]` of the bytes of its blocks."""
+def to_leaf(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantisedWeight[np.ndarray]:
+    """The quantised leaf of a matrix `[F, D]`, out of the bytes of its blocks."""
     found = _KINDS[kind]
     parts = found.split(np.ascontiguousarray(data).reshape(-1, found.num_bytes))
     groups = shape[1] // found.group_size

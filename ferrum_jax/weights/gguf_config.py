@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and tensors say of its model, as Hugging Face's `config.json` would.
+"""A GGUF file's metadata and tensors as the settings of a `config.json`.
 
 What the fields mean is in llama.cpp's `convert_hf_to_gguf.py`, which writes them. What a file leaves out, because
 llama.cpp has it in its code, is here as it is there (`src/llama-model.cpp`).
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ferrum_jax.config.checks import check_integer
+from ferrum_jax.config.settings import MOST_LAYERS
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.ops import rope
 from ferrum_jax.weights.gguf_file import GgufFile
@@ -18,7 +20,7 @@ from ferrum_jax.weights.gguf_file import GgufFile
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # part of no parameter
 
-# Fields that make a forward wrong if they are left out: the values that change nothing, and who reads them.
+# Fields that change the arithmetic: the values that change nothing, and the architectures that read the field.
 CHANGES_ARITHMETIC: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "attention.causal": ((None, True), ()),
     "attention.clamp_kqv": ((None, 0.0), ()),
@@ -48,11 +50,11 @@ class Header:
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Gives a field of the architecture as it is."""
+        """Value of a field of the architecture as it is."""
         return self._fields.get(f"{self.architecture}.{key}", default)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Gives a field of the architecture; one for each layer, if all are the same, is one.
+        """Value of a field of the architecture, which all layers have alike.
 
         Raises:
             UnsupportedError: layers differ.
@@ -65,17 +67,17 @@ class Header:
         return value[0]
 
     def need(self, key: str) -> Any:
-        """Gives a field that must be there."""
+        """Value of a field that must be there."""
         if (value := self.get(key)) is None:
             raise ConfigError(f"no field {self.architecture}.{key}")
         return value
 
     def has(self, name: str) -> bool:
-        """Says whether there is such a tensor."""
+        """Whether there is such a tensor."""
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Gives the shape of a tensor that must be there, rows first."""
+        """Shape of a tensor that must be there, rows first."""
         if name not in self._tensors:
             raise ConfigError(f"no tensor {name}")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
@@ -92,19 +94,19 @@ class Architecture:
 
     Attributes:
         settings: what its `config.json` has beyond what that of every family has.
-        interleaves: rows of the query and key projections that turn together lie side by side, not half a head apart.
+        interleaves: rotated pairs of rows of the query and key projections are adjacent, not half a head apart.
         norm_offset: what the conversion has added to the weights of norms.
-        turns_partly: heads need not turn as a whole.
+        partial_rotary: only a part of each head may be rotated.
     """
 
     settings: Callable[[Header], dict[str, Any]]
     interleaves: bool = False
     norm_offset: float = 0.0
-    turns_partly: bool = False
+    partial_rotary: bool = False
 
 
 def read_config(header: Header) -> dict[str, Any]:
-    """Gives the settings of a `config.json`.
+    """The file's settings as those of a `config.json`.
 
     Raises:
         UnsupportedError: the architecture, or one of its settings, is not implemented.
@@ -113,14 +115,14 @@ def read_config(header: Header) -> dict[str, Any]:
     if header.architecture not in ARCHITECTURES:
         raise UnsupportedError(f"architecture {header.architecture!r}, supported are {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[header.architecture]
-    _refuse_ignored(header, architecture)
+    _check_ignored(header, architecture)
     heads = header.need("attention.head_count")
     return {
         "model_type": header.architecture,
         "vocab_size": header.shape("token_embd.weight")[0],
         "hidden_size": header.need("embedding_length"),
         "intermediate_size": header.get("feed_forward_length") or _expert_width(header),
-        "num_hidden_layers": header.need("block_count"),
+        "num_hidden_layers": check_integer("block_count", header.need("block_count"), 1, MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": header.get("attention.head_count_kv", heads),
         "head_dim": _head_dim(header),
@@ -139,11 +141,11 @@ def _head_dim(header: Header) -> int:
     return header.get("attention.key_length") or header.need("embedding_length") // header.need("attention.head_count")
 
 
-def _refuse_ignored(header: Header, architecture: Architecture) -> None:
-    """Raises on settings that would make the forward wrong if they were left out."""
+def _check_ignored(header: Header, architecture: Architecture) -> None:
+    """Raises UnsupportedError for a setting that changes the arithmetic and is not read."""
     heads = header.get("attention.head_count")
     width = header.get("attention.key_length") or header.get("embedding_length", 0) // (heads or 1)
-    for key in ("attention.value_length", *([] if architecture.turns_partly else ["rope.dimension_count"])):
+    for key in ("attention.value_length", *([] if architecture.partial_rotary else ["rope.dimension_count"])):
         if (found := header.get(key, width)) != width:
             name = f"{header.architecture}.{key}"
             raise UnsupportedError(f"{name} is {found}, heads have {width}: other widths are not implemented")
@@ -170,7 +172,7 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
         return None
     if kind == "yarn":
         scaling |= {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        if (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:  # of what YaRN takes by itself
+        if (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:  # a factor of YaRN's own
             scaling["attention_factor"] = share * (0.1 * math.log(factor) + 1)
     return {key: value for key, value in scaling.items() if value is not None} | {"rope_type": kind, "factor": factor}
 
@@ -221,7 +223,7 @@ def _experts(header: Header) -> dict[str, Any]:
 
 
 def _expert_width(header: Header) -> int:
-    """A layer's own width, which files of experts alone need not say, and which no layer then has."""
+    """Width of dense layers, which a file without dense layers may leave out."""
     return header.get("expert_feed_forward_length") or header.need("feed_forward_length")
 
 
@@ -244,7 +246,7 @@ def _gemma3(header: Header) -> dict[str, Any]:
 
 
 def _slides(header: Header) -> dict[str, Any]:
-    """Reads which layers have a window: each says so, or every so manieth has none, or all have none."""
+    """Which layers have a window: each has a flag, or every n-th has none, or all have none."""
     window, pattern = header.get("attention.sliding_window"), header.raw("attention.sliding_window_pattern", 6)
     if not window:
         pattern = [False] * header.need("block_count")
@@ -255,14 +257,14 @@ def _slides(header: Header) -> dict[str, Any]:
 
 
 def _query_scalar(header: Header, largest: int) -> float:
-    """The largest model, known by its layers, divides by its share of the model's width, the others by a head's."""
+    """Square of the divisor of scores: hidden_size / heads in the largest model of the family, else head_dim."""
     is_largest = header.need("block_count") == largest
     return header.need("embedding_length") / header.need("attention.head_count") if is_largest else _head_dim(header)
 
 
 def _granite(header: Header) -> dict[str, Any]:
     if not header.get("rope.scaling.finetuned", True):
-        raise UnsupportedError("granite.rope.scaling.finetuned is false, which is a model whose heads do not turn")
+        raise UnsupportedError("granite.rope.scaling.finetuned is false, which is a model without rotary embeddings")
     return {
         "attention_multiplier": header.get("attention.scale") or _head_dim(header) ** -0.5,
         "embedding_multiplier": header.get("embedding_scale") or 1.0,
@@ -279,10 +281,10 @@ def _olmo2(header: Header) -> dict[str, Any]:
 
 def _phi3(header: Header) -> dict[str, Any]:
     width = _head_dim(header)
-    turned = header.get("rope.dimension_count", width)
-    share = turned / width
+    rotated = header.get("rope.dimension_count", width)
+    share = rotated / width
     return {
-        "partial_rotary_factor": share if int(width * share) == turned else math.nextafter(share, 1.0),
+        "partial_rotary_factor": share if int(width * share) == rotated else math.nextafter(share, 1.0),
         "original_max_position_embeddings": header.get("rope.scaling.original_context_length"),
     }
 
@@ -297,7 +299,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "granite": Architecture(_granite, interleaves=True),
     "llama": Architecture(_llama, interleaves=True),
     "olmo2": Architecture(_olmo2),
-    "phi3": Architecture(_phi3, turns_partly=True),
+    "phi3": Architecture(_phi3, partial_rotary=True),
     "qwen2": Architecture(_qwen),
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3": Architecture(_qwen),

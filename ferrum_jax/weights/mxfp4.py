@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import InvalidFormatError
-from ferrum_jax.weights.assemble import refuse_listed
+from ferrum_jax.weights.assemble import check_problems
 from ferrum_jax.weights.packed import PackedWeight
 from ferrum_jax.weights.safetensors_file import Entry
 
@@ -54,14 +54,14 @@ def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWei
             problems.append(f"{tensors[SCALES]} has shape {list(scales)}, expected {list(shape[:-1])}")
         else:
             found[name] = PackedWeight((*shape[:2], shape[2] * GROUP), tensors)
-    refuse_listed(path, problems)
+    check_problems(path, problems)
     if not found:
         raise InvalidFormatError(f"{path}: quantization_config says mxfp4, but no tensor's name ends in '_{BLOCKS}'")
     return found
 
 
 def widen(parts: Mapping[str, NDArray[Any]]) -> NDArray[Any]:
-    """Gives the numbers `[E, F, D]` of a stack exactly, in bfloat16.
+    """The numbers `[E, F, D]` of a stack, exactly, in bfloat16.
 
     Raises:
         InvalidFormatError: a scale is NaN, or so large that numbers may not be finite in float32.

@@ -1,4 +1,4 @@
-"""Which weights of a Hugging Face folder are quantised, and whether their tensors are what its configuration says.
+"""The quantised weights of a Hugging Face folder, whose tensors are checked against its configuration.
 
 A weight is quantised where its tensors are: lists of modules that were left out (`modules_to_not_convert`, `ignore`)
 say nothing more. Scales of activations, keys and values are left unread, since those stay in their own dtypes.
@@ -12,12 +12,12 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import InvalidFormatError
-from ferrum_jax.weights.assemble import refuse_listed
-from ferrum_jax.weights.codes import WORD
+from ferrum_jax.weights.assemble import check_problems
 from ferrum_jax.weights.safetensors_file import Entry
 from ferrum_jax.weights.scheme import AWQ, GPTQ, PLAIN, WORDS, Scheme
 
 Shape = tuple[int, ...]
+WORD = 32  # bits
 _FLOATS = ("F32", "F16", "BF16")
 _MARKS = {GPTQ: "qweight", AWQ: "qweight", WORDS: "weight_packed", PLAIN: "weight"}  # the tensor that holds the values
 _NARROW = ("I8", "F8_E4M3")
@@ -36,7 +36,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One quantised matrix, or a stack of them: its shape, and the names of its tensors by what they are to it."""
+    """One quantised matrix, or a stack of them: its shape, and the names of its tensors by their role."""
 
     shape: Shape
     tensors: Mapping[str, str]
@@ -65,7 +65,7 @@ def find_weights(
             mine = [f"{module} has {shape[1]} inputs, which groups of {scheme.group_size} do not divide"]
         problems += mine
         found[f"{module}.weight"] = PackedWeight(shape, {part: given[part] for part in wanted if part in given})
-    refuse_listed(path, problems)
+    check_problems(path, problems)
     if not found:
         raise InvalidFormatError(
             f"{path}: quantization_config says {scheme.method}, but no module has a tensor {_MARKS[scheme.packing]!r} "
@@ -75,7 +75,7 @@ def find_weights(
 
 
 def is_unread(name: str) -> bool:
-    """Says whether a tensor is a scale that only activations or the KV of other engines use."""
+    """Whether a tensor is a scale that only activations or the KV of other engines use."""
     return name.rpartition(".")[2] in _UNREAD
 
 
@@ -87,7 +87,7 @@ def _tensors_of(entries: Mapping[str, Entry], module: str) -> dict[str, str]:
     names = ("qweight", "qzeros", "scales", "g_idx", "weight", "weight_packed", "weight_shape", "weight_scale",
              "weight_zero_point", "weight_g_idx")  # fmt: skip
     found = {part: f"{module}.{part}" for part in names if f"{module}.{part}" in entries}
-    if f"{module}.weight_scale_inv" in entries:  # DeepSeek's name for what is multiplied, too
+    if f"{module}.weight_scale_inv" in entries:  # DeepSeek's name; it is multiplied like the others
         found["weight_scale"] = f"{module}.weight_scale_inv"
     return found
 
@@ -95,7 +95,7 @@ def _tensors_of(entries: Mapping[str, Entry], module: str) -> dict[str, str]:
 def _describe(
     given: Mapping[str, Entry], scheme: Scheme, said: list[int] | None
 ) -> tuple[tuple[int, int], dict[str, _Part]]:
-    """Gives the shape of a weight, which is the one `said` where words may have bits to spare, and its tensors."""
+    """Shape of a weight, which is `said` where words may have bits to spare, and the tensors it needs."""
     per_word = WORD // scheme.bits
     stored = given[_MARKS[scheme.packing]].shape
     height, width = stored if len(stored) == 2 else (0, 0)

@@ -25,7 +25,7 @@ from ferrum_jax.contract.errors import (
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamSpec, ParamTree
-from ferrum_jax.weights.assemble import refuse_listed, refuse_mismatched
+from ferrum_jax.weights.assemble import check_problems, check_tensors
 from ferrum_jax.weights.folder import read_json
 from ferrum_jax.weights.peft_config import PeftConfig
 from ferrum_jax.weights.safetensors_file import read_entries, read_tensor
@@ -60,10 +60,10 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
     folder = Path(folder)
     config = _read_config(folder)
     products = {name: weight for name, weight in adapters.projections(cfg).items() if config.is_target(name)}
-    _refuse_misdirected(folder / CONFIG, config, products)
+    _check_targets(folder / CONFIG, config, products)
     path = _weights_of(folder)
     tensor_of = _canonical(path, {name: entry.shape for name, entry in read_entries(path).items()})
-    refuse_mismatched(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(config, products))
+    check_tensors(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(config, products))
     halves = {
         name: (
             _read(path, tensor_of[_name(name, "A")][0], 1.0),
@@ -71,7 +71,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
         )
         for name in products
     }
-    refuse_listed(
+    check_problems(
         path,
         [
             f"{tensor_of[_name(name, half)][0]} has values that are not finite in float32, its scale included"
@@ -84,7 +84,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
 
 
 def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
-    """Gives the tree of `models.adapters.adapter_specs`, in NumPy: ranks padded with zeros, as are other projections.
+    """The tree of `models.adapters.adapter_specs`, in NumPy: ranks padded with zeros, as are other projections.
 
     Raises:
         RequestValidationError: the rank of the adapter is above `spec.max_rank`.
@@ -106,7 +106,7 @@ def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
             for half in ("down", "up")
             if not np.isfinite(leaves[f"{name}.{half}"]).all()
         ]
-    refuse_listed(adapter.path, problems)
+    check_problems(adapter.path, problems)
     return specs.from_names(adapters.adapter_specs(adapter.cfg, spec), leaves)
 
 
@@ -145,7 +145,7 @@ def _read_config(folder: Path) -> PeftConfig:
         raise type(problem)(f"{path}: {problem}") from None
 
 
-def _refuse_misdirected(path: Path, config: PeftConfig, products: Mapping[str, ParamSpec]) -> None:
+def _check_targets(path: Path, config: PeftConfig, products: Mapping[str, ParamSpec]) -> None:
     for other in ("lm_head", "model.embed_tokens"):
         if config.is_target(other):
             raise UnsupportedError(

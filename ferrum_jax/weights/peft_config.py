@@ -5,11 +5,11 @@ regular expression can take very long, so take adapters from where you would tak
 """
 
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from ferrum_jax.config.checks import check_flag, check_integer, check_number
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 
 _READ = (
@@ -48,7 +48,7 @@ class PeftConfig:
             UnsupportedError: a setting that is not implemented is on.
             ConfigError: a field is missing or has the wrong type.
         """
-        _refuse_unsupported(config)
+        _check_supported(config)
         targets, layers = config.get("target_modules"), config.get("layers_to_transform")
         if targets is None:
             raise ConfigError("target_modules is missing, expected the names that PEFT saves")
@@ -59,7 +59,7 @@ class PeftConfig:
         return cls(
             r=_rank("r", config.get("r")),
             lora_alpha=_alpha("lora_alpha", config.get("lora_alpha")),
-            use_rslora=_switch(config, "use_rslora"),
+            use_rslora=config.get("use_rslora") is not None and check_flag("use_rslora", config["use_rslora"]),
             target_modules=_names_or_pattern("target_modules", targets),
             exclude_modules=_names_or_pattern("exclude_modules", config.get("exclude_modules") or []),
             layers_to_transform=_layers([layers] if isinstance(layers, int) else layers or []),
@@ -90,7 +90,7 @@ class PeftConfig:
         return _looked_up(self.alpha_pattern, module, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
 
 
-def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+def _check_supported(config: Mapping[str, Any]) -> None:
     kind, task, bias = config.get("peft_type"), config.get("task_type"), config.get("bias", "none")
     if kind != "LORA":
         raise UnsupportedError(f"peft_type {kind!r} is not implemented, only LORA is")
@@ -119,23 +119,12 @@ def _looked_up(patterns: Patterns, module: str, default: Any) -> Any:
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
-def _switch(config: Mapping[str, Any], name: str) -> bool:
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}, expected true or false")
-    return bool(value)
-
-
 def _rank(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} is {value!r}, expected an integer of at least 1")
-    return value
+    return check_integer(name, value, 1)
 
 
 def _alpha(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise ConfigError(f"{name} is {value!r}, expected a finite number")
-    return float(value)
+    return check_number(name, value, above=None)
 
 
 def _layers(value: Any) -> tuple[int, ...]:

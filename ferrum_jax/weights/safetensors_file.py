@@ -18,27 +18,28 @@ _EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e
 
 
 class Entry(NamedTuple):
-    """What a header says of one tensor."""
+    """Dtype and shape of one tensor in a header."""
 
     dtype: str  # as safetensors calls it
     shape: tuple[int, ...]
 
 
 def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, Entry]:
-    """What the header says of every tensor, none of which is read.
+    """Dtype and shape of every tensor, as the header has them; no tensor is read.
 
     Raises:
         NotFoundError: there is no such file.
         UnsupportedError: a tensor has a dtype that is not among those `supported`.
         InvalidFormatError: this is not a whole safetensors file.
     """
+    check_regular(path)
     entries = {}
     try:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118  # not a mapping
                 tensor = file.get_slice(name)
                 entries[name] = Entry(tensor.get_dtype(), tuple(tensor.get_shape()))
-                refuse_dtype(path, name, entries[name].dtype, supported)
+                check_dtype(path, name, entries[name].dtype, supported)
     except FileNotFoundError:
         raise NotFoundError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as problem:
@@ -46,7 +47,13 @@ def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, E
     return entries
 
 
-def refuse_dtype(path: Path, name: str, dtype: str, supported: Collection[str]) -> None:
+def check_regular(path: Path) -> None:
+    """Raises InvalidFormatError for a pipe, socket or device, which reading might block on without end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InvalidFormatError(f"{path} is no regular file")
+
+
+def check_dtype(path: Path, name: str, dtype: str, supported: Collection[str]) -> None:
     """Raises UnsupportedError unless a tensor's dtype is supported."""
     if dtype not in supported:
         raise UnsupportedError(f"{path}: tensor {name} is {dtype}, supported are {', '.join(supported)}")

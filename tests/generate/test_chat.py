@@ -1,4 +1,5 @@
 import re
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 
 from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
+from ferrum_jax.generate import chat_sandbox
 from ferrum_jax.generate.chat import compile_chat_template, render_chat
 from ferrum_jax.generate.tokenizer import load_tokenizer
 
@@ -106,6 +108,116 @@ def test_a_template_that_refuses_is_quoted():
 def test_a_template_that_fails_is_a_tokenizer_error(template: str):
     with pytest.raises(TokenizerError):
         render_chat(template, HELLO)
+
+
+HOSTILE = (  # what to do, and which limit it meets
+    ("{{ 'a' * 10**10 }}", "a value of more than"),
+    ("{% set x = [0] * 10**9 %}", "a value of more than"),
+    ("{{ (2 ** 99) ** 99 }}", "an integer of more than 4096 bits"),
+    ("{% set ns = namespace(x=2) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}", "an integer of"),
+    ("{{ 'a'.rjust(10**10) }}", "a value of more than"),
+    ("{{ ('a' | attr('rjust'))(10**10) }}", "a value of more than"),
+    ("{{ 'a' | center(10**10) }}", "a value of more than"),
+    ("{{ 'a\n' | indent(10**10) }}", "a value of more than"),
+    ("{{ 'a\t'.expandtabs(10**10) }}", "a value of more than"),
+    ("{{ strftime_now('%999999999d') }}", "a value of more than"),
+    ("{{ '%999999999d' % 1 }}", "a value of more than"),
+    ("{{ '%*d' % (999999999, 1) }}", "a value of more than"),
+    ("{{ '{:{}}'.format(1, 999999999) }}", "a value of more than"),
+    ("{{ '%999999999d' | format(1) }}", "a value of more than"),
+    ("{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "a value of more than"),
+    ("{{ ('a' * 10**6) | replace(new='b' * 10**6, old='a') }}", "a value of more than"),
+    ("{{ ('a' * 10**6).join('b' * 10**6) }}", "a value of more than"),
+    ("{{ range(99999) | map('string') | join('b' * 10**6) }}", "a value of more than"),
+    ("{{ [1] | tojson(indent=999999999) }}", "a value of more than"),
+    ("{{ 1 | round(999999999, 'ceil') }}", "a value of more than"),
+    ("{{ range(9) | batch(999999999, 1) | list }}", "a value of more than"),
+    ("{{ (5).to_bytes(999999999, 'big') }}", "attribute 'to_bytes' of 'int' object is unsafe"),
+    ("{{ lipsum(100000) }}", "'lipsum' is undefined"),
+    ("{{ ('<!--' * 10**6) | striptags }}", "No filter named 'striptags'"),
+    ("{{ range(99999) | map('center', 10**6) | join }}", "too many large values"),
+    ("{% for i in range(99999) %}{{ 'a' * 10**5 }}{% endfor %}", "a value of more than"),
+    ("{% set x %}{% for i in range(99999) %}{{ 'a' * 10**5 }}{% endfor %}{% endset %}", "too many large values"),
+    ("{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "a value of more"),
+    ("{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "a value of more"),
+    ("{% set n = namespace(x=[]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}", "a value of more"),
+    ("{% set n = namespace(x=[]) %}{% for i in range(999) %}{% set n.x = [n.x] %}{% endfor %}", "more than 100 deep"),
+    ("{% macro f() %}{{ f(varargs, varargs) }}{% endmacro %}{{ f() }}", "a value of more than"),
+    ("{% for i in [1] recursive %}{{ loop(range(3)) }}{% endfor %}", "recurses without end"),
+    ("{{ '9' * 5000 | int }}{{ 1" + "0" * 5000 + " }}", "malformed: Exceeds the limit"),
+)
+
+
+@pytest.mark.parametrize(("template", "limit"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_template_that_would_take_much_memory_is_refused(template: str, limit: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_sandbox, "LARGEST_VALUE", 1 << 21)  # of the real limits, a quarter
+    monkeypatch.setattr(chat_sandbox, "ALL_VALUES", 1 << 24)
+    with pytest.raises(TokenizerError, match=limit):
+        render_chat(template, HELLO)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) if range(99999) | sum %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
+def test_a_template_that_would_take_much_time_is_refused_in_any_thread(template: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat_sandbox, "SECONDS", 0.1)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TokenizerError, match=r"takes more than 0\.1 seconds"):
+        pool.submit(render_chat, template, HELLO).result(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("opened", "inner", "closed"),
+    [
+        ("{% if 1 %}", "", "{% endif %}"),
+        ("{% for i in [1] %}", "", "{% endfor %}"),
+        ("{{ " + "(" * 5000, "1", ")" * 5000 + " }}"),
+        ("{{ " + "not " * 5000, "1", " }}"),
+        ("{{ " + "1+" * 5000, "1", " }}"),
+        ("{{ a" + ".b" * 5000, "", " }}"),
+    ],
+    ids=["if", "for", "brackets", "not", "sum", "attributes"],
+)
+def test_a_source_that_is_nested_deeply_is_refused(opened: str, inner: str, closed: str):
+    times = 1 if opened.startswith("{{") else 5000
+    with pytest.raises(TokenizerError, match="nested too deeply"):
+        render_chat(opened * times + inner + closed * times, HELLO)
+
+
+def test_a_source_that_is_too_long_is_refused():
+    with pytest.raises(TokenizerError, match="1,048,577 characters, at most 1,048,576"):
+        compile_chat_template("a" * ((1 << 20) + 1))
+
+
+def test_limits_grow_with_what_is_rendered():
+    messages = [{"role": "user", "content": "word " * 100_000}] * 40  # 20 million characters
+    content, appending = messages[0]["content"], "{% set n = namespace(x='') %}{% for m in messages %}"
+    expected = "\n".join(["", *[content.upper()] * 40])
+    template = appending + "{% set n.x = n.x + '\\n' + m.content | upper %}{% endfor %}{{ n.x }}"
+    assert render_chat(template, messages) == expected
+    assert render_chat("{{ messages | map(attribute='content') | join('\\n\\n') }}", messages) == "\n\n".join(
+        [content] * 40
+    )
+
+
+def test_ordinary_operations_are_as_in_jinja():
+    template = (
+        "{{ 'a' ~ 1 ~ none }}|{{ [1, 'b'] }}|{{ ('x', 2) }}|{{ {'k': 1} }}|{{ 'abc'[1:] }}|{{ 2 ** 5 * 3 % 7 }}|"
+        "{{ 'ab' * 2 }}|{{ '%s-%03d' % ('a', 7) }}|{{ '{}:{:>4}'.format('k', 'v') }}|{{ 'a\nb' | indent(2) }}|"
+        "{{ 'x' | center(5) }}|{{ [3, 1] | sort | join('-') }}|{{ ', '.join(['p', 'q']) }}|"
+        "{{ 'aXa'.replace('a', 'é') }}|"
+        "{{ range(5) | select('odd') | map('string') | list }}|{{ 1.25 | round(1) }}|{{ range(4) | batch(3) | list }}|"
+        "{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{{ loop.last }}{% endfor %}|{{ 'a b'.split() | length }}|"
+        "{% set t = namespace(n=[]) %}{% for i in range(3) %}{% set t.n = t.n + [i] %}{% endfor %}{{ t.n }}"
+    )
+    assert render_chat(template, HELLO) == (
+        "a1None|[1, 'b']|('x', 2)|{'k': 1}|bc|5|abab|a-007|k:   v|a\n  b|  x  |1-3|p, q|éXé|['1', '3']|1.2|"
+        "[[0, 1, 2], [3]]|x1True|2|[0, 1, 2]"
+    )
 
 
 @pytest.mark.parametrize("template", ["{% if %}", "{{ a", "{% generation %}", "{% nothing %}"])

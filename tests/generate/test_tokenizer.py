@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def write_gguf(
     merges: list[str] | None = None,
     scores: list[float] | None = None,
     architecture: str = "llama",
-    **extra: int | bool | str,
+    **extra: Any,
 ) -> Path:
     writer = gguf.GGUFWriter(str(path), architecture)
     writer.add_tokenizer_model(model)
@@ -253,6 +254,40 @@ def test_merges_of_unknown_tokens_are_refused(tmp_path: Path):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", merges=["a zz"]))
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "kind"),
+    [
+        ("tokens", [1, 2], "str"),
+        ("merges", [1, 2], "str"),
+        ("token_type", ["a", "b"], "int"),
+        ("merges", [True], "str"),
+    ],
+)
+def test_an_array_of_another_kind_is_refused_by_name(name: str, values: list[Any], kind: str):
+    metadata = {"ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.tokens": ["a", "b"], "ggml.merges": []}
+    metadata = {f"tokenizer.{key}": value for key, value in (metadata | {f"ggml.{name}": values}).items()}
+    with pytest.raises(InvalidFormatError, match=rf"tokenizer\.ggml\.{name} holds {values[0]!r}, expected only {kind}"):
+        build_gguf_tokenizer(metadata)
+
+
+def test_a_gguf_whose_merges_are_numbers_is_refused_by_name(tmp_path: Path):
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(BYTE_LEVEL_TOKENS)
+    writer.add_array("tokenizer.ggml.merges", [1, 2, 3])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(InvalidFormatError, match=r"m\.gguf.*tokenizer\.ggml\.merges holds 1"):
+        load_tokenizer(tmp_path / "m.gguf")
+
+
+def test_a_chat_template_of_a_gguf_that_is_no_text_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidFormatError, match=r"m\.gguf.*tokenizer\.chat_template is 5"):
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", chat_template=5))
+
+
 def test_a_repeated_token_is_refused(tmp_path: Path):
     with pytest.raises(InvalidFormatError, match="differ"):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", tokens=[*BYTE_LEVEL_TOKENS, "ab"]))
@@ -380,6 +415,15 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str):
     (tmp_path / name).unlink(missing_ok=True)
     (tmp_path / name).mkdir()
     with pytest.raises(FerrumError, match=re.escape(name)):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*UNREADABLE, "chat_template.jinja"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str):
+    write_folder(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(InvalidFormatError, match=f"{re.escape(name)} is no regular file"):
         load_tokenizer(tmp_path)
 
 

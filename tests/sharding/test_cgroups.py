@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrum_jax.sharding.cgroups import allowed_bytes
+from ferrum_jax.sharding.devices import allowed_bytes
 
 V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

@@ -105,7 +105,7 @@ def test_it_gives_the_logits_of_the_same_numbers_stored_plainly(tmp_path: Path):
     assert np.isfinite(logits).all()
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", ["int8", pytest.param(None, marks=pytest.mark.slow)])
 def test_it_is_converted_and_quantised_anew(quantize: str | None, tmp_path: Path):
     folder = write(tmp_path / "packed")
     made = ferrum_jax.convert(folder, tmp_path / "made", "float32", progress=False, quantize=quantize)
@@ -119,7 +119,7 @@ def test_it_is_converted_and_quantised_anew(quantize: str | None, tmp_path: Path
 
 def test_it_is_not_kept(tmp_path: Path):
     message = refuse(write(tmp_path), UnsupportedError, quantize="keep")
-    assert "cannot be kept as it is: its values are floats of four bits" in message
+    assert "has no native format: its values are floats of four bits" in message
 
 
 def test_what_contradicts_the_format_is_refused_by_name(tmp_path: Path):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -19,6 +20,7 @@ from ferrum_jax.contract.errors import AlreadyExistsError, FerrumError, InvalidF
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.weights import orbax
 from tests import tiny
+from tests.long import SEED
 
 NAME = "llama_yarn_options"
 
@@ -50,7 +52,7 @@ def test_a_configuration_is_read_as_it_was_written(name: str, tmp_path: Path):
 
 def test_a_restored_model_gives_the_logits_of_its_folder(checkpoint: Path, tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "folder", tiny.CONFIGS[NAME])
-    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=64, block_size=8, verify_tokens=(32,))
+    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=64, block_size=8, verify_tokens=32)
     logits = []
     for path in (folder, checkpoint):
         with ferrum_jax.load(path, engine=engine, progress=False) as model:
@@ -91,34 +93,108 @@ def test_a_save_that_was_interrupted_leaves_no_checkpoint(tmp_path: Path, monkey
         ferrum_jax.load_params(tmp_path / "half")
 
 
-def refuse_elsewhere(checkpoint: Path) -> str:
-    """Gives the message of a refusal in a process of its own, where orbax's reads that fail later do no harm."""
+def elsewhere(checkpoint: Path) -> str:
+    """Loads in a process of its own, where orbax's reads that fail later do no harm: "loaded", or the refusal."""
     program = f"""
         import ferrum_jax
         try:
             ferrum_jax.load_params({str(checkpoint)!r})
+            print("loaded")
         except ferrum_jax.errors.InvalidFormatError as refusal:
             print(refusal)
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    message = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def refuse_elsewhere(checkpoint: Path) -> str:
+    message = elsewhere(checkpoint)
     assert str(checkpoint) in message
     return message
 
 
-@pytest.mark.parametrize("part", ["params", "params/manifest.ocdbt"])
+def data_files(checkpoint: Path) -> list[Path]:
+    found = sorted(path for path in checkpoint.rglob("d/*") if path.is_file())
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("part", ["params", "params/manifest.ocdbt", "params/ocdbt.process_0/manifest.ocdbt"])
 def test_a_checkpoint_with_a_part_missing_is_refused_by_name(part: str, checkpoint: Path):
     gone = checkpoint / part
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
-    refuse_elsewhere(checkpoint)
+    with pytest.raises(InvalidFormatError, match=f"{checkpoint}.* is missing, which {orbax.CHECKSUMS} lists"):
+        ferrum_jax.load_params(checkpoint)
 
 
-def test_a_checkpoint_whose_data_were_cut_is_refused_by_name(checkpoint: Path):
-    data = [path for path in checkpoint.rglob("d/*") if path.is_file()]
-    assert data
-    for path in data:
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[: len(data) // 2], lambda data: data + b"x"], ids=["cut", "longer"]
+)
+def test_a_checkpoint_whose_data_changed_in_length_is_refused_by_name(
+    damage: Callable[[bytes], bytes], checkpoint: Path
+):
+    for path in data_files(checkpoint):
+        path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(InvalidFormatError, match=f"{checkpoint}.* is damaged"):
+        ferrum_jax.load_params(checkpoint)
+
+
+def test_one_flipped_bit_is_found_wherever_it_is(checkpoint: Path):
+    for path in (path for path in (checkpoint / "params").rglob("*") if path.is_file()):
+        content = path.read_bytes()
+        at = len(content) // 2
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        for read in (lambda: ferrum_jax.load_params(checkpoint), orbax.OrbaxSource(checkpoint).shapes):
+            with pytest.raises(InvalidFormatError, match=f"{path} is damaged"):
+                read()
+        path.write_bytes(content)
+    ferrum_jax.load_params(checkpoint)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff"])
+def test_damaged_checksums_are_refused_by_name(content: bytes, checkpoint: Path):
+    (checkpoint / orbax.CHECKSUMS).write_bytes(content)
+    with pytest.raises(InvalidFormatError, match=orbax.CHECKSUMS):
+        ferrum_jax.load_params(checkpoint)
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_checksums_and_loads(checkpoint: Path):
+    (checkpoint / orbax.CHECKSUMS).unlink()
+    found, cfg = ferrum_jax.load_params(checkpoint)
+    assert cfg == tiny.model_config(NAME)
+    tiny.assert_same_tree(found, tiny.tiny_params(tiny.CONFIGS[NAME]))
+
+
+def test_a_pipe_in_a_checkpoint_is_refused(checkpoint: Path):
+    for path in (checkpoint / orbax.CHECKSUMS, data_files(checkpoint)[0]):
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(InvalidFormatError, match=f"{path} is no regular file"):
+            ferrum_jax.load_params(checkpoint)
+        path.unlink()
+
+
+def test_data_that_were_cut_are_refused_without_checksums_too(checkpoint: Path):
+    (checkpoint / orbax.CHECKSUMS).unlink()
+    for path in data_files(checkpoint):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert len(refuse_elsewhere(checkpoint)) < 1000
+
+
+@pytest.mark.slow
+def test_damage_anywhere_without_checksums_is_refused_or_gives_a_model(checkpoint: Path):
+    """Each kind of file changed by chance: what orbax raises is one error of this package, never another."""
+    (checkpoint / orbax.CHECKSUMS).unlink()
+    random, files = np.random.default_rng(SEED), [p for p in (checkpoint / "params").rglob("*") if p.is_file()]
+    for path in files:
+        content = path.read_bytes()
+        at, kind = int(random.integers(len(content))), random.integers(3)
+        changed = [content[:at], content[:at] + b"\xff" + content[at + 1 :], content[:at] + bytes(8) + content[at:]][
+            kind
+        ]
+        path.write_bytes(changed)
+        assert elsewhere(checkpoint), f"{path}, seed {SEED}"
+        path.write_bytes(content)
 
 
 @pytest.mark.parametrize(

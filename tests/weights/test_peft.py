@@ -197,11 +197,12 @@ def test_values_too_large_for_a_narrow_dtype_are_refused(folder: Path):
         ({"r": "8"}, ConfigError, "r is '8'"),
         ({"r": True}, ConfigError, "r is True"),
         ({"r": None}, ConfigError, "r is None"),
-        ({"r": 10**300}, InvalidFormatError, "expected"),
+        ({"r": 10**300}, ConfigError, "expected at most 2147483647"),
+        ({"r": 10**6}, InvalidFormatError, "expected"),
         ({"lora_alpha": None}, ConfigError, "lora_alpha"),
         ({"lora_alpha": math.nan}, ConfigError, "lora_alpha"),
         ({"lora_alpha": 10**400}, ConfigError, "lora_alpha"),
-        ({"lora_alpha": 1e300}, InvalidFormatError, "not finite"),
+        ({"lora_alpha": 1e300}, ConfigError, "lora_alpha is 1e+300, expected a number, finite in float32"),
         ({"use_rslora": "yes"}, ConfigError, "use_rslora"),
         ({"rank_pattern": ["q_proj"]}, ConfigError, "rank_pattern"),
         ({"rank_pattern": {"q_proj": 2.5}}, ConfigError, "q_proj"),
@@ -267,6 +268,12 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
     message = refuse(folder, InvalidFormatError)
     assert named in message
     assert WEIGHTS in message
+
+
+def test_a_scale_that_makes_values_infinite_is_refused_by_name(folder: Path):
+    change_config(folder, lora_alpha=3e38, alpha_pattern={})
+    change_tensors(folder, lambda tensors: tensors.update({B: tensors[B] * np.float32(1000)}))
+    assert f"{B} has values that are not finite in float32, its scale included" in refuse(folder, InvalidFormatError)
 
 
 def test_an_integer_tensor_is_refused_by_name(folder: Path):

@@ -1,4 +1,4 @@
-"""Any checkpoint to an Orbax one, with its tokenizer beside it."""
+"""Conversion of any checkpoint to an Orbax one, with its tokenizer beside it."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from ferrum_jax.weights import orbax
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
 
-BESIDE = (  # what a Hugging Face folder holds besides its weights; the tokenizer reads ids from the configurations too
+BESIDE = (  # files of a Hugging Face folder besides its weights; the tokenizer reads ids from the configurations
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "additional_chat_templates",
 )  # fmt: skip
@@ -34,7 +34,7 @@ def convert(
 
     Args:
         source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
-            model. What it has quantised is written as the numbers it stands for, unless it is kept.
+            model. Quantised weights are written as the numbers they stand for, unless `quantize` is `keep`.
         destination: the new folder.
         dtype: of the weights; the one that the configuration names if None, float32 for a GGUF.
         progress: show bars on standard error while working.

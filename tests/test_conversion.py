@@ -54,7 +54,7 @@ def test_a_folder_becomes_a_checkpoint_that_says_the_same(folder: Path, tmp_path
     engine = EngineConfig(max_seqs=1, kv_capacity=32, block_size=8, dtype="float32")
     answers = []
     for path in (folder, made):
-        with ferrum_jax.LLM(path, engine=engine, progress=False) as llm:
+        with ferrum_jax.LLM(path, engine=engine, artifacts=str(tmp_path / "steps"), progress=False) as llm:
             answers.append(llm.chat([{"role": "user", "content": "cab"}], SamplingParams(max_tokens=8)))
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].text == answers[1].text != ""
@@ -126,7 +126,7 @@ def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ferrum_jax.converting._copy_beside", stop)
+    monkeypatch.setattr("ferrum_jax.conversion._copy_beside", stop)
     with pytest.raises(KeyboardInterrupt):
         ferrum_jax.convert(folder, tmp_path / "made", progress=False)
     assert list(tmp_path.iterdir()) == [folder]

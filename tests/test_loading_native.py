@@ -1,4 +1,4 @@
-"""Weights kept in the few bits of their checkpoint: the same numbers as dequantised, in less memory."""
+"""Weights in the native quantisation of their checkpoint: the same numbers as dequantised, in less memory."""
 
 from pathlib import Path
 
@@ -22,61 +22,61 @@ from tests.weights.test_gguf import write_gguf
 
 NAME = test_packed.NAME
 LOGITS = 1e-4  # the forward's own tolerance: float32 sums in another order
-KEPT = [kind for kind in test_packed.PACKINGS if "ordered" not in kind and kind != "fp8_blocks"]
+NATIVE = [kind for kind in test_packed.PACKINGS if "ordered" not in kind and kind != "fp8_blocks"]
 WIDE = tiny.CONFIGS["llama3"] | {
     "hidden_size": 256,
     "intermediate_size": 512,
     "head_dim": 32,
     "num_hidden_layers": 1,
 }  # blocks of 256
-ENGINE = EngineConfig(max_seqs=1, kv_capacity=16, block_size=8, decode_rows=(1,), chunk_rows=(1,), chunk_tokens=(8,))
+ENGINE = EngineConfig(max_seqs=1, kv_capacity=16, block_size=8, decode_rows=(1,), query_blocks=(1,), block_tokens=8)
 
 
-@pytest.mark.parametrize("kind", KEPT)
-def test_a_kept_weight_stands_for_the_same_numbers(kind: str, tmp_path: Path):
+@pytest.mark.parametrize("kind", NATIVE)
+def test_a_native_weight_stands_for_the_same_numbers(kind: str, tmp_path: Path):
     path = test_packed.write(tmp_path, kind)
-    kept, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
+    native, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
     plain, _ = ferrum_jax.load_params(path, "float32")
     if kind == "int8_zeros":  # its scales have all bits of float32, so that offsets are rounded
-        for found, leaf in zip(jax.tree.leaves(models.dequantise(kept)), jax.tree.leaves(plain), strict=True):
+        for found, leaf in zip(jax.tree.leaves(models.dequantise(native)), jax.tree.leaves(plain), strict=True):
             np.testing.assert_allclose(found, leaf, rtol=0, atol=1e-7)
     else:
-        tiny.assert_same_tree(models.dequantise(kept), plain)
-    assert formats_of(kept).keys() == test_packed.contents(kind)[1].keys()
+        tiny.assert_same_tree(models.dequantise(native), plain)
+    assert formats_of(native).keys() == test_packed.contents(kind)[1].keys()
     described = param_specs(open_checkpoint(path), "keep")
     assert specs.shapes(described, "float32") == jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), kept
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), native
     )
     assert cfg == tiny.model_config(NAME)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "int8_zeros"])
-def test_a_forward_of_kept_weights_equals_that_of_the_dequantised_ones(kind: str, tmp_path: Path):
+def test_a_forward_of_native_weights_equals_that_of_the_dequantised_ones(kind: str, tmp_path: Path):
     path = test_packed.write(tmp_path, kind)
     tokens = jnp.asarray(tiny.prompt(NAME)[:14]).reshape(2, 7)
-    (kept, cfg), (plain, _) = (ferrum_jax.load_params(path, "float32", quantize=wish) for wish in ("keep", None))
+    (native, cfg), (plain, _) = (ferrum_jax.load_params(path, "float32", quantize=wish) for wish in ("keep", None))
     run = jax.jit(models.forward, static_argnums=2)
-    np.testing.assert_allclose(run(kept, tokens, cfg), run(plain, tokens, cfg), rtol=0, atol=LOGITS)
+    np.testing.assert_allclose(run(native, tokens, cfg), run(plain, tokens, cfg), rtol=0, atol=LOGITS)
 
 
-def test_only_blocks_that_divide_the_inputs_are_kept(tmp_path: Path):
+def test_only_blocks_that_divide_the_inputs_have_a_native_format(tmp_path: Path):
     narrower = test_packed.write(tmp_path / "narrower", "fp8_blocks")
-    message = r"down_proj\.weight cannot be kept as it is: blocks of 16 do not divide its 72 inputs"
+    message = r"down_proj\.weight has no native format: blocks of 16 do not divide its 72 inputs"
     with pytest.raises(UnsupportedError, match=message):
         ferrum_jax.load_params(narrower, quantize="keep")
     path = test_packed.write(tmp_path / "whole", "fp8_blocks", width=80)
-    kept, plain = (ferrum_jax.load_params(path, "float32", quantize=wish)[0] for wish in ("keep", None))
-    tiny.assert_same_tree(models.dequantise(kept), plain)
-    assert {(form.dtype, form.groups) for form in formats_of(kept).values()} == {
+    native, plain = (ferrum_jax.load_params(path, "float32", quantize=wish)[0] for wish in ("keep", None))
+    tiny.assert_same_tree(models.dequantise(native), plain)
+    assert {(form.dtype, form.groups) for form in formats_of(native).values()} == {
         ("float8_e4m3fn", groups) for groups in (3, 5, 10)
     }
 
 
 @pytest.mark.parametrize("kind", ["gptq_ordered", "gptq_ordered_v2"])
-def test_columns_ordered_by_activation_are_dequantised_but_not_kept(kind: str, tmp_path: Path):
+def test_columns_ordered_by_activation_are_dequantised_but_have_no_native_format(kind: str, tmp_path: Path):
     path = test_packed.write(tmp_path, kind)
     for ask in (lambda: ferrum_jax.load_params(path, quantize="keep"), lambda: ferrum_jax.load(path, quantize="keep")):
-        with pytest.raises(UnsupportedError, match=r"cannot be kept as it is: .*desc_act.*without quantize='keep'"):
+        with pytest.raises(UnsupportedError, match=r"has no native format: .*desc_act.*without quantize='keep'"):
             ask()
 
 
@@ -87,23 +87,23 @@ def test_weights_that_are_called_symmetric_but_are_not_are_refused(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_kept_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path: Path):
+def test_a_native_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path: Path):
     shapes = {name: leaf.shape for name, leaf in tiny.tensors(WIDE).items() if leaf.ndim == 2}
     drawn = {name: draw_blocks(kind, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
     raw = {name: (data, GGMLQuantizationType[kind]) for name, data in drawn.items()}
     file = write_gguf(tmp_path / "m.gguf", WIDE, raw=raw)
-    (kept, _), (plain, _) = (ferrum_jax.load_params(file, "float32", quantize=wish) for wish in ("keep", "none"))
-    assert formats_of(kept).keys() == shapes.keys()
+    (native, _), (plain, _) = (ferrum_jax.load_params(file, "float32", quantize=wish) for wish in ("keep", "none"))
+    assert formats_of(native).keys() == shapes.keys()
     for name, leaf in specs.named_leaves(plain).items():
-        found = specs.named_leaves(models.dequantise(kept))[name]
+        found = specs.named_leaves(models.dequantise(native))[name]
         np.testing.assert_allclose(found, leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
     name = test_packed.LEFT_OUT
     expected = read_blocks(kind, drawn[name], shapes[name])
-    found = specs.named_leaves(models.dequantise(kept))[name]
+    found = specs.named_leaves(models.dequantise(native))[name]
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
-def test_a_kept_model_is_converted_laid_out_and_served(tmp_path: Path):
+def test_a_native_model_is_converted_laid_out_and_served(tmp_path: Path):
     every, prompt = test_packed.write(tmp_path / "whole", "awq", whole=True), tiny.prompt(NAME)[:7]
     expected, cfg = ferrum_jax.load_params(every, "float32", quantize="keep")
     made = ferrum_jax.convert(every, tmp_path / "made", "float32", quantize="keep", progress=False)
@@ -119,7 +119,8 @@ def test_a_kept_model_is_converted_laid_out_and_served(tmp_path: Path):
         )
         held = runner.memory_usage().allocated_bytes - runner.plan.cache.num_bytes
         assert held == sum(leaf.nbytes for leaf in jax.tree.leaves(expected))
-    wanted = models.forward(models.dequantise(expected), jnp.asarray([prompt]), cfg)[0, -1]
+    forward = jax.jit(models.forward, static_argnums=2)
+    wanted = forward(models.dequantise(expected), jnp.asarray([prompt]), cfg)[0, -1]
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=LOGITS)
 
 

@@ -1,0 +1,373 @@
+"""`config.json` of every family, as the fields of a `ModelConfig`.
+
+A family is one function here and one line of `FAMILIES`. What a configuration leaves out is what Hugging Face's own
+configuration class has. A setting of `CHANGES_ARITHMETIC` that the family's forward does not compute is refused.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ferrum_jax.config.components import ExpertsConfig, LatentConfig
+from ferrum_jax.config.settings import Settings, read_rope, read_sizes
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
+
+Fields = dict[str, Any]
+CHANGES_ARITHMETIC = (  # settings that make a forward wrong if its family ignores them
+    "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling", "embedding_multiplier",
+    "residual_multiplier", "attention_multiplier", "num_experts", "num_local_experts", "n_routed_experts",
+    "no_rope_layers", "quantization_config", "clip_qkv", "query_pre_attn_scalar", "kv_lora_rank", "swiglu_limit",
+    "swiglu_alpha", "rope_local_base_freq", "use_bidirectional_attention", "attention_chunk_size",
+)  # fmt: skip
+_SILU = ("hidden_act", "silu", ("silu", "swish"))
+_MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts")
+
+
+def _decoder(
+    s: Settings,
+    *,
+    head_dim: int | None = None,
+    tied: bool = False,
+    activation: tuple[str, str, Collection[str]] = _SILU,
+    partial_rotary: bool = False,
+) -> Fields:
+    """Fields that all families have; every layer sees everything, and one switch stands for all biases of attention."""
+    s.activation(*activation)
+    sizes, rope, bias = read_sizes(s, head_dim=head_dim), read_rope(s), s.flag("attention_bias")
+    if rope["partial_rotary_factor"] != 1.0 and not partial_rotary:
+        share = rope["partial_rotary_factor"]
+        raise UnsupportedError(f"partial_rotary_factor {share} is not implemented, only 1.0 is")
+    return {
+        **sizes,
+        **rope,
+        "tie_word_embeddings": s.flag("tie_word_embeddings", tied),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "layer_windows": (None,) * sizes["num_hidden_layers"],
+    }
+
+
+def _every_layer(s: Settings) -> tuple[Any, ...]:
+    return (s.get("sliding_window"),) * s.integer("num_hidden_layers")
+
+
+def _alternating(s: Settings, window: int | None) -> tuple[int | None, ...]:
+    layers = range(s.integer("num_hidden_layers"))
+    return s.windows(["full_attention" if i % 2 else "sliding_attention" for i in layers], window)
+
+
+def _late(s: Settings, window: int | None) -> tuple[int | None, ...]:
+    """Qwen's windows, which layers have from `max_window_layers` on."""
+    first, layers = s.integer("max_window_layers", 28, 0), range(s.integer("num_hidden_layers"))
+    return s.windows(["sliding_attention" if i >= first else "full_attention" for i in layers], window)
+
+
+def _qwen_windows(s: Settings, place: Callable[[Settings, int], tuple[int | None, ...]]) -> Fields:
+    window = s.get("sliding_window", 4096)
+    if window is None or not s.flag("use_sliding_window"):
+        return {}
+    return {"layer_windows": place(s, window)}
+
+
+def _llama(s: Settings) -> Fields:
+    return _decoder(s) | {"mlp_bias": s.flag("mlp_bias")}
+
+
+def _mistral(s: Settings) -> Fields:
+    return _decoder(s) | {"layer_windows": _every_layer(s.defaulting(sliding_window=4096))}
+
+
+def _qwen2(s: Settings) -> Fields:
+    biases = {"attention_bias": True, "attention_out_bias": False}
+    return _decoder(s) | biases | _qwen_windows(s, _late)
+
+
+def _qwen3(s: Settings) -> Fields:
+    return _decoder(s, head_dim=128) | {"qk_norm": True} | _qwen_windows(s, _late)
+
+
+def _qwen2_moe(s: Settings) -> Fields:
+    def place(s: Settings, window: int) -> tuple[int | None, ...]:
+        last, layers = s.integer("max_window_layers", 28, 0), range(s.integer("num_hidden_layers"))
+        return s.windows(["full_attention" if i % 2 or i >= last else "sliding_attention" for i in layers], window)
+
+    shared = s.integer("shared_expert_intermediate_size")
+    return (
+        _decoder(s)
+        | {"attention_bias": s.flag("qkv_bias", True), "attention_out_bias": False}
+        | {"experts": _qwen_experts(s, shared_expert_intermediate_size=shared)}
+        | _qwen_windows(s, place)
+    )
+
+
+def _qwen3_moe(s: Settings) -> Fields:
+    windows = _qwen_windows(s, lambda s, window: _every_layer(s.replacing(sliding_window=window)))
+    return _decoder(s) | {"qk_norm": True, "experts": _qwen_experts(s)} | windows
+
+
+def _qwen_experts(s: Settings, **sizes: Any) -> ExpertsConfig | None:
+    """Experts with sizes that only one of the families has; None where no layer has any."""
+    count = s.get("num_experts", s.get("num_local_experts"))  # newer checkpoints have the second name
+    if count is None:
+        raise ConfigError("no field 'num_experts'")
+    dense, step = s.get("mlp_only_layers") or (), s.integer("decoder_sparse_step", 1)
+    layers = range(s.integer("num_hidden_layers"))
+    sparse = tuple(index not in dense and (index + 1) % step == 0 for index in layers)
+    if count == 0 or not any(sparse):
+        return None
+    return ExpertsConfig(
+        num_experts=count,
+        num_experts_per_tok=s.integer("num_experts_per_tok"),
+        moe_intermediate_size=s.integer("moe_intermediate_size"),
+        norm_topk_prob=s.flag("norm_topk_prob"),
+        sparse_layers=sparse,
+        **sizes,
+    )
+
+
+def _mixtral(s: Settings) -> Fields:
+    found = _decoder(s.defaulting(rms_norm_eps=1e-5, rope_theta=1e6).replacing(attention_bias=False))
+    return found | {"layer_windows": _every_layer(s), "experts": _local_experts(s, found)}
+
+
+def _local_experts(s: Settings, found: Fields, **options: Any) -> ExpertsConfig:
+    """Experts of Mixtral's kind, in every layer and of its width."""
+    return ExpertsConfig(
+        num_experts=s.integer("num_local_experts"),
+        num_experts_per_tok=s.integer("num_experts_per_tok"),
+        moe_intermediate_size=found["intermediate_size"],
+        norm_topk_prob=True,
+        sparse_layers=(True,) * found["num_hidden_layers"],
+        **options,
+    )
+
+
+def _gpt_oss(s: Settings) -> Fields:
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+    s = s.defaulting(rms_norm_eps=1e-5, rope_theta=150000.0, attention_bias=True)
+    if not (s.get("rope_scaling") or s.get("rope_parameters")):
+        s = s.replacing(rope_parameters=yarn)
+    found = _decoder(s, head_dim=64, activation=("hidden_act", "silu", ("silu",)))
+    window = s.get("sliding_window", 128)
+    if window is None and any(_alternating(s, 1)):
+        raise ConfigError("sliding_window is null, but layer_types has layers with a window")
+    swiglu = {"swiglu_limit": s.number("swiglu_limit", 7.0), "swiglu_alpha": s.number("swiglu_alpha", 1.702)}
+    return found | {
+        "attention_sinks": True,
+        "layer_windows": _alternating(s, window),
+        "experts": _local_experts(s, found, **swiglu),
+    }
+
+
+def _olmo2(s: Settings) -> Fields:
+    return _decoder(s.defaulting(rms_norm_eps=1e-5))
+
+
+def _granite(s: Settings) -> Fields:
+    multipliers = {name: s.number(name, 1.0) for name in _MULTIPLIERS}
+    return _decoder(s) | multipliers | {"mlp_bias": s.flag("mlp_bias")}
+
+
+def _phi3(s: Settings) -> Fields:
+    """Phi-3, Phi-3.5 and Phi-4, the dense ones; LongRoPE had two other names there."""
+    s = s.defaulting(rms_norm_eps=1e-5, original_max_position_embeddings=4096).replacing(attention_bias=False)
+    for name in ("rope_parameters", "rope_scaling"):
+        given = s.get(name)
+        if isinstance(given, Mapping) and given.get("rope_type", given.get("type")) in ("su", "yarn"):
+            s = s.replacing(**{name: {**given, "rope_type": "longrope"}})
+    found = _decoder(s, partial_rotary=True)
+    scaling = found["rope_scaling"]
+    if scaling is not None and scaling.rope_type != "longrope":
+        raise UnsupportedError(f"rope_type {scaling.rope_type!r} is not implemented for phi3, only longrope is")
+    return found | {"layer_windows": _every_layer(s)}
+
+
+def _smollm3(s: Settings) -> Fields:
+    found = _decoder(s.defaulting(num_key_value_heads=4, rope_theta=2e6), tied=True)
+    layers, interval = range(found["num_hidden_layers"]), s.integer("no_rope_layer_interval", 4)
+    rotated = s.get("no_rope_layers")  # despite its name, true where there are rotary embeddings
+    rotated = [(layer + 1) % interval != 0 for layer in layers] if rotated is None else rotated
+    if not isinstance(rotated, list) or len(rotated) != len(layers):
+        raise ConfigError(f"no_rope_layers is {safe_repr(rotated)}, expected a list of {len(layers)} entries")
+    window = s.get("sliding_window")
+    slides = s.flag("use_sliding_window") and window is not None
+    kinds = ["sliding_attention" if slides and not is_rotated else "full_attention" for is_rotated in rotated]
+    return found | {
+        "layers_without_rope": tuple(layer for layer in layers if not rotated[layer]),
+        "mlp_bias": s.flag("mlp_bias"),
+        "layer_windows": s.windows(kinds, window),
+    }
+
+
+def _gemma(s: Settings) -> Fields:
+    """What Gemma 2 and 3 have in common."""
+    gelu = ("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
+    found = _decoder(s, head_dim=256, tied=True, activation=gelu)
+    return found | {
+        "attention_multiplier": s.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        "embedding_multiplier": found["hidden_size"] ** 0.5,
+    }
+
+
+def _gemma2(s: Settings) -> Fields:
+    return _gemma(s) | {
+        "attn_logit_softcapping": s.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": s.get("final_logit_softcapping", 30.0),
+        "layer_windows": _alternating(s, s.get("sliding_window", 4096)),
+    }
+
+
+def _gemma3(s: Settings) -> Fields:
+    """Layers with a window have a base of their own, and the scaling is the others'.
+
+    Hugging Face's forward ignores a soft cap of scores, and no checkpoint has one.
+    """
+    if (cap := s.get("attn_logit_softcapping")) is not None:
+        raise UnsupportedError(f"attn_logit_softcapping {cap!r} is not implemented here")
+    if (window := s.get("sliding_window", 4096)) is None:
+        raise ConfigError("sliding_window is null, and layers of one kind need it")
+    kinds, local_theta = _gemma3_ropes(s)
+    period = s.integer("sliding_window_pattern", 6)
+    found = _gemma(s.replacing(rope_parameters=kinds, rope_scaling=None))
+    layers = range(1, found["num_hidden_layers"] + 1)
+    return found | {
+        "local_rope_theta": local_theta,
+        "qk_norm": True,
+        "final_logit_softcapping": s.get("final_logit_softcapping"),
+        "layer_windows": s.windows(["sliding_attention" if i % period else "full_attention" for i in layers], window),
+    }
+
+
+def _gemma3_ropes(s: Settings) -> tuple[Fields, float]:
+    """Rotary settings of layers that see everything, and the base of the others: by kind of layer, or by names."""
+    given = s.section("rope_parameters")
+    local, full = given.section("sliding_attention"), given.section("full_attention").fields
+    if (kind := local.get("rope_type", "default")) != "default":
+        raise UnsupportedError(f"rope_type {kind!r} of layers with a window is not implemented")
+    if given.fields and not given.fields.keys() & {"sliding_attention", "full_attention"}:
+        raise UnsupportedError(f"rope_parameters {safe_repr(given.fields)} are not those of each kind of layer")
+    full = {"rope_theta": s.get("rope_theta", 1e6), **full, **s.section("rope_scaling").fields}
+    is_linear = full.get("rope_type", full.get("type")) == "linear"
+    if is_linear and full.get("factor") is not None:  # the positions given are the scaled ones
+        original = int(s.integer("max_position_embeddings") / Settings(full).number("factor"))
+        full = {"original_max_position_embeddings": original, **full}
+    return full, local.number("rope_theta", s.get("rope_local_base_freq", 10000.0))
+
+
+def _deepseek2(s: Settings) -> Fields:
+    if s.flag("norm_topk_prob"):
+        raise UnsupportedError("norm_topk_prob = true is not implemented for deepseek_v2")
+    s = s.replacing(rope_interleave=True)
+    methods = {"greedy": "softmax", "group_limited_greedy": "softmax"}
+    return _deepseek(s, methods, first_dense=0) | {"mlp_bias": s.flag("mlp_bias")}
+
+
+def _deepseek3(s: Settings) -> Fields:
+    s = s.defaulting(norm_topk_prob=True, rope_interleave=True)
+    return _deepseek(s, {"noaux_tc": "sigmoid"}, first_dense=3)
+
+
+def _deepseek(s: Settings, methods: Mapping[str, str], first_dense: int) -> Fields:
+    """DeepSeek V2, V3 and R1: the KV has one head, a latent.
+
+    Args:
+        s: the configuration.
+        methods: by which experts may be chosen, the first by default, and how each of them scores.
+        first_dense: layers without experts at the beginning, by default.
+    """
+    latent = LatentConfig(
+        q_lora_rank=s.get("q_lora_rank", 1536),
+        kv_lora_rank=s.integer("kv_lora_rank"),
+        qk_nope_head_dim=s.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=s.integer("qk_rope_head_dim"),
+        v_head_dim=s.integer("v_head_dim"),
+        rope_interleave=s.flag("rope_interleave"),
+    )
+    found = _decoder(s)
+    scaling, scale = found["rope_scaling"], (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
+    if scaling is not None and scaling.mscale_all_dim and scaling.factor > 1:
+        scale *= (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1) ** 2
+    return found | {
+        "num_key_value_heads": 1,
+        "head_dim": latent.cached_dim,
+        "attention_out_bias": False,
+        "attention_multiplier": scale,
+        "latent": latent,
+        "experts": _deepseek_experts(s, methods, first_dense),
+    }
+
+
+def _deepseek_experts(s: Settings, methods: Mapping[str, str], first_dense: int) -> ExpertsConfig | None:
+    method = s.get("topk_method", next(iter(methods)))
+    scoring = s.get("scoring_func", next(iter(methods.values())))
+    if methods.get(method) != scoring:
+        raise UnsupportedError(f"topk_method {method!r} with scoring_func {scoring!r} is not implemented")
+    if (frequency := s.get("moe_layer_freq", 1)) != 1:
+        raise UnsupportedError(f"moe_layer_freq {frequency} is not implemented, only 1 is")
+    first, grouped = s.integer("first_k_dense_replace", first_dense, 0), method != "greedy"
+    sparse = tuple(index >= first for index in range(s.integer("num_hidden_layers")))
+    if not any(sparse):
+        return None
+    names = ("n_routed_experts", *_EXPERT_COUNTS)
+    width = s.integer("moe_intermediate_size")
+    return ExpertsConfig(
+        num_experts=s.integer(next((name for name in names if name in s.fields), names[0])),
+        num_experts_per_tok=s.integer("num_experts_per_tok"),
+        moe_intermediate_size=width,
+        norm_topk_prob=s.flag("norm_topk_prob"),
+        shared_expert_intermediate_size=width * s.integer("n_shared_experts"),
+        sparse_layers=sparse,
+        scoring_func=scoring,
+        n_group=s.integer("n_group") if grouped else 1,
+        topk_group=s.integer("topk_group") if grouped else 1,
+        routed_scaling_factor=s.number("routed_scaling_factor", 1.0),
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a `config.json` is read, and which of `CHANGES_ARITHMETIC` the forward computes."""
+
+    read: Callable[[Settings], Fields]
+    computes: Collection[str] = ()
+
+
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq")
+_LATENT = ("n_routed_experts", *_EXPERT_COUNTS, "kv_lora_rank")
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(_llama),
+    "mistral": Family(_mistral),
+    "qwen2": Family(_qwen2),
+    "qwen3": Family(_qwen3),
+    "gemma2": Family(_gemma2, _CAPS),
+    "gemma3_text": Family(_gemma3, _CAPS),
+    "phi3": Family(_phi3),
+    "olmo2": Family(_olmo2),
+    "granite": Family(_granite, _MULTIPLIERS),
+    "smollm3": Family(_smollm3, ("no_rope_layers",)),
+    "mixtral": Family(_mixtral, _EXPERT_COUNTS),
+    "qwen2_moe": Family(_qwen2_moe, _EXPERT_COUNTS),
+    "qwen3_moe": Family(_qwen3_moe, _EXPERT_COUNTS),
+    "deepseek_v2": Family(_deepseek2, _LATENT),
+    "deepseek_v3": Family(_deepseek3, _LATENT),
+    "gpt_oss": Family(_gpt_oss, ("num_local_experts", "swiglu_limit", "swiglu_alpha")),
+}
+
+
+def read_fields(config: Mapping[str, Any]) -> Fields:
+    """Reads the fields of a `ModelConfig`.
+
+    Raises:
+        UnsupportedError: there is no such family, or it does not implement a setting.
+        ConfigError: a field is missing or has the wrong type.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        names = config.get("architectures") or []
+        raise UnsupportedError(f"model_type {name!r} {names}: supported are {', '.join(FAMILIES)}")
+    for setting in CHANGES_ARITHMETIC:
+        if setting not in FAMILIES[name].computes and config.get(setting) not in (None, False, 0):
+            raise UnsupportedError(f"{setting} = {config[setting]!r} is not implemented for {name}")
+    return FAMILIES[name].read(Settings(config))
