@@ -18,14 +18,14 @@ LAYER, TOKENS = 12, 16
 path = hub.resolve(None)  # SmolLM2-135M-Instruct
 params, cfg = ferrum_jax.load_params(path, dtype="float32", layout="scanned")
 tokenizer = load_tokenizer(path)
-watch = jax.jit(partial(models.watch, cfg=cfg, hidden=(LAYER + 1,)))
+capture = jax.jit(partial(models.capture, cfg=cfg, hidden=(LAYER + 1,)))
 
 
 def state_of(text: str) -> jax.Array:
-    """What the layer makes of a text's last token, [D]."""
+    """The layer's output for a text's last token, [D]."""
     ids = tokenizer.encode(text)
     padded = jnp.array([ids + [0] * (16 - len(ids))])  # causal: what follows does not matter
-    return watch(params, padded)[1][LAYER + 1][0, len(ids) - 1]
+    return capture(params, padded)[1][LAYER + 1][0, len(ids) - 1]
 
 
 direction = state_of("I love this, it is wonderful") - state_of("I hate this, it is terrible")
@@ -34,15 +34,15 @@ inputs = (jnp.array([prompt]), jnp.array([len(prompt)]), jnp.zeros(1, jnp.uint32
 
 
 def vectors(strength: float) -> jax.Array:
-    """What is added after each layer: zeros, but for one, [L, D]."""
+    """Zeros for every layer but one, [L, D]."""
     return jnp.zeros((cfg.num_hidden_layers, cfg.hidden_size)).at[LAYER].set(strength * direction)
 
 
 generate = jax.jit(partial(ferrum_jax.generate_fn, cfg=cfg, max_tokens=TOKENS))
-compiled = generate.lower(models.steered(params, vectors(0.0)), None, *inputs).compile()  # cannot compile again
+compiled = generate.lower(params, None, *inputs, steering=vectors(0.0)).compile()  # cannot compile again
 answers = {}
 for strength in (-0.8, 0.0, 0.8):
-    found, _ = compiled(models.steered(params, vectors(strength)), None, *inputs)
+    found, _ = compiled(params, None, *inputs, steering=vectors(strength))
     answers[strength] = tokenizer.decode(found.token_ids[0].tolist())
     print(f"{strength:+.1f} {answers[strength]!r}")
 assert len(set(answers.values())) == 3

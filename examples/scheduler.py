@@ -11,7 +11,7 @@ waiting = {f"request-{i}": tokenizer.encode(text) for i, text in enumerate(texts
 answers: dict[str, list[int]] = {name: [] for name in waiting}
 CHUNK, MAX_TOKENS = 8, 12
 
-engine = ferrum_jax.EngineConfig(decode_rows=(3,), chunk_rows=(1, 3), chunk_tokens=(CHUNK,), max_step_tokens=3 * CHUNK)
+engine = ferrum_jax.EngineConfig(decode_rows=(3,), query_blocks=(1, 3), block_tokens=CHUNK, max_step_tokens=3 * CHUNK)
 with ferrum_jax.load(path, max_seqs=3, kv_capacity=256, engine=engine, progress=False) as runner:
     while waiting:
         items = []

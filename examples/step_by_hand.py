@@ -1,7 +1,7 @@
 """One model, no engine: the KV, the batch and the step as plain values.
 
-The forward that serves is an ordinary function of (params, kv, batch). Called twice by hand here: a prompt, then a
-token, for two sequences whose blocks lie where we please.
+The serving forward is an ordinary function of (params, kv, batch). Here it is called twice by hand: with two prompts,
+then with one more token of each; the block tables are ours to choose.
 """
 
 import functools
@@ -38,14 +38,14 @@ prefill = Batch(
     groups=(Rows(tokens=prompts, lengths=jnp.zeros(2, jnp.int32), counts=counts, tables=tables),),
     logit_rows=jnp.array([4, 7], jnp.int32),  # the last real token of each row, counted over both
 )
-logits, kv = step(params, kv, prefill)
+logits, kv, _ = step(params, kv, prefill)
 best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 decode = Batch(
     groups=(Rows(tokens=best[:, None], lengths=counts, counts=jnp.ones(2, jnp.int32), tables=tables),),
     logit_rows=jnp.arange(2, dtype=jnp.int32),
 )
-logits, kv = step(params, kv, decode)
+logits, kv, _ = step(params, kv, decode)
 
 whole = jnp.concatenate([prompts[:1], best[:1, None]], axis=1)
 expected = models.forward(params, whole, cfg)[:, -1]

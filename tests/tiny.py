@@ -6,7 +6,7 @@ of the order of one and attention is neither flat nor a single peak: RoPE, windo
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,17 @@ from safetensors.numpy import save_file
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
-from ferrum_jax.weights.experts import specs_apart, stored_apart, stored_axes
+from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
 
 Tensors = dict[str, NDArray[np.float32]]
 
 SEED = 7
 LENGTH = 45  # tokens of a prompt: more than any window below and than any original context
-LONG = 150  # tokens: more than one query block of attention
+LONG = 300  # tokens: more than a query block of attention (256) and than two KV blocks of the forward without a cache
 ORIGINAL = 16  # positions
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 LONG_FACTOR = [2.0, 7.0, 5.0]
-NULLS = (  # settings whose null says something else than their absence
+NULLS = (  # settings whose null differs from their absence
     "sliding_window", "q_lora_rank", "attn_logit_softcapping", "final_logit_softcapping",
 )  # fmt: skip
 YARN = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
@@ -118,13 +118,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, "mscale": 1.5, "mscale_all_dim": 0.6, **YARN},
     ),
     "llama_biases": _config("llama", attention_bias=True, mlp_bias=True),
-    "llama_long": _config("llama", rope_theta=1000.0),
+    "llama_long": _config("llama", rope_theta=1000.0, max_position_embeddings=320),
     "mistral": _config("mistral", sliding_window=7),
     "mistral_full_tied": _config("mistral", sliding_window=None, tie_word_embeddings=True),
     "mistral_yarn": _config(
         "mistral", sliding_window=11, rope_parameters={"rope_type": "yarn", "rope_theta": 200.0, **YARN}
     ),
-    "mistral_long_tied": _config("mistral", sliding_window=37, tie_word_embeddings=True, rope_theta=1000.0),
+    "mistral_long_tied": _config(
+        "mistral", sliding_window=37, tie_word_embeddings=True, rope_theta=1000.0, max_position_embeddings=320
+    ),
     "qwen2": _qwen2(use_sliding_window=False),
     "qwen2_tied": _qwen2(tie_word_embeddings=True, rope_theta=1000000.0),
     "qwen2_window": _qwen2(use_sliding_window=True, max_window_layers=1),
@@ -278,13 +280,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+SERVED = (  # one of each `model_type`, with its own mechanisms, and one that crosses a query block of attention
+    "llama31", "mistral", "qwen2_layer_types", "qwen3_window_biases", "phi3_beyond", "olmo2", "granite",
+    "smollm3_window_biases", "gemma2", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe_tied", "deepseek2", "deepseek3",
+    "gpt_oss", "llama_long",
+)  # fmt: skip
+
+
 def model_config(name: str) -> ModelConfig:
-    """Gives the configuration of a tiny model as this package reads it."""
+    """Configuration of a tiny model as this package reads it."""
     return ModelConfig.from_hf(CONFIGS[name])
 
 
 def prompt(name: str) -> list[int]:
-    """Gives the token ids whose logits are the reference of a tiny model."""
+    """Token ids whose logits are the reference of a tiny model."""
     length = LONG if "long" in name else LENGTH
     return _generator(SEED, f"prompt of {name}").randint(CONFIGS[name]["vocab_size"], size=length).tolist()
 
@@ -313,7 +322,7 @@ def tensors(config: Mapping[str, Any], seed: int = SEED) -> Tensors:
 
 
 def tiny_params(config: Mapping[str, Any], seed: int = SEED) -> ParamTree:
-    """Gives the same tensors as a parameter tree."""
+    """The same tensors as a parameter tree."""
     cfg = ModelConfig.from_hf(config)
     specs, drawn = family(cfg).param_specs(cfg), tensors(config, seed)
     for name, parts in stored_apart(named_leaves(specs), {}).items():
@@ -360,3 +369,13 @@ def _shape_stored(spec: ParamSpec) -> tuple[int, ...]:
 def _generator(seed: int, name: str) -> np.random.RandomState:
     # RandomState rather than Generator: its stream is frozen, and committed references depend on it.
     return np.random.RandomState([seed, zlib.crc32(name.encode())])
+
+
+def damaged(content: bytes, length: int, *, times: int, seed: int) -> Iterator[bytes]:
+    """Copies of a file with one to four of its first `length` bytes changed by chance."""
+    draw = np.random.RandomState(seed)
+    for _ in range(times):
+        changed = bytearray(content)
+        for at in draw.randint(length, size=draw.randint(1, 5)):
+            changed[at] = draw.randint(256)
+        yield bytes(changed)

@@ -1,7 +1,6 @@
 """Models as pure functions over parameter and KV pytrees."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +12,15 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
 from ferrum_jax.models.backends import cache_spec
+from ferrum_jax.models.capture import Captured as Captured
+from ferrum_jax.models.capture import CaptureSpec as CaptureSpec
+from ferrum_jax.models.capture import check_capture
 from ferrum_jax.models.quantisation import Format as Format
 from ferrum_jax.models.quantisation import choose_formats
 from ferrum_jax.models.quantisation import dequantise as dequantise
 from ferrum_jax.models.quantisation import quantise as quantise
 from ferrum_jax.models.registry import family as family
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.models.watching import Seen as Seen
-from ferrum_jax.models.watching import Watch as Watch
-from ferrum_jax.models.watching import added, checked_watch, summed
-from ferrum_jax.models.watching import steered as steered
 from ferrum_jax.ops.batch import Batch as Batch
 from ferrum_jax.ops.batch import Rows as Rows
 from ferrum_jax.ops.quantised import QuantisedWeight as QuantisedWeight
@@ -32,9 +30,10 @@ config_from_hf = ModelConfig.from_hf
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, quantize: str | None = None) -> ParamTree:
-    """Draws random weights in the tree that `load_params` gives.
+    """Draws random weights in the tree that `load_params` returns.
 
-    With `quantize`, a matrix is drawn in float32 and quantised before the next one, so that they never lie there all.
+    With `quantize`, a matrix is drawn in float32 and quantised before the next one is drawn: only one of them is in
+    memory in float32.
     """
     plain = family(cfg).param_specs(cfg)
     if quantize is None:
@@ -60,28 +59,30 @@ def forward(
     steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
     attention: str = "xla",
 ) -> Float[Array, "B T V"]:
-    """Runs whole sequences from position 0 and gives the float32 logits of every token.
+    """Runs whole sequences from position 0 and returns the logits of every token, float32.
 
     It is the family's serving forward over a KV of its own, so it may be differentiated, vmapped, scanned and jitted
-    (with `cfg` closed over or static). `inputs_embeds`, where given, take the place of the tokens' embeddings, after
-    whatever a family multiplies those by. Every token counts: to batch sequences of different lengths, pad on the
-    right and ignore the logits there.
+    (with `cfg` closed over or static). There is no padding: to batch sequences of different lengths, pad on the right
+    and ignore the logits there.
 
-    `loras` are stacks of adapters (models/adapters.py) in the parameters' dtype, differentiable like them, and
-    `adapters` says which one each row uses; any index outside the stacks, such as -1, is none.
-
-    `steering` is added to what each layer gives, for all tokens or for each one, beside what `steered` parameters add.
-
-    `attention` is the backend; only `xla` has gradients.
+    Args:
+        params: the model's, in any layout.
+        tokens: token ids; the logits of ids outside the vocabulary are undefined.
+        cfg: the model's.
+        inputs_embeds: used instead of the tokens' embeddings, after any factor that the family multiplies those by.
+        loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
+        adapters: the adapter of each row; an index outside the stacks, such as -1, is none.
+        steering: added to the output of each layer, for all tokens or for each one.
+        attention: the backend; only `xla` has gradients.
 
     Raises:
-        InvalidParameterError: only one of `loras` and `adapters` is given, or an array has another shape, or tokens are
-            no integers. What ids outside the vocabulary give is undefined.
+        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, or tokens are
+            not integers.
     """
-    return _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, None)[0]
+    return _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, CaptureSpec())[0]
 
 
-def watch(
+def capture(
     params: ParamTree,
     tokens: Int[Array, "B T"],
     cfg: ModelConfig,
@@ -94,24 +95,24 @@ def watch(
     steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
     attention: str = "xla",
 ) -> tuple[Float[Array, "B T V"], dict[int, Array], dict[int, Array]]:
-    """As `forward`; gives also hidden states `[B, T, D]` and attention weights `[B, N, T, T]` of chosen layers.
+    """As `forward`; returns also hidden states `[B, T, D]` and attention weights `[B, N, T, T]` of chosen layers.
 
-    `hidden` counts layers: 0 are the embeddings, L what the last layer gives, before the final norm. The layers of
-    `attention_weights` go from 0 to L-1. Both are static under `jit`.
+    `hidden` counts layers: 0 is the embeddings, L the output of the last layer, before the final norm. Layers of
+    `attention_weights` go from 0 to L-1. Both are static under `jit`; the other arguments are those of `forward`.
 
     Raises:
-        InvalidParameterError: as `forward`, or a layer is not there.
-        UnsupportedError: the family cannot show its attention weights.
+        InvalidParameterError: as `forward`, or a layer does not exist.
+        UnsupportedError: the family's attention weights cannot be captured.
     """
-    chosen = checked_watch(hidden, attention_weights, cfg)
-    logits, seen = _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, chosen)
+    spec = check_capture(hidden, attention_weights, cfg)
+    logits, captured = _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, spec)
     batch, length = jnp.shape(tokens)
-    states = {at: x.reshape(batch, length, -1) for at, x in seen.hidden.items()}
-    return logits, states, {at: weights[0][..., :length] for at, weights in seen.attention.items()}
+    states = {at: x.reshape(batch, length, -1) for at, x in captured.hidden.items()}
+    return logits, states, {at: weights[0][..., :length] for at, weights in captured.attention.items()}
 
 
 def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:
-    """Gives the logits that a hidden state stands for: the final norm, and the product with the vocabulary."""
+    """Logits of hidden states, float32: the final norm, then the product with the vocabulary."""
     return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)
 
 
@@ -124,8 +125,8 @@ def _run(
     adapters: jax.Array | None,
     steering: jax.Array | None,
     attention: str,
-    chosen: Watch | None,
-) -> tuple[jax.Array, Any]:
+    spec: CaptureSpec,
+) -> tuple[jax.Array, Captured[jax.Array]]:
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
@@ -138,20 +139,22 @@ def _run(
     each = (batch, length, width)
     if adapters is not None:
         adapters = jnp.asarray(adapters)
-        _refuse_other_shape("adapters", adapters, "[B]", (batch,))
+        _check_shape("adapters", adapters, "[B]", (batch,))
         if not jnp.issubdtype(adapters.dtype, jnp.integer):
             raise InvalidParameterError(f"adapters are {adapters.dtype}, expected integers")
     if inputs_embeds is not None:
         inputs_embeds = jnp.asarray(inputs_embeds)
-        _refuse_other_shape("inputs_embeds", inputs_embeds, "[B, T, D]", each)
+        _check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", each)
+        inputs_embeds = inputs_embeds.reshape(batch * length, width)
     if steering is not None:
         steering = jnp.asarray(steering)
-        _refuse_other_shape("steering", steering, "[L, D] or [L, B, T, D]", (layers, width), (layers, *each))
+        _check_shape("steering", steering, "[L, D] or [L, B, T, D]", (layers, width), (layers, *each))
+        steering = steering if steering.ndim == 2 else steering.reshape(layers, batch * length, width)
     cfg = cfg.reaching(length)
     dtype = activation_dtype(params)
     block_size = min(length, 128)
     columns = -(-length // block_size)
-    spec = cache_spec(cfg, num_blocks=batch * columns, block_size=block_size, dtype=dtype.name, attention=attention)
+    cache = cache_spec(cfg, num_blocks=batch * columns, block_size=block_size, dtype=dtype.name, attention=attention)
     rows = Rows(
         tokens=tokens.astype(jnp.int32),
         lengths=jnp.zeros(batch, jnp.int32),
@@ -159,18 +162,22 @@ def _run(
         tables=jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns),
         adapters=None if adapters is None else adapters.astype(jnp.int32),
     )
-    step = Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32))
-    flat = None if inputs_embeds is None else inputs_embeds.reshape(batch * length, -1)
-    if steering is not None:
-        given = steering[:, None] if steering.ndim == 2 else steering.reshape(layers, batch * length, width)
-        params = steered(params, summed(given, added(params, cfg, batch * length)))
-    options = {} if chosen is None else {"watch": chosen}
-    logits, _, *seen = family(cfg).forward(params, state.empty(spec), step, cfg, flat, loras, attention, **options)
-    return logits.reshape(batch, length, -1), seen[0] if seen else None
+    logits, _, captured = family(cfg).forward(
+        params,
+        state.empty(cache),
+        Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32)),
+        cfg,
+        inputs_embeds=inputs_embeds,
+        loras=loras,
+        attention=attention,
+        steering=steering,
+        capture=spec,
+    )
+    return logits.reshape(batch, length, -1), captured
 
 
-def _refuse_other_shape(name: str, given: jax.Array, meant: str, *shapes: tuple[int, ...]) -> None:
-    """Raises InvalidParameter for an array of another shape, which a reshape might take."""
+def _check_shape(name: str, given: jax.Array, meaning: str, *shapes: tuple[int, ...]) -> None:
+    """Raises InvalidParameterError for an array of another shape, even one that a reshape would accept."""
     if given.shape not in shapes:
         expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise InvalidParameterError(f"{name} has shape {list(given.shape)}, expected {meant}: {expected}")
+        raise InvalidParameterError(f"{name} has shape {list(given.shape)}, expected {meaning}: {expected}")

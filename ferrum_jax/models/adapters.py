@@ -1,4 +1,4 @@
-"""Adapters (LoRA) before and after they have values: stacks beside a model's parameters, one row for each adapter.
+"""Adapters (LoRA): stacks beside a model's parameters, one row for each adapter.
 
 A tree of stacks has the paths of the parameters, down to the projection: `model.layers.3.self_attn.q_proj` holds
 `down` `[A, R, D]` and `up` `[F, A, R]`. An adapter's own tree has the same paths, with `down` `[R, D]` and `up`
@@ -38,7 +38,7 @@ class LoraSpec:
 
 
 def stack_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
-    """Describes every stack; `specs.initialise` draws what LoRA tuning starts from: `down` normal and `up` zero."""
+    """Specs of every stack; `specs.initialise` draws the start of LoRA tuning: `down` normal and `up` zero."""
 
     def stack(weight: ParamSpec) -> ParamTree:
         (out_size, in_size), (out_axis, in_axis) = weight.shape, weight.axes
@@ -52,7 +52,7 @@ def stack_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
 
 
 def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
-    """Describes the tree of one adapter, its rank padded to `spec.max_rank`."""
+    """Specs of the tree of one adapter, its rank padded to `spec.max_rank`."""
 
     def halves(weight: ParamSpec) -> ParamTree:
         (out_size, in_size), (out_axis, in_axis) = weight.shape, weight.axes
@@ -65,13 +65,13 @@ def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
 
 
 def empty(cfg: ModelConfig, spec: LoraSpec, dtype: str) -> ParamTree:
-    """Gives stacks of zeros, whose rows all change nothing. `dtype` must be that of the parameters."""
+    """Returns stacks of zeros, which change no product. `dtype` must be that of the parameters."""
     shapes = specs.shapes(stack_specs(cfg, spec), dtype)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
-    """Puts an adapter's tree into row `index` of the stacks, which must be from 0 to A - 1; it may be traced.
+    """Writes an adapter's tree into row `index` of the stacks, from 0 to A - 1; it may be traced.
 
     Pure: donate `stacks` to have it done in place. Leaves of `adapter` may be NumPy's.
     """
@@ -81,19 +81,19 @@ def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) 
 
 
 def remove(stacks: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
-    """Puts zeros into row `index` of the stacks, as `install` would."""
+    """Writes zeros into row `index` of the stacks, as `install` would."""
     return jax.tree_util.tree_map_with_path(
         lambda path, stack: stack.at[_row(path, index)].set(jnp.zeros((), stack.dtype)), stacks
     )
 
 
 def _row(path: tuple[Any, ...], index: int | Int[Array, ""]) -> tuple[Any, ...]:
-    """Where an adapter lies in a stack: on the first axis of `down`, on the second of `up`."""
+    """Index of an adapter in a stack: on the first axis of `down`, on the second of `up`."""
     return (index,) if specs.name_of(path[-1:]) == "down" else (slice(None), index)
 
 
 def projections(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    """Maps the name of every product that can be adapted, such as `model.layers.3.mlp.up_proj`, to its weight."""
+    """Maps the name of every adaptable projection, such as `model.layers.3.mlp.up_proj`, to the spec of its weight."""
     weights = specs.named_leaves(_map_projections(cfg, lambda weight: {"weight": weight}))
     return {name.removesuffix(".weight"): weight for name, weight in weights.items()}
 

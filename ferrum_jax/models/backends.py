@@ -1,4 +1,4 @@
-"""Which backend of attention serves a model on a device, and how the KV lies for it."""
+"""The attention backend that serves a model on a device, and the KV layout it reads."""
 
 import importlib.util
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ATTENTIONS, ModelConfig
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError, shown
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.kvcache.state import CacheSpec, Layout
 from ferrum_jax.models.layout import SCANNED
 
@@ -15,7 +15,7 @@ WIDEST_HEAD = 256
 
 
 def kv_layout(attention: str, cfg: ModelConfig) -> Layout:
-    """Gives the layout of the KV that a backend reads."""
+    """Returns the KV layout that a backend reads."""
     if cfg.latent is not None:
         return "latent"
     layouts: dict[str, Layout] = {"triton": "positions", "cudnn": "positions", "tpu": "interleaved"}
@@ -23,7 +23,7 @@ def kv_layout(attention: str, cfg: ModelConfig) -> Layout:
 
 
 def cache_spec(cfg: ModelConfig, *, num_blocks: int, block_size: int, dtype: str, attention: str = "xla") -> CacheSpec:
-    """Sizes a KV in which every layer keeps everything, as the backend of attention wants it."""
+    """Returns the spec of a KV in which every layer keeps all positions, in the layout of the attention backend."""
     return CacheSpec(
         num_layers=cfg.num_hidden_layers,
         num_blocks=num_blocks,
@@ -46,7 +46,7 @@ def choose_attention(
     block_size: int,
     layout: str | None = None,
 ) -> str:
-    """Gives the backend that was asked for, or the platform's own; that is `xla` where its own cannot serve the model.
+    """Returns the backend asked for, or the platform's default; `xla` if the default cannot serve the model.
 
     Args:
         asked: one of `ATTENTIONS`, or None.
@@ -66,7 +66,7 @@ def choose_attention(
         own = {"gpu": "triton", "tpu": "tpu"}.get(platform, "xla")
         return own if one_window and _obstacle(own, cfg, dtype, kv_dtype, block_size) is None else "xla"
     if asked not in ATTENTIONS:
-        raise ConfigError(f"attention is {shown(asked)}, expected {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}")
+        raise ConfigError(f"attention is {safe_repr(asked)}, expected {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}")
     where = {"xla": PLATFORMS, "triton": ("gpu",), "cudnn": ("gpu",), "tpu": ("tpu",)}[asked]
     if platform not in where:
         raise ConfigError(f"attention {asked!r} runs on {' and '.join(where)}, this device is a {platform}")
@@ -79,7 +79,7 @@ def choose_attention(
 
 
 def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block_size: int) -> str | None:
-    """Says why a backend cannot serve a model; None where it can."""
+    """Returns why a backend cannot serve a model; None if it can."""
     if attention == "xla":
         return None
     if cfg.attention_sinks:

@@ -1,7 +1,7 @@
-"""DeepSeek V2, V3 and R1: latent attention, and experts that are chosen in groups beside one that everybody shares.
+"""DeepSeek V2, V3 and R1: latent attention, and experts chosen in groups beside a shared one.
 
-DeepSeek-AI 2024, "DeepSeek-V2" (sections 2.1 and 2.2) and "DeepSeek-V3" (section 2.1.2: sigmoids, and a bias that only
-the choice sees). Parity with Hugging Face transformers: tests/models/test_parity.py.
+DeepSeek-AI 2024, "DeepSeek-V2" (sections 2.1 and 2.2) and "DeepSeek-V3" (section 2.1.2: sigmoid scores, and a bias that
+affects only the choice). Parity with Hugging Face transformers: tests/models/test_parity.py.
 """
 
 from dataclasses import replace
@@ -10,39 +10,25 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.config import ModelConfig
-from ferrum_jax.config.experts import ExpertsConfig
-from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.config import ExpertsConfig, ModelConfig
 from ferrum_jax.models import decoder
-from ferrum_jax.models.attention import Site
-from ferrum_jax.models.decoder import Adapted, decoder_specs
-from ferrum_jax.models.experts import NAMES, expert_specs, router_specs
+from ferrum_jax.models.decoder import Adapted, decoder_specs, dense, pre_norm_layer, pre_norm_specs
+from ferrum_jax.models.feed_forward import NAMES, expert_specs, gated_mlp, mlp_specs, router_specs
 from ferrum_jax.models.latent import latent_attention, latent_attention_specs
-from ferrum_jax.models.mlp import gated_mlp, mlp_specs
-from ferrum_jax.models.products import Lora
-from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
+from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.linear import vocabulary_logits
-from ferrum_jax.ops.moe import swiglu_experts
-from ferrum_jax.ops.moe_routing import choose_in_groups
-from ferrum_jax.ops.norm import rms_norm
+from ferrum_jax.ops.moe import choose_in_groups, swiglu_experts
 
 FUSED: dict[str, dict[str, tuple[str, ...]]] = {}
 
 
 def param_specs(cfg: ModelConfig) -> ParamTree:
-    """Describes every parameter."""
-    sparse = (False,) * cfg.num_hidden_layers if cfg.experts is None else cfg.experts.sparse_layers
-    return decoder_specs(cfg, [_layer_specs(cfg, has_experts) for has_experts in sparse])
-
-
-def _layer_specs(cfg: ModelConfig, has_experts: bool) -> ParamTree:
+    """Specs of every parameter."""
     assert cfg.latent is not None
-    return {
-        "input_layernorm": norm_specs(cfg.hidden_size),
-        "self_attn": latent_attention_specs(cfg, cfg.latent),
-        "post_attention_layernorm": norm_specs(cfg.hidden_size),
-        "mlp": _sparse_specs(cfg) if has_experts else mlp_specs(cfg),
-    }
+    attention = latent_attention_specs(cfg, cfg.latent)
+    sparse = (False,) * cfg.num_hidden_layers if cfg.experts is None else cfg.experts.sparse_layers
+    blocks = [_sparse_specs(cfg) if has_experts else mlp_specs(cfg) for has_experts in sparse]
+    return decoder_specs(cfg, [pre_norm_specs(cfg, attention, mlp=block) for block in blocks])
 
 
 def _sparse_specs(cfg: ModelConfig) -> ParamTree:
@@ -59,19 +45,10 @@ def _sparse_specs(cfg: ModelConfig) -> ParamTree:
     }
 
 
-def _layer(
-    layer: ParamTree, adapted: Adapted, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
-) -> tuple[jax.Array, KvState[jax.Array]]:
-    normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
-    mixed, kv = latent_attention(layer["self_attn"], adapted["self_attn"], normed, kv, site, cfg)
-    x = x + mixed
-    normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
-    return x + _mlp(layer["mlp"], adapted["mlp"], normed, cfg), kv
-
-
-def _mlp(block: ParamTree, lora: Lora, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+def _mlp(layer: ParamTree, adapted: Adapted, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    block = layer["mlp"]
     if "experts" not in block:
-        return gated_mlp(block, lora, x)
+        return dense(layer, adapted, x, cfg)
     assert cfg.experts is not None
     chosen, shares = _route(block["gate"], x, cfg.experts)
     routed = swiglu_experts(x, chosen, shares, *(block["experts"][name]["weight"] for name in NAMES))
@@ -79,7 +56,7 @@ def _mlp(block: ParamTree, lora: Lora, x: jax.Array, cfg: ModelConfig) -> jax.Ar
 
 
 def _route(router: ParamTree, x: jax.Array, experts: ExpertsConfig) -> tuple[jax.Array, jax.Array]:
-    """Scores experts in float32 and chooses within the best groups; a bias counts for the choice alone."""
+    """Scores experts in float32 and chooses within the best groups; a bias affects the choice, not the share."""
     logits = vocabulary_logits(x, router["weight"])
     is_corrected = experts.scoring_func == "sigmoid"
     scores = jax.nn.sigmoid(logits) if is_corrected else jax.nn.softmax(logits, axis=-1)
@@ -96,5 +73,5 @@ def _route(router: ParamTree, x: jax.Array, experts: ExpertsConfig) -> tuple[jax
     return chosen, shares * experts.routed_scaling_factor
 
 
-forward = partial(decoder.forward, _layer)
+forward = partial(decoder.forward, partial(pre_norm_layer, attention=latent_attention, feed_forward=_mlp))
 head = decoder.head

@@ -1,8 +1,7 @@
 """Gemma 2 and the text models of Gemma 3: norms before and after each block, and windows on some layers.
 
 Gemma Team 2024, "Gemma 2", section 2 (soft caps); 2025, "Gemma 3", section 2 (norms of query and key heads instead, and
-another base of the rotary embeddings where there is a window). Norms scale by one more than their weight, and
-embeddings are multiplied by the root of their width.
+another RoPE base in layers with a window). Norms scale by 1 + weight, embeddings by the square root of their width.
 Parity with Hugging Face transformers: tests/models/test_parity.py.
 """
 
@@ -12,18 +11,18 @@ import jax
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models import attention, decoder, mlp
-from ferrum_jax.models.attention import Site, attention_specs, self_attention
+from ferrum_jax.models import attention, decoder, feed_forward
+from ferrum_jax.models.attention import LayerContext, LayerOutput, attention_specs, self_attention
 from ferrum_jax.models.decoder import Adapted, decoder_specs
-from ferrum_jax.models.mlp import gated_mlp, mlp_specs
+from ferrum_jax.models.feed_forward import gated_mlp, mlp_specs
 from ferrum_jax.models.specs import ParamTree, norm_specs
 from ferrum_jax.ops.norm import offset_rms_norm
 
-FUSED = {"self_attn": attention.FUSED, "mlp": mlp.FUSED}
+FUSED = {"self_attn": attention.FUSED, "mlp": feed_forward.FUSED}
 
 
 def param_specs(cfg: ModelConfig) -> ParamTree:
-    """Describes every parameter."""
+    """Specs of every parameter."""
     return decoder_specs(cfg, [_layer_specs(cfg) for _ in range(cfg.num_hidden_layers)], norm_init="zeros")
 
 
@@ -40,16 +39,17 @@ def _layer_specs(cfg: ModelConfig) -> ParamTree:
 
 
 def _layer(
-    layer: ParamTree, adapted: Adapted, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
-) -> tuple[jax.Array, KvState[jax.Array]]:
+    layer: ParamTree, adapted: Adapted, x: jax.Array, kv: KvState[jax.Array], context: LayerContext, cfg: ModelConfig
+) -> LayerOutput:
     def norm(y: jax.Array, name: str) -> jax.Array:
         return offset_rms_norm(y, layer[name]["weight"], cfg.rms_norm_eps)
 
-    normed = norm(x, "input_layernorm")
-    mixed, kv = self_attention(layer["self_attn"], adapted["self_attn"], normed, kv, site, cfg, norm=offset_rms_norm)
+    mixed, kv, weights = self_attention(
+        layer["self_attn"], adapted["self_attn"], norm(x, "input_layernorm"), kv, context, cfg, norm=offset_rms_norm
+    )
     x = x + norm(mixed, "post_attention_layernorm")
-    made = gated_mlp(layer["mlp"], adapted["mlp"], norm(x, "pre_feedforward_layernorm"), jax.nn.gelu)
-    return x + norm(made, "post_feedforward_layernorm"), kv
+    y = gated_mlp(layer["mlp"], adapted["mlp"], norm(x, "pre_feedforward_layernorm"), jax.nn.gelu)
+    return x + norm(y, "post_feedforward_layernorm"), kv, weights
 
 
 forward = partial(decoder.forward, _layer, norm=offset_rms_norm)

@@ -1,20 +1,19 @@
-"""Multi-head latent attention: the KV holds a latent, of which the keys and values of all heads could be made.
+"""Multi-head latent attention: the KV holds one compressed latent a position instead of the heads' keys and values.
 
 DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A position takes `kv_lora_rank + qk_rope_head_dim` numbers of the KV: its
-latent, normed, and the part of the key that turns, which all heads share. Neither keys nor values are ever made: a
-query is led through the keys' projection instead, and what is mixed of latents through the values', which that section
-calls absorbing them. So attention has one head of keys, whose values are the same numbers.
+latent, normed, and the rotated part of the key, which all heads share. Keys and values are never expanded: queries go
+through the keys' up-projection and attention outputs through the values', which that section calls absorbing them. So
+attention has one kv head, whose values are its keys.
 """
 
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.config import ModelConfig
-from ferrum_jax.config.latent import LatentConfig
+from ferrum_jax.config import LatentConfig, ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.attention import Site
-from ferrum_jax.models.products import Lora, linear_specs, project
+from ferrum_jax.models.attention import LayerContext, LayerOutput
+from ferrum_jax.models.projections import Lora, linear_specs, project
 from ferrum_jax.models.specs import ParamTree, norm_specs
 from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.linear import linear, precision
@@ -22,11 +21,11 @@ from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight
 from ferrum_jax.ops.rope import rotate
 
-EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
+EPSILON = 1e-6  # of the latents' norms, whatever `rms_norm_eps` is
 
 
 def latent_attention_specs(cfg: ModelConfig, latent: LatentConfig) -> ParamTree:
-    """Describes the products that lead into latents and out of them, and the latents' norms."""
+    """Specs of the down- and up-projections and of the latents' norms."""
     model, heads = (cfg.hidden_size, "embed"), cfg.num_attention_heads
     queries = (heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim), "heads")
     both = (heads * (latent.qk_nope_head_dim + latent.v_head_dim), "heads")
@@ -46,36 +45,37 @@ def latent_attention_specs(cfg: ModelConfig, latent: LatentConfig) -> ParamTree:
 
 
 def latent_attention(
-    block: ParamTree, lora: Lora, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
-) -> tuple[jax.Array, KvState[jax.Array]]:
-    """Attends to latents, `[X, D]` to `[X, D]`, the new ones being written first."""
+    block: ParamTree, lora: Lora, x: jax.Array, kv: KvState[jax.Array], context: LayerContext, cfg: ModelConfig
+) -> LayerOutput:
+    """Writes the new tokens' latents and attends to all, `[X, D]` to `[X, D]`."""
     latent, heads = cfg.latent, cfg.num_attention_heads
     assert latent is not None
     assert cfg.attention_multiplier is not None
     rank, fixed = latent.kv_lora_rank, latent.qk_nope_head_dim
-    q = _queries(block, lora, x).reshape(len(x), heads, -1)  # [X, N, fixed + turning]
+    q = _queries(block, lora, x).reshape(len(x), heads, -1)  # [X, N, fixed + rotated]
     down = linear(x, block["kv_a_proj_with_mqa"]["weight"], block["kv_a_proj_with_mqa"].get("bias"))
     cached = rms_norm(down[:, :rank], block["kv_a_layernorm"]["weight"], EPSILON)
-    key = _turn(down[:, None, rank:], latent, site)
-    kv = state.write(kv, site.layer, *site.places, jnp.concatenate([cached[:, None], key], axis=-1))
+    key = _rotate(down[:, None, rank:], latent, context)
+    kv = state.write(kv, context.layer, *context.slot_mapping, jnp.concatenate([cached[:, None], key], axis=-1))
     weight = block["kv_b_proj"]["weight"]
     if isinstance(weight, QuantisedWeight):
         weight = dequantise_weight(weight, x.dtype)
     weight = weight.reshape(heads, -1, rank)  # [N, fixed + V, R]
     high = precision(x.dtype)
     absorbed = jnp.einsum("XNH,NHR->XNR", q[..., :fixed], weight[:, :fixed], precision=high)
-    q = jnp.concatenate([absorbed, _turn(q[..., fixed:], latent, site)], axis=-1)
+    q = jnp.concatenate([absorbed, _rotate(q[..., fixed:], latent, context)], axis=-1)
     outs, start = [], 0
-    for rows in site.batch.groups:
+    for rows in context.batch.groups:
         size = rows.tokens.size
-        mine = q[start : start + size].reshape(*rows.tokens.shape, heads, -1)
+        own = q[start : start + size].reshape(*rows.tokens.shape, heads, -1)
         out = attend(
-            mine, kv, site.layer, rows, scale=cfg.attention_multiplier, window=site.window, backend=site.backend
-        )
+            own, kv, context.layer, rows,
+            scale=cfg.attention_multiplier, window=context.window, backend=context.backend,
+        )  # fmt: skip
         outs.append(out.reshape(size, heads, -1)[..., :rank])
         start += size
     mixed = jnp.einsum("XNR,NHR->XNH", jnp.concatenate(outs), weight[:, fixed:], precision=high)
-    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv
+    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv, ()
 
 
 def _queries(block: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
@@ -85,8 +85,8 @@ def _queries(block: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
     return linear(rms_norm(down, block["q_a_layernorm"]["weight"], EPSILON), block["q_b_proj"]["weight"])
 
 
-def _turn(x: jax.Array, latent: LatentConfig, site: Site) -> jax.Array:
-    """Rotates `[X, heads, H]`. Queries and keys may be permuted alike: pairs side by side go half a head apart."""
+def _rotate(x: jax.Array, latent: LatentConfig, context: LayerContext) -> jax.Array:
+    """Rotates `[X, heads, H]`; interleaved pairs first go half a head apart, in queries and keys alike."""
     if latent.rope_interleave:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
-    return rotate(x, *site.turn)
+    return rotate(x, *context.rope)

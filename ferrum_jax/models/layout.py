@@ -1,7 +1,7 @@
-"""Layouts of a model's parameters: the checkpoint's own, and those that are better to serve from.
+"""Layouts of a model's parameters: the checkpoint's own, and two that serve faster or compile faster.
 
-`checkpoint` has a leaf for every tensor, named as there. In `fused`, products of the same input share one weight: q, k
-and v, and gate and up, joined along their outputs. `scanned` is fused, with the leaves of all layers stacked
+`checkpoint` has a leaf for every tensor, named as there. In `fused`, projections of the same input share one weight: q,
+k and v, and gate and up, concatenated along their outputs. `scanned` is fused, with the leaves of all layers stacked
 `[L, ...]`: the forward is then one loop over the layers, a program that compiles in a fraction of the time.
 
 The forward takes any of them, by the structure of the tree. Conversions are pure and lose nothing.
@@ -28,23 +28,23 @@ CHECKPOINT, FUSED, SCANNED = LAYOUTS
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one leaf is made of the checkpoint's: the parts of a layer joined, and the layers stacked if it has them."""
+    """How one leaf is made of the checkpoint's: the parts of a layer concatenated, then the layers stacked."""
 
     layers: tuple[tuple[str, ...], ...]  # names of the parts, by layer
     is_stacked: bool = False
 
     def make(self, get: Callable[[str], Any], join: Callable[..., Any], stack: Callable[..., Any]) -> Any:
-        """Makes the leaf of what `get` gives for names, with the concatenation and the stacking of either NumPy."""
+        """Makes the leaf of what `get` returns for names; `join` and `stack` are NumPy's or JAX's."""
         rows = []
         for names in self.layers:
             parts = [get(name) for name in names]
-            self.refuse_unlike(parts)
+            self.check_alike(parts)
             rows.append(jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0])
-        self.refuse_unlike(rows)
+        self.check_alike(rows)
         return jax.tree.map(lambda *leaves: stack(leaves), *rows) if self.is_stacked else rows[0]
 
-    def refuse_unlike(self, parts: Sequence[Any]) -> None:
-        """Raises UnsupportedError unless all parts, arrays or their shapes, are quantised alike or not at all."""
+    def check_alike(self, parts: Sequence[Any]) -> None:
+        """Raises UnsupportedError unless all parts, arrays or shapes, have the same quantisation or none."""
         kinds = {(jax.tree.structure(part), *((x.dtype, x.shape[1:]) for x in jax.tree.leaves(part))) for part in parts}
         if len(kinds) > 1:
             name = self.layers[0][0]
@@ -55,7 +55,7 @@ class Recipe:
 
 
 def recipes(cfg: ModelConfig, layout: str) -> ParamTree:
-    """Gives the tree of a layout, with a `Recipe` for every leaf."""
+    """Returns the tree of a layout, with a `Recipe` for every leaf."""
     module = family(cfg)
     tree = map_specs(lambda name, _: Recipe(((name,),)), module.param_specs(cfg))
     if layout == CHECKPOINT:
@@ -81,22 +81,22 @@ def _fused(layer: ParamTree, groups: dict[str, dict[str, tuple[str, ...]]]) -> P
 
 
 def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
-    """Describes every parameter of a layout, given `specs` of the checkpoint's tree, quantised weights among them."""
+    """Specs of every parameter of a layout, given those of the checkpoint's tree, which may be quantised."""
     kinds = (ParamSpec, QuantisedWeight)
     paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, kinds))[0]
     own = {name_of(path): leaf for path, leaf in paths}
 
     def describe(recipe: Recipe) -> Any:
-        recipe.refuse_unlike([own[name] for names in recipe.layers for name in names])
+        recipe.check_alike([own[name] for names in recipe.layers for name in names])
         parts = [own[name] for name in recipe.layers[0]]
         return jax.tree.map(
-            lambda *found: _made_of(found, recipe), *parts, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
+            lambda *found: _spec_of(found, recipe), *parts, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
         )
 
     return jax.tree.map(describe, recipes(cfg, layout))
 
 
-def _made_of(parts: Sequence[ParamSpec], recipe: Recipe) -> ParamSpec:
+def _spec_of(parts: Sequence[ParamSpec], recipe: Recipe) -> ParamSpec:
     first = parts[0]
     shape, axes = (sum(part.shape[0] for part in parts), *first.shape[1:]), first.axes
     if len(parts) > 1:
@@ -107,7 +107,7 @@ def _made_of(parts: Sequence[ParamSpec], recipe: Recipe) -> ParamSpec:
 
 
 def layout_of(params: ParamTree) -> str:
-    """Tells the layout of a tree."""
+    """Returns the layout of a tree."""
     layers = params["model"]["layers"]
     if isinstance(layers, dict):
         return SCANNED
@@ -117,7 +117,7 @@ def layout_of(params: ParamTree) -> str:
 def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     """Converts parameters of any layout into another; pure, so it may be jitted, donated to and differentiated.
 
-    Leaves that stay as they are, are the same arrays; the others are copies.
+    Leaves that do not change are shared; the others are copies.
 
     Raises:
         InvalidParameterError: there is no such layout.
@@ -132,22 +132,22 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
 
 
 def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
-    """Takes a tree of any layout apart into the checkpoint's leaves, by name."""
+    """Splits a tree of any layout into the checkpoint's leaves, by name."""
     layout = layout_of(params)
     own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     leaves: dict[str, Any] = {}
 
-    def take_apart(recipe: Recipe, leaf: Any) -> None:
+    def split_leaf(recipe: Recipe, leaf: Any) -> None:
         for index, names in enumerate(recipe.layers):
             row = jax.tree.map(operator.itemgetter(index), leaf) if recipe.is_stacked else leaf
             leaves.update(zip(names, _split(row, [own[name].shape[0] for name in names]), strict=True))
 
-    jax.tree.map(take_apart, recipes(cfg, layout), params)
+    jax.tree.map(split_leaf, recipes(cfg, layout), params)
     return leaves
 
 
 def _split(leaf: Any, sizes: Sequence[int]) -> list[Any]:
-    """Cuts a leaf along its outputs."""
+    """Splits a leaf along its outputs."""
     if len(sizes) == 1:
         return [leaf]
     starts = np.cumsum([0, *sizes])

@@ -1,4 +1,4 @@
-"""Trees whose products are quantised: which weights, before and after they have values."""
+"""Parameter trees with quantised weights: their formats, specs and values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,9 +27,9 @@ from ferrum_jax.ops.quantised import (
 
 @dataclass(frozen=True)
 class Format:
-    """How one weight is kept."""
+    """How one weight is stored."""
 
-    dtype: str  # of the values; those of "uint4" lie two in a byte
+    dtype: str  # of the values; "uint4" packs two into a byte
     groups: int = 1  # scales of an output channel
     scales: str = "float32"  # their dtype
     offsets: str | None = None  # their dtype; None where there are none
@@ -51,9 +51,9 @@ Formats = Mapping[str, Format]  # by the names of the weights that are quantised
 def choose_formats(
     cfg: ModelConfig, dtype: str, *, group_size: int | None = None, vocabulary: bool = True
 ) -> dict[str, Format]:
-    """Says how every matrix of a model is kept in `dtype`; norms, biases and routers of experts stay as they are.
+    """Returns the format of every matrix of a model in `dtype`, by name; norms, biases and routers stay unquantised.
 
-    With `vocabulary` embeddings and head, which are one where they are tied, are quantised like the products of layers.
+    With `vocabulary`, embeddings and head (one matrix if tied) are quantised too.
 
     Raises:
         InvalidParameterError: there is no such format, or `group_size` does not divide the inputs of some product.
@@ -73,9 +73,9 @@ def choose_formats(
 
 
 def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
-    """Describes the tree in which the weights named in `formats` are values, scales and offsets.
+    """Specs of the tree in which the weights named in `formats` are values, scales and offsets.
 
-    Scales lie where the output channels do; those of groups are divided as the input is.
+    Scales are sharded like the output channels; those of groups also like the input.
     """
 
     def kept(name: str, spec: ParamSpec) -> ParamSpec | QuantisedWeight[ParamSpec]:
@@ -94,7 +94,7 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
 
 
 def formats_of(params: ParamTree) -> dict[str, Format]:
-    """Tells how the weights of a tree are kept: those that are quantised, by name; leaves may be shapes."""
+    """Returns the formats of the quantised weights of a tree, by name; leaves may be shapes."""
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
     return {specs.name_of(path): _format_of(leaf) for path, leaf in paths if is_quantised(leaf)}
 
@@ -111,10 +111,10 @@ def _format_of(leaf: Any) -> Format:
 def quantise(
     params: ParamTree, cfg: ModelConfig, dtype: str, *, group_size: int | None = None, vocabulary: bool = True
 ) -> ParamTree:
-    """Quantises a plain tree as `quantise_weight` says; what stays as it is, is shared with `params`.
+    """Quantises a plain tree as `quantise_weight` says; leaves that are not quantised are shared with `params`.
 
     Args:
-        params: arrays, as `load_params` gives them, in any layout, which stays.
+        params: arrays, as `load_params` returns them; the result has the same layout.
         cfg: their model.
         dtype: of the values, `int8` or `float8_e4m3fn`.
         group_size: adjacent input columns that share a scale; all of a channel if None.
@@ -136,7 +136,7 @@ def quantise(
 
 
 def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
-    """Gives the plain tree whose arrays are what the weights stand for, in `dtype` or that of the other parameters."""
+    """Returns the plain tree of dequantised weights, in `dtype` or, if None, in that of the other parameters."""
     wanted = activation_dtype(params) if dtype is None else jnp.dtype(dtype)
     return jax.tree.map(
         lambda leaf: dequantise_weight(leaf, wanted) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised

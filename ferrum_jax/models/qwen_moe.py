@@ -1,8 +1,8 @@
 """Qwen2-MoE and Qwen3-MoE: layers with experts, and between them layers without.
 
-Yang et al. 2024, "Qwen2 Technical Report", section 2.2.2 (an expert that every token goes through, times the sigmoid of
-a gate); Yang et al. 2025, "Qwen3 Technical Report", section 2 (none, and RMSNorm of query and key heads). Parity with
-Hugging Face transformers: tests/models/test_parity.py.
+Yang et al. 2024, "Qwen2 Technical Report", section 2.2.2 (a shared expert for every token, times the sigmoid of a
+gate); Yang et al. 2025, "Qwen3 Technical Report", section 2 (no shared expert, and RMSNorm of query and key heads).
+Parity with Hugging Face transformers: tests/models/test_parity.py.
 """
 
 from dataclasses import replace
@@ -11,33 +11,20 @@ from functools import partial
 import jax
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models import attention, decoder, mlp
-from ferrum_jax.models.attention import Site, attention_specs, self_attention
-from ferrum_jax.models.decoder import Adapted, decoder_specs
-from ferrum_jax.models.experts import expert_specs, mix_experts, router_specs
-from ferrum_jax.models.mlp import gated_mlp, mlp_specs
-from ferrum_jax.models.products import Lora
-from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.models import attention, decoder, feed_forward
+from ferrum_jax.models.decoder import Adapted, decoder_specs, dense, pre_norm_layer, pre_norm_specs
+from ferrum_jax.models.feed_forward import expert_specs, gated_mlp, mix_experts, mlp_specs, router_specs
+from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.norm import rms_norm
 
-FUSED = {"self_attn": attention.FUSED, "mlp": mlp.FUSED}
+FUSED = {"self_attn": attention.FUSED, "mlp": feed_forward.FUSED}
 
 
 def param_specs(cfg: ModelConfig) -> ParamTree:
-    """Describes every parameter."""
+    """Specs of every parameter."""
     sparse = (False,) * cfg.num_hidden_layers if cfg.experts is None else cfg.experts.sparse_layers
-    return decoder_specs(cfg, [_layer_specs(cfg, has_experts) for has_experts in sparse])
-
-
-def _layer_specs(cfg: ModelConfig, has_experts: bool) -> ParamTree:
-    return {
-        "input_layernorm": norm_specs(cfg.hidden_size),
-        "self_attn": attention_specs(cfg),
-        "post_attention_layernorm": norm_specs(cfg.hidden_size),
-        "mlp": _sparse_specs(cfg) if has_experts else mlp_specs(cfg),
-    }
+    blocks = [_sparse_specs(cfg) if has_experts else mlp_specs(cfg) for has_experts in sparse]
+    return decoder_specs(cfg, [pre_norm_specs(cfg, mlp=block) for block in blocks])
 
 
 def _sparse_specs(cfg: ModelConfig) -> ParamTree:
@@ -50,27 +37,17 @@ def _sparse_specs(cfg: ModelConfig) -> ParamTree:
     return specs
 
 
-def _layer(
-    layer: ParamTree, adapted: Adapted, x: jax.Array, kv: KvState[jax.Array], site: Site, cfg: ModelConfig
-) -> tuple[jax.Array, KvState[jax.Array]]:
-    normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
-    mixed, kv = self_attention(layer["self_attn"], adapted["self_attn"], normed, kv, site, cfg)
-    x = x + mixed
-    normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
-    return x + _mlp(layer["mlp"], adapted["mlp"], normed, cfg), kv
-
-
-def _mlp(block: ParamTree, lora: Lora, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+def _mlp(layer: ParamTree, adapted: Adapted, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    block = layer["mlp"]
     if "experts" not in block:
-        return gated_mlp(block, lora, x)
+        return dense(layer, adapted, x, cfg)
     assert cfg.experts is not None
     y = mix_experts(block, x, cfg.experts)
     if "shared_expert" in block:
-        y = y + jax.nn.sigmoid(linear(x, block["shared_expert_gate"]["weight"])) * gated_mlp(
-            block["shared_expert"], None, x
-        )
+        gate = jax.nn.sigmoid(linear(x, block["shared_expert_gate"]["weight"]))
+        y = y + gate * gated_mlp(block["shared_expert"], None, x)
     return y
 
 
-forward = partial(decoder.forward, _layer)
+forward = partial(decoder.forward, partial(pre_norm_layer, feed_forward=_mlp))
 head = decoder.head

@@ -1,4 +1,4 @@
-"""Which rotation a configuration asks for."""
+"""Rotary frequencies of a model's layers, from its configuration."""
 
 import math
 
@@ -13,20 +13,20 @@ Frequencies = tuple[NDArray[np.float32], float]  # radians per position of each 
 
 
 def frequencies_of_layers(cfg: ModelConfig) -> tuple[list[Frequencies], list[int]]:
-    """Gives the different rotations of a model, and which of them each layer has."""
+    """Returns the different frequencies of a model, and for each layer the index of its own."""
     kinds, of_layer = [frequencies(cfg)], [0] * cfg.num_hidden_layers
     if cfg.local_rope_theta is not None:
         kinds.append((rope.default_frequencies(cfg.rotary_dim, cfg.local_rope_theta), 1.0))
         of_layer = [int(window is not None) for window in cfg.layer_windows]
-    if cfg.layers_without_rope:  # a turn by no angle changes no number
+    if cfg.layers_without_rope:  # rotating by 0 changes no number
         kinds.append((np.zeros(cfg.rotary_dim // 2, np.float32), 1.0))
-        none, still = len(kinds) - 1, set(cfg.layers_without_rope)
-        of_layer = [none if layer in still else kind for layer, kind in enumerate(of_layer)]
+        zero, without = len(kinds) - 1, set(cfg.layers_without_rope)
+        of_layer = [zero if layer in without else kind for layer, kind in enumerate(of_layer)]
     return kinds, of_layer
 
 
 def frequencies(cfg: ModelConfig) -> Frequencies:
-    """Gives the rotation of layers that have none of their own."""
+    """Returns the frequencies of all layers that have none of their own."""
     plain = rope.default_frequencies(cfg.rotary_dim, cfg.rope_theta)
     scaling = cfg.rope_scaling
     if scaling is None:

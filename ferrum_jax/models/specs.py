@@ -1,4 +1,4 @@
-"""Parameters before they have values: trees of shapes, logical axes and initialisers.
+"""Parameter specs: trees of shapes, logical axes and initialisers, before there are values.
 
 The path of a leaf, joined by dots, is its name in a Hugging Face checkpoint.
 """
@@ -25,11 +25,11 @@ class ParamSpec:
     axes: tuple[str, ...]
     init: str = "normal"  # or "ones", "zeros"
     dtype: str | None = None  # that of the activations if None
-    stored: tuple[int, ...] | None = None  # of experts that a folder has as one: which of its axes each of these is
+    stored: tuple[int, ...] | None = None  # for experts stored as one tensor: its axis for each axis here
 
 
 def norm_specs(size: int, axis: str = "embed", init: str = "ones") -> ParamTree:
-    """Describes the scale of a norm over `size` numbers."""
+    """Spec of the scale of a norm over `size` numbers."""
     return {"weight": ParamSpec((size,), (axis,), init)}
 
 
@@ -45,7 +45,11 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 
 def from_names(specs: ParamTree, leaves: dict[str, Any]) -> ParamTree:
-    """Builds a tree like `specs` out of leaves by checkpoint name; every name must be there."""
+    """Builds a tree like `specs` from leaves by checkpoint name.
+
+    Raises:
+        KeyError: a name is missing.
+    """
     return map_specs(lambda name, _: leaves[name], specs)
 
 
@@ -57,12 +61,12 @@ def map_specs(function: Any, specs: ParamTree) -> ParamTree:
 
 
 def shapes(specs: ParamTree, dtype: str) -> ParamTree:
-    """Gives the tree of `jax.ShapeDtypeStruct`s, for lowering."""
+    """Returns the tree of `jax.ShapeDtypeStruct`s, for lowering."""
     return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)), specs)
 
 
 def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> ParamTree:
-    """Says where every parameter lies on a mesh, for `jax.device_put` of the whole tree."""
+    """Returns the sharding of every parameter on a mesh, for `jax.device_put` of the whole tree."""
     return map_specs(lambda name, spec: partition(name, spec.shape, spec.axes, mesh, rules), specs)
 
 
@@ -81,13 +85,13 @@ def num_bytes(specs: ParamTree, dtype: str) -> int:
 def initialise(specs: ParamTree, key: jax.Array, dtype: str, scale: float = 0.02) -> ParamTree:
     """Draws random weights: normal with standard deviation `scale`, ones for norms, zeros for biases.
 
-    A parameter's values depend on the key and its name alone, so that two families share those they share.
+    A parameter's values depend only on the key, its name and shape: families with equal parameters draw equal values.
     """
     return map_specs(lambda name, spec: draw(name, spec, key, dtype, scale), specs)
 
 
 def draw(name: str, spec: ParamSpec, key: jax.Array, dtype: str, scale: float = 0.02) -> jax.Array:
-    """Draws one parameter, as `initialise` does; one with a dtype of its own in that."""
+    """Draws one parameter, as `initialise` does, in its own dtype if it has one."""
     dtype = spec.dtype or dtype
     if spec.init == "ones":
         return jnp.ones(spec.shape, dtype)

@@ -1,9 +1,9 @@
 """Attention over a paged KV by JAX's ragged kernel for TPUs.
 
-`jax.experimental.pallas.ops.tpu.ragged_paged_attention`: one call for rows of any lengths, whose tokens lie one after
-another. Keys and values are interleaved by head in one array; a block's index counts the blocks of all layers, so the
-pool itself is the operand. Products take bfloat16; scores and softmax are float32. Keys and values that no sequence has
-written are masked before they are used.
+`jax.experimental.pallas.ops.tpu.ragged_paged_attention`: one call for rows of any lengths, whose tokens are
+concatenated. Keys and values are interleaved by head in one array; a block's index counts the blocks of all layers, so
+the pool itself is the operand. Products take bfloat16; scores and softmax are float32. Keys and values that no sequence
+has written are masked before they are used.
 """
 
 from collections.abc import Callable
@@ -30,12 +30,12 @@ def attend_tpu(
     window: int | None,
     kernel: Callable[..., jax.Array] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attends as `attend` says. `kernel` stands for JAX's ragged one where there is no TPU."""
+    """Attends as `attend` says. `kernel` replaces JAX's ragged one where there is no TPU, as in tests."""
     if kernel is None:
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention as kernel
     batch, tokens, heads, width = q.shape
     columns = rows.tables.shape[1]
-    order = jnp.argsort(rows.counts == 0, stable=True)  # the kernel knows no rows without tokens: they go last
+    order = jnp.argsort(rows.counts == 0, stable=True)  # the kernel takes no rows without tokens: they go last
     ends = jnp.where(rows.counts > 0, rows.lengths + rows.counts, 1)
     starts = jnp.cumsum(rows.counts) - rows.counts
     to = jnp.where(is_real(rows), starts[:, None] + jnp.arange(tokens, dtype=jnp.int32), batch * tokens)

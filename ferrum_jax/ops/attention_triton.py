@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int
 
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.ops.attention_merge import merge
 from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
 
@@ -63,8 +62,8 @@ def attend_before(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Attends every token to the positions up to its own that lie before its row's end.
 
-    Gives, in float32, the outputs and the natural logs of the sums of exponentials; outputs of one share come in q's
-    dtype. Tokens that see nothing, padding among them, have zeros and minus infinity.
+    Returns the outputs and the natural logs of the sums of exponentials, both float32; the outputs of a single share
+    are in q's dtype. Tokens without visible positions, padding among them, have zeros and minus infinity.
     """
     keys, values = state.rows_of_heads(kv)
     first = jnp.asarray(layer, jnp.int32) * state.num_blocks(kv)  # block of the layer, in the whole pool
@@ -76,6 +75,24 @@ def attend_before(
         cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False),
     )  # fmt: skip
     return (out[0], lse[0]) if tiles.shares == 1 else merge(out, lse)
+
+
+def merge(
+    outs: Float[Array, "parts *rows H"], lses: Float[Array, "parts *rows"]
+) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows"]]:
+    """Merges softmax averages over disjoint sets of positions by the log of the sum of each one's exponentials.
+
+    Dao et al. 2023, "Flash-Decoding for long-context inference"; Rabe and Staats 2021, "Self-attention does not need
+    O(n²) memory", section 2. Both sides are float32. A part without visible positions has a log-sum of minus
+    infinity and any output; where no part has any, the output is zero.
+    """
+    best = lses.max(axis=0)
+    finite = jnp.where(jnp.isneginf(best), 0.0, best)
+    shares = jnp.exp(lses - finite)
+    total = shares.sum(axis=0)
+    shares = shares / jnp.where(total == 0, 1.0, total)
+    out = jnp.where(shares[..., None] == 0, 0.0, outs * shares[..., None]).sum(axis=0)
+    return out, jnp.where(total == 0, -jnp.inf, finite + jnp.log(jnp.where(total == 0, 1.0, total)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,12 @@
-"""Attention over a paged KV in plain JAX, block by block with an online softmax: the reference, and the one for CPU.
+"""Attention over a paged KV in plain JAX, block by block with an online softmax: the reference, and the CPU backend.
 
 Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; the order of the loops is that of
-Dao 2023, "FlashAttention-2", section 3.1. Scores and the softmax are float32. It reads every layout of the KV and can
-be differentiated.
+Dao 2023, "FlashAttention-2", section 3.1. Scores and the softmax are float32. It reads every layout of the KV and is
+differentiable.
+
+Rows of a few tokens walk over their block tables together, up to the longest of them. On a CPU, longer rows go one at a
+time, each over its own columns: when a long prompt occupies several rows, the first of them skip the blocks of the
+later ones.
 """
 
 import jax
@@ -15,7 +19,8 @@ from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
 
-QUERY_BLOCK = 256  # tokens of a chunk that walk the KV together, so that early ones skip the blocks of later ones
+BATCHED_TOKENS = 16  # rows of up to so many tokens are walked together; from 32 on one by one is faster, on two cores
+QUERY_BLOCK = 256  # tokens of a longer row that walk the KV together
 
 
 def attend_xla(
@@ -35,20 +40,31 @@ def attend_xla(
     sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
     size = min(tokens, QUERY_BLOCK)
     pad = -tokens % size
+    num = (tokens + pad) // size  # query blocks of a row
     q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    q = q.reshape(batch, (tokens + pad) // size, size, kv_heads, heads // kv_heads, head_dim)
-    q = q.transpose(1, 0, 3, 4, 2, 5)  # [T/size, B, K, G, size, H]
+    q = q.reshape(batch, num, size, kv_heads, heads // kv_heads, head_dim).transpose(0, 1, 3, 4, 2, 5)
 
-    def attend_block(start: jax.Array, q: jax.Array) -> jax.Array:
-        return _walk(q, kv, layer, rows, start, scale, window, softcap, sinks)
+    def walk_one(item: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        row, start, block = item
+        own = jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, row, 1), rows)
+        return _walk(block[None], kv, layer, own, start, scale, window, softcap, sinks)[0]
 
-    if q.shape[0] == 1:
-        out = attend_block(jnp.int32(0), q[0])[None]
-    else:
-        starts = jnp.arange(0, tokens + pad, size, dtype=jnp.int32)
-        out = lax.map(lambda xs: attend_block(*xs), (starts, q))
-    out = out.transpose(1, 0, 4, 2, 3, 5).reshape(batch, tokens + pad, heads, head_dim)
-    return out[:, :tokens]
+    def one_by_one(q: jax.Array) -> jax.Array:
+        row = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), num)
+        start = jnp.tile(jnp.arange(0, tokens + pad, size, dtype=jnp.int32), batch)
+        return lax.map(walk_one, (row, start, q.reshape(batch * num, *q.shape[2:]))).reshape(q.shape)
+
+    def together(q: jax.Array) -> jax.Array:
+        return _walk(q[:, 0], kv, layer, rows, jnp.int32(0), scale, window, softcap, sinks)[:, None]
+
+    if num > 1:
+        out = one_by_one(q)
+    elif batch == 1 or tokens <= BATCHED_TOKENS:
+        out = together(q)
+    else:  # other devices lose more by small products than they save columns
+        out = lax.platform_dependent(q, cpu=one_by_one, default=together)
+    out = out.transpose(0, 1, 4, 2, 3, 5)  # [B, T / size, size, K, G, H]
+    return out.reshape(batch, tokens + pad, heads, head_dim)[:, :tokens]
 
 
 def _walk(
@@ -62,13 +78,16 @@ def _walk(
     softcap: float | None,
     sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "B K G T H"]:
-    """Walks over the columns of the block tables; columns that no row can see are skipped when the step runs."""
+    """Walks over the columns of the block tables; columns that no row can see are skipped at run time.
+
+    `start` is the index of the first query in its row.
+    """
     block_size = state.block_size(kv)
     tokens = q.shape[3]
     token = start + jnp.arange(tokens, dtype=jnp.int32)
     query_at = rows.lengths[:, None] + token  # [B, T]
     last_seen = jnp.where(token < rows.counts[:, None], query_at, -1)  # [B, T]: padding sees nothing
-    ends = rows.lengths + jnp.minimum(rows.counts, start + tokens)  # no token of this query block sees past it
+    ends = rows.lengths + jnp.minimum(rows.counts, start + tokens)  # one past the last position this block sees
     ends = jnp.where(rows.counts > start, ends, 0)
     first_seen = query_at[:, 0] - (window - 1) if window is not None else jnp.zeros_like(ends)
     stop = jnp.max(ends)

@@ -1,4 +1,4 @@
-"""The input of a step: rows of new tokens, and where their sequences lie in the KV."""
+"""The input of a step: rows of new tokens, and the block tables of their sequences."""
 
 from typing import Generic, TypeVar
 
@@ -16,14 +16,15 @@ class Rows(Generic[Leaf]):
     """One static group: B rows of up to T new tokens each.
 
     A row's first `counts[b]` tokens are real; a row with a count of 0 is padding. Block table entries past the row's
-    last block are never used.
+    last block are never used. Several rows may belong to one sequence, with the same table and consecutive positions:
+    the KV of a whole step is written before attention.
     """
 
     tokens: Leaf  # int32 [B, T]
     lengths: Leaf  # int32 [B]: positions already in the KV
     counts: Leaf  # int32 [B]
     tables: Leaf  # int32 [B, M]
-    adapters: Leaf | None = None  # int32 [B]: row of the adapters' stacks, -1 for none; None where no row has any
+    adapters: Leaf | None = None  # int32 [B]: row of the adapters' stacks, -1 for none; None if no row has one
 
 
 @flax.struct.dataclass
@@ -31,21 +32,23 @@ class Batch(Generic[Leaf]):
     """Groups of rows whose tokens, concatenated, share every matrix product of a step."""
 
     groups: tuple[Rows[Leaf], ...]
-    logit_rows: Leaf  # int32 [R]: which of the X concatenated tokens want logits
+    logit_rows: Leaf  # int32 [R]: the concatenated tokens, out of X, whose logits are returned
 
 
 def positions(rows: Rows[jax.Array]) -> Int[Array, "B T"]:
-    """Position of every token in its sequence; padding tokens go on counting."""
+    """Position of every token in its sequence; those of padding continue the count."""
     return rows.lengths[:, None] + jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
 
 
 def is_real(rows: Rows[jax.Array]) -> Bool[Array, "B T"]:
-    """True of real tokens, false of padding."""
+    """True for real tokens, false for padding."""
     return jnp.arange(rows.tokens.shape[1], dtype=jnp.int32) < rows.counts[:, None]
 
 
-def addresses(rows: Rows[jax.Array], block_size: int, num_blocks: int) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Block id and offset that every token is written to; padding gets block `num_blocks`, which drops the write."""
+def slot_mapping(
+    rows: Rows[jax.Array], block_size: int, num_blocks: int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Block id and offset each token is written to; padding gets block `num_blocks`, which drops the write."""
     at = positions(rows)
     columns = jnp.minimum(lax.div(at, jnp.int32(block_size)), rows.tables.shape[1] - 1)
     block_ids = jnp.take_along_axis(rows.tables, columns, axis=1, mode="promise_in_bounds")
@@ -53,7 +56,7 @@ def addresses(rows: Rows[jax.Array], block_size: int, num_blocks: int) -> tuple[
 
 
 def adapter_of_token(batch: Batch[jax.Array]) -> Int[Array, " X"] | None:
-    """Adapter of each of the concatenated tokens, -1 for none; None where no row of the step has any."""
+    """Adapter of each of the concatenated tokens, -1 for none; None if no row of the step has one."""
     if all(rows.adapters is None for rows in batch.groups):
         return None
     none = jnp.int32(-1)

@@ -1,19 +1,24 @@
-"""Products with weights stored `[out, in]`, as checkpoints have them; a weight may be quantised."""
+"""Products with weights stored `[out, in]`, as in checkpoints, which may be quantised; and low-rank deltas of products.
+
+Deltas (Hu et al. 2021, "LoRA", section 4.1) serve batches that mix adapters. The adapters of one product are stacked:
+a delta is two dense products with a mask between them. No weights are gathered, and no shape depends on which adapters
+are used.
+"""
 
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, halves, is_packed, scaled
 
 FEW_TOKENS = 64  # from 2 up to here XLA's CPU products are faster with the weight as left operand
 PARTS = 4  # of a weight that meets a single token on a CPU
-LANES = 16  # float32 numbers in the widest register of a CPU
-BLOCK = 1 << 20  # numbers of a quantised weight that a CPU widens at a time, so that they are still in its cache
-PACKED_BLOCK = 1 << 17  # the same where two lie in a byte
+LANES = 16  # float32 numbers in the widest CPU register
+BLOCK = 1 << 20  # numbers of a quantised weight that a CPU widens at a time, so that they stay in its cache
+PACKED_BLOCK = 1 << 17  # the same for two numbers a byte
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
@@ -50,21 +55,21 @@ def _weight_right(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
 
 
 def _weight_in_parts(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
-    """The same product of one token, in parts of the weight's rows: two cores end small products sooner so.
+    """The same product of one token, in parts of the weight's rows: faster for small products on two cores.
 
-    A weight in 16 bits, which has not been measured, and one whose rows lie on several devices stay whole.
+    Weights in 16 bits (not measured) and weights sharded over several devices are not divided.
     """
     is_spread = any(jax.typeof(weight).sharding.spec)
     if weight.shape[0] % (PARTS * LANES) or weight.dtype != jnp.float32 or is_spread:
         return _weight_right(x, weight, out)
     parts = weight.reshape(PARTS, weight.shape[0] // PARTS, weight.shape[1])
-    each = jnp.broadcast_to(x, (PARTS, x.shape[1]))  # without which XLA would put the parts together again
+    each = jnp.broadcast_to(x, (PARTS, x.shape[1]))  # without it XLA would merge the parts again
     y = jnp.einsum("PD,PFD->PF", each, parts, precision=precision(x.dtype), preferred_element_type=out)
     return y.reshape(1, -1)
 
 
 def _weight_left(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
-    """The same product with the weight as left operand; the barrier keeps XLA from turning it round again."""
+    """The same product with the weight as left operand; the barrier keeps XLA from swapping the operands back."""
     y = jnp.einsum("FD,XD->FX", weight, x, precision=precision(x.dtype), preferred_element_type=out)
     return lax.optimization_barrier(y).T
 
@@ -72,9 +77,9 @@ def _weight_left(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
 def quantised_product(x: jax.Array, weight: QuantisedWeight, out: jnp.dtype) -> jax.Array:
     """Computes `x @ weight.T` in float32 and rounds once, to `out`; x `[X, D]` and weight `[F, D]` to `[X, F]`.
 
-    With a scale for each channel and no offsets, x meets the bare values, which every floating dtype holds exactly, and
-    the scale meets the sum: a GPU widens the values inside the product, and no widened weight lies in memory. Otherwise
-    the operand is the weight in the dtype of x.
+    With one scale a channel and no offsets, x is multiplied by the bare values, which every floating dtype holds
+    exactly, and the sum by the scale: a GPU widens the values inside the product, and no widened weight is stored.
+    Otherwise the operand is the weight dequantised to the dtype of x.
 
     A CPU widens a block of the weight at a time: XLA's own products of int8 there take ten times as long.
     """
@@ -91,9 +96,9 @@ def _rescaled(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 
 def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-    """Multiplies the low and the high halves of the weight's bytes by those columns of x that they belong to.
+    """Multiplies the low and the high halves of the weight's bytes by their columns of x.
 
-    A CPU would take four times as long to put the halves side by side first.
+    Interleaving the halves first takes a CPU four times as long.
     """
     parts = x.reshape(len(x), weight.scales.shape[-1], 2, -1)
     products = [
@@ -108,17 +113,16 @@ def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 
 def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-    """Goes over the output channels in a loop of at least two turns.
+    """Loops over blocks of output channels, at least two.
 
-    The last block is as large as the others: a slice that would pass the end begins earlier, and repeats some channels.
-
-    For gradients a block is widened again: to keep it would be to keep the weight in float32.
+    The last block is as large as the others: it begins earlier if it would pass the end, and repeats some channels.
+    For gradients a block is widened again, since keeping it would keep the weight in float32.
     """
     (rows, columns), limit = weight.shape, PACKED_BLOCK if is_packed(weight) else BLOCK
     size = -(-rows // max(2, -(-rows * columns // limit)))
     starts = jnp.arange(0, rows, size, dtype=jnp.int32)
     is_fp8 = weight.values.dtype == jnp.float8_e4m3fn
-    if is_fp8:  # a slice of fp8 is made number by number, one of bytes is not
+    if is_fp8:  # XLA slices fp8 number by number, bytes in blocks
         weight = replace(weight, values=lax.bitcast_convert_type(weight.values, jnp.uint8))
 
     def block(start: jax.Array) -> jax.Array:
@@ -133,7 +137,7 @@ def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 
 def _widen_fp8(values: jax.Array) -> jax.Array:
-    """Widens the bytes of e4m3fn to float32 by way of float16, whose exponent has one bit more and a bias larger by 8.
+    """Widens bytes of e4m3fn to float32 through float16, whose exponent has one bit more and a bias larger by 8.
 
     XLA's own conversion of fp8 on a CPU takes five times as long.
     """
@@ -141,3 +145,22 @@ def _widen_fp8(values: jax.Array) -> jax.Array:
     bits = (wide & 0x7F) << 7 | (wide & 0x80) << 8
     found = lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32) * jnp.float32(2**8)
     return jnp.where((wide & 0x7F) == 0x7F, jnp.float32(jnp.nan), found)
+
+
+def uses(adapter_of_token: Int[Array, " X"], num_adapters: int) -> Bool[Array, "X A"]:
+    """Marks the adapter of each token; an index outside the stack, such as -1, is none."""
+    return adapter_of_token[:, None] == jnp.arange(num_adapters, dtype=adapter_of_token.dtype)
+
+
+def low_rank(
+    x: Float[Array, "X D"], down: Float[Array, "A R D"], up: Float[Array, "F A R"], used: Bool[Array, "X A"]
+) -> Float[Array, "X F"]:
+    """Computes `x @ down[a].T @ up[:, a].T` for the adapter a of each token; zeros for a token of none.
+
+    An adapter's products with tokens of another are masked before the second product, so infinities in them do not
+    spread. `up` must be finite, also where no token uses it.
+    """
+    num_adapters, rank, _ = down.shape
+    inner = linear(x, down.reshape(num_adapters * rank, -1)).reshape(-1, num_adapters, rank)
+    inner = jnp.where(used[:, :, None], inner, jnp.zeros((), inner.dtype))
+    return linear(inner.reshape(-1, num_adapters * rank), up.reshape(-1, num_adapters * rank))

@@ -1,10 +1,10 @@
-"""Mixtures of experts: each token goes through the few that its router chose, and no others.
+"""Mixtures of experts: each token goes through the few experts its router chose.
 
-Shazeer et al. 2017, "Outrageously Large Neural Networks", without capacities: whatever the load, no token is dropped.
+Shazeer et al. 2017, "Outrageously Large Neural Networks", without capacity limits: no token is dropped.
 
 The tokens are sorted by expert and cut into tiles, each of a few rows of one expert. A CPU goes over the tiles in a
 loop, one expert's weights at a time; other devices gather the weights of many tiles and multiply them at once.
-`lax.ragged_dot` would say the same in one operation, but on CPUs and NVIDIA GPUs XLA makes of it a product with every
+`lax.ragged_dot` is the same in one operation, but on CPUs and NVIDIA GPUs XLA expands it to a product with every
 expert.
 """
 
@@ -28,12 +28,40 @@ GATHERED = 1 << 27  # numbers of one product's weights that are gathered at a ti
 
 
 class _Tiles(NamedTuple):
-    """Where A = X * U choices, U for each token, are multiplied."""
+    """The plan of A = X * U choices, U for each token."""
 
-    tokens: jax.Array  # int32 [tiles, rows]: which token each row is; rows that are left over are any
+    tokens: jax.Array  # int32 [tiles, rows]: the token of each row; unused rows have any
     experts: jax.Array  # int32 [tiles]
     is_used: jax.Array  # bool [tiles]
-    places: jax.Array  # int32 [A]: the row of each choice, counted over all tiles
+    row_of_choice: jax.Array  # int32 [A], counted over all tiles
+
+
+def route(
+    logits: Float[Array, "X E"], num_chosen: int, *, renormalise: bool
+) -> tuple[Int[Array, "X U"], Float[Array, "X U"]]:
+    """Chooses each token's most likely experts; returns their ids, likeliest first, and their shares, float32.
+
+    Shares are probabilities among all experts or, renormalised, among those chosen, which is the softmax of their
+    logits. Of equal logits the lower id is chosen.
+    """
+    shares, chosen = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), num_chosen)
+    return chosen, shares / jnp.sum(shares, axis=-1, keepdims=True) if renormalise else shares
+
+
+def choose_in_groups(
+    scores: Float[Array, "X E"], num_chosen: int, *, num_groups: int, num_kept: int, num_best: int
+) -> Int[Array, "X U"]:
+    """Returns the ids of the experts of highest score within the `num_kept` groups of highest score.
+
+    Groups have equal sizes, in the order of experts; a group's score is the sum of its `num_best` best. DeepSeek-AI
+    2024, "DeepSeek-V2", section 2.2.2.
+    """
+    if num_groups > 1:
+        by_group = scores.reshape(len(scores), num_groups, -1)
+        of_group = jnp.sum(lax.top_k(by_group, num_best)[0], axis=-1)
+        kept = jnp.any(lax.top_k(of_group, num_kept)[1][:, :, None] == jnp.arange(num_groups), axis=1)  # [X, groups]
+        scores = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
+    return lax.top_k(scores, num_chosen)[1]
 
 
 def swiglu_experts(
@@ -44,9 +72,9 @@ def swiglu_experts(
     up: Float[Array, "E F D"] | QuantisedWeight,
     down: Float[Array, "E D F"] | QuantisedWeight,
 ) -> Float[Array, "X D"]:
-    """Sums `share * down @ (silu(gate @ x) * (up @ x))` over the U experts that each token has chosen.
+    """Sums `share * down @ (silu(gate @ x) * (up @ x))` over the U experts chosen for each token.
 
-    Products are as `linear` makes them; weights are `[out, in]`, and may be quantised. The rest is `weigh_experts`'.
+    Products are those of `linear`; weights are `[out, in]` and may be quantised. The rest is as in `weigh_experts`.
     """
     return weigh_experts(x, chosen, shares, (gate, up, down), _swiglu)
 
@@ -54,19 +82,19 @@ def swiglu_experts(
 def weigh_experts(
     x: Float[Array, "X D"], chosen: Int[Array, "X U"], shares: Float[Array, "X U"], stacks: Any, expert: Expert
 ) -> Float[Array, "X D"]:
-    """Sums `share * expert(own, x)` over the U experts that each token has chosen.
+    """Sums `share * expert(own, x)` over the U experts chosen for each token.
 
-    The sum is taken in float32, in the order of `chosen`, and rounded once. What a token gets depends on the other
-    tokens by rounding alone.
+    The sum is taken in float32, in the order of `chosen`, and rounded once. Other tokens affect a token's output by
+    rounding only.
 
     On a CPU, gradients of the weights pass over all experts once for each tile.
 
     Args:
         x: tokens.
         chosen: ids of experts, from 0 to E - 1; those of one token differ.
-        shares: what each of them counts, float32.
+        shares: the weight of each of them, float32.
         stacks: a tree of the weights of all experts, `[E, ...]`; any may be quantised.
-        expert: what one does with a tree of its own, whose leaves lack the first axis.
+        expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens.
     """
     size = max(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(stacks, is_leaf=is_quantised))
     outs = lax.platform_dependent(
@@ -96,10 +124,10 @@ def _swiglu(own: tuple[Weight, Weight, Weight], x: jax.Array) -> jax.Array:
 
 
 def _outputs(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, largest: int, at_once: int) -> jax.Array:
-    """Gives each choice's output, `[X, U, D]`, by tiles of up to `largest` rows, `at_once` of them in a step."""
+    """Outputs of all choices, `[X, U, D]`, by tiles of up to `largest` rows, `at_once` of them in a step."""
     tiles = _tile(chosen, jax.tree.leaves(stacks)[0].shape[0], largest, at_once)
 
-    @jax.checkpoint  # to keep for gradients what is multiplied here would be to copy every expert's weights
+    @jax.checkpoint  # residuals of these products would be copies of every expert's weights
     def multiply(tokens: jax.Array, index: jax.Array) -> jax.Array:
         own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacks)
         return expert(own, x.at[tokens].get(mode="promise_in_bounds"))
@@ -114,7 +142,7 @@ def _outputs(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, la
     if at_once > 1:
         xs = tuple(leaf.reshape(-1, min(at_once, len(leaf)), *leaf.shape[1:]) for leaf in xs)
     _, outs = lax.scan(step, None, xs)
-    rows = outs.reshape(-1, x.shape[1]).at[tiles.places].get(mode="promise_in_bounds")
+    rows = outs.reshape(-1, x.shape[1]).at[tiles.row_of_choice].get(mode="promise_in_bounds")
     return rows.reshape(*chosen.shape, -1)
 
 
@@ -140,5 +168,5 @@ def _tile(chosen: jax.Array, num_experts: int, largest: int, at_once: int) -> _T
         tokens=order[rows] // chosen.shape[1],
         experts=experts,
         is_used=index < ends[-1],
-        places=(ends - tiles)[mine] * size + rank - starts[mine],
+        row_of_choice=(ends - tiles)[mine] * size + rank - starts[mine],
     )

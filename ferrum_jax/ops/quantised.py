@@ -1,10 +1,10 @@
-"""A weight kept in few bits beside its scales: a leaf of a parameter tree that products and look-ups take for an array.
+"""Quantised weights: values of few bits with scales, a leaf of a parameter tree that products and look-ups accept.
 
-A number of the weight is its value times the scale of its place, plus an offset where there are any. Symmetric, round
+A number of the weight is its value times its scale, plus an offset if there are any. Symmetric, round
 to nearest: Jacob et al. 2018, "Quantization and Training of Neural Networks", section 2.1, with a zero point of 0; one
 scale for each output channel: Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn:
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3. Values of four bits lie two in a byte, as in a
-block of GGUF's Q4_0: byte i of a group holds its column i in the low bits and column i + half of the group in the high.
+Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3. Values of four bits are packed two to a byte, as
+in GGUF's Q4_0: byte i of a group holds its column i in the low bits and column i + half of the group in the high.
 """
 
 from typing import Any, Generic, TypeVar
@@ -17,27 +17,26 @@ import numpy as np
 from ferrum_jax.contract.errors import InvalidParameterError
 
 Leaf = TypeVar("Leaf")
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # value of each format that is used; -128 is not
-UINT4 = "uint4"  # what values of four bits are called, two of which are a uint8
-MIDDLE = 8.0  # of four bits: what stands for 0 where there are no offsets
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest value used; -128 of int8 is not
+UINT4 = "uint4"  # name of values of four bits, packed two to a uint8
+MIDDLE = 8.0  # the value of four bits that means 0 if there are no offsets
 
 
 @flax.struct.dataclass
 class QuantisedWeight(Generic[Leaf]):
     """A matrix `[F, D]`, or a stack of them, as values, scales and, in some formats, offsets.
 
-    A pytree of two or three leaves: what maps, shards, stacks or slices trees by their first axes does so with all
-    alike. It has no dtype of its own, since there are two: that of the values, and that of the products, which is their
-    input's.
+    A pytree of two or three leaves, all of which may be mapped, sharded, stacked or sliced by their first axes. It has
+    no dtype: values have one, and products have their input's.
     """
 
     values: Leaf  # int8 or float8_e4m3fn [..., F, D], or uint8 [..., F, D / 2] of two four-bit numbers each
-    scales: Leaf  # floating [..., F, G]: one for D / G adjacent columns; G is 1 where a scale is of a whole channel
+    scales: Leaf  # floating [..., F, G]: one for D / G adjacent columns; G is 1 for one scale a channel
     offsets: Leaf | None = None  # floating [..., F, G]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the matrix this stands for."""
+        """Shape of the dequantised matrix."""
         values: Any = self.values
         return (*values.shape[:-1], values.shape[-1] * (2 if is_packed(self) else 1))
 
@@ -46,12 +45,12 @@ Weight = jax.Array | QuantisedWeight
 
 
 def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight:
-    """Quantises `[..., F, D]` to nearest, ties to even; NumPy's arrays give NumPy's, with the same numbers.
+    """Quantises `[..., F, D]` to nearest, ties to even; NumPy arrays give NumPy arrays, with the same numbers.
 
-    A scale is the largest magnitude of its columns times 1 / 127 for int8 or 1 / 448 for float8_e4m3fn, a value what it
-    stands for times the scale's reciprocal, rounded: products in float32, since XLA would make them out of divisions,
-    and NumPy not. Where the scale is below float32's least normal number all is zero; where the columns hold an
-    infinity or NaN, the scale is no finite number either, nor is any product.
+    A scale is the largest magnitude of its columns times 1 / 127 for int8 or 1 / 448 for float8_e4m3fn; a value is the
+    number times the scale's reciprocal, rounded. Both are products in float32: XLA rewrites divisions to them, NumPy
+    does not. If the scale is below float32's least normal number, the values are zero; columns with an infinity or NaN
+    have a scale that is not finite, and neither are products with it.
 
     Args:
         weight: numbers of any floating dtype.
@@ -74,20 +73,20 @@ def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight
 
 
 def pack(values: np.ndarray, groups: int) -> np.ndarray:
-    """Puts four-bit numbers `[F, D]`, uint8 below 16, two into a byte: `[F, D / 2]`; groups must be of even size."""
+    """Packs four-bit numbers `[F, D]`, uint8 below 16, two to a byte: `[F, D / 2]`; groups must have an even size."""
     halves = values.reshape(len(values), groups, 2, -1)
     return (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(values), -1)
 
 
 def halves(weight: QuantisedWeight) -> list[jax.Array]:
-    """Gives the low and the high halves of four-bit values `[..., F, G, D / G / 2]` in float32, signed or not."""
+    """Returns the low and the high halves of four-bit values, `[..., F, G, D / G / 2]` each, in float32."""
     packed = weight.values.reshape(*weight.scales.shape, -1)
     middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
     return [half.astype(jnp.float32) - middle for half in (packed & jnp.uint8(15), packed >> jnp.uint8(4))]
 
 
 def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
-    """Gives the numbers a weight stands for: computed in float32, rounded once to `dtype`."""
+    """Returns the weight as an array: computed in float32, rounded once to `dtype`."""
     if is_packed(weight):
         wide = jnp.concatenate(halves(weight), axis=-1)
     else:
@@ -96,13 +95,13 @@ def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
 
 
 def scaled(values: jax.Array, weight: QuantisedWeight) -> jax.Array:
-    """Gives what values `[..., F, G, columns]` of a weight stand for, in float32."""
+    """Applies scales and offsets to values `[..., F, G, columns]`, in float32."""
     found = values * weight.scales.astype(jnp.float32)[..., None]
     return found if weight.offsets is None else found + weight.offsets.astype(jnp.float32)[..., None]
 
 
 def is_packed(weight: QuantisedWeight) -> bool:
-    """Says whether two values lie in a byte."""
+    """True if two values share a byte."""
     values: Any = weight.values
     return jnp.dtype(values.dtype) == jnp.uint8
 
@@ -115,11 +114,11 @@ def rows_of(weight: Weight, ids: jax.Array, dtype: Any) -> jax.Array:
 
 
 def is_quantised(leaf: Any) -> bool:
-    """Says whether a leaf of a tree is a quantised weight, as `jax.tree` wants to be told."""
+    """True for a quantised weight: an `is_leaf` for `jax.tree`."""
     return isinstance(leaf, QuantisedWeight)
 
 
 def activation_dtype(params: Any) -> jnp.dtype:
-    """Gives the dtype that a model computes in: that of its parameters that are not quantised, as norms never are."""
+    """Returns the dtype a model computes in: that of its unquantised parameters, such as norms."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantised)
     return jnp.dtype(next(leaf.dtype for leaf in leaves if not is_quantised(leaf)))

@@ -40,13 +40,13 @@ def yarn_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> NDArray[np.float32]:
-    """Interpolates pairs that turn fewer than `beta_slow` times in `original` positions, ramping up to `beta_fast`."""
+    """Interpolates pairs with fewer than `beta_slow` rotations in `original` positions, ramping up to `beta_fast`."""
     dim = 2 * len(frequencies)
 
-    def pair_turning(rotations: float) -> float:
+    def pair_rotating(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = pair_turning(beta_fast), pair_turning(beta_slow)
+    low, high = pair_rotating(beta_fast), pair_rotating(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -58,17 +58,18 @@ def yarn_frequencies(
 def rotations(
     positions: Int[Array, " X"], frequencies: NDArray[np.float32], magnitude: float
 ) -> tuple[Float[Array, "X 1 H2"], Float[Array, "X 1 H2"]]:
-    """Cosines and sines of each token's angles, float32, times `magnitude`; no position is negative."""
+    """Cosines and sines of every token's angles, float32, times `magnitude`; positions are at least 0."""
 
-    def table(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def compute(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
-    def table_of_its_own(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same, decided when the step runs: XLA's CPU fuses what is always computed into every layer and head."""
-        return lax.cond(jnp.any(positions >= 0), table, lambda angles: (angles, angles), angles)
+    def compute_once(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # XLA's CPU backend fuses cosines and sines into the rotation of every layer and head, and drops optimization
+        # barriers before it fuses. A branch, though always taken, is not fused: they are computed once a step.
+        return lax.cond(jnp.any(positions >= 0), compute, lambda angles: (angles, angles), angles)
 
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)
-    return lax.platform_dependent(angles, cpu=table_of_its_own, default=table)
+    return lax.platform_dependent(angles, cpu=compute_once, default=compute)
 
 
 def rotate(x: Float[Array, "X heads H"], cos: jax.Array, sin: jax.Array) -> Float[Array, "X heads H"]:
@@ -76,5 +77,5 @@ def rotate(x: Float[Array, "X heads H"], cos: jax.Array, sin: jax.Array) -> Floa
     if (width := 2 * cos.shape[-1]) < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,4 +1,12 @@
-"""Logits to token ids and log-probabilities: pure functions, usable inside compiled steps and outside."""
+"""Logits to token ids and log-probabilities: pure functions, usable inside compiled steps and outside.
+
+The order is: forbidden tokens and bias, penalties, temperature, top-k, top-p, min-p, draw. The draw is the Gumbel-max
+trick (Maddison et al. 2014, "A* Sampling", section 2) with noise that is a hash of (seed, position, token id) alone. So
+a row draws the same token whatever is beside it, in whatever program, and models that share a seed tend to agree.
+
+Nothing sorts the vocabulary: the best `NUM_CANDIDATES` tokens decide a filter unless it keeps more than those, and then
+its threshold is found by bisection.
+"""
 
 from typing import Generic, TypeVar
 
@@ -6,7 +14,80 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+Leaf = TypeVar("Leaf")
+NUM_CANDIDATES = 256  # of the best tokens of a row; a filter that keeps fewer needs no others
+_SMALLEST = -(2**31)  # int32
+
+
+@flax.struct.dataclass
+class SampleInputs(Generic[Leaf]):
+    """How each row is sampled. `None` leaves an adjustment out for all rows."""
+
+    temperature: Leaf  # float32 [B]; 0: greedy
+    top_k: Leaf  # int32 [B]; 0: off
+    top_p: Leaf  # float32 [B]; 1: off
+    min_p: Leaf  # float32 [B]; 0: off
+    seed: Leaf  # uint32 [B]
+    position: Leaf  # int32 [B]: of the token to be drawn, in its sequence
+    repetition_penalty: Leaf | None = None  # float32 [B]; 1: off
+    seen: Leaf | None = None  # bool [B, V]: tokens of the sequence so far, for that penalty
+
+
+@flax.struct.dataclass
+class Choice(Generic[Leaf]):
+    """The token chosen for each row and its log-probabilities, float32."""
+
+    token_ids: Leaf  # int32 [B]
+    logprobs: Leaf  # [B]: under the model's own distribution
+    processed_logprobs: Leaf  # [B]: under the distribution it was drawn from; greedy rows: after penalties and masks
+
+
+def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choice[jax.Array]:
+    """Chooses a token for each row; `Choice.logprobs` of the model's own distribution can be differentiated."""
+    scores = logits
+    if inputs.repetition_penalty is not None and inputs.seen is not None:
+        scores = penalise_repetition(logits, inputs.seen, inputs.repetition_penalty)
+    token_ids, processed, _ = choose(scores, inputs)
+    return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids), processed_logprobs=processed)
+
+
+def choose(
+    scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array], with_logprobs: bool | Bool[Array, ""] = True
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+    """Chooses a token for each row from scores that penalties and masks have changed already.
+
+    Returns the token ids, their processed log-probabilities, and the score (divided by the temperature, relative to
+    the best) from which on tokens were kept: -inf where nothing was filtered. Without `with_logprobs`, the
+    log-probabilities may be anything.
+    """
+    scores = lax.stop_gradient(scores)
+    highest = scores.max(axis=-1, keepdims=True)
+    greedy = argmax(scores)
+
+    def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
+        is_drawn = inputs.temperature > 0
+        # Relative to the best, so that a tiny temperature cannot overflow.
+        scaled = (scores - highest) / jnp.where(is_drawn, inputs.temperature, 1.0)[:, None]
+        drawn, threshold, log_total = _draw(scaled, inputs, with_logprobs)
+        ids = jnp.where(is_drawn, drawn, greedy)
+        chosen = jnp.take_along_axis(scaled, ids[:, None], axis=1)[:, 0]
+        return ids, chosen - log_total, threshold
+
+    def take_best() -> tuple[jax.Array, jax.Array, jax.Array]:
+        total = lax.cond(with_logprobs, lambda: jax.nn.logsumexp(scores - highest, axis=-1), lambda: highest[:, 0])
+        return greedy, -total, jnp.full(len(scores), -jnp.inf)
+
+    return lax.cond(jnp.any(inputs.temperature > 0), draw, take_best)
+
+
+def distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
+    """Returns the probabilities with which `choose` draws each token; a row of temperature 0 is taken at 1."""
+    is_drawn = inputs.temperature > 0
+    scaled = (scores - scores.max(axis=-1, keepdims=True)) / jnp.where(is_drawn, inputs.temperature, 1.0)[:, None]
+    kept = scaled >= filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)[:, None]
+    return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
 
 
 def penalise_repetition(
@@ -14,120 +95,192 @@ def penalise_repetition(
 ) -> Float[Array, "B V"]:
     """Divides positive and multiplies negative logits of seen tokens by `penalty`; 1 changes nothing.
 
-    Keskar et al. 2019, "CTRL", section 4.1.
+    Keskar et al. 2019, "CTRL", section 4.1. A finite logit stays finite: above what is forbidden, which is -inf.
     """
     factor = penalty[:, None]
-    return jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
+    changed = jnp.where(logits > 0, logits / factor, logits * factor)
+    least = jnp.where(jnp.isneginf(logits), -jnp.inf, jnp.finfo(logits.dtype).min)
+    return jnp.where(seen, jnp.maximum(changed, least), logits)
 
 
-def filter_logits(
-    logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"], min_p: Float[Array, " B"]
+def penalise_counts(
+    logits: Float[Array, "B V"],
+    counts: Int[Array, "B V"],
+    presence: Float[Array, " B"],
+    frequency: Float[Array, " B"],
 ) -> Float[Array, "B V"]:
-    """Sets logits to -inf outside the top k, then outside the nucleus of what is left, then below the min-p bound.
+    """Subtracts `presence` from the logits of tokens the answer has, and `frequency` for each time it has them.
 
-    `top_k` 0, `top_p` 1 and `min_p` 0 are off. A tie with the last token that is kept is kept too. At least one token
-    is always left. Nucleus: Holtzman et al. 2020, section 3.1; min-p: Nguyen et al. 2024, section 3.
+    The definition is that of OpenAI's API and vLLM: `counts` are those of generated tokens.
     """
-    ranked = -jnp.sort(-logits, axis=-1)  # descending
-    rank = jnp.arange(logits.shape[-1])
-    kept = (top_k[:, None] <= 0) | (rank < top_k[:, None])
-    probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    kept &= (before < top_p[:, None]) | (top_p[:, None] >= 1)  # `before` rounds up to 1 in the tail
-    # Renormalising over the nucleus scales every probability alike, so the bound may use these.
-    kept &= probabilities >= min_p[:, None] * probabilities[:, :1]
-    kept |= rank == 0
-    least = jnp.min(jnp.where(kept, ranked, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(logits >= least, logits, -jnp.inf)
-
-
-def choose_greedily(
-    logits: Float[Array, "R V"],
-    allowed: Bool[Array, "R V"],
-    penalised: Bool[Array, "R V"],
-    penalty: Float[Array, " R"],
-) -> Int[Array, " R"]:
-    """Gives the arg-max of the allowed tokens, after those `penalised` have been; the first of equals.
-
-    A penalty that takes a logit to -inf leaves it the least finite number, above what is not allowed.
-    """
-    scores = jnp.maximum(penalise_repetition(logits, penalised, penalty), jnp.finfo(jnp.float32).min)
-    return jnp.argmax(jnp.where(allowed, scores, -jnp.inf), axis=-1).astype(jnp.int32)
+    present = (counts > 0).astype(logits.dtype)
+    return logits - present * presence[:, None] - counts.astype(logits.dtype) * frequency[:, None]
 
 
 def token_logprobs(logits: Float[Array, "*B V"], token_ids: Int[Array, "*B"]) -> Float[Array, "*B"]:
-    """Gives each token's log-probability under its row's logits, in float32."""
+    """Returns each token's log-probability under its row's logits, in float32."""
     logits = logits.astype(jnp.float32)
     return jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
 
 
-Leaf = TypeVar("Leaf")
+def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """Returns the index of each row's largest number, the first of equals; in two levels, which XLA vectorises."""
+    for width in (128, 64, 32, 16):
+        if x.shape[-1] % width == 0 and x.shape[-1] > width:
+            blocks = x.reshape(len(x), -1, width)
+            block = jnp.argmax(blocks.max(axis=-1), axis=-1)
+            inside = jnp.argmax(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=-1)
+            return (block * width + inside).astype(jnp.int32)
+    return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
 
-@flax.struct.dataclass
-class SampleInputs(Generic[Leaf]):
-    """How each row is to be sampled."""
+def gumbel(seed: UInt[Array, "*#B"], position: Int[Array, "*#B"], token_ids: Int[Array, "*#B"]) -> Float[Array, "*B"]:
+    """Returns standard Gumbel noise that is a function of these three numbers alone.
 
-    temperature: Leaf  # float32 [B]; 0: greedy
-    top_k: Leaf  # int32 [B]; 0: off
-    top_p: Leaf  # float32 [B]; 1: off
-    min_p: Leaf  # float32 [B]; 0: off
-    repetition_penalty: Leaf  # float32 [B]; 1: off
-    seed: Leaf  # uint32 [B]
-    position: Leaf  # int32 [B]: of the token to be drawn, in its sequence
-    seen: Leaf  # bool [B, V]: tokens of the sequence so far
-
-
-@flax.struct.dataclass
-class Choice(Generic[Leaf]):
-    """The token chosen for each row, and its log-probability under the model's own distribution."""
-
-    token_ids: Leaf  # int32 [B]
-    logprobs: Leaf  # float32 [B]
-
-
-def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choice[jax.Array]:
-    """Chooses a token for each row.
-
-    The order is: repetition penalty, temperature, top-k, top-p, min-p, draw. The draw of a row depends on its seed and
-    position alone, never on the rows beside it. `logprobs` are those of the unchanged logits: what `forward` gives.
+    The hash is Threefry-2x32 of 20 rounds with the key (seed, position) and the counter (token id, 0).
     """
-    scores = _penalise(logits, inputs)
-    greedy = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    drawn = lax.cond(jnp.any(inputs.temperature > 0), lambda: _draw(scores, inputs), lambda: greedy)
-    token_ids = jnp.where(inputs.temperature > 0, drawn, greedy)
-    return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids))
+    seed, position, token_ids = jnp.broadcast_arrays(seed, position.astype(jnp.uint32), token_ids.astype(jnp.uint32))
+    bits = _threefry(seed, position, token_ids, jnp.zeros_like(token_ids))
+    # A share in (0, 1) whose smallest values are exact, so that the tail of large noise is fine.
+    share = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
+    return -jnp.log(-jnp.log1p(-share))
 
 
-def distribution(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
-    """Gives the probabilities with which `sample` draws each token; a row of temperature 0 is taken at 1."""
-    return jax.nn.softmax(_shape(_penalise(logits, inputs), inputs), axis=-1)
+def filter_threshold(
+    scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"], min_p: Float[Array, " B"]
+) -> Float[Array, " B"]:
+    """Returns the score from which on tokens are kept, float32 `[B]`: -inf where every filter is off.
+
+    First the `top_k` best stay, of those the nucleus that reaches `top_p` (Holtzman et al. 2020, section 3.1), of those
+    what is at least `min_p` times as likely as the best (Nguyen et al. 2024, section 3). A tie with the last token that
+    is kept is kept, too, and one token is always left. `scaled` are relative to the best: at most 0.
+    """
+    return _threshold(scaled, best(scaled, NUM_CANDIDATES)[0], top_k, top_p, min_p)[0]
 
 
-def _penalise(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
-    return lax.cond(
-        jnp.any(inputs.repetition_penalty != 1.0),
-        lambda: penalise_repetition(logits, inputs.seen, inputs.repetition_penalty),
-        lambda: logits,
+def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
+    """Returns each row's `count` largest numbers, descending, and their columns; -inf and V or more past the last one.
+
+    It stays the quick top-k that XLA makes of a sort and a slice: columns are added where all would be wanted, and no
+    later slice may be merged into it. A sort takes fifty times as long, and cannot be serialised once it has run.
+    """
+    missing = count + 1 - x.shape[-1]
+    if missing > 0:
+        x = jnp.pad(x, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    found, ids = lax.optimization_barrier(tuple(lax.top_k(x, count)))
+    return found, ids
+
+
+def _threshold(
+    scaled: jax.Array, ranked: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the threshold of `filter_threshold`, and for which rows all that is kept is among the candidates."""
+    num, size = ranked.shape[-1], scaled.shape[-1]
+    has_k, has_p = top_k > 0, top_p < 1
+    last = ranked[:, -1]
+    kth = jnp.take_along_axis(ranked, jnp.clip(top_k - 1, 0, num - 1)[:, None], axis=1)[:, 0]
+    least = jnp.where(has_k & (top_k < size), kth, -jnp.inf)
+    mass = jnp.exp(ranked)
+    in_top = ranked >= least[:, None]
+    whole = jnp.exp(scaled).sum(axis=-1)
+    total = jnp.where(has_k, jnp.where(in_top, mass, 0.0).sum(axis=-1), whole)
+    before = jnp.cumsum(mass, axis=-1) - mass
+    in_nucleus = in_top & ((before < (top_p * total)[:, None]) | (jnp.arange(num) == 0))
+    nucleus = jnp.min(jnp.where(in_nucleus, ranked, jnp.inf), axis=-1)
+    found = jnp.where(has_p, nucleus, least)
+    floor = jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)
+    too_many = (has_k & (top_k < size) & ((top_k > num) | (least <= last))) | (has_p & (nucleus <= last))
+    found = lax.cond(
+        jnp.any(too_many), lambda: jnp.where(too_many, _bisected(scaled, top_k, top_p), found), lambda: found
     )
+    is_inside = ((has_k | has_p) & ~too_many) | (floor > last)  # min-p may cut what is left down to candidates
+    return jnp.minimum(jnp.maximum(found, floor), 0.0), is_inside
 
 
-def _shape(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
-    """Gives the logits of the distribution that is drawn from."""
-    warm = inputs.temperature > 0
-    # Relative to the best, so that a tiny temperature cannot overflow.
-    scaled = (scores - scores.max(axis=-1, keepdims=True)) / jnp.where(warm, inputs.temperature, 1.0)[:, None]
-    filtered = warm & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
-    return lax.cond(
-        jnp.any(filtered),
-        lambda: filter_logits(scaled, inputs.top_k, inputs.top_p, inputs.min_p),
-        lambda: scaled,
+def _bisected(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Finds the threshold of top-k and top-p in a distribution of any breadth."""
+    order = _ordered(scaled)
+    mass = jnp.exp(scaled)
+
+    def largest(weights: jax.Array, goal: jax.Array) -> jax.Array:
+        """Finds the largest key such that what is at least that large weighs `goal`."""
+
+        def halve(_: int | jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds
+            middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)  # rounded up, without overflow
+            reaches = jnp.where(order >= middle[:, None], weights, 0.0).sum(axis=-1) >= goal
+            return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle - 1)
+
+        start = jnp.full(len(scaled), _SMALLEST, jnp.int32), jnp.zeros(len(scaled), jnp.int32)
+        return lax.fori_loop(0, 32, halve, start)[0]
+
+    all_of_them = jnp.full(len(scaled), _SMALLEST, jnp.int32)
+    goal = jnp.maximum(top_k, 1).astype(jnp.float32)
+    kth = lax.cond(jnp.any(top_k > 0), lambda: largest(jnp.ones_like(mass), goal), lambda: all_of_them)
+    kth = jnp.where(top_k > 0, kth, _SMALLEST)
+    mass = jnp.where(order >= kth[:, None], mass, 0.0)
+    nucleus = lax.cond(jnp.any(top_p < 1), lambda: largest(mass, top_p * mass.sum(axis=-1)), lambda: all_of_them)
+    key = jnp.where(top_p < 1, nucleus, kth)
+    return jnp.where(key == _SMALLEST, -jnp.inf, _unordered(key))
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Maps float32 numbers of at most 0 to int32 that compare alike; -0 counts as 0."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _unordered(keys: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
+def _draw(
+    scaled: jax.Array, inputs: SampleInputs[jax.Array], with_logprobs: bool | jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draws a token for each row; returns also the threshold and the logarithm of the mass that is kept."""
+    is_drawn = inputs.temperature > 0
+    is_filtered = is_drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
+    seed, position = inputs.seed[:, None], inputs.position[:, None]
+
+    def among_candidates() -> tuple[jax.Array, ...]:
+        ranked, candidates = best(scaled, NUM_CANDIDATES)
+        threshold, is_inside = _threshold(scaled, ranked, inputs.top_k, inputs.top_p, inputs.min_p)
+        kept = jnp.where(ranked >= threshold[:, None], ranked, -jnp.inf)
+        noisy = kept + gumbel(seed, position, candidates)
+        # Ties of the sum go to the smallest id, as they do among all tokens.
+        ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1]).min(axis=-1)
+        is_inside &= is_filtered
+        return ids, jnp.where(is_filtered, threshold, -jnp.inf), jax.nn.logsumexp(kept, axis=-1), is_inside
+
+    def no_filter() -> tuple[jax.Array, ...]:
+        rows = len(scaled)
+        none = jnp.full(rows, -jnp.inf)
+        return jnp.zeros(rows, jnp.int32), none, jnp.zeros(rows), jnp.zeros(rows, jnp.bool_)
+
+    near, threshold, near_total, is_near = lax.cond(jnp.any(is_filtered), among_candidates, no_filter)
+
+    def among_all() -> tuple[jax.Array, jax.Array]:
+        kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+        ids = argmax(kept + gumbel(seed, position, jnp.arange(scaled.shape[-1], dtype=jnp.int32)[None]))
+        return jnp.where(is_near, near, ids), jnp.where(is_near, near_total, jax.nn.logsumexp(kept, axis=-1))
+
+    ids, log_total = lax.cond(jnp.any(is_drawn & ~is_near), among_all, lambda: (near, near_total))
+    log_total = lax.cond(
+        jnp.any(~is_drawn) & with_logprobs,
+        lambda: jnp.where(is_drawn, log_total, jax.nn.logsumexp(scaled, axis=-1)),
+        lambda: log_total,
     )
+    return ids, threshold, log_total
 
 
-def _draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
-    scaled = _shape(scores, inputs)
-    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
-        inputs.seed, inputs.position
-    )
-    return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> jax.Array:
+    """Returns the first word of Threefry-2x32-20 (Salmon et al. 2011), unrolled, so that XLA's CPU fuses it."""
+    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for group in range(5):
+        for shift in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << jnp.uint32(shift)) | (x1 >> jnp.uint32(32 - shift))) ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x0

@@ -137,13 +137,13 @@ def serve(params: ParamTree, stacks: ParamTree, tokens: NDArray[np.int32], first
     kv = state.empty(cache)
     for row, index in ((0, 3), (1, None)):
         begin = rows_of(tokens[:, :first], 0, tables[row : row + 1], index)
-        _, kv = forward(params, kv, Batch((begin,), jnp.zeros(1, jnp.int32)), cfg=CFG, loras=stacks)
+        _, kv, _ = forward(params, kv, Batch((begin,), jnp.zeros(1, jnp.int32)), cfg=CFG, loras=stacks)
     groups = (
         rows_of(tokens[:, first : first + 1], first, tables[:1], 3),
         rows_of(tokens[:, first:], first, tables[1:], None),
     )
     count = 1 + tokens.shape[1] - first
-    logits, _ = forward(params, kv, Batch(groups, jnp.arange(count, dtype=jnp.int32)), cfg=CFG, loras=stacks)
+    logits, _, _ = forward(params, kv, Batch(groups, jnp.arange(count, dtype=jnp.int32)), cfg=CFG, loras=stacks)
     return np.asarray(logits[0]), np.asarray(logits[1:])
 
 
@@ -198,7 +198,7 @@ def test_stacks_that_no_row_uses_compute_nothing_more(params: ParamTree, stacks:
     batch = Batch((Rows(jnp.ones((1, 4), jnp.int32), ones, ones, jnp.zeros((1, 1), jnp.int32)),), ones)
     forward = models.family(CFG).forward
     without = jax.make_jaxpr(lambda: forward(params, kv, batch, CFG))()
-    assert str(jax.make_jaxpr(lambda: forward(params, kv, batch, CFG, None, stacks))()) == str(without)
+    assert str(jax.make_jaxpr(lambda: forward(params, kv, batch, CFG, loras=stacks))()) == str(without)
 
 
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3_tied"])

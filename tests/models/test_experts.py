@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import ferrum_jax
-from ferrum_jax import converting, models
+from ferrum_jax import conversion, models
 from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
 from ferrum_jax.models.adapters import LoraSpec, stack_specs
 from ferrum_jax.models.layout import lay_out
@@ -19,7 +19,7 @@ from tests import tiny
 
 TOLERANCE = 1e-4  # float32 sums in another order
 ENGINE = ferrum_jax.EngineConfig(
-    max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), chunk_rows=(2,), chunk_tokens=(16,), verify_tokens=(16,)
+    max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(2,), block_tokens=16, verify_tokens=16
 )
 CONFIG = tiny.CONFIGS["qwen2_moe"] | {
     "num_hidden_layers": 2
@@ -73,7 +73,7 @@ def test_quantised_experts_give_the_logits_of_what_they_stand_for_and_the_router
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_converted_checkpoint_has_the_same_tree_and_configuration(quantize: str | None, tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "model", CONFIG, shards=2)
-    made = converting.convert(folder, tmp_path / "converted", progress=False, quantize=quantize)
+    made = conversion.convert(folder, tmp_path / "converted", progress=False, quantize=quantize)
     found, cfg = ferrum_jax.load_params(made)
     expected, original = ferrum_jax.load_params(folder, quantize=quantize)
     assert cfg == original

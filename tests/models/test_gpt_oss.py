@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 import ferrum_jax
-from ferrum_jax import converting, models
+from ferrum_jax import conversion, models
 from ferrum_jax.contract.errors import ConfigError, FerrumError, InvalidFormatError, UnsupportedError
 from ferrum_jax.models.adapters import LoraSpec, stack_specs
 from ferrum_jax.models.layout import lay_out
@@ -43,7 +43,7 @@ def test_other_layouts_give_the_same_logits(layout: str, expected: NDArray[np.fl
 
 def test_rings_of_the_layers_with_a_window_give_the_same_logits(tmp_path: Path, expected: NDArray[np.float32]):
     engine = ferrum_jax.EngineConfig(
-        max_seqs=2, kv_capacity=64, block_size=4, decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(8,), window_kv=True
+        max_seqs=2, kv_capacity=64, block_size=4, decode_rows=(2,), query_blocks=(1,), block_tokens=8, window_kv=True
     )
     with ferrum_jax.load(tiny.write_folder(tmp_path, CONFIG), engine=engine, progress=False) as runner:
         assert runner.plan.cache.ring_layers == 1
@@ -69,7 +69,7 @@ def test_each_part_counts(expected: NDArray[np.float32]):
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_converted_checkpoint_has_the_same_tree_and_configuration(quantize: str | None, tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "model", CONFIG, shards=2)
-    made = converting.convert(folder, tmp_path / "converted", progress=False, quantize=quantize)
+    made = conversion.convert(folder, tmp_path / "converted", progress=False, quantize=quantize)
     found, cfg = ferrum_jax.load_params(made)
     original, read = ferrum_jax.load_params(folder, quantize=quantize)
     assert cfg == read == CFG
@@ -80,7 +80,7 @@ def test_a_converted_checkpoint_has_the_same_tree_and_configuration(quantize: st
 
 def test_an_orbax_checkpoint_of_plain_weights_is_quantised_as_it_is_read(tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "model", CONFIG)
-    made = converting.convert(folder, tmp_path / "converted", progress=False)
+    made = conversion.convert(folder, tmp_path / "converted", progress=False)
     found, _ = ferrum_jax.load_params(made, quantize="int8")
     tiny.assert_same_tree(found, ferrum_jax.load_params(folder, quantize="int8")[0])
 
@@ -142,10 +142,10 @@ def test_gradients_reach_every_parameter():
         assert ("k_proj.bias" in name) or np.abs(leaf).max() > 0, name
 
 
-def test_sinks_are_not_shown_as_attention():
+def test_attention_weights_beside_sinks_are_refused():
     tokens = jnp.asarray([TOKENS])
-    with pytest.raises(UnsupportedError, match="'gpt_oss' does not show its weights"):
-        jax.eval_shape(lambda tree: models.watch(tree, tokens, CFG, attention_weights=(0,)), tiny.tiny_params(CONFIG))
+    with pytest.raises(UnsupportedError, match="attention weights of 'gpt_oss' cannot be captured"):
+        jax.eval_shape(lambda tree: models.capture(tree, tokens, CFG, attention_weights=(0,)), tiny.tiny_params(CONFIG))
 
 
 def test_what_a_configuration_leaves_out_is_what_transformers_has():

@@ -14,7 +14,7 @@ from ferrum_jax.contract.errors import ConfigError, FerrumError, UnsupportedErro
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import choose_attention
-from ferrum_jax.ops.moe_routing import choose_in_groups
+from ferrum_jax.ops.moe import choose_in_groups
 from ferrum_jax.weights import orbax
 from tests import tiny
 
@@ -23,7 +23,7 @@ CONFIG = tiny.CONFIGS["deepseek3"] | {"num_hidden_layers": 2}
 CFG = ferrum_jax.ModelConfig.from_hf(CONFIG)
 TOKENS = tiny.prompt("deepseek3")
 ENGINE = ferrum_jax.EngineConfig(
-    max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), chunk_rows=(2,), chunk_tokens=(16,), verify_tokens=(16,)
+    max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(2,), block_tokens=16, verify_tokens=16
 )
 
 

@@ -28,6 +28,7 @@ CFG = tiny.model_config(MODEL)
 TOKENS = jnp.asarray([tiny.prompt(MODEL)])
 
 run = jax.jit(models.forward, static_argnums=2)
+OTHERS = [name for name in tiny.CONFIGS if name not in tiny.SERVED]
 other_layouts = pytest.mark.parametrize("layout", LAYOUTS[1:])
 
 
@@ -68,7 +69,7 @@ def test_an_unknown_layout_is_refused(params: ParamTree):
         ferrum_jax.EngineConfig(layout="stacked")
 
 
-@pytest.mark.parametrize("name", tiny.CONFIGS)
+@pytest.mark.parametrize("name", [*tiny.SERVED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_every_model_gives_the_same_logits_in_every_layout(name: str):
     params, cfg = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name)
     tokens = jnp.asarray([tiny.prompt(name)])
@@ -112,7 +113,13 @@ def test_gradients_are_the_same_in_every_layout(layout: str, params: ParamTree):
 def test_an_engine_serves_the_same_in_every_layout_and_writes_its_kv_in_place(layout: str, tmp_path: Path):
     folder = tiny.write_folder(tmp_path, tiny.CONFIGS[MODEL], shards=2)
     engine = ferrum_jax.EngineConfig(
-        max_seqs=3, kv_capacity=160, block_size=8, decode_rows=(3,), chunk_rows=(1,), chunk_tokens=(16,), loop_tokens=3
+        max_seqs=3,
+        kv_capacity=160,
+        block_size=8,
+        decode_rows=(3,),
+        query_blocks=(1,),
+        block_tokens=16,
+        multi_step_tokens=3,
     )
     prompt = tiny.prompt(MODEL)
     answers = []

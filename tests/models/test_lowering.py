@@ -15,9 +15,9 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from ferrum_jax.compile.buckets import StepKey
-from ferrum_jax.compile.packing import packed_size
-from ferrum_jax.compile.steps import lower_step, step
+from ferrum_jax.compile import sampler
+from ferrum_jax.compile.sampler import SamplerSpec
+from ferrum_jax.compile.step import ProgramContext, StepKey, packed_size, step
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
@@ -94,13 +94,13 @@ def test_the_kernel_lowers_for_cuda_and_its_operand_is_the_pool(dtype: str, rows
     assert not moved(text, BLOCKS * BLOCK * 8 * 128)
 
 
-STEPS = [StepKey(1, 0, 0, COLUMNS), StepKey(8, 2, 512, COLUMNS)]
+STEPS = [StepKey(1, 0, 0, COLUMNS, 1), StepKey(8, 8, 128, COLUMNS, 8)]
 
 
 def engine_step(key: StepKey, attention: str, platform: str) -> str:
     pure = functools.update_wrapper(functools.partial(step, cfg=CFG, key=key, attention=attention), step)
     params = specs.shapes(family(CFG).param_specs(CFG), "bfloat16")
-    return lowered(pure, platform, params, state.shapes(cache(attention)), ints(packed_size(key)), donated=1)
+    return lowered(pure, platform, params, state.shapes(cache(attention)), ints(16), ints(packed_size(key)), donated=1)
 
 
 def check(text: str, leaves: int) -> None:
@@ -118,19 +118,20 @@ def check(text: str, leaves: int) -> None:
 def test_a_whole_step_lowers_for_cuda(key: StepKey):
     text = engine_step(key, "triton", "cuda")
     check(text, leaves=2)
-    groups = bool(key.decode_rows) + bool(key.chunk_rows)
+    groups = bool(key.decode_rows) + bool(key.blocks)
     assert text.count("custom_call @__gpu$xla.gpu.triton") == groups  # one lowering for all layers
     assert len(re.findall(r"call @_call\w*\(", text)) == groups * LAYERS
 
 
-@pytest.mark.parametrize("key", [StepKey(2, 0, 0, 4), StepKey(1, 1, 40, 4)], ids=str)
+@pytest.mark.parametrize("key", [StepKey(2, 0, 0, 4, 2), StepKey(1, 1, 40, 4, 2)], ids=str)
 @pytest.mark.parametrize(("name", "kinds"), [("llama31", 1), ("gemma3", 2)])
 def test_a_step_on_a_cpu_computes_the_rotation_of_a_kind_of_layer_once(name: str, kinds: int, key: StepKey):
     cfg = tiny.model_config(name)
     params = specs.shapes(family(cfg).param_specs(cfg), "float32")
     kv = state.shapes(cache_spec(cfg, num_blocks=9, block_size=16, dtype="float32"))
     with jax.default_device(jax.devices("cpu")[0]):
-        text = lower_step(cfg, params, kv, key).compile().as_text() or ""
+        sizes = sampler.shapes(SamplerSpec(num_slots=4, vocab_size=cfg.vocab_size, capacity=64))
+        text = key.lower(ProgramContext(cfg, params, kv, sizes)).compile().as_text() or ""
     assert text.count(" cosine(") == text.count(" sine(") == kinds
 
 
@@ -157,5 +158,5 @@ def test_a_whole_step_lowers_for_cudnn(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
     text = engine_step(STEPS[1], "cudnn", "cuda")
     check(text, leaves=2)
-    assert text.count("@__cudnn$fmhaSoftmax") == LAYERS  # chunks
-    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2  # decoding, and chunks' prefixes
+    assert text.count("@__cudnn$fmhaSoftmax") == LAYERS  # query blocks
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2  # decoding, and what query blocks see of the KV

@@ -15,6 +15,8 @@ from tests import tiny
 TOLERANCE = 2e-4  # float32 sums in another order, over three layers; logits are of the order of one
 REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
 
+OTHERS = [name for name in tiny.CONFIGS if name not in tiny.SERVED]
+
 every_model = pytest.mark.parametrize("name", tiny.CONFIGS)
 
 
@@ -29,6 +31,11 @@ def test_every_tiny_model_has_a_reference(references: dict[str, NDArray[np.float
     assert {name: logits.shape for name, logits in references.items()} == shapes
 
 
+def test_the_served_models_have_every_model_type():
+    types = {tiny.CONFIGS[name]["model_type"] for name in tiny.SERVED}
+    assert types == {config["model_type"] for config in tiny.CONFIGS.values()}
+
+
 @every_model
 def test_the_pure_forward_equals_the_reference_at_every_position(name: str, references: dict[str, NDArray[np.float32]]):
     tokens = jnp.asarray([tiny.prompt(name)])
@@ -38,13 +45,14 @@ def test_the_pure_forward_equals_the_reference_at_every_position(name: str, refe
     np.testing.assert_allclose(logits[0], references[name], rtol=0, atol=TOLERANCE)
 
 
-@every_model
+@pytest.mark.parametrize("name", [*tiny.SERVED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_a_loaded_folder_equals_the_reference_at_every_position(
     name: str, references: dict[str, NDArray[np.float32]], tmp_path: Path
 ):
     tokens, last = tiny.prompt(name), len(tiny.prompt(name)) - 1
     folder = tiny.write_folder(tmp_path, tiny.CONFIGS[name], shards=2)
-    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=(32,))
+    capacity = 320 if "long" in name else 160  # positions
+    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=capacity, block_size=8, verify_tokens=32)
     with ferrum_jax.load(folder, engine=engine, progress=False) as model:
         logits = model.forward_verify("a", tokens)
         np.testing.assert_allclose(logits, references[name], rtol=0, atol=TOLERANCE)

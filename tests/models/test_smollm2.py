@@ -25,9 +25,9 @@ def model(smollm2_path: Path) -> Iterator[ferrum_jax.ModelRunner]:
         kv_capacity=768,
         block_size=64,
         decode_rows=(1, 3),
-        chunk_rows=(1, 3),
-        chunk_tokens=(16, 64),
-        verify_tokens=(64,),
+        query_blocks=(1, 3),
+        block_tokens=64,
+        verify_tokens=64,
         max_step_tokens=3 * 64,
     )
     with ferrum_jax.load(smollm2_path, engine=engine, progress=False) as runner:

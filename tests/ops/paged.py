@@ -1,6 +1,6 @@
 """Rows of sequences in a paged KV for tests of attention, and what attention over them is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,21 @@ def fill(case: Case, layout: Layout, seed: int = 0) -> Filled:
     heads = case.kv_heads * case.group
     q = jnp.asarray(rng.standard_normal((batch, case.tokens, heads, case.head_dim), np.float32)).astype(dtype)
     return Filled(q, kv, rows, keys, values)
+
+
+def as_query_blocks(filled: Filled, size: int) -> Filled:
+    """The one row of a case as rows of up to `size` tokens of the same sequence, and one row of padding."""
+    _, tokens, *rest = filled.q.shape
+    num = -(-tokens // size) + 1
+    start = jnp.arange(num, dtype=jnp.int32) * size
+    rows = Rows(
+        tokens=jnp.zeros((num, size), jnp.int32),
+        lengths=filled.rows.lengths + start,
+        counts=jnp.clip(filled.rows.counts - start, 0, size),
+        tables=jnp.repeat(filled.rows.tables, num, axis=0),
+    )
+    q = jnp.pad(filled.q[0], ((0, num * size - tokens), (0, 0), (0, 0))).reshape(num, size, *rest)
+    return replace(filled, q=q, rows=rows)
 
 
 def expected(case: Case, filled: Filled, sinks: NDArray[np.float32] | None = None) -> NDArray[np.float64]:

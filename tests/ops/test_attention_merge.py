@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_jax.ops.attention_merge import merge
+from ferrum_jax.ops.attention_triton import merge
 
 TOLERANCE = 1e-6  # float32
 ROWS, KEYS, WIDTH = 5, 23, 7

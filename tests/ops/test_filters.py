@@ -10,19 +10,27 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ferrum_jax.ops.sampling import filter_logits
+from ferrum_jax.ops.sampling import NUM_CANDIDATES, filter_threshold
 
 V = 7
 SLACK = 1e-5  # of a probability: float32 sums may fall on either side of a bound
 SIZES = st.one_of(st.sampled_from([-np.inf, -30.0, 0.0, 1.0, 1.5]), st.floats(-12, 12, width=32, allow_subnormal=False))
 LOGITS = st.lists(SIZES, min_size=V, max_size=V).filter(lambda row: max(row) > -np.inf)  # ties and -inf are common
-run = jax.jit(filter_logits)
+
+
+@jax.jit
+def run(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+    """Sets what a filter does not keep to -inf."""
+    scaled = logits - logits.max(axis=-1, keepdims=True)
+    kept = scaled >= filter_threshold(scaled, top_k, top_p, min_p)[:, None]
+    return jnp.where(kept, logits, -jnp.inf)
 
 
 def kept_by(row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> NDArray[np.bool_]:
     """Which tokens the definitions keep, ties with the last one included."""
     logits = np.asarray(row, np.float64)
-    ranked = np.sort(logits)[::-1][: top_k or V]
+    ranked = np.sort(logits)[::-1]
+    ranked = ranked[ranked >= ranked[min(top_k or len(ranked), len(ranked)) - 1]]  # with the ties of the k-th
     weights = np.exp(ranked - ranked[0])
     probabilities = weights / weights.sum()
     nucleus = len(ranked) if top_p >= 1 else 1 + np.sum(np.cumsum(probabilities)[:-1] < top_p)
@@ -81,8 +89,8 @@ def test_the_filters_follow_each_other(row: list[float], top_k: int, top_p: floa
 
 
 def test_the_nucleus_is_taken_of_what_top_k_left():
-    row = np.log([0.3, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05]).tolist()  # among two: 0.6 and 0.4
-    assert np.isfinite(apply(row, top_p=0.55)).sum() == 3  # 0.3 + 0.2, and the tie
+    row = np.log([0.3, 0.2, 0.15, 0.1, 0.1, 0.1, 0.05]).tolist()  # among two: 0.6 and 0.4
+    assert np.isfinite(apply(row, top_p=0.55)).sum() == 3
     assert np.isfinite(apply(row, top_k=2, top_p=0.55)).sum() == 1
 
 
@@ -110,3 +118,12 @@ def test_rows_are_filtered_each_by_its_own_settings():
     together = run(jnp.array([row] * 4), top_k.astype(jnp.int32), top_p, min_p)
     for found, (k, p, m) in zip(together, wanted, strict=True):
         np.testing.assert_array_equal(found, apply(row, k, p, m))
+
+
+@pytest.mark.parametrize("spread", [0.02, 1.0, 4.0, 12.0])  # from nearly uniform to a handful of tokens
+@pytest.mark.parametrize("filters", [{"top_k": 40}, {"top_k": 700}, {"top_p": 0.3}, {"top_p": 0.97}, {"min_p": 0.02},
+                                     {"top_k": 600, "top_p": 0.9, "min_p": 0.001}], ids=str)  # fmt: skip
+def test_a_filter_of_many_tokens_keeps_what_one_of_few_would(spread: float, filters: dict[str, Any]):
+    size = 5 * NUM_CANDIDATES  # the candidates do not suffice for some of these
+    row = (np.random.default_rng(7).normal(size=size) * spread).astype(np.float32).tolist()
+    check(row, **filters)

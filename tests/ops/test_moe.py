@@ -9,8 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.moe import _outputs, _swiglu, clamped_swiglu, swiglu_experts, weigh_experts
-from ferrum_jax.ops.moe_routing import route
+from ferrum_jax.ops.moe import _outputs, _swiglu, clamped_swiglu, route, swiglu_experts, weigh_experts
 from ferrum_jax.ops.quantised import dequantise_weight, quantise_weight
 
 TOLERANCE = 1e-5  # float32 sums of up to 12 products of the order of one, in another order

@@ -1,16 +1,15 @@
-"""Products of a block with its parameters: fused or not, and with what adapters add to them."""
+"""Projections of a block: products with its weights, fused or not, and the low-rank deltas of adapters."""
 
 import jax
 
 from ferrum_jax.models.specs import ParamSpec, ParamTree
-from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.lora import low_rank
+from ferrum_jax.ops.linear import linear, low_rank
 
-Lora = tuple[ParamTree, jax.Array] | None  # stacks of one block, and bool [X, A]: which adapter each token uses
+Lora = tuple[ParamTree, jax.Array] | None  # adapter stacks of one block, and bool [X, A]: the adapter of each token
 
 
 def linear_specs(out: tuple[int, str], into: tuple[int, str], bias: bool = False) -> ParamTree:
-    """Describes a product by the size and the axis of its outputs and inputs."""
+    """Specs of a product, given size and logical axis of its outputs and inputs; weights are `[out, in]`."""
     specs: ParamTree = {"weight": ParamSpec((out[0], into[0]), (out[1], into[1]))}
     if bias:
         specs["bias"] = ParamSpec((out[0],), (out[1],), "zeros")
@@ -18,18 +17,21 @@ def linear_specs(out: tuple[int, str], into: tuple[int, str], bias: bool = False
 
 
 def project(x: jax.Array, block: ParamTree, lora: Lora, name: str) -> jax.Array:
-    """One product of a block, `[X, in]` to `[X, out]`, and what each token's adapter adds to it."""
+    """Multiplies `[X, in]` by one weight of a block and adds each token's adapter: `[X, out]`."""
     return _adapt(linear(x, block[name]["weight"], block[name].get("bias")), x, lora, name)
 
 
 def project_all(
     x: jax.Array, block: ParamTree, lora: Lora, fused: str, names: tuple[str, ...], shares: tuple[int, ...]
 ) -> list[jax.Array]:
-    """Several products of one input, which are one product where their weight is: it is cut by `shares`."""
+    """Multiplies one input by several weights; where the block has them `fused`, by one, whose output is split.
+
+    `shares` are the relative sizes of the outputs.
+    """
     if fused not in block:
         return [project(x, block, lora, name) for name in names]
     y = linear(x, block[fused]["weight"], block[fused].get("bias"))
-    if lora is not None and fused in lora[0]:  # of a checkpoint that is fused itself
+    if lora is not None and fused in lora[0]:  # the checkpoint itself is fused, and so are its adapters
         y, lora = _adapt(y, x, lora, fused), None
     share, parts, start = y.shape[1] // sum(shares), [], 0
     for name, count in zip(names, shares, strict=True):
@@ -39,7 +41,7 @@ def project_all(
 
 
 def _adapt(y: jax.Array, x: jax.Array, lora: Lora, name: str) -> jax.Array:
-    """Adds what each token's adapter adds to a product of `x`."""
+    """Adds the delta of each token's adapter to a product of `x`."""
     if lora is None:
         return y
     stacks, used = lora

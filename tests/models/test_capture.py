@@ -1,5 +1,6 @@
-"""Hidden states and attention weights of the forward, and vectors added to it."""
+"""Hidden states and attention weights that a forward returns, and vectors that steer it."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ferrum_jax
 from ferrum_jax import models
+from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
-from ferrum_jax.models import Batch, Rows, Watch
+from ferrum_jax.models import Batch, Captured, CaptureSpec, Rows
 from ferrum_jax.models.layout import CHECKPOINT, SCANNED, lay_out
-from ferrum_jax.models.watching import steered
+from ferrum_jax.ops.attention import attend, attention_weights
 from tests.tiny import CONFIGS, model_config, prompt, tiny_params
 
 NAMES = ("qwen3_window_biases", "gemma2")
 OTHERS = (
     "phi3",
     "olmo2",
-    "granite",
     "mixtral",
     "qwen3_moe",
     "deepseek3",
@@ -27,7 +29,7 @@ OTHERS = (
 )  # one of each other family's module
 TOLERANCE = 2e-5  # float32 sums in another order
 WIDTH = 48
-watch = jax.jit(models.watch, static_argnames=("cfg", "hidden", "attention_weights"))
+capture = jax.jit(models.capture, static_argnames=("cfg", "hidden", "attention_weights"))
 forward = jax.jit(models.forward, static_argnames="cfg")
 
 
@@ -39,6 +41,14 @@ def tokens_of(name: str) -> jax.Array:
     return jnp.array(prompt(name)[:44]).reshape(2, -1)
 
 
+def one_row(cfg: ModelConfig, tokens: list[int]):
+    """An empty KV of two blocks of eight positions, and a batch of one sequence that wants all logits."""
+    ids, none = jnp.array([tokens]), jnp.zeros(1, jnp.int32)
+    rows = Rows(tokens=ids, lengths=none, counts=none + len(tokens), tables=jnp.array([[1, 0]]))
+    kv = state.empty(models.cache_spec(cfg, num_blocks=2, block_size=8, dtype="float32"))
+    return kv, Batch(groups=(rows,), logit_rows=jnp.arange(len(tokens)))
+
+
 def test_the_names_cover_every_kind_of_decoder():
     covered = {models.family(model_config(name)) for name in (*NAMES, *OTHERS)}
     assert covered == {models.family(model_config(name)) for name in CONFIGS}
@@ -46,59 +56,56 @@ def test_the_names_cover_every_kind_of_decoder():
 
 @pytest.mark.parametrize("layout", [CHECKPOINT, SCANNED])
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_seen_explains_the_logits(name: str, layout: str):
+def test_captured_hidden_states_explain_the_logits(name: str, layout: str):
     params, cfg = model(name)
     params = lay_out(params, cfg, layout)
     tokens = tokens_of(name)
     every = range(cfg.num_hidden_layers + 1)
     expected = forward(params, tokens, cfg)
-    logits, hidden, weights = watch(params, tokens, cfg, hidden=tuple(every), attention_weights=(2, 0))
+    logits, hidden, weights = capture(params, tokens, cfg, hidden=tuple(every), attention_weights=(2, 0))
     np.testing.assert_array_equal(logits, expected)
     assert sorted(hidden) == list(every)
     assert hidden[0].shape == (2, tokens.shape[1], WIDTH)
     np.testing.assert_allclose(models.logits_of(params, hidden[cfg.num_hidden_layers], cfg), logits, atol=TOLERANCE)
     assert sorted(weights) == [0, 2]
-    for layer, seen in weights.items():
-        assert seen.shape == (2, 8, tokens.shape[1], tokens.shape[1])
-        np.testing.assert_allclose(seen.sum(axis=-1), 1.0, atol=1e-6)
+    for layer, own in weights.items():
+        assert own.shape == (2, 8, tokens.shape[1], tokens.shape[1])
+        np.testing.assert_allclose(own.sum(axis=-1), 1.0, atol=1e-6)
         at = np.arange(tokens.shape[1])
         visible = at[None] <= at[:, None]
         if (window := cfg.layer_windows[layer]) is not None:
             visible &= at[None] > at[:, None] - window
-        assert not np.asarray(seen)[:, :, ~visible].any()
-        assert (np.asarray(seen)[:, :, visible] > 0).all()
+        assert not np.asarray(own)[:, :, ~visible].any()
+        assert (np.asarray(own)[:, :, visible] > 0).all()
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_family_shows_its_hidden_states_and_can_be_steered(name: str):
+def test_every_family_returns_its_hidden_states_and_can_be_steered(name: str):
     params, cfg = model(name)
     tokens = tokens_of(name)
     last = cfg.num_hidden_layers
     vectors = jnp.zeros((last, WIDTH)).at[-1].set(jax.random.normal(jax.random.key(3), (WIDTH,)))
-    logits, hidden, _ = watch(params, tokens, cfg, hidden=(0, last))
+    logits, hidden, _ = capture(params, tokens, cfg, hidden=(0, last))
     np.testing.assert_allclose(models.logits_of(params, hidden[last], cfg), logits, atol=TOLERANCE)
     expected = models.logits_of(params, hidden[last] + vectors[-1], cfg)
     np.testing.assert_allclose(forward(params, tokens, cfg, steering=vectors), expected, atol=TOLERANCE)
 
 
-def test_attention_that_cannot_be_shown_is_refused():
+def test_attention_weights_of_latents_are_refused():
     params, cfg = model("deepseek3")
-    with pytest.raises(UnsupportedError, match="'deepseek_v3' does not show its weights"):
-        watch(params, tokens_of("deepseek3"), cfg, attention_weights=(0,))
+    with pytest.raises(UnsupportedError, match="attention weights of 'deepseek_v3' cannot be captured"):
+        capture(params, tokens_of("deepseek3"), cfg, attention_weights=(0,))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_attention_mixes_values_by_the_weights_that_are_shown(name: str):
+def test_attention_mixes_values_by_the_captured_weights(name: str):
     """One value is set apart: what it adds to the output is its weight."""
     params, cfg = model(name)
     tokens = tokens_of(name)[:1]
     length = tokens.shape[1]
-    _, _, weights = watch(params, tokens, cfg, attention_weights=(1,))
+    _, _, weights = capture(params, tokens, cfg, attention_weights=(1,))
     q_like = jax.random.normal(jax.random.key(0), (1, length, cfg.num_attention_heads, cfg.head_dim))
     keys, values = jax.random.normal(jax.random.key(1), (2, length, cfg.num_key_value_heads, cfg.head_dim))
-    from ferrum_jax.ops.attention import attend
-    from ferrum_jax.ops.attention_weights import attention_weights
-
     spec = state.CacheSpec(
         num_layers=2, num_blocks=6, block_size=8, num_kv_heads=keys.shape[1], head_dim=cfg.head_dim, dtype="float32"
     )
@@ -124,13 +131,13 @@ def test_steering_adds_to_what_a_layer_gives(name: str, layout: str):
     params = lay_out(params, cfg, layout)
     tokens = tokens_of(name)
     vectors = jax.random.normal(jax.random.key(3), (cfg.num_hidden_layers, WIDTH))
-    _, plain, _ = watch(params, tokens, cfg, hidden=(0, 1, 2))
-    logits, hidden, _ = watch(params, tokens, cfg, hidden=(0, 1, 2), steering=vectors.at[1:].set(0.0))
+    _, plain, _ = capture(params, tokens, cfg, hidden=(0, 1, 2))
+    logits, hidden, _ = capture(params, tokens, cfg, hidden=(0, 1, 2), steering=vectors.at[1:].set(0.0))
     np.testing.assert_array_equal(hidden[0], plain[0])
     np.testing.assert_allclose(hidden[1], plain[1] + vectors[0], atol=TOLERANCE)
     assert float(jnp.abs(hidden[2] - plain[2]).max()) > 0.1
     last = jnp.zeros_like(vectors).at[-1].set(vectors[-1])
-    _, both, _ = watch(params, tokens, cfg, hidden=(3,))
+    _, both, _ = capture(params, tokens, cfg, hidden=(3,))
     expected = models.logits_of(params, both[3] + vectors[-1], cfg)
     np.testing.assert_allclose(forward(params, tokens, cfg, steering=last), expected, atol=TOLERANCE)
     each = jnp.zeros((3, *tokens.shape, WIDTH)).at[:, 1, 5:].set(vectors[:, None])
@@ -157,22 +164,20 @@ def test_a_new_vector_compiles_nothing_and_has_a_gradient(compiles: list[str]):
     assert float(jnp.abs(values[1]).min()) > 0
 
 
-def test_a_runner_steps_with_the_vectors_of_its_parameters(compiles: list[str]):
-    from tests.executor.conftest import CFG, ENGINE, make_runner
-
-    params = models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
-    vectors = [jax.random.normal(jax.random.key(at), (2, 24)) for at in range(2)]
-    tokens = jnp.array([[5, 4, 3, 2, 1, 0, 9]])
-    expected = [forward(params, tokens, CFG, steering=vector)[0, -1] for vector in vectors]
-    with make_runner(steered(params, jnp.zeros((2, 24))), ENGINE) as runner:
-        runner.prefill("a", tokens[0].tolist())
-        trees = [steered(params, vector) for vector in vectors]
-        compiles.clear()
-        for tree, wanted in zip(trees, expected, strict=True):
-            runner.reset()
-            runner.set_params(tree)
-            np.testing.assert_allclose(runner.prefill("a", tokens[0].tolist()), wanted, rtol=0, atol=1e-4)
-        assert compiles == []
+def test_generation_is_steered_by_an_argument_that_compiles_nothing(compiles: list[str]):
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")[:1, :7]
+    vectors = [jnp.zeros((3, WIDTH)), *jax.random.normal(jax.random.key(3), (2, 3, WIDTH))]
+    run = jax.jit(partial(ferrum_jax.generate_fn, cfg=cfg, max_tokens=2))
+    inputs = params, None, tokens, jnp.array([7]), jnp.zeros(1, jnp.uint32)
+    expected = [jax.nn.log_softmax(forward(params, tokens, cfg, steering=vector)[0, -1]) for vector in vectors]
+    run(*inputs, steering=vectors[0])
+    compiles.clear()
+    found = [jax.block_until_ready(run(*inputs, steering=vector)[0]) for vector in vectors]
+    assert compiles == []
+    for rollout, wanted in zip(found, expected, strict=True):
+        assert int(rollout.token_ids[0, 0]) == int(wanted.argmax())
+        np.testing.assert_allclose(rollout.logprobs[0, 0], wanted.max(), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -195,10 +200,10 @@ def test_a_runner_steps_with_the_vectors_of_its_parameters(compiles: list[str]):
         ({"steering": jnp.zeros((3, WIDTH - 1))}, r"steering has shape \[3, 47\]"),
     ],
 )
-def test_what_is_not_there_cannot_be_watched_or_steered(asked: dict, message: str):
+def test_what_does_not_exist_cannot_be_captured_or_steered(asked: dict, message: str):
     params, cfg = model("mistral")
     with pytest.raises(InvalidParameterError, match=message):
-        models.watch(params, tokens_of("mistral"), cfg, **asked)
+        models.capture(params, tokens_of("mistral"), cfg, **asked)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -217,38 +222,34 @@ def test_lists_do_as_well_as_arrays():
     np.testing.assert_allclose(models.forward(params, cfg=cfg, **lists), expected, atol=TOLERANCE)
 
 
-def test_what_steers_the_parameters_and_what_steers_a_call_are_added():
-    params, cfg = model("mistral")
-    tokens = tokens_of("mistral")
-    one, other = jax.random.normal(jax.random.key(0), (2, 3, WIDTH))
-    expected = forward(params, tokens, cfg, steering=one + other)
-    np.testing.assert_allclose(forward(steered(params, one), tokens, cfg, steering=other), expected, atol=TOLERANCE)
-    each = jnp.broadcast_to(other[:, None, None], (3, *tokens.shape, WIDTH))
-    np.testing.assert_allclose(forward(steered(params, one), tokens, cfg, steering=each), expected, atol=TOLERANCE)
-    assert float(jnp.abs(expected - forward(params, tokens, cfg, steering=other)).max()) > 0.1
-
-
-def test_the_sum_of_two_steerings_is_rounded_once():
+def test_a_steering_vector_is_added_in_float32_and_rounded_once():
     params, cfg = model("mistral")
     low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    one, tiny = (jnp.full((3, WIDTH), value, jnp.bfloat16) for value in (1.0, 2.0**-9))
-    both = models.forward(steered(low, one), tokens_of("mistral"), cfg, steering=tiny)
-    total = one.astype(jnp.float32) + tiny.astype(jnp.float32)
-    exact = models.forward(low, tokens_of("mistral"), cfg, steering=total)
-    np.testing.assert_array_equal(both, exact)
-    assert not np.array_equal(both, models.forward(low, tokens_of("mistral"), cfg, steering=one))
+    tokens, wide = tokens_of("mistral"), jnp.full((3, WIDTH), 1.0 + 2.0**-9)
+    _, plain, _ = models.capture(low, tokens, cfg, hidden=[1])
+    _, found, _ = models.capture(low, tokens, cfg, hidden=[1], steering=wide)
+    exact = plain[1].astype(jnp.float32) + wide[0]
+    np.testing.assert_array_equal(found[1], exact.astype(jnp.bfloat16))
+    assert not np.array_equal(found[1], plain[1] + wide[0].astype(jnp.bfloat16))
 
 
-def test_steering_is_for_as_many_tokens_as_there_are():
+@pytest.mark.parametrize("shape", [(3, 4, WIDTH), (2, WIDTH), (3, 1, WIDTH)])
+def test_a_family_forward_checks_the_shape_of_steering(shape: tuple[int, ...]):
     params, cfg = model("mistral")
-    tokens = tokens_of("mistral")
-    for_others = steered(params, jnp.zeros((3, tokens.size + 1, WIDTH)))
-    for steering in (None, jnp.zeros((3, WIDTH)), jnp.zeros((3, *tokens.shape, WIDTH))):
-        with pytest.raises(InvalidParameterError, match=f"is for {tokens.size + 1} tokens, here are {tokens.size}"):
-            models.forward(for_others, tokens, cfg, steering=steering)
+    kv, batch = one_row(cfg, [1, 2, 3])
+    with pytest.raises(InvalidParameterError, match=r"steering has shape .*, expected .*: \[3, 48\] or \[3, 3, 48\]"):
+        models.family(cfg).forward(params, kv, batch, cfg, steering=jnp.zeros(shape))
 
 
-def test_groups_of_a_batch_show_their_own_weights():
+def test_a_forward_always_returns_three_things_and_captures_nothing_unasked():
+    params, cfg = model("mistral")
+    kv, batch = one_row(cfg, [1, 2, 3])
+    logits, written, captured = models.family(cfg).forward(params, kv, batch, cfg)
+    assert (logits.shape, captured) == ((3, 97), Captured(hidden={}, attention={}))
+    assert jax.tree.structure(written) == jax.tree.structure(kv)
+
+
+def test_each_group_of_a_batch_has_weights_of_its_own():
     params, cfg = model("mistral")
     spec = state.CacheSpec(
         num_layers=3, num_blocks=6, block_size=8, num_kv_heads=2, head_dim=cfg.head_dim, dtype="float32"
@@ -258,13 +259,12 @@ def test_groups_of_a_batch_show_their_own_weights():
         tokens=jnp.array([[1, 2, 3]]), lengths=jnp.array([0]), counts=jnp.array([3]), tables=jnp.array([[2, 3]])
     )
     batch = Batch(groups=(one, other), logit_rows=jnp.arange(4))
-    _, _, seen = models.family(cfg).forward(
-        params, state.empty(spec), batch, cfg, watch=Watch(hidden=(1,), attention=(0,))
-    )
-    assert [group.shape for group in seen.attention[0]] == [(1, 8, 1, 16), (1, 8, 3, 16)]
-    _, hidden, weights = models.watch(params, other.tokens, cfg, hidden=[1], attention_weights=[0])
-    np.testing.assert_allclose(seen.hidden[1][1:], hidden[1][0], atol=TOLERANCE)
-    np.testing.assert_allclose(seen.attention[0][1][..., :3], weights[0], atol=TOLERANCE)
+    forward = models.family(cfg).forward
+    *_, found = forward(params, state.empty(spec), batch, cfg, capture=CaptureSpec(hidden=(1,), attention=(0,)))
+    assert [group.shape for group in found.attention[0]] == [(1, 8, 1, 16), (1, 8, 3, 16)]
+    _, hidden, weights = models.capture(params, other.tokens, cfg, hidden=[1], attention_weights=[0])
+    np.testing.assert_allclose(found.hidden[1][1:], hidden[1][0], atol=TOLERANCE)
+    np.testing.assert_allclose(found.attention[0][1][..., :3], weights[0], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("layout", "layer"), [(CHECKPOINT, "layer_1"), (SCANNED, "layer")])

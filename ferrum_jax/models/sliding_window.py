@@ -1,0 +1,55 @@
+"""Sliding-window caches: layers that see no further than a window keep no more of each sequence.
+
+In those layers a sequence has R blocks, which it reuses cyclically: position p is written to its block (p // C) % R.
+Attention is the same as elsewhere: it gets a block table that begins with the first block the row's window reaches, and
+lengths that count from there. With R = `num_window_blocks`, a step overwrites only positions before the window of its
+first token, so several rows of a step may belong to one sequence.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from ferrum_jax.ops.batch import Batch, Rows, is_real, positions
+
+
+def num_window_blocks(window: int, step_tokens: int, block_size: int) -> int:
+    """Returns R: blocks for the window before a step's first token, and for all tokens of one sequence in the step."""
+    return -(-(window - 1 + step_tokens) // block_size)
+
+
+def split_tables(batch: Batch[jax.Array], window_blocks: int) -> tuple[Batch[jax.Array], Batch[jax.Array]]:
+    """Splits block tables, whose last R columns are of the sliding-window cache: the full batch, and the windowed."""
+    full = [replace(rows, tables=rows.tables[:, :-window_blocks]) for rows in batch.groups]
+    windowed = [replace(rows, tables=rows.tables[:, -window_blocks:]) for rows in batch.groups]
+    return replace(batch, groups=tuple(full)), replace(batch, groups=tuple(windowed))
+
+
+def window_tables(batch: Batch[jax.Array], window: int, block_size: int) -> Batch[jax.Array]:
+    """Returns tables of R + 1 columns from the block of the first visible position on, and lengths counted from there.
+
+    The last column is the first one's block again, reused R blocks later. Attention masks what does not belong: old
+    positions in it are before the window, and positions not yet written are ahead of the token.
+    """
+    return replace(batch, groups=tuple(_window_rows(rows, window, block_size) for rows in batch.groups))
+
+
+def _window_rows(rows: Rows[jax.Array], window: int, block_size: int) -> Rows[jax.Array]:
+    num_blocks = rows.tables.shape[1]
+    first = lax.div(jnp.maximum(rows.lengths - (window - 1), 0), jnp.int32(block_size))  # [B]
+    columns = lax.rem(first[:, None] + jnp.arange(num_blocks + 1, dtype=jnp.int32), jnp.int32(num_blocks))
+    tables = jnp.take_along_axis(rows.tables, columns, axis=1, mode="promise_in_bounds")
+    return replace(rows, tables=tables, lengths=rows.lengths - first * block_size)
+
+
+def window_slot_mapping(
+    rows: Rows[jax.Array], block_size: int, num_blocks: int
+) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
+    """Block id and offset each token is written to; padding gets block `num_blocks`, which drops the write."""
+    at = positions(rows)
+    columns = lax.rem(lax.div(at, jnp.int32(block_size)), jnp.int32(rows.tables.shape[1]))
+    block_ids = jnp.take_along_axis(rows.tables, columns, axis=1, mode="promise_in_bounds")
+    return jnp.where(is_real(rows), block_ids, num_blocks), lax.rem(at, jnp.int32(block_size))
