@@ -1,15 +1,15 @@
 """Which adapters are loaded, in which row of the stacks, and which sequence is bound to which."""
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from ferrum_jax.compile.buckets import InstallKey, StepPlan
-from ferrum_jax.compile.steps import StepCache
+from ferrum_jax.compile.block_programs import InstallKey
+from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
@@ -19,7 +19,7 @@ from ferrum_jax.contract.errors import (
     RequestValidationError,
     ResourceExhaustedError,
     UnsupportedError,
-    shown,
+    safe_repr,
 )
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.models import adapters, specs
@@ -58,7 +58,7 @@ class Adapters:
     spec: LoraSpec | None
     dtype: str
     device: JaxDevice
-    steps: StepCache[Any]
+    steps: ProgramCache
     projection_applications: int = 0
     _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)  # least recently bound first
     _bound: dict[str, LoadedAdapter] = field(default_factory=dict)  # by cache id
@@ -92,7 +92,7 @@ class Adapters:
     def read(self, path: str | os.PathLike[str]) -> PeftAdapter:
         """Reads an adapter's files; raises as `read_adapter` does, NotFoundError also for what may not be read."""
         if not isinstance(path, (str, os.PathLike)):
-            raise RequestValidationError(f"path of an adapter is {shown(path)}, expected a path")
+            raise RequestValidationError(f"path of an adapter is {safe_repr(path)}, expected a path")
         try:
             return read_adapter(os.fspath(path), self.cfg)
         except IOError as problem:
@@ -212,7 +212,7 @@ class Adapters:
 
 def _refuse_nameless(name: Any) -> None:
     if not isinstance(name, str) or not name:
-        raise RequestValidationError(f"adapter name {shown(name)}: expected a string that is not empty")
+        raise RequestValidationError(f"adapter name {safe_repr(name)}: expected a string that is not empty")
 
 
 def _from_root(path: str | os.PathLike[str]) -> str:
@@ -222,10 +222,3 @@ def _from_root(path: str | os.PathLike[str]) -> str:
 
 def _called(adapter: LoadedAdapter | ActiveLoraAdapter | None) -> str:
     return "no adapter" if adapter is None else f"adapter {adapter.name!r} from {os.fspath(adapter.path)}"
-
-
-def with_adapters(plan: StepPlan, uses: Sequence[int]) -> StepPlan:
-    """Gives the plan for a step with adapters if any of its rows uses one; `uses` are rows of the stacks."""
-    if all(uses[piece.row] == NONE for piece in (*plan.decodes, *plan.chunks)):
-        return plan
-    return replace(plan, key=replace(plan.key, adapters=True))

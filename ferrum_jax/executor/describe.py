@@ -9,9 +9,9 @@ import jax
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.execution import AttentionType, ExecutorCapabilities, ExecutorMemoryUsage, MemoryRequirements
 from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
-from ferrum_jax.executor.sequences import Sequences
+from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
-from ferrum_jax.kvcache.slots import SlotTable
+from ferrum_jax.kvcache.sequences import SequenceTable
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import UINT4, activation_dtype, is_packed, is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
@@ -86,7 +86,7 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: 
 
 
 def memory_usage(
-    slots: SlotTable, plan: EnginePlan, cfg: ModelConfig, params: ParamTree, device: JaxDevice
+    table: SequenceTable, plan: EnginePlan, cfg: ModelConfig, params: ParamTree, device: JaxDevice
 ) -> ExecutorMemoryUsage:
     """Counts parameters, stacks of adapters and KV; of the KV, used is what sequences hold.
 
@@ -95,8 +95,8 @@ def memory_usage(
     weights = _num_bytes(params) + stack_bytes(cfg, plan.loras, activation_dtype(params).name)
     block = plan.cache.bytes_per_position * plan.cache.block_size
     allocated = weights + plan.cache.num_bytes
-    used = weights + (slots.pool.num_blocks - slots.pool.num_free) * block
-    used += len(slots.cache_ids) * plan.cache.ring_bytes
+    used = weights + (table.pool.num_blocks - table.pool.num_free) * block
+    used += len(table.cache_ids) * plan.cache.ring_bytes
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", allocated)
     return ExecutorMemoryUsage(
         allocated_bytes=allocated,
@@ -106,23 +106,23 @@ def memory_usage(
     )
 
 
-def cache_metrics(sequences: Sequences) -> dict[str, Any]:
+def cache_metrics(pipeline: Pipeline) -> dict[str, Any]:
     """Counters of prefix reuse, in the contract's names, and of what crossed to the host."""
-    slots, cache, counts = sequences.slots, sequences.plan.cache, sequences.prefixes
-    entries = 0 if slots.prefixes is None else len(slots.prefixes)
+    table, cache, counts = pipeline.table, pipeline.plan.cache, pipeline.prefixes
+    entries = 0 if table.prefixes is None else len(table.prefixes)
     return {
         "position": "real-kv-reuse",
-        "enabled": slots.prefixes is not None,
+        "enabled": table.prefixes is not None,
         "hits": counts.hits,
         "misses": counts.misses,
-        "evictions": counts.evictions + slots.pool.evictions,
+        "evictions": counts.evictions + table.pool.evictions,
         "saved_prefill_tokens": counts.saved_tokens,
         "entries": entries,
         "bytes": entries * cache.bytes_per_position * cache.block_size,
         "block_size": cache.block_size,
         "kv_dtype": cache.dtype,
-        "device_to_host_bytes": sequences.device.fetched_bytes,
-        "last_step_device_to_host_bytes": sequences.device.last_fetched_bytes,
+        "device_to_host_bytes": pipeline.device.fetched_bytes,
+        "last_step_device_to_host_bytes": pipeline.device.last_fetched_bytes,
     }
 
 
@@ -136,7 +136,7 @@ def contract_device(device: JaxDevice) -> Device:
 def _attention(cfg: ModelConfig) -> tuple[AttentionType, ...]:
     heads, kv_heads = cfg.num_attention_heads, cfg.num_key_value_heads
     kind = AttentionType.GroupedQuery if 1 < kv_heads < heads else AttentionType.MultiHead
-    kinds = [AttentionType.MultiQuery if kv_heads == 1 < heads else kind, AttentionType.Paged]
+    kinds = [AttentionType.MultiQuery if kv_heads == 1 < heads else kind, AttentionType.Paged, AttentionType.Flash]
     if any(window is not None for window in cfg.layer_windows):
         kinds.append(AttentionType.SlidingWindow)
     return tuple(kinds)

@@ -1,69 +1,118 @@
-"""One model's KV on its device: compiled steps in, answers on the host out."""
+"""What one model has on its device: parameters, KV, the sampler's state, and the programs that change them."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile import packing
-from ferrum_jax.compile.buckets import (
-    AnyKey,
-    CopyKey,
-    GatherKey,
-    LoopKey,
-    Outputs,
-    Piece,
+from ferrum_jax.compile import sampler
+from ferrum_jax.compile.artifacts import Artifacts, build
+from ferrum_jax.compile.block_programs import CopyKey, GatherKey
+from ferrum_jax.compile.multi_step import MultiStepKey
+from ferrum_jax.compile.program_cache import ProgramCache
+from ferrum_jax.compile.sampler import (
+    ConfigureKey,
+    DistributionKey,
+    Sampled,
+    SampleKey,
+    SamplerSpec,
+    SamplerState,
     ScoreKey,
-    SelectKey,
-    StepKey,
-    StepPlan,
+    SlotSettings,
+    VerifyKey,
 )
-from ferrum_jax.compile.looping import LoopRow, pack_loop
-from ferrum_jax.compile.lowering import lower
-from ferrum_jax.compile.selecting import Greedy, packed_rows
-from ferrum_jax.compile.steps import StepOutputs
+from ferrum_jax.compile.step import ProgramContext, StepKey, StepOutputs
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.decoding import DecodedRun
-from ferrum_jax.contract.errors import BackendError, DeviceError, FerrumError
-from ferrum_jax.executor.kv_memory import KvMemory
-from ferrum_jax.executor.steady import Steady
-from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.contract.errors import BackendError, DeviceError, RequestValidationError, ResourceExhaustedError
+from ferrum_jax.executor.adapters import Adapters
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.models.watching import Seen
-from ferrum_jax.ops.batch import Rows
+from ferrum_jax.sharding.devices import JaxDevice
 
 T = TypeVar("T")
-Answer = NDArray[np.float32] | int
-GetStep = Callable[[AnyKey], jax.stages.Compiled]
+EMPTY_KV = "empty KV"  # what the program that makes it is kept as
 
 
-class Row(NamedTuple):
-    """New tokens of one sequence, where it lies, and how it answers."""
+class KvMemory:
+    """Allocates KVs of one size on one device."""
 
-    tokens: NDArray[np.int32]  # [n]
-    length: int  # positions before these tokens
-    slot: int  # row of the block tables
-    wanted: bool  # whether it answers
-    policy: Greedy | None = None  # how, if not with all logits
-    adapter: int = -1  # row of the adapters' stacks, -1 for none
-    targets: NDArray[np.int32] | None = None  # [n]: tokens to score, for steps with the outputs `ALL`
+    def __init__(self, spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None = None):
+        """Compiles the program; allocates nothing.
+
+        Raises:
+            ResourceExhaustedError: it does not compile.
+        """
+        placed = jax.sharding.SingleDeviceSharding(device)
+        self.spec = spec
+        self.shapes = _placed(state.shapes(spec), placed)
+        self._ahead: KvState[jax.Array] | None = None
+        empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
+        try:
+            self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts)
+        except jax.errors.JaxRuntimeError as problem:
+            raise ResourceExhaustedError(
+                f"a KV of {spec.num_blocks} blocks ({spec.num_bytes:,} bytes) cannot be compiled for: {problem}"
+            ) from problem
+
+    def allocate_ahead(self) -> None:
+        """Allocates what the next `allocate` returns; raises as it does."""
+        self._ahead = self.allocate()
+
+    def allocate(self) -> KvState[jax.Array]:
+        """Returns a KV of zeros.
+
+        Raises:
+            ResourceExhaustedError: the device has not so much memory left.
+        """
+        ready, self._ahead = self._ahead, None
+        if ready is not None:
+            return ready
+        try:
+            return jax.block_until_ready(self._empty())
+        except jax.errors.JaxRuntimeError as problem:
+            raise ResourceExhaustedError(
+                f"a KV of {self.spec.num_blocks} blocks ({self.spec.num_bytes:,} bytes) cannot be allocated: {problem}"
+            ) from problem
 
 
-class DeviceKv:
-    """Owns the KV: every step's input dies at dispatch and its output takes the place."""
+class DeviceState:
+    """The arrays of one runner. A program's donated input is dead at dispatch, and its output takes the place.
 
-    def __init__(self, params: ParamTree, cfg: ModelConfig, memory: KvMemory):
-        self._memory = memory
-        self.params = params  # of all steps; others of the same shapes may take their place
+    A failure of the device loses what the program had taken: `is_lost` until `reallocate`.
+    """
+
+    def __init__(
+        self,
+        params: ParamTree,
+        cfg: ModelConfig,
+        memory: KvMemory,
+        sampler_spec: SamplerSpec,
+        device: JaxDevice,
+        programs: ProgramCache,
+        adapters: Adapters,
+    ):
+        self.params = params  # others of the same shapes may take their place
+        self._adapters = adapters
+        self.sampler_spec = sampler_spec
         self._cfg = cfg
+        self._memory = memory
+        self._device = device
+        self._programs = programs
         self._kv: KvState[jax.Array] | None = None
-        self.fetched_bytes = 0  # that crossed to the host
-        self.last_fetched_bytes = 0  # of them in the last call
-        self._seen: list[Seen[NDArray[Any]]] = []  # what steps have shown, in order
+        self._sampler: SamplerState[jax.Array] | None = None
+        self.fetched_bytes = 0  # copied to the host
+        self.last_fetched_bytes = 0  # of the last step that was read
+        self.losses = 0  # how often everything was lost
         self.reallocate()
+
+    @property
+    def is_lost(self) -> bool:
+        """True after a failure, until `reallocate`."""
+        return self._kv is None
 
     @property
     def kv(self) -> KvState[jax.Array]:
@@ -72,43 +121,47 @@ class DeviceKv:
             raise BackendError("the KV was lost in a failed step, reset() allocates it anew")
         return self._kv
 
-    @property
-    def is_lost(self) -> bool:
-        """True after a step that took the KV and did not give it back."""
-        return self._kv is None
-
-    def lower(self, key: AnyKey, loras: ParamTree | None = None) -> jax.stages.Lowered:
-        """Lowers one call for these parameters and this KV, and for stacks of adapters."""
-        memory = self._memory
-        return lower(self._cfg, self.params, memory.shapes, loras, key, memory.spec.attention)
+    def context(self) -> ProgramContext:
+        """What programs are lowered for."""
+        placed = jax.sharding.SingleDeviceSharding(self._device)
+        return ProgramContext(
+            cfg=self._cfg,
+            params=self.params,
+            kv=self._memory.shapes,
+            sampler=_placed(sampler.shapes(self.sampler_spec), placed),
+            loras=self._adapters.stacks,
+            attention=self._memory.spec.attention,
+        )
 
     def reallocate(self) -> None:
-        """Drops the KV and allocates it anew.
+        """Drops the KV and the sampler's state and allocates both anew.
 
         Raises:
             ResourceExhaustedError: the device has not so much memory left.
         """
-        self._kv = None
-        self._kv = self._memory.allocate()
+        self._kv = self._sampler = None
+        kv = self._memory.allocate()
+        try:
+            self._sampler = jax.device_put(sampler.initial(self.sampler_spec), self._device)
+        except jax.errors.JaxRuntimeError as problem:
+            size = self.sampler_spec.num_bytes
+            raise ResourceExhaustedError(f"{size:,} bytes of the sampler cannot be allocated: {problem}") from problem
+        self._kv = kv
 
-    def take_seen(self) -> list[Seen[NDArray[Any]]]:
-        """Gives what steps have shown since the last time."""
-        seen, self._seen = self._seen, []
-        return seen
-
-    def give_up(self) -> None:
-        """Counts the KV as lost: what the host knows of it may no longer be true."""
+    def lose(self) -> None:
+        """Counts everything that steps change as lost: what the host knows of it may no longer be true."""
         self._kv = None
+        self.losses += 1
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Counts the KV as lost if what is done within is interrupted: half of the books may be written."""
+        """Counts everything as lost if what is done within is interrupted: half of the bookkeeping may be written."""
         try:
             yield
-        except FerrumError:  # a refusal, before anything changed
+        except (RequestValidationError, ResourceExhaustedError):  # a refusal, before anything changed
             raise
         except BaseException:
-            self.give_up()
+            self.lose()
             raise
 
     def free(self) -> None:
@@ -119,220 +172,94 @@ class DeviceKv:
 
     def drop(self) -> None:
         """Frees the KV and forgets the parameters."""
-        self._kv, self.params = None, {}
+        self._kv, self._sampler, self.params = None, None, {}
+        self._adapters.stacks = None
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]], key: CopyKey, get: GetStep) -> None:
-        """Copies blocks, (source, destination) each."""
-        padded = np.zeros((key.blocks, 2), np.int32)
-        padded[: len(pairs)] = pairs
-        copy = get(key)
-        self._kv = self._replacing(lambda kv: jax.block_until_ready(copy(kv, padded, np.int32(len(pairs)))), key)
-
-    def gather(
-        self, layer: int, table: NDArray[np.int32], length: int, get: GetStep
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Copies one layer's keys and values of a sequence to the host: `[length, K, H]` each."""
-        executable = get(GatherKey(len(table)))
-        try:
-            k, v = executable(self.kv, np.int32(layer), table)
-            return np.asarray(k)[:length].copy(), np.asarray(v)[:length].copy()
-        except jax.errors.JaxRuntimeError as problem:
-            self._kv = None
-            raise DeviceError(f"layer {layer} of a sequence cannot be read: {problem}") from problem
-
-    def run(
-        self,
-        plan: StepPlan,
-        rows: Sequence[Row],
-        tables: NDArray[np.int32],  # [slots, M]
-        get: GetStep,
-        loras: ParamTree | None = None,
-    ) -> Callable[[], dict[int, Answer]]:
-        """Begins one step; gives the call that waits for it, so that the host can do its own part meanwhile.
-
-        That call gives, by row, the answer of rows whose last token the step held, if wanted. For steps with the
-        outputs `ALL`, every piece's logits come back, `[n, V]`.
-
-        Raises:
-            DeviceError: the device failed, now or in that call; the KV is lost.
-        """
-        buffer, groups = packing.blank(plan.key)
-        if plan.decodes:
-            _fill(groups[0], plan.decodes, rows, tables)
-            groups[0].tokens[: len(plan.decodes), 0] = [rows[one.row].tokens[one.start] for one in plan.decodes]
-        if plan.chunks:
-            _fill(groups[-1], plan.chunks, rows, tables)
-            for at, piece in enumerate(plan.chunks):
-                stop = piece.start + piece.size
-                groups[-1].tokens[at, : piece.size] = rows[piece.row].tokens[piece.start : stop]
-        begun: list[StepOutputs] = []
-
-        def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            outputs, written = get(plan.key)(self.params, kv, buffer, *([loras] if plan.key.adapters else []))
-            begun.append(outputs)
-            return written
-
-        def fetch(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            answers.update(self._fetch(plan, begun[0], rows, get))
-            return kv
-
-        def answer() -> dict[int, Answer]:
-            self._kv = self._replacing(fetch, plan.key)
-            return answers
-
-        answers: dict[int, Answer] = {}
-        self._kv = self._replacing(step, plan.key)
-        return answer
-
-    def run_steady(
-        self, key: StepKey, steady: Steady, tables: NDArray[np.int32], get: GetStep
-    ) -> Callable[[], list[NDArray[np.float32]]]:
-        """Begins a step of decode rows; gives the call that waits for their logits, `[V]` each. Raises as `run`."""
-        buffer, (rows,) = packing.blank(key)
-        count = len(steady.tokens)
-        rows.tokens[:count, 0], rows.lengths[:count], rows.counts[:count] = steady.tokens, steady.lengths, 1
-        rows.tables[:count] = tables[[live.slot for live in steady.lives]]
-        begun: list[StepOutputs] = []
-        found: list[NDArray[np.float32]] = []
-
-        def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            outputs, written = get(key)(self.params, kv, buffer)
-            begun.append(outputs)
-            return written
-
-        def fetch(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            self.last_fetched_bytes = 0
-            assert begun[0].logits is not None
-            found.append(self._to_host(begun[0].logits))
-            return kv
-
-        def answer() -> list[NDArray[np.float32]]:
-            self._kv = self._replacing(fetch, key)
-            return [row.copy() for row in found[0][:count]]
-
-        self._kv = self._replacing(step, key)
-        return answer
-
-    def run_loop(
-        self, key: LoopKey, rows: Sequence[LoopRow], get: GetStep, loras: ParamTree | None, *, until_one_ends: bool
-    ) -> list[DecodedRun]:
-        """Runs one loop; gives what was chosen for each row.
-
-        Raises:
-            DeviceError: the device failed; the KV is lost.
-        """
-        buffer = pack_loop(rows, key, self._cfg.vocab_size, until_one_ends=until_one_ends)
-        found: list[NDArray[Any]] = []
-
-        def step(kv: KvState[jax.Array]) -> KvState[jax.Array]:
-            chosen, written = get(key)(self.params, kv, buffer, *([loras] if key.adapters else []))
-            self.last_fetched_bytes = 0
-            found.append(self._to_host(chosen))
-            return written
-
-        self._kv = self._replacing(step, key)
-        ids, logprobs = found[0][0], found[0][1].view(np.float32)  # [N, D] each
-        counts = (ids[:, : len(rows)] >= 0).sum(axis=0)
-        return [DecodedRun(ids[:n, at].tolist(), logprobs[:n, at].tolist()) for at, n in enumerate(counts)]
-
-    def _replacing(self, call: Callable[[KvState[jax.Array]], T], key: AnyKey) -> T:
-        """Runs a call that takes the KV and gives another."""
+    def step(self, key: StepKey, buffer: NDArray[np.int32]) -> StepOutputs:
+        """Begins a step."""
+        program, sampled = self._programs.get(key), self._sampler
+        assert sampled is not None
+        loras = (self._adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
         try:
-            return call(kv)
+            outputs, self._kv = program(self.params, kv, sampled.last_tokens, buffer, *loras)
         except jax.errors.JaxRuntimeError as problem:
-            raise DeviceError(f"step {key} failed on the device: {problem}") from problem
+            raise DeviceError(f"{key} failed on the device: {problem}") from problem
+        return outputs
 
-    def _fetch(self, plan: StepPlan, outputs: StepOutputs, rows: Sequence[Row], get: GetStep) -> dict[int, Answer]:
-        """Copies what was asked for to the host."""
-        assert outputs.logits is not None
-        self.last_fetched_bytes = 0
-        wanted = _wanted(plan, rows)
-        if not wanted:
-            jax.block_until_ready(outputs)
-            return {}
-        if any(rows[piece.row].targets is not None for piece in wanted.values()):
-            return self._score(plan, outputs.logits, rows, get)
-        if outputs.seen is not None:
-            self._seen.append(jax.tree.map(self._to_host, outputs.seen))
-        if plan.key.outputs == Outputs.ALL.value:
-            host, width = self._to_host(outputs.logits), plan.key.chunk_tokens
-            return {piece.row: host[at * width : at * width + piece.size].copy() for at, piece in wanted.items()}
-        chosen = {at: piece for at, piece in wanted.items() if rows[piece.row].policy is not None}
-        if not chosen:
-            host = self._to_host(outputs.logits)
-            return {piece.row: host[at].copy() for at, piece in wanted.items()}
-        return self._select(outputs.logits, wanted, rows, get(SelectKey(plan.key.num_logit_rows)))
+    def sample(self, key: SampleKey | VerifyKey, outputs: StepOutputs) -> Sampled[jax.Array]:
+        """Begins to choose tokens from a step's logits."""
+        return self._with_sampler(key, outputs.logits, outputs.rows)
 
-    def _select(
-        self, logits: jax.Array, wanted: dict[int, Piece], rows: Sequence[Row], select: jax.stages.Compiled
-    ) -> dict[int, Answer]:
-        """Chooses on the device; only ids, and the logits of rows that want all of them, cross to the host."""
-        policies = [rows[wanted[at].row].policy if at in wanted else None for at in range(len(logits))]
-        full = [at for at, piece in wanted.items() if rows[piece.row].policy is None]
-        answers: dict[int, Answer] = {}
+    def distributions(self, key: DistributionKey, outputs: StepOutputs) -> jax.Array:
+        """Begins to compute what tokens are drawn from."""
+        return self._programs.get(key)(self._sampler, outputs.logits, outputs.rows)
 
-        def choose(taken: int) -> tuple[jax.Array, jax.Array]:
-            return select(logits, packed_rows(policies, len(logits), self._cfg.vocab_size, taken))
+    def score(self, key: ScoreKey, outputs: StepOutputs, buffer: NDArray[np.int32]) -> tuple[jax.Array, ...]:
+        """Begins to score given tokens."""
+        return self._programs.get(key)(outputs.logits, buffer)
 
-        ids, taken = choose(full[0] if full else 0)
-        for at in full:
-            answers[wanted[at].row] = self._to_host(taken if at == full[0] else choose(at)[1]).copy()
-        host = self._to_host(ids)
-        for at, piece in wanted.items():
-            if policies[at] is not None:
-                answers[piece.row] = int(host[at])
-        return answers
+    def configure(self, slot: int, settings: SlotSettings) -> None:
+        """Writes how a slot's tokens are chosen."""
+        buffer = sampler.pack_settings(slot, settings, self.sampler_spec)
+        program = self._programs.get(ConfigureKey(self.sampler_spec.capacity))
+        self._sampler = self._guarded(lambda: program(self._sampler, buffer))
 
-    def _score(self, plan: StepPlan, logits: jax.Array, rows: Sequence[Row], get: GetStep) -> dict[int, Answer]:
-        """Gives the bits of each piece's best tokens, and its log-probabilities: `[2, n]`."""
-        targets = np.zeros((plan.key.chunk_rows, plan.key.chunk_tokens), np.int32)
-        for at, piece in enumerate(plan.chunks):
-            wanted = rows[piece.row].targets
-            assert wanted is not None, "a step scores all of its rows or none"
-            targets[at, : piece.size] = wanted[piece.start : piece.start + piece.size]
-        found = self._to_host(get(ScoreKey(targets.size))(logits, targets.ravel())).view(np.float32)
-        found = found.reshape(2, *targets.shape)
-        return {piece.row: found[:, at, : piece.size].copy() for at, piece in enumerate(plan.chunks)}
+    def multi_step(self, key: MultiStepKey, buffer: NDArray[np.int32]) -> jax.Array:
+        """Begins many decode steps; returns what they choose, int32 `[N, D, 3]`."""
+        program, sampled = self._programs.get(key), self._sampler
+        loras = (self._adapters.stacks,) if key.adapters else ()
+        kv, self._kv = self.kv, None
+        chosen, self._kv, self._sampler = self._guarded(lambda: program(self.params, kv, sampled, buffer, *loras))
+        return chosen
 
-    def _to_host(self, array: jax.Array) -> NDArray[Any]:
-        host = np.asarray(array)
+    def copy_blocks(self, key: CopyKey, pairs: Sequence[tuple[int, int]]) -> None:
+        """Begins to copy blocks, (source, destination) each."""
+        program = self._programs.get(key)
+        for start in range(0, len(pairs), key.blocks):
+            part = pairs[start : start + key.blocks]
+            padded = np.zeros((key.blocks, 2), np.int32)
+            padded[: len(part)] = part
+            kv, self._kv = self.kv, None
+            self._kv = self._guarded(lambda kv=kv, padded=padded, n=len(part): program(kv, padded, np.int32(n)))
+
+    def gather(self, layer: int, table: NDArray[np.int32], length: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies one layer's keys and values of a sequence to the host: `[length, K, H]` each."""
+        program = self._programs.get(GatherKey(len(table)))
+        k, v = self._guarded(lambda: program(self.kv, np.int32(layer), table))
+        return self.fetch(k)[:length].copy(), self.fetch(v)[:length].copy()
+
+    def fetch(self, array: jax.Array) -> NDArray[Any]:
+        """Waits for an array and copies it to the host.
+
+        Raises:
+            DeviceError: the device failed; everything is lost.
+        """
+        host = self._guarded(lambda: np.asarray(array))
         self.fetched_bytes += host.nbytes
         self.last_fetched_bytes += host.nbytes
         return host
 
+    def wait(self, outputs: Any) -> None:
+        """Waits for a program; raises as `fetch`."""
+        self._guarded(lambda: jax.block_until_ready(outputs))
 
-def expected(answer: Answer | None) -> Answer:
-    """Gives the answer of a row that wanted one."""
-    assert answer is not None, "a row that wants an answer got none"
-    return answer
+    def _with_sampler(self, key: SampleKey | VerifyKey, *inputs: jax.Array) -> Sampled[jax.Array]:
+        program = self._programs.get(key)
+        try:
+            self._sampler, found = program(self._sampler, *inputs)
+        except jax.errors.JaxRuntimeError as problem:
+            self.lose()
+            raise DeviceError(f"{key} failed on the device: {problem}") from problem
+        return found
 
-
-def expected_logits(answer: Answer | None) -> NDArray[np.float32]:
-    """Gives the logits `[V]` of a row that wanted them."""
-    assert isinstance(answer, np.ndarray), "a row that wants logits got none"
-    return answer
-
-
-def _wanted(plan: StepPlan, rows: Sequence[Row]) -> dict[int, Piece]:
-    """Logit rows that are wanted: all of a step for verifying, else those of rows that end in it."""
-    found = {}
-    is_all = plan.key.outputs == Outputs.ALL.value
-    for offset, members in ((0, plan.decodes), (plan.key.decode_rows, plan.chunks)):
-        for at, piece in enumerate(members, offset):
-            row = rows[piece.row]
-            if row.wanted and (is_all or piece.start + piece.size == len(row.tokens)):
-                found[at] = piece
-    return found
+    def _guarded(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except jax.errors.JaxRuntimeError as problem:
+            self.lose()
+            raise DeviceError(f"the device failed: {problem}") from problem
 
 
-def _fill(
-    group: Rows[NDArray[np.int32]], pieces: Sequence[Piece], rows: Sequence[Row], tables: NDArray[np.int32]
-) -> None:
-    """Fills all of a group but its tokens."""
-    count, mine = len(pieces), [rows[piece.row] for piece in pieces]
-    group.lengths[:count] = [row.length + piece.start for row, piece in zip(mine, pieces, strict=True)]
-    group.counts[:count] = [piece.size for piece in pieces]
-    group.tables[:count] = tables[[row.slot for row in mine]]
-    if group.adapters is not None:
-        group.adapters[:count] = [row.adapter for row in mine]
+def _placed(shapes: Any, placed: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)

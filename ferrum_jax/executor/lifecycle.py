@@ -1,19 +1,18 @@
 """One thread at a time, and nothing after a device failure or a close."""
 
-import functools
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError
 from ferrum_jax.contract.execution import ExecutorState
 
-P = ParamSpec("P")
-R = TypeVar("R")
-
 
 class Lifecycle:
-    """The lock of an object that lives on a device, and the state it is in."""
+    """The lock of an object that lives on a device, and the state it is in.
+
+    `with life:` lets one thread in at a time, and none unless the state is Ready; an error that lost what is on the
+    device leaves the state Error.
+    """
 
     def __init__(self, noun: str, is_lost: Callable[[], bool]):
         """Begins Ready.
@@ -24,10 +23,25 @@ class Lifecycle:
         """
         self.lock = threading.RLock()
         self.state = ExecutorState.Ready
+        self.paused = ""  # why nothing may be called for now, though the state is Ready
         self._noun = noun
         self._is_lost = is_lost
         self._failure = ""
-        self.paused = ""  # why nothing may be called for now, though the state is Ready
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        try:
+            self.refuse_unless_ready()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
+        try:
+            if problem is not None and not self.paused and self._is_lost():
+                self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
+        finally:
+            self.lock.release()
 
     def refuse_closed(self) -> None:
         """Raises CancelledError after `close`."""
@@ -45,47 +59,3 @@ class Lifecycle:
         """Raises DeviceError after a failure."""
         if self.state is ExecutorState.Error:
             raise DeviceError(f"a step failed on the device, only reset() helps: {self._failure}")
-
-    def notice(self, problem: BaseException) -> None:
-        """Enters the state Error if a problem lost what is on the device."""
-        if self._is_lost():
-            self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
-
-
-class Closing:
-    """Something that a `with` block closes at its end."""
-
-    _life: Lifecycle
-    close: Callable[..., None]
-
-    def __enter__(self) -> Self:
-        self._life.refuse_closed()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class HasLifecycle(Protocol):
-    """What `serialised` needs of an object."""
-
-    _life: Lifecycle
-
-
-S = TypeVar("S", bound=HasLifecycle)
-
-
-def serialised(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Lets one thread in at a time, and none unless the state is Ready."""
-
-    @functools.wraps(method)
-    def guarded(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._life.lock:
-            self._life.refuse_unless_ready()
-            try:
-                return method(self, *args, **kwargs)
-            except BaseException as problem:
-                self._life.notice(problem)
-                raise
-
-    return guarded

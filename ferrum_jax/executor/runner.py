@@ -1,49 +1,54 @@
-"""`ModelRunner`: the `DecoderOnlyLLM` contract over compiled steps."""
+"""`ModelRunner`: the `DecoderOnlyLLM` contract over one pipeline of compiled steps."""
 
 import os
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.artifacts import Artifacts
-from ferrum_jax.compile.buckets import AnyKey
-from ferrum_jax.compile.steps import StepCache
+from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import checked_flag, checked_id, checked_int, refuse_none
-from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
-from ferrum_jax.contract.errors import RequestValidationError, shown
-from ferrum_jax.contract.execution import ExecutorState
-from ferrum_jax.contract.llm import DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
-from ferrum_jax.contract.policy import LogitsReturnPolicy
-from ferrum_jax.contract.scoring import TokenScores
-from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.watching import Watched
+from ferrum_jax.contract.answers import Captured, TokenScores
+from ferrum_jax.contract.checks import check_cache_id, check_flag, check_given, check_int
+from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy
+from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
+from ferrum_jax.contract.handles import BlockTable
+from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
+from ferrum_jax.executor import describe, multi_step, reservations
+from ferrum_jax.executor import rows as check
 from ferrum_jax.executor.adapters import Adapters
+from ferrum_jax.executor.batch import (
+    ALL_LOGITS,
+    LAST_LOGITS,
+    Capture,
+    Output,
+    ScheduledBatch,
+    ScheduledRow,
+    TokenChoice,
+)
 from ferrum_jax.executor.counters import DecodeBatchCounters
-from ferrum_jax.executor.described import Described
-from ferrum_jax.executor.device import Answer, DeviceKv, expected, expected_logits
-from ferrum_jax.executor.kv_memory import KvMemory
-from ferrum_jax.executor.lifecycle import Closing, Lifecycle, serialised
-from ferrum_jax.executor.loops import Loops
-from ferrum_jax.executor.sequences import Sequences
+from ferrum_jax.executor.device import DeviceState, KvMemory
+from ferrum_jax.executor.lifecycle import Lifecycle
+from ferrum_jax.executor.pipeline import PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.executor.weights import refuse_other_shapes
-from ferrum_jax.executor.work import appended, appended_rows, scored_rows, unified_rows
+from ferrum_jax.models.capture import check_capture
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.models.watching import checked_watch
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
 
-class ModelRunner(Closing, Described):
+class ModelRunner(DecoderOnlyLLM):
     """Live sequences of one model on one device.
 
-    Calls from several threads are serialised. Whatever can refuse does so before anything changes; a device failure
-    inside a step leaves the state Error, in which every call says so until `reset`.
+    Calls from several threads are serialised. Whatever can refuse does so before anything changes. A device failure
+    inside a step, or an interrupt, leaves the state Error, in which every call says so until `reset`.
     """
 
     def __init__(
@@ -65,119 +70,173 @@ class ModelRunner(Closing, Described):
         self.device = device
         self.name = name or model_config.model_type
         self.artifacts = artifacts
-        self._device = DeviceKv(params, model_config, memory or KvMemory(plan.cache, device, artifacts))
+        programs = ProgramCache(lambda key: key.lower(self._device.context()), strict=strict, artifacts=artifacts)
+        adapters = Adapters(model_config, plan.loras, activation_dtype(params).name, device, programs)
+        memory = memory or KvMemory(plan.cache, device, artifacts)
+        self._device = DeviceState(params, model_config, memory, plan.sampler, device, programs, adapters)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
-        self._steps = StepCache(self._lower, strict=strict, artifacts=artifacts)
-        dtype = activation_dtype(params).name
-        self._adapters = Adapters(model_config, plan.loras, dtype, device, self._steps)
-        self._sequences = Sequences(self._device, self._steps, plan, self._adapters)
-        self._vocab_size = model_config.vocab_size
-        self._loops = Loops(self._sequences, self._vocab_size)
+        self._pipeline = Pipeline(self._device, programs, plan, adapters, self._life)
+        self._programs = programs
+        self._adapters = adapters
         self._decode_batches = DecodeBatchCounters()
+        self._vocab_size = model_config.vocab_size
+
+    def __enter__(self) -> "ModelRunner":
+        self._life.refuse_closed()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def state(self) -> ExecutorState:
         """Ready, Error or Shutdown; Initializing while the KV is freed."""
-        is_paused = self._life.state is ExecutorState.Ready and self._life.paused
-        return ExecutorState.Initializing if is_paused else self._life.state
+        state = self._life.state
+        return ExecutorState.Initializing if state is ExecutorState.Ready and self._life.paused else state
 
-    @serialised
+    @property
+    def params(self) -> ParamTree:
+        """The parameters that are served; raises CancelledError after `close`."""
+        self._life.refuse_closed()
+        return self._device.params
+
+    @property
+    def config(self) -> LlmRuntimeConfig:
+        """Sizes a scheduler needs; answers in every state."""
+        return describe.runtime_config(self.model_config)
+
+    can_run_ahead = True  # a row may take a token before the host has read it
+
+    def execute(self, batch: ScheduledBatch) -> PendingStep:
+        """Begins a batch of rows, each with the output it wants; the device works while the caller goes on.
+
+        `result()` of what is returned waits. A row may take the token that was sampled last for its sequence before
+        the host has read it (`tokens=None`).
+
+        Raises:
+            RequestValidationError: a row is no `ScheduledRow`, its tokens are not int32 `[n]` of the vocabulary, it
+                does not start where its sequence ends, or an id occurs twice.
+            ResourceExhaustedError: slots or blocks are short.
+        """
+        with self._life:
+            check.check_batch(batch, self._vocab_size)
+            return self._pipeline.execute(batch)
+
+    def collect(self, pending: PendingStep) -> list[Any]:
+        """Waits for a batch, as `pending.result()`."""
+        return pending.result()
+
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
-        """Appends `tokens` (creating the sequence if it is unknown); gives the last one's logits, `[vocab]`."""
-        return expected_logits(self._sequences.advance([appended(cache_id, tokens, self._vocab_size)])[0])
+        """Appends `tokens` (creating the sequence if it is unknown); returns the last one's logits, `[vocab]`."""
+        with self._life:
+            return self._pipeline.execute([self._appended(cache_id, tokens, LAST_LOGITS)]).result()[0]
 
-    @serialised
     def decode(self, cache_id: str, token: int, pos: int) -> Logits:
-        """Appends one token at position `pos`, which must be the cache's length; gives `[vocab]`."""
-        return expected_logits(self._decode([(cache_id, token, pos)])[0])
+        """Appends one token at position `pos`, which must be the cache's length; returns `[vocab]`."""
+        with self._life:
+            return self._pipeline.execute(self._decode_rows([(cache_id, token, pos)])).result()[0]
 
-    @serialised
     def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Logits]:
         """Decodes one token of each sequence in one forward, answers in the same order."""
         return self.decode_batch_with_full_logits(batch, False)
 
-    @serialised
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
         """As `decode_batch`, which always computes all logits; the flag is counted."""
-        forced, rows = checked_flag("force_full_logits", force_full_logits), self._decode(batch)
-        self._count_decodes(len(rows), forced=forced)
-        return [expected_logits(row) for row in rows]
+        with self._life:
+            forced = check_flag("force_full_logits", force_full_logits)
+            logits = self._pipeline.execute(self._decode_rows(batch)).result()
+            self._count_decodes(len(logits), forced=forced)
+            return logits
 
-    @serialised
     def decode_batch_with_logits_policy(
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
         """As `decode_batch`; of greedy rows only the token id crosses to the host."""
-        refuse_none("policies", policies)
-        rows = self._decode(batch, policies)
-        self._count_decodes(len(rows))
-        return [expected(row) for row in rows]
+        with self._life:
+            check_given("policies", policies)
+            answers = self._pipeline.execute(self._decode_rows(batch, policies)).result()
+            self._count_decodes(len(answers))
+            return [_answer(one) for one in answers]
 
-    @serialised
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Appends `tokens` and gives `[n, vocab]`: row i is the distribution after token i."""
-        return self._sequences.verify([appended(cache_id, tokens, self._vocab_size)])[0]
+        """Appends `tokens` and returns `[n, vocab]`: row i is the distribution after token i."""
+        with self._life:
+            return self._pipeline.execute([self._appended(cache_id, tokens, ALL_LOGITS)]).result()[0]
 
-    @serialised
     def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
-        """As `forward_verify` for several sequences, as many in one step as `verify_rows` allow."""
-        return self._sequences.verify(appended_rows(rows, self._vocab_size))
+        """As `forward_verify` for several sequences, as many in one step as `verify_blocks` allow."""
+        with self._life:
+            batch = check.verify_rows(rows, self._vocab_size, self._pipeline.table.length)
+            return self._pipeline.execute(batch).result()
 
-    @serialised
     def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
-        """Appends tokens of several sequences; gives what the model says of the targets after each of them.
+        """Appends tokens of several sequences; returns what the model says of the targets after each of them.
 
-        As many rows run in one step as `verify_rows` allow, `verify_tokens` of each. Known prefixes are not reused.
+        Known prefixes are not reused.
         """
-        return self._sequences.score(scored_rows(rows, self._vocab_size))
+        with self._life:
+            batch = check.score_rows(rows, self._vocab_size, self._pipeline.table.length)
+            found = self._pipeline.execute(batch).result()
+            return [TokenScores(logprobs=one.logprobs, greedy_ids=one.greedy_ids) for one in found]
 
-    @serialised
-    def watch(
+    def capture(
         self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
-    ) -> Watched:
-        """Appends `tokens`; gives what is asked of each. A step for other layers compiles when it is first needed."""
-        row = appended(cache_id, tokens, self._vocab_size)
-        wanted = checked_watch(hidden, attention_weights, self.model_config)
-        return self._sequences.watch(row, wanted)
+    ) -> Captured:
+        """Appends `tokens`; returns what is asked of each. A step for other layers compiles when it is first needed."""
+        with self._life:
+            wanted = check_capture(hidden, attention_weights, self.model_config)
+            return self._pipeline.execute([self._appended(cache_id, tokens, Capture(wanted))]).result()[0]
 
-    @serialised
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
-        return [None if row is None else expected_logits(row) for row in self._unify(items)]
+        with self._life:
+            return self._pipeline.execute(self._unified_rows(items)).result()
 
-    @serialised
     def unified_forward_with_logits_policy(
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`; of greedy rows only the token id crosses to the host."""
-        refuse_none("policies", policies)
-        return [*self._unify(items, policies)]
+        with self._life:
+            check_given("policies", policies)
+            answers = self._pipeline.execute(self._unified_rows(items, policies)).result()
+            return [_answer(one) for one in answers]
 
-    @serialised
     def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
-        """Decodes up to `max_tokens` tokens of each sequence, chosen on the device, `loop_tokens` in one call of it.
+        """Decodes up to `max_tokens` tokens of each sequence, chosen on the device, `multi_step_tokens` in one call.
 
-        What it gives is what `decode` token by token and `sampling.sample` give. The KV of all tokens is reserved
-        first, so that a call that runs short of blocks changes nothing.
+        What it returns is what `decode` token by token and `ops.sampling.sample` give. The KV of all tokens is
+        allocated first, so that a call that runs short of blocks changes nothing.
         """
-        return self._loops.decode(runs, until_one_ends=checked_flag("until_one_ends", until_one_ends))
+        with self._life:
+            until_one_ends = check_flag("until_one_ends", until_one_ends)
+            return multi_step.decode_n(self._pipeline, runs, until_one_ends=until_one_ends)
 
-    @serialised
+    @property
+    def loop_tokens(self) -> int:
+        """Tokens that one device call of `decode_n` chooses for each row; 0 where there are no such programs."""
+        return self.plan.buckets.multi_step_tokens
+
     def unified_forward_can_return_full_logits(self) -> bool:
         """Says that it can."""
-        return True
+        with self._life:
+            return True
 
-    @serialised
     def release(self, cache_id: str) -> None:
         """Frees the sequence's slot and blocks; an unknown id is no error."""
-        self._sequences.release(checked_id(cache_id))
+        with self._life:
+            key = check_cache_id(cache_id)
+            with self._device.changing():
+                self._pipeline.table.release(key)
+                self._adapters.bind(key, None)
 
-    @serialised
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
-        self._sequences.truncate(checked_id(cache_id), checked_int("new_len", new_len, 0))
+        with self._life:
+            key, length = check_cache_id(cache_id), check_int("new_len", new_len, 0)
+            self._pipeline.settle()
+            with self._device.changing():
+                self._pipeline.table.truncate(key, length)
 
-    @serialised
     def fork(self, cache_id: str, new_cache_id: str) -> None:
         """Makes `new_cache_id` a copy of a live sequence; the block both would write is copied when one does.
 
@@ -185,7 +244,15 @@ class ModelRunner(Closing, Described):
             RequestValidationError: `cache_id` is unknown, or `new_cache_id` is not.
             ResourceExhaustedError: no slot is free.
         """
-        self._sequences.fork(checked_id(cache_id), checked_id(new_cache_id))
+        with self._life:
+            old, new = check_cache_id(cache_id), check_cache_id(new_cache_id)
+            adapters = self._adapters
+            if adapters.of(new) not in (None, adapters.of(old)):
+                raise RequestValidationError(f"{new!r} is bound to another adapter than {old!r}")
+            self._pipeline.settle()
+            with self._device.changing():
+                self._pipeline.table.fork(old, new)
+                adapters.bind(new, adapters.of(old))
 
     def reset(self) -> None:
         """Drops every sequence and prefix; keeps weights and compiled steps. Also the way back from the state Error.
@@ -197,21 +264,21 @@ class ModelRunner(Closing, Described):
             self._life.refuse_closed()
             if self._device.is_lost:
                 self._device.reallocate()
-            self._sequences.clear()
+            self._pipeline.clear()
             self._life.state, self._life.paused = ExecutorState.Ready, ""
 
-    @serialised
     def prepare(self, cache_id: str, max_tokens: int) -> None:
-        """Takes the slot and compiles the steps for a prompt of `max_tokens` tokens and for decoding after it."""
-        self._sequences.prepare(checked_id(cache_id), checked_int("max_tokens", max_tokens, 1))
+        """Takes the slot, and compiles what prompts of at most `max_tokens` tokens and decoding after them need."""
+        with self._life:
+            key, count = check_cache_id(cache_id), check_int("max_tokens", max_tokens, 1)
+            reservations.prepare(self._pipeline, key, count)
 
-    @serialised
     def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
         """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
-        hint = checked_int("capacity_hint", capacity_hint, 0)
-        self._sequences.slots.refuse_past_capacity(checked_id(cache_id), hint)
+        with self._life:
+            hint = check_int("capacity_hint", capacity_hint, 0)
+            self._pipeline.table.check_capacity(check_cache_id(cache_id), hint)
 
-    @serialised
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Makes `target_len` positions of each id writable, all or nothing.
 
@@ -221,9 +288,9 @@ class ModelRunner(Closing, Described):
             RequestValidationError: a target is past the capacity.
             ResourceExhaustedError: slots or blocks are short, for the targets or for the admission targets.
         """
-        return self._sequences.reserve(requests)
+        with self._life:
+            return reservations.reserve(self._pipeline, requests)
 
-    @serialised
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Binds one id to an adapter, which is loaded from its path if it is not there, or to none.
 
@@ -233,9 +300,16 @@ class ModelRunner(Closing, Described):
             RequestValidationError: the sequence holds positions of another adapter, or of none.
             NotFoundError, InvalidFormatError, UnsupportedError, …: it is not loaded and cannot be.
         """
-        if adapter is not None and not isinstance(adapter, ActiveLoraAdapter):
-            raise RequestValidationError(f"adapter {shown(adapter)}: expected an ActiveLoraAdapter or None")
-        self._sequences.bind(checked_id(cache_id), adapter)
+        with self._life:
+            if adapter is not None and not isinstance(adapter, ActiveLoraAdapter):
+                raise RequestValidationError(f"adapter {safe_repr(adapter)}: expected an ActiveLoraAdapter or None")
+            key, adapters = check_cache_id(cache_id), self._adapters
+            if adapter is not None:
+                adapters.refuse_without_room(adapter.name)
+            adapters.refuse_rebinding(key, adapter, self._pipeline.table.length(key))
+            if adapter is not None and adapters.find(adapter) is None:
+                self._install(adapter.name, adapters.read(adapter.path), adapter.path, is_pinned=False)
+            adapters.bind(key, None if adapter is None else adapters.find(adapter))
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
         """Loads an adapter in PEFT's format until `unload_lora`; nothing is compiled, and others run meanwhile.
@@ -245,31 +319,31 @@ class ModelRunner(Closing, Described):
             ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
             NotFoundError, InvalidFormatError, UnsupportedError, RequestValidationError: as its files deserve.
         """
-        with self._life.lock:
-            self._life.refuse_unless_ready()
+        with self._life:
             self._adapters.refuse_without_room(name)
         read = self._adapters.read(path)  # which takes a while, and concerns nobody else
-        with self._life.lock:
-            self._life.refuse_unless_ready()
-            self._sequences.install(name, read, path, is_pinned=True)
+        with self._life:
+            self._install(name, read, path, is_pinned=True)
 
-    @serialised
     def unload_lora(self, name: str) -> None:
         """Drops an adapter and its prefixes.
 
         Raises:
             NotFoundError, RequestValidationError: it is not loaded, or a sequence is bound to it.
         """
-        self._sequences.unload(name)
+        with self._life:
+            self._pipeline.table.forget_adapter(self._adapters.unload(name))
 
-    @serialised
-    def warmup(self, *, progress: bool = True, load: bool = False) -> None:
-        """Compiles every declared step, or finds it whole on disk.
+    def warmup(self, *, progress: bool = True, load: bool = False, distributions: bool = False) -> None:
+        """Compiles every declared program, or finds it whole on disk.
 
-        A step on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
+        A program on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
+        `distributions`: also those for the output of that name, as a draft model whose probabilities count needs them.
         """
-        track = Track("compiling steps") if progress else None
-        self._steps.warmup(self.plan.declared(), track, load=load)
+        with self._life:
+            track = Track("compiling steps") if progress else None
+            more = self.plan.buckets.distributions() if distributions else []
+            self._programs.warmup([*self.plan.declared(), *more], track, load=load)
 
     def set_params(self, params: ParamTree) -> None:
         """Takes other weights, which must have the tree, shapes, dtypes and device of those that are there.
@@ -285,20 +359,20 @@ class ModelRunner(Closing, Described):
             self._life.refuse_closed()
             self._life.refuse_failed()
             refuse_other_shapes(params, self.params)
-            self._sequences.forget_prefixes("new weights are set")
+            self._pipeline.forget_prefixes("new weights are set")
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.params = params
 
-    @serialised
     def free_kv(self) -> None:
-        """Gives the KV's memory back until `allocate_kv` or `reset`; until then only `set_params` and `close` go.
+        """Frees the KV's memory until `allocate_kv` or `reset`; until then only `set_params` and `close` go.
 
         Raises:
             RequestValidationError: a sequence is live.
         """
-        self._sequences.forget_prefixes("the KV is freed")
-        self._device.free()
-        self._life.paused = "the KV is freed: allocate_kv() first"
+        with self._life:
+            self._pipeline.forget_prefixes("the KV is freed")
+            self._device.free()
+            self._life.paused = "the KV is freed: allocate_kv() first"
 
     def allocate_kv(self) -> None:
         """Brings the KV back after `free_kv`, empty and of the same size; compiles nothing.
@@ -313,32 +387,102 @@ class ModelRunner(Closing, Described):
                 self._device.reallocate()
                 self._life.paused = ""
 
-    @serialised
     def compile_stats(self) -> dict[str, Any]:
-        """Counts steps: compiled, loaded, on_disk (not yet loaded), their seconds, compiles_after_warmup, steps."""
-        return self._steps.stats()
+        """Counts programs: compiled, loaded, on_disk (not yet loaded), their seconds, compiles_after_warmup, steps."""
+        with self._life:
+            return self._programs.stats()
 
     def close(self) -> None:
-        """Frees the KV, the parameters and the compiled steps; closing twice is no error, any other call after is."""
+        """Frees the KV, the parameters and the programs; closing twice is no error, any other call after is."""
         with self._life.lock:
             self._life.state = ExecutorState.Shutdown
             self._device.drop()
-            self._steps.drop()
-            self._adapters.stacks = None
+            self._programs.drop()
 
-    def _lower(self, key: AnyKey) -> jax.stages.Lowered:
-        return self._device.lower(key, self._adapters.stacks)
+    def kv_capacity(self) -> int:
+        """Longest sequence one id can reach, in positions."""
+        with self._life:
+            return self.plan.kv_capacity
 
-    def _decode(
-        self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy] | None = None
-    ) -> Sequence[Answer | None]:
-        return self._sequences.decode(batch, policies, self._vocab_size)
+    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""
+        with self._life:
+            key, index = check_cache_id(cache_id), check_int("layer", layer, 0)
+            live, pool_layer = self._pipeline.table.get(key), self.plan.seat_of(index)
+            if live is None:
+                raise RequestValidationError(f"{key!r} is unknown, it has no keys and values")
+            return self._device.gather(pool_layer, self._pipeline.table.table[live.slot], live.length)
 
-    def _unify(
-        self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy] | None = None
-    ) -> list[Answer | None]:
-        return self._sequences.advance(unified_rows(items, policies, self._vocab_size, self._sequences.slots.length))
+    def kv_len(self, cache_id: str) -> int | None:
+        """Positions held for `cache_id`, or None for an unknown id."""
+        with self._life:
+            live = self._pipeline.table.get(check_cache_id(cache_id))
+            return None if live is None else live.length
+
+    def kv_block_table(self, cache_id: str) -> BlockTable | None:
+        """Where a sequence's positions lie, reserved ones left out; None for an unknown id."""
+        with self._life:
+            table = self._pipeline.table
+            live = table.get(check_cache_id(cache_id))
+            if live is None:
+                return None
+            blocks = tuple(live.blocks[: table.num_blocks(live.length)])
+            return BlockTable(physical_blocks=blocks, sequence_length=live.length, block_size=table.block_size)
+
+    def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
+        """Counts the pool's blocks; those that only a prefix could want are free."""
+        with self._life:
+            pool = self._pipeline.table.pool
+            return KvSlotCapacitySnapshot(
+                block_size=self.plan.cache.block_size, total_blocks=pool.num_blocks, free_blocks=pool.num_free
+            )
+
+    def cache_metrics_snapshot(self) -> dict[str, Any]:
+        """Counters of KV reuse, of decode batches and of what crossed to the host."""
+        with self._life:
+            return describe.cache_metrics(self._pipeline) | {
+                "source": type(self).__name__,
+                "decode_batch": self._decode_batches.snapshot(),
+            }
+
+    def lora_metrics_snapshot(self) -> dict[str, Any]:
+        """Counters of adapters; an application is one row of one call through one projection."""
+        with self._life:
+            return self._adapters.metrics() | {"source": type(self).__name__}
+
+    def model_info(self) -> ModelInfo:
+        """Identity and size of the model as it was loaded."""
+        with self._life:
+            return describe.model_info(self.name, self.model_config, self.plan, self.params, self.device)
+
+    def capabilities(self) -> ExecutorCapabilities:
+        """What was built for this model on this device."""
+        with self._life:
+            return describe.capabilities(self.model_config, self.plan, self.params, self.device)
+
+    def memory_usage(self) -> ExecutorMemoryUsage:
+        """Bytes of the parameters and the KV, and how much of them is in use."""
+        with self._life:
+            return describe.memory_usage(self._pipeline.table, self.plan, self.model_config, self.params, self.device)
+
+    def _install(self, name: str, read: Any, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
+        for evicted in self._adapters.load(name, read, path, is_pinned=is_pinned):
+            self._pipeline.table.forget_adapter(evicted)
+
+    def _appended(self, cache_id: str, tokens: Sequence[int], output: Output) -> ScheduledRow:
+        return check.appended_row(cache_id, tokens, output, self._vocab_size, self._pipeline.table.length)
+
+    def _decode_rows(self, batch: Sequence[DecodeRow], policies: check.Policies = None) -> list[ScheduledRow]:
+        return check.decode_rows(batch, policies, self._vocab_size, self._pipeline.table.length)
+
+    def _unified_rows(self, items: Sequence[UnifiedRow], policies: check.Policies = None) -> list[ScheduledRow]:
+        return check.unified_rows(items, policies, self._vocab_size, self._pipeline.table.length)
 
     def _count_decodes(self, num_rows: int, *, forced: bool = False) -> None:
         if num_rows:
-            self._decode_batches.count(num_rows, forced=forced, unpadded=num_rows in self.plan.ladders.decode_rows)
+            unpadded = num_rows in self.plan.buckets.decode_rows
+            self._decode_batches.count(num_rows, forced=forced, unpadded=unpadded)
+
+
+def _answer(given: Any) -> Any:
+    return given.token_id if isinstance(given, TokenChoice) else given

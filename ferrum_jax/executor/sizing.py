@@ -6,9 +6,13 @@ from typing import Any
 
 import jax
 
+from ferrum_jax.compile import sampler
 from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
-from ferrum_jax.compile.buckets import AnyKey, GatherKey, InstallKey, Ladders, LoopKey, StepKey, ladder
-from ferrum_jax.compile.lowering import lower
+from ferrum_jax.compile.block_programs import GatherKey, InstallKey
+from ferrum_jax.compile.buckets import Buckets, ProgramKey, ladder
+from ferrum_jax.compile.multi_step import MultiStepKey
+from ferrum_jax.compile.sampler import SamplerSpec
+from ferrum_jax.compile.step import ProgramContext, StepKey
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import (
     BackendError,
@@ -23,15 +27,15 @@ from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.models.layout import SCANNED
-from ferrum_jax.models.rings import num_ring_blocks
+from ferrum_jax.models.sliding_window import num_window_blocks
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 
-MOST_IN_FLIGHT = 2  # steps of one call, whose outputs lie on the device together
+MOST_IN_FLIGHT = 2  # steps whose outputs lie on the device together
 DEFAULT_SEQUENCES = 8
 DEFAULT_CAPACITY = 4096  # positions
 DEFAULT_BLOCK = 128  # positions
-SMALLEST_CHUNK = 16  # tokens
+VERIFY_TOKENS = 8  # of the small blocks whose every token has logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,16 +45,22 @@ class EnginePlan:
     max_seqs: int
     kv_capacity: int  # positions
     cache: CacheSpec
-    ladders: Ladders
+    buckets: Buckets
+    vocab_size: int
     seats: tuple[int | None, ...] = ()  # of each layer among those that keep everything; None: it keeps a ring
     window: int = 1  # positions that a token sees in a ring, itself included
     prefix_cache: bool = False
     loras: LoraSpec | None = None
     spec_tokens: int = 0  # drafted at a time; 0: no speculation
 
-    def declared(self) -> list[AnyKey]:
-        """Every device call that legal traffic can need, adapters included."""
-        keys = self.ladders.declared(adapters=self.loras is not None)
+    @property
+    def sampler(self) -> SamplerSpec:
+        """Sizes of the sampler."""
+        return SamplerSpec(num_slots=self.max_seqs, vocab_size=self.vocab_size, capacity=self.kv_capacity)
+
+    def declared(self) -> list[ProgramKey]:
+        """Every program that legal traffic can need, adapters included."""
+        keys = self.buckets.declared(adapters=self.loras is not None, drafts=bool(self.spec_tokens))
         if self.loras is not None:
             keys.append(InstallKey(self.loras.max_loras, self.loras.max_rank))
         # Of rings alone, nothing is gathered.
@@ -71,13 +81,9 @@ class EnginePlan:
             )
         return seat
 
-    def first(self) -> list[AnyKey]:
-        """The steps of a short prompt and of the tokens after it, which most answers begin with."""
-        ladders, columns = self.ladders, self.ladders.table_columns
-        return [
-            StepKey(0, ladders.chunk_rows[0], ladders.chunk_tokens[0], columns),
-            StepKey(ladders.decode_rows[0], 0, 0, columns),
-        ]
+    def first(self) -> list[ProgramKey]:
+        """The programs of a short prompt and of the tokens after it, which most answers begin with."""
+        return [self.buckets.blocks(1, mixed=False), self.buckets.decode(1)]
 
 
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
@@ -110,8 +116,8 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         layout=engine.layout,
     )
 
-    chunks = _ladders(engine, max_seqs, capacity, columns, platform)
-    window, ring_blocks = _ring(engine, cfg, chunks, block_size, columns)
+    blocks = _buckets(engine, max_seqs, capacity, columns, platform)
+    window, ring_blocks = _ring(engine, cfg, blocks, block_size, columns)
     in_rings = [bool(ring_blocks) and seen is not None for seen in cfg.layer_windows]
     whole = [layer for layer, is_ring in enumerate(in_rings) if not is_ring]
 
@@ -125,7 +131,16 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         )
 
     loras = _lora_spec(engine)
-    free_bytes = max(0, free_bytes - 2 * stack_bytes(cfg, loras, engine.dtype or spec(1).dtype))
+    sampler_bytes = SamplerSpec(num_slots=max_seqs, vocab_size=cfg.vocab_size, capacity=capacity).num_bytes
+    beside = 2 * stack_bytes(cfg, loras, engine.dtype or spec(1).dtype) + sampler_bytes
+    if beside > free_bytes:
+        raise ResourceExhaustedError(
+            f"max_seqs={max_seqs} and max_loras={engine.max_loras or 0} take {beside:,} bytes beside the KV, "
+            f"{free_bytes:,} are free",
+            needed=beside,
+            free=free_bytes,
+        )
+    free_bytes -= beside
     fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
     block_bytes, rings_bytes = spec(1).num_bytes - spec(0).num_bytes, spec(0).num_bytes
     for_blocks = int(free_bytes * fraction) - rings_bytes
@@ -156,7 +171,8 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         max_seqs=max_seqs,
         kv_capacity=capacity,
         cache=spec(num_blocks),
-        ladders=_ladders(engine, max_seqs, capacity, -(-capacity // block_size) + ring_blocks, platform),
+        buckets=_buckets(engine, max_seqs, capacity, -(-capacity // block_size) + ring_blocks, platform),
+        vocab_size=cfg.vocab_size,
         seats=tuple(None if is_ring else whole.index(layer) for layer, is_ring in enumerate(in_rings)),
         window=window,
         prefix_cache=bool(engine.prefix_cache),
@@ -186,12 +202,13 @@ def plan_beside(
     stacks = None
     if plan.loras is not None:
         stacks = specs.shapes(adapters.stack_specs(cfg, plan.loras), activation_dtype(params).name)
-    steps = plan.ladders.steps(adapters=stacks is not None)
-    largest = {key.outputs: key for key in reversed(steps)}  # those that give all logits may take more
+    buckets, used = plan.buckets, stacks is not None
+    steps = buckets.steps(adapters=used)
+    largest = {key.outputs: key for key in reversed(steps)}  # those with the logits of all tokens may take more
     artifacts = open_artifacts(plan)
-    # Many rows of one token take more for their logits than a chunk does.
-    rows = StepKey(plan.ladders.decode_rows[-1], 0, 0, plan.ladders.table_columns, adapters=stacks is not None)
-    keys = [*largest.values(), rows, *plan.ladders.loops(adapters=stacks is not None)[-1:]]
+    # Many rows of one token take more for their logits than prompts do.
+    rows = replace(buckets.decode(buckets.decode_rows[-1]), adapters=used)
+    keys = [*largest.values(), rows, *buckets.multi_steps(adapters=used)[-1:]]
     taken = max(_temporary_bytes(cfg, params, plan, key, stacks, artifacts) for key in keys)
     return plan_engine(engine, cfg, platform=platform, free_bytes=max(0, free_bytes - taken))
 
@@ -200,7 +217,7 @@ def _temporary_bytes(
     cfg: ModelConfig,
     params: ParamTree,
     plan: EnginePlan,
-    key: StepKey | LoopKey,
+    key: StepKey | MultiStepKey,
     stacks: Any,
     artifacts: Artifacts | None,
 ) -> int:
@@ -211,7 +228,11 @@ def _temporary_bytes(
         return _beside(kept.memory)
 
     def lowered() -> jax.stages.Lowered:
-        return lower(cfg, params, state.shapes(plan.cache), stacks, key, plan.cache.attention)
+        return key.lower(
+            ProgramContext(
+                cfg, params, state.shapes(plan.cache), sampler.shapes(plan.sampler), stacks, plan.cache.attention
+            )
+        )
 
     try:
         return _beside(memory_of(compile_and_save(name, lowered, artifacts).executable))
@@ -226,34 +247,43 @@ def _beside(memory: dict[str, int]) -> int:
     return memory["temporary_bytes"] + MOST_IN_FLIGHT * (memory["output_bytes"] - memory["alias_bytes"])
 
 
-def _ladders(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Ladders:
-    step_tokens = engine.max_step_tokens or (512 if platform == "cpu" else 2048)
-    longest = min(step_tokens, capacity)
-    smallest = min(SMALLEST_CHUNK, longest)
+def _buckets(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Buckets:
+    """Chooses the sizes that steps are compiled for."""
+    is_cpu = platform == "cpu"
+    step_tokens = engine.max_step_tokens or (1024 if is_cpu else 2048)
+    block_tokens = min(engine.block_tokens or (64 if is_cpu else 128), step_tokens, capacity)
+    most = max(1, min(step_tokens, max_seqs * capacity) // block_tokens)
+    query_blocks = engine.query_blocks or ladder(most)
+    # A step of all decode rows beside blocks: every other size, which fewer programs pay for.
+    mixed_blocks = tuple(sorted(query_blocks[::-2]))[-2:]
     # Two rows cost little less than four, whose weights are as many: a bucket of two is not worth its warm-up.
     decode_rows = engine.decode_rows or tuple(n for n in ladder(max_seqs) if n != 2 or max_seqs == 2)
-    chunk_tokens = engine.chunk_tokens or ladder(longest, start=smallest)
-    chunk_rows = engine.chunk_rows or ladder(max(1, min(max_seqs, step_tokens // chunk_tokens[0])), factor=4)
-    verify_rows = engine.verify_rows or (ladder(max_seqs, factor=4) if engine.spec_tokens else (1,))
-    verify_tokens = engine.verify_tokens or ladder(min(64, longest), start=smallest, factor=4)
-    if engine.spec_tokens and engine.verify_tokens is None:  # a draft and the token before it, without padding
-        verify_tokens = tuple(sorted({min(engine.spec_tokens + 1, longest), *verify_tokens}))
-    for name, given in (("decode_rows", decode_rows), ("chunk_rows", chunk_rows), ("verify_rows", verify_rows)):
+    drafted = engine.spec_tokens + 1 if engine.spec_tokens else VERIFY_TOKENS
+    verify_tokens = min(engine.verify_tokens or drafted, block_tokens)
+    verify_blocks = engine.verify_blocks or (ladder(max_seqs, factor=4) if engine.spec_tokens else (1,))
+    for name, given in (("decode_rows", decode_rows), ("verify_blocks", verify_blocks)):
         if given[-1] > max_seqs:
             raise ConfigError(f"{name} ends in {given[-1]}, max_seqs is {max_seqs}")
-    return Ladders(
+    if engine.query_blocks and engine.max_step_tokens and query_blocks[-1] * block_tokens > step_tokens:
+        raise ConfigError(
+            f"query_blocks end in {query_blocks[-1]} of {block_tokens} tokens, max_step_tokens is {step_tokens}"
+        )
+    return Buckets(
         decode_rows=decode_rows,
-        chunk_rows=chunk_rows,
-        chunk_tokens=chunk_tokens,
+        query_blocks=query_blocks,
+        mixed_blocks=mixed_blocks,
+        block_tokens=block_tokens,
+        verify_blocks=verify_blocks,
         verify_tokens=verify_tokens,
-        verify_rows=verify_rows,
-        max_step_tokens=step_tokens,
         table_columns=columns,
-        loop_tokens=engine.loop_tokens or 0,
+        kv_capacity=capacity,
+        max_rows=max_seqs,
+        multi_step_tokens=engine.multi_step_tokens or 0,
+        step_overhead=16 if is_cpu else 256,
     )
 
 
-def _ring(engine: EngineConfig, cfg: ModelConfig, chunks: Ladders, block_size: int, columns: int) -> tuple[int, int]:
+def _ring(engine: EngineConfig, cfg: ModelConfig, buckets: Buckets, block_size: int, columns: int) -> tuple[int, int]:
     """Decides the window and the blocks of a sequence's ring, 1 and 0 where it has none."""
     windows = [window for window in cfg.layer_windows if window is not None]
     if engine.window_kv is False or (engine.window_kv is None and (not windows or engine.prefix_cache)):
@@ -269,8 +299,7 @@ def _ring(engine: EngineConfig, cfg: ModelConfig, chunks: Ladders, block_size: i
         if engine.window_kv:
             raise ConfigError(f"window_kv: {obstacle}")
         return 1, 0
-    longest = max(chunks.chunk_tokens[-1], chunks.verify_tokens[-1])
-    blocks = num_ring_blocks(max(windows), longest, block_size)
+    blocks = num_window_blocks(max(windows), min(buckets.max_step_tokens, buckets.kv_capacity), block_size)
     return (max(windows), blocks) if engine.window_kv or 2 * blocks <= columns else (1, 0)
 
 

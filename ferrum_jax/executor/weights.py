@@ -8,7 +8,6 @@ from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models.layout import layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
-from ferrum_jax.models.watching import STEERING
 from ferrum_jax.ops.quantised import is_quantised
 
 MOST_SHOWN = 3
@@ -29,14 +28,12 @@ def refuse_other_shapes(params: ParamTree, instead_of: ParamTree) -> None:
 
 
 def refuse_unlike(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
-    """Raises InvalidParameter unless a tree has the parameters of a model, in a layout, and vectors to add at most."""
+    """Raises InvalidParameter unless a tree has the parameters of a model, in a layout."""
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
     given = {name_of(path): tuple(leaf.shape) for path, leaf in paths}
     plain = {name_of(path): leaf.dtype for path, leaf in paths if not is_quantised(leaf)}
     shapes = {name: spec.shape for name, spec in wanted.items()}
-    if (vectors := f"model.{STEERING}") in given:
-        shapes[vectors] = (cfg.num_hidden_layers, cfg.hidden_size)
     problems = [f"{name} is missing" for name in shapes.keys() - given.keys()]
     problems += [f"{name} is unknown" for name in given.keys() - shapes.keys()]
     problems += [

@@ -12,7 +12,7 @@
 reader, whatever the block size. `interleaved` is what the ragged kernel of TPUs reads.
 
 Layers that see no further than a window may keep no more: they have arrays of their own, in which each row of the block
-tables has a ring of blocks that it goes round in (models/rings.py).
+tables has a ring of blocks that it goes round in (models/sliding_window.py).
 """
 
 from dataclasses import dataclass, replace

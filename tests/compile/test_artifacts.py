@@ -17,11 +17,11 @@ from jax.experimental import serialize_executable
 
 from ferrum_jax.compile import artifacts as artifacts_module
 from ferrum_jax.compile.artifacts import FACTS, MAGIC, Artifacts, clear, memory_of
-from ferrum_jax.compile.buckets import StepKey
-from ferrum_jax.compile.steps import StepCache
+from ferrum_jax.compile.program_cache import ProgramCache
+from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import BackendError
 
-ONE, TWO, THREE = StepKey(1, 0, 0, 2), StepKey(2, 0, 0, 2), StepKey(3, 0, 0, 2)
+ONE, TWO, THREE = (StepKey(rows, 0, 0, 2, rows) for rows in (1, 2, 3))
 FACTS_HERE = {"model": "toy"}
 
 
@@ -33,16 +33,16 @@ def _lower(key: StepKey) -> jax.stages.Lowered:
     return jax.jit(toy, donate_argnums=0).lower(shape, jax.ShapeDtypeStruct((3, 3), jnp.float32))
 
 
-def _cache(root: Path, facts: dict[str, str] = FACTS_HERE, *, strict: bool = False) -> StepCache[StepKey]:
-    return StepCache(_lower, strict=strict, artifacts=Artifacts(root, facts))
+def _cache(root: Path, facts: dict[str, str] = FACTS_HERE, *, strict: bool = False) -> ProgramCache:
+    return ProgramCache(_lower, strict=strict, artifacts=Artifacts(root, facts))
 
 
-def _counts(cache: StepCache[StepKey]) -> tuple[int, int, int, int]:
+def _counts(cache: ProgramCache) -> tuple[int, int, int, int]:
     stats = cache.stats()
     return stats["compiled"], stats["loaded"], stats["on_disk"], stats["compiles_after_warmup"]
 
 
-def _run(cache: StepCache[StepKey], key: StepKey) -> list[list[float]]:
+def _run(cache: ProgramCache, key: StepKey) -> list[list[float]]:
     return cache.get(key)(jnp.zeros((key.decode_rows, 5)), np.ones((3, 3), np.float32)).tolist()
 
 
@@ -325,7 +325,7 @@ def test_several_threads_keep_and_load_the_same_steps(tmp_path: Path, caplog: py
     caches = [_cache(tmp_path / "artifacts") for _ in range(4)]
     answers: list[list[list[float]]] = []
 
-    def use(cache: StepCache[StepKey], seed: int) -> None:
+    def use(cache: ProgramCache, seed: int) -> None:
         keys = [ONE, TWO, THREE]
         random.Random(seed).shuffle(keys)
         cache.warmup(keys)

@@ -1,47 +1,52 @@
-"""Ladders, and the laws of the plans that are made with them."""
+"""The sizes that steps are compiled for, and the programs that follow from them."""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferrum_jax.compile.buckets import Ladders, Outputs, StepKey, StepPlan, choose_bucket, ladder, plan, plan_verify
+from ferrum_jax.compile.buckets import Buckets, choose_bucket, ladder
+from ferrum_jax.compile.multi_step import MultiStepKey
+from ferrum_jax.compile.sampler import SampleKey, ScoreKey, VerifyKey
+from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
 
-COLUMNS = 6
+COLUMNS, CAPACITY = 6, 90
 SIZES = st.sets(st.integers(1, 9), min_size=1, max_size=3).map(lambda sizes: tuple(sorted(sizes)))
 
 
-def fits(ladders: dict[str, tuple[int, ...]], step_tokens: int) -> bool:
-    rows, tokens = ladders["chunk_rows"], ladders["chunk_tokens"]
-    return max(rows[0] * tokens[-1], rows[-1] * tokens[0]) <= step_tokens
-
-
-def make(names: dict[str, tuple[int, ...]], step_tokens: int) -> Ladders:
-    return Ladders(
-        decode_rows=names["decode_rows"],
-        chunk_rows=names["chunk_rows"],
-        chunk_tokens=names["chunk_tokens"],
-        verify_tokens=names["verify_tokens"],
-        verify_rows=names.get("verify_rows", (1,)),
-        max_step_tokens=step_tokens,
+@st.composite
+def drawn_buckets(draw: st.DrawFn) -> Buckets:
+    """Any sizes that go together."""
+    rows, blocks, size = draw(SIZES), draw(SIZES), draw(st.integers(1, 12))
+    return Buckets(
+        decode_rows=rows,
+        query_blocks=blocks,
+        mixed_blocks=tuple(sorted(draw(st.sets(st.sampled_from(blocks), min_size=1)))),
+        block_tokens=size,
+        verify_blocks=draw(SIZES),
+        verify_tokens=draw(st.integers(1, min(size, 6))),
         table_columns=COLUMNS,
+        kv_capacity=CAPACITY,
+        max_rows=draw(st.integers(rows[-1], 12)),
+        step_overhead=draw(st.sampled_from([0, 16, 256])),
     )
 
 
-LADDERS = (
-    st.tuples(
-        st.fixed_dictionaries(
-            dict.fromkeys(("decode_rows", "chunk_rows", "verify_tokens", "verify_rows"), SIZES)
-            | {"chunk_tokens": st.sets(st.integers(2, 20), min_size=1, max_size=3).map(lambda s: tuple(sorted(s)))}
-        ),
-        st.integers(2, 60),
-    )
-    .filter(lambda drawn: fits(*drawn))
-    .map(lambda drawn: make(*drawn))
+GOOD = Buckets(
+    decode_rows=(1, 4),
+    query_blocks=(1, 2, 6),
+    mixed_blocks=(2, 6),
+    block_tokens=8,
+    verify_blocks=(1, 2),
+    verify_tokens=3,
+    table_columns=COLUMNS,
+    kv_capacity=CAPACITY,
+    max_rows=4,
 )
-COUNTS = st.lists(st.one_of(st.just(1), st.integers(1, 50)), max_size=12)
 
 
 @given(maximum=st.integers(1, 5000), start=st.integers(1, 40), factor=st.integers(2, 4))
@@ -66,131 +71,89 @@ def test_a_bucket_is_the_smallest_that_holds_or_the_largest_there_is(sizes: tupl
     assert choose_bucket(sizes, needed) == min((s for s in sizes if s >= needed), default=max(sizes))
 
 
-def refuse_overfull(steps: list[StepPlan], ladders: Ladders) -> None:
-    """Every step is declared, holds what it is given, and never a row twice."""
-    declared = set(ladders.declared())
-    for step in steps:
-        assert step.key in declared
-        assert step.decodes or step.chunks
-        assert len(step.decodes) <= step.key.decode_rows
-        assert len(step.chunks) <= step.key.chunk_rows
-        assert all(piece.size == 1 for piece in step.decodes)
-        assert all(1 <= piece.size <= step.key.chunk_tokens for piece in step.chunks)
-        rows = [piece.row for piece in (*step.decodes, *step.chunks)]
-        assert len(set(rows)) == len(rows)
-
-
-@given(counts=COUNTS, ladders=LADDERS)
-def test_a_plan_takes_every_token_of_every_row_once_and_in_order(counts: list[int], ladders: Ladders):
-    steps = plan(counts, ladders)
-    refuse_overfull(steps, ladders)
-    done = [0] * len(counts)
-    for step in steps:
-        for piece in (*step.decodes, *step.chunks):
-            assert piece.start == done[piece.row]
-            done[piece.row] += piece.size
-    assert done == counts
-
-
-@given(counts=COUNTS.filter(bool), ladders=LADDERS)
-def test_what_fits_in_one_step_takes_one(counts: list[int], ladders: Ladders):
-    longer = [count for count in counts if count > 1]
-    buckets = [rows for rows in ladders.chunk_rows if rows >= len(longer)]
-    fits_rows = len(counts) - len(longer) <= ladders.decode_rows[-1]
-    fits_chunks = not longer or (bool(buckets) and max(longer) <= ladders.widths(buckets[0])[-1])
-    if fits_rows and fits_chunks:
-        assert len(plan(counts, ladders)) == 1
-
-
-@given(counts=COUNTS.filter(bool), ladders=LADDERS)
-def test_a_step_is_no_larger_than_its_rows_need(counts: list[int], ladders: Ladders):
-    for step in plan(counts, ladders):
-        if not step.chunks:
-            assert step.key.chunk_rows == 0
-            assert step.key.decode_rows == choose_bucket(ladders.decode_rows, len(step.decodes))
-        else:
-            assert bool(step.key.decode_rows) == bool(step.decodes)
-            widths = ladders.widths(step.key.chunk_rows)
-            assert step.key.chunk_rows == choose_bucket(ladders.chunk_rows, len(step.chunks))
-            assert step.key.chunk_tokens == choose_bucket(widths, max(piece.size for piece in step.chunks))
-
-
-@given(ladders=LADDERS)
-def test_no_declared_step_has_more_chunk_tokens_than_the_limit(ladders: Ladders):
-    keys = ladders.steps()
-    last = [key for key in keys if key.outputs == Outputs.LAST.value]
-    assert all(key.chunk_rows * key.chunk_tokens <= ladders.max_step_tokens for key in last)
+@given(buckets=drawn_buckets())
+def test_steps_are_declared_once_and_the_largest_first(buckets: Buckets):
+    keys = buckets.steps()
     assert len(set(keys)) == len(keys)
     assert all(key.table_columns == COLUMNS for key in keys)
     sizes = [key.num_tokens for key in keys]
     assert sizes == sorted(sizes, reverse=True)
+    last = [key for key in keys if key.outputs == "last"]
+    assert max(key.blocks * key.block_tokens for key in last) == buckets.max_step_tokens
 
 
-@given(ladders=LADDERS, data=st.data())
-def test_every_declared_step_is_needed_by_some_traffic(ladders: Ladders, data: st.DataObject):
-    key = data.draw(st.sampled_from(ladders.steps()))
-    if key.outputs == Outputs.ALL.value:
-        steps = plan_verify([key.chunk_tokens] * key.chunk_rows, ladders)
-    else:
-        singles = 1 if key.chunk_rows and key.decode_rows else key.decode_rows
-        steps = plan([1] * singles + [key.chunk_tokens] * key.chunk_rows, ladders)
-    assert [step.key for step in steps] == [key]
+@given(buckets=drawn_buckets())
+def test_a_step_has_logits_for_every_row_that_can_end_in_it(buckets: Buckets):
+    for key in buckets.steps():
+        if key.outputs == "all":
+            assert key.logit_rows == key.num_tokens
+        else:
+            assert key.logit_rows in (*buckets.decode_rows, buckets.max_rows)
+            assert key.logit_rows >= min(key.decode_rows + key.blocks, buckets.max_rows)
 
 
-@given(counts=COUNTS, ladders=LADDERS)
-def test_a_verification_takes_every_token_once_and_in_order(counts: list[int], ladders: Ladders):
-    steps = plan_verify(counts, ladders)
-    declared = set(ladders.steps())
-    done = [0] * len(counts)
-    for step in steps:
-        assert step.key in declared
-        assert step.key.outputs == Outputs.ALL.value
-        assert len({piece.row for piece in step.chunks}) == len(step.chunks) <= step.key.chunk_rows
-        for piece in step.chunks:
-            assert piece.start == done[piece.row]
-            assert 1 <= piece.size <= step.key.chunk_tokens
-            done[piece.row] += piece.size
-    assert done == counts
-    if counts and len(counts) <= ladders.verify_rows[-1]:
-        assert len(steps) == -(-max(counts) // ladders.verify_tokens[-1])
+@given(buckets=drawn_buckets(), drafts=st.booleans(), adapters=st.booleans())
+def test_what_follows_on_a_declared_step_is_declared(buckets: Buckets, drafts: bool, adapters: bool):
+    declared = buckets.declared(adapters=adapters, drafts=drafts)
+    assert len(set(declared)) == len(declared)
+    for key in buckets.steps(adapters=adapters):
+        assert key in declared
+        assert (SampleKey if key.outputs == "last" else ScoreKey)(key.logit_rows) in declared
+        if drafts and key.outputs == "all" and key.block_tokens == buckets.verify_tokens:
+            assert key.blocks not in buckets.verify_blocks or VerifyKey(key.blocks, key.block_tokens) in declared
 
 
-GOOD: dict[str, tuple[int, ...]] = {
-    "decode_rows": (1, 4), "chunk_rows": (1, 3), "chunk_tokens": (4, 8), "verify_tokens": (6,),
-    "verify_rows": (1, 2),
-}  # fmt: skip
+@given(buckets=drawn_buckets(), count=st.integers(1, CAPACITY))
+def test_what_one_sequence_needs_alone_is_declared(buckets: Buckets, count: int):
+    assert set(buckets.needed(count)) <= set(buckets.steps())
+    assert set(buckets.needed(count, adapters=True)) <= set(buckets.steps(adapters=True))
 
 
-@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("name", ["decode_rows", "query_blocks", "mixed_blocks", "verify_blocks"])
 @pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (3, 3), (-1,)])
-def test_ladders_that_do_not_ascend_from_1_are_refused(name: str, sizes: tuple[int, ...]):
-    make(GOOD, 24)
+def test_buckets_that_do_not_ascend_from_1_are_refused(name: str, sizes: tuple[int, ...]):
     with pytest.raises(ConfigError, match=f"{name} is .* expected ascending"):
-        make(GOOD | {name: sizes}, 24)
+        replace(GOOD, **{name: sizes})
 
 
-def test_sizes_that_no_step_could_have_are_refused():
-    make(GOOD, 12)
-    with pytest.raises(ConfigError, match=r"no step could hold 1 chunks of 8 tokens.* max_step_tokens is 7"):
-        make(GOOD, 7)
-    with pytest.raises(ConfigError, match=r"no step could hold 3 chunks of 4 tokens.* max_step_tokens is 11"):
-        make(GOOD, 11)
+@pytest.mark.parametrize("changes", [{"block_tokens": 0}, {"verify_tokens": -1}], ids=str)
+def test_blocks_of_no_tokens_are_refused(changes: dict[str, Any]):
+    with pytest.raises(ConfigError, match="expected at least 1"):
+        replace(GOOD, **changes)
 
 
-def test_what_stands_beside_the_steps_is_declared():
-    ladders = make(GOOD, 24)
-    steps, others = ladders.steps(), [str(key) for key in ladders.declared()[len(ladders.steps()) :]]
-    assert ladders.declared()[: len(steps)] == steps
-    assert others == [
-        "select R1", "select R3", "select R4", "select R5", "select R7",
-        "score R6", "score R12", "copy 4 blocks", f"gather M{COLUMNS}",
+def test_steps_of_decode_rows_beside_blocks_take_as_many_blocks_as_some_step_without():
+    with pytest.raises(ConfigError, match=r"mixed_blocks \(3, 6\) are not all in query_blocks"):
+        replace(GOOD, mixed_blocks=(3, 6))
+
+
+def test_the_programs_of_some_buckets_by_name():
+    assert [str(key) for key in GOOD.declared()] == [
+        "step D4 P6x8 M6 R4", "step D0 P6x8 M6 R4", "step D4 P2x8 M6 R4", "step D0 P2x8 M6 R4",
+        "step D0 P1x8 M6 R1", "step D0 P1x8 M6 R8 all", "step D0 P2x3 M6 R6 all", "step D4 P0x0 M6 R4",
+        "step D0 P1x3 M6 R3 all", "step D1 P0x0 M6 R1",
+        "sample R1", "sample R4", "score R3", "score R6", "score R8",
+        "configure 90", "copy 4 blocks", "gather M6",
     ]  # fmt: skip
-    both = ladders.steps(adapters=True)
+    drafts = {str(key) for key in set(GOOD.declared(drafts=True)) - set(GOOD.declared())}
+    judged = {"verify P1x3", "verify P2x3"}
+    assert drafts == judged | {"distribution 1x8", "distribution 1x3", "distribution 2x3"}
+
+
+def test_adapters_double_the_steps_and_nothing_else():
+    both, steps = GOOD.steps(adapters=True), GOOD.steps()
     assert {key for key in both if not key.adapters} == set(steps)
     assert len(both) == 2 * len(steps)
+    assert len(GOOD.declared(adapters=True)) == len(GOOD.declared()) + len(steps)
 
 
-def test_a_key_says_its_shape():
-    key = StepKey(4, 2, 16, 3)
-    assert key.num_tokens == 36
-    assert str(key) == "D4 P2x16 M3 last"
+def test_multi_step_programs_are_declared_where_they_are_asked_for():
+    assert GOOD.multi_steps() == []
+    many = replace(GOOD, multi_step_tokens=5)
+    assert many.multi_steps() == [MultiStepKey(1, 5, COLUMNS), MultiStepKey(4, 5, COLUMNS)]
+    assert set(many.multi_steps(adapters=True)) <= set(many.declared(adapters=True))
+
+
+def test_a_request_past_the_largest_bucket_takes_the_largest():
+    assert GOOD.decode(9) == GOOD.decode(4) == StepKey(4, 0, 0, COLUMNS, 4)
+    assert GOOD.blocks(50, mixed=False).blocks == GOOD.blocks(50, mixed=True).blocks == 6

@@ -36,7 +36,7 @@ CFG = ModelConfig(
 )
 ENGINE = EngineConfig(
     dtype="float32", max_seqs=4, kv_capacity=CAPACITY, block_size=8, kv_blocks=18, max_step_tokens=24,
-    decode_rows=(1, 2, 4), chunk_rows=(1, 3), chunk_tokens=(4, 8, 24), verify_tokens=(6,),
+    decode_rows=(1, 2, 4), query_blocks=(1, 3), block_tokens=8, verify_tokens=6,
 )  # fmt: skip
 Oracle = Callable[[Sequence[int]], NDArray[np.float32]]
 

@@ -2,13 +2,17 @@
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract import (
     ActiveLoraAdapter,
     DecodeRun,
@@ -27,6 +31,21 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.contract.llm import choose
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.batch import (
+    ALL_LOGITS,
+    LAST_LOGITS,
+    NO_OUTPUT,
+    AllLogits,
+    NoOutput,
+    Output,
+    SampledToken,
+    ScheduledRow,
+    TargetScores,
+    TokenChoice,
+)
+from ferrum_jax.executor.pipeline import PendingStep
+from ferrum_jax.ops import sampling
+from ferrum_jax.ops.sampling import SampleInputs
 from tests.executor.conftest import ADAPTER_NAMES, CAPACITY, CFG, Oracle, poison
 
 NAMES = "abcdef"  # more than the 4 slots
@@ -57,6 +76,49 @@ POLICIES = st.one_of(
         st.lists(st.integers(0, V - 1), max_size=4),
     ),
 )
+SETTINGS = st.builds(
+    SlotSettings,
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
+    top_k=st.sampled_from([0, 3]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    seed=st.integers(0, 2**32 - 1),
+    repetition_penalty=st.sampled_from([1.0, 1.7]),
+    presence_penalty=st.sampled_from([0.0, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.9]),
+    min_position=st.sampled_from([0, 12]),
+    stop_ids=st.just((5, 11)),
+    num_logprobs=st.sampled_from([-1, 0, 3]),
+    bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-4.0, 2.5]), max_size=3),
+    allowed_ids=st.one_of(st.none(), st.sets(st.integers(12, V - 1), min_size=2).map(tuple)),
+    seen=st.one_of(st.none(), st.lists(st.integers(0, V - 1), min_size=1, max_size=5).map(np.array)),
+    generated=st.one_of(st.none(), st.lists(st.integers(0, V - 1), min_size=1, max_size=5).map(np.array)),
+)
+WANTED = st.sampled_from(["nothing", "last", "all", "scores", "sampled", "sampled", "sampled"])
+
+
+@dataclass(eq=False)
+class Chosen:
+    """A token that was chosen on the device, which the host may not know yet."""
+
+    token: int | None = None
+
+
+class Begun(NamedTuple):
+    """A row of a batch that was begun, and what its answer depends on."""
+
+    output: Output
+    num_tokens: int
+    text: list[int | Chosen]  # of its sequence, the row included
+    adapter: str | None
+    generated: list[int | Chosen]  # what the slot has counted, beside what its settings say
+    chosen: Chosen
+
+
+def known(tokens: list[int | Chosen]) -> list[int]:
+    """The tokens themselves, all of which have been read."""
+    found = [one.token if isinstance(one, Chosen) else one for one in tokens]
+    assert None not in found
+    return found  # pyright: ignore[reportReturnType]
 
 
 def everything(
@@ -72,13 +134,19 @@ def everything(
             super().__init__()
             runner.reset()
             poison(runner)
-            self.sequences: dict[str, list[int]] = {}
+            self.sequences: dict[str, list[int | Chosen]] = {}
+            self.sampled: dict[str, tuple[int, int | Chosen]] = {}  # for which position, and which token
+            self.using: dict[str, tuple[SlotSettings, list[int | Chosen]]] = {}  # and what was counted since
+            self.waiting: list[tuple[PendingStep, list[Begun]]] = []  # not read yet
             self.bound: dict[str, str] = {}  # to adapters
             counts = runner.cache_metrics_snapshot()
             self.lookups = counts["hits"] + counts["misses"]
 
         def expect(self, answer: Any, key: str, policy: LogitsReturnPolicy) -> None:
-            expected = oracles[self.bound.get(key)](self.sequences[key])[-1]
+            expected = oracles[self.bound.get(key)](self.text(key))[-1]
+            if isinstance(policy, GreedyArgmax):
+                self.sampled[key] = self.at(key), answer
+                self.using.pop(key, None)
             if isinstance(policy, FullLogits):
                 np.testing.assert_allclose(answer, expected, atol=TOLERANCE, rtol=0)
                 return
@@ -87,7 +155,73 @@ def everything(
                 scores = [choose_score(expected, policy, token) for token in (answer, best)]
                 assert abs(scores[0] - scores[1]) <= 4 * TOLERANCE
 
-        def attempt(self, grown: dict[str, list[int]], call: Callable[[], Any]) -> Any:
+        def text(self, key: str) -> list[int]:
+            if any(isinstance(one, Chosen) and one.token is None for one in self.sequences[key]):
+                self.read_late(False)
+            return known(self.sequences[key])
+
+        @rule(backwards=st.booleans())
+        def read_late(self, backwards: bool):
+            """Reads what was begun, in any order, and compares it in the order of beginning."""
+            begun, self.waiting = self.waiting, []
+            answers = [pending.result() for pending, _ in (reversed(begun) if backwards else begun)]
+            for (_, rows), found in zip(begun, reversed(answers) if backwards else answers, strict=True):
+                for row, answer in zip(rows, found, strict=True):
+                    if isinstance(answer, TokenChoice):
+                        row.chosen.token = answer.token_id
+                for row, answer in zip(rows, found, strict=True):
+                    expect_output(answer, row, oracles[row.adapter](known(row.text)))
+
+        @rule(
+            work=st.dictionaries(IDS, st.tuples(WANTED, TOKENS, SETTINGS, st.booleans(), st.booleans()), min_size=1),
+            later=st.booleans(),
+        )
+        def execute(self, work: dict[str, tuple[str, list[int], SlotSettings, bool, bool]], later: bool):
+            """Rows of any output in one batch; some take the token that was chosen for them on the device."""
+            rows, grown, expected, using = [], {}, [], {}
+            refused = False
+            for key, (wanted, tokens, settings, takes, again) in work.items():
+                new: list[Any] = list(tokens)
+                if takes:
+                    position, token = self.sampled.get(key, (-1, 0))
+                    refused |= position != self.at(key)
+                    new = [token]
+                output: Output = {"nothing": NO_OUTPUT, "last": LAST_LOGITS, "all": ALL_LOGITS}.get(wanted, NO_OUTPUT)
+                generated: list[int | Chosen] = []
+                if wanted == "scores":
+                    output = TargetScores(np.array([(7 * at + 2) % V for at in range(len(new))], np.int32), again)
+                if wanted == "sampled":
+                    if again and key in self.using:
+                        settings, generated = self.using[key]
+                    output = SampledToken(settings)
+                given = None if takes else np.array(tokens, np.int32)
+                rows.append(ScheduledRow(key, given, self.at(key), output))
+                text = [*self.sequences.get(key, []), *new]
+                row = Begun(output, len(new), text, self.bound.get(key), list(generated), Chosen())
+                expected.append(row)
+                grown[key] = new
+                if wanted == "sampled":
+                    using[key] = settings, [*generated, row.chosen]
+            if refused:
+                before = self.books()
+                with pytest.raises(RequestValidationError, match="no token was sampled"):
+                    runner.execute(rows)
+                assert self.books() == before
+                return
+            pending = self.attempt(grown, lambda: runner.execute(rows))
+            if pending is None:
+                return
+            self.using.update(using)
+            self.waiting.append((pending, expected))
+            for key, row in zip(work, expected, strict=True):
+                one_output = not isinstance(row.output, (AllLogits, TargetScores))
+                self.lookups += one_output and row.num_tokens > 1
+                if isinstance(row.output, SampledToken):
+                    self.sampled[key] = len(row.text), row.chosen
+            if not later:
+                self.read_late(False)
+
+        def attempt(self, grown: dict[str, Any], call: Callable[[], Any]) -> Any:
             """Runs a call that appends tokens; gives None if it was refused, which must have changed nothing."""
             progress()
             before = self.books()
@@ -125,13 +259,12 @@ def everything(
             return len(live(runner, key).blocks) if key in self.sequences else 0
 
         def books(self) -> tuple[Any, ...]:
-            slots = runner._sequences.slots
-            rows = [
-                (key, one.slot, list(one.tokens), list(one.blocks))
-                for key in NAMES
-                if (one := slots.get(key)) is not None
-            ]
-            return rows, slots.pool.num_free, runner.cache_metrics_snapshot(), runner.lora_metrics_snapshot()
+            table = runner._pipeline.table
+            held = {key: one for key in NAMES if (one := table.get(key)) is not None}
+            if self.waiting:  # reading, which any call may do, fills in tokens and shares blocks
+                return [(key, one.slot, one.length) for key, one in held.items()], runner.lora_metrics_snapshot()
+            rows = [(key, one.slot, list(one.tokens), list(one.blocks)) for key, one in held.items()]
+            return rows, table.pool.num_free, runner.cache_metrics_snapshot(), runner.lora_metrics_snapshot()
 
         def live_id(self, pick: int) -> str:
             """One of the live ids, or one that is unknown if there are none."""
@@ -160,7 +293,7 @@ def everything(
         def verify(self, work: dict[str, list[int]]):
             rows = self.attempt(work, lambda: runner.forward_verify_batch(list(work.items())))
             for (key, tokens), logits in zip(work.items(), rows or [], strict=rows is not None):
-                expected = oracles[self.bound.get(key)](self.sequences[key])[-len(tokens) :]
+                expected = oracles[self.bound.get(key)](self.text(key))[-len(tokens) :]
                 np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
 
         @rule(work=st.dictionaries(IDS, st.tuples(st.integers(0, V - 1), POLICIES)))
@@ -176,7 +309,7 @@ def everything(
 
         @rule(picks=st.dictionaries(PICK, st.integers(1, 9), min_size=1, max_size=3), first=st.booleans())
         def decode_many(self, picks: dict[int, int], first: bool):
-            """Chosen greedily in a loop: every token is the best of those before it, the last one is not read."""
+            """Chosen greedily on the device: each token is the best after those before it; the last is not read."""
             progress()
             counts = {self.live_id(pick): count for pick, count in picks.items()}
             runs = [
@@ -192,7 +325,8 @@ def everything(
                 assert len(run.token_ids) == (min(counts.values()) if first else count)
                 start = self.at(key)
                 self.sequences[key] += [3, *run.token_ids[:-1]]
-                logits = oracles[self.bound.get(key)](self.sequences[key])[start:]
+                self.using.pop(key, None)
+                logits = oracles[self.bound.get(key)](self.text(key))[start:]
                 chosen = np.take_along_axis(logits, np.array(run.token_ids)[:, None], axis=-1)[:, 0]
                 np.testing.assert_allclose(chosen, logits.max(axis=-1), atol=TOLERANCE, rtol=0)
 
@@ -215,8 +349,10 @@ def everything(
         def truncate(self, key: str, length: int):
             progress()
             runner.truncate_kv(key, length)
-            if key in self.sequences:
+            if length < self.at(key):
                 self.sequences[key] = self.sequences[key][:length]
+                if self.sampled.get(key, (0, 0))[0] > length:
+                    del self.sampled[key]
 
         @rule(pick=PICK, back=st.integers(1, 12), tokens=TOKENS)
         def go_back_and_on(self, pick: int, back: int, tokens: list[int]):
@@ -275,19 +411,19 @@ def everything(
 
         @rule(work=st.dictionaries(IDS, TOKENS, min_size=1, max_size=3))
         def interrupt(self, work: dict[str, list[int]]):
-            """An interrupt between the books and the device takes the books back."""
+            """An interrupt before anything changes leaves everything as it was."""
             progress()
-            rows, free, *_ = self.books()
+            before = self.books()
             items = [(key, tokens, self.at(key), True) for key, tokens in work.items()]
 
             def stop(*_: object) -> None:
                 raise KeyboardInterrupt
 
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("ferrum_jax.executor.device.packing.blank", stop)
+                patch.setattr("ferrum_jax.executor.pipeline.planner.plan_steps", stop)
                 with pytest.raises((KeyboardInterrupt, ResourceExhaustedError, RequestValidationError)):
                     runner.unified_forward(items)
-            assert self.books()[:2] == (rows, free)
+            assert self.books() == before
 
         @rule(pick=PICK, back=st.integers(0, 12))
         def prepare(self, pick: int, back: int):
@@ -314,8 +450,8 @@ def everything(
         def release(self, key: str):
             progress()
             runner.release(key)
-            self.sequences.pop(key, None)
-            self.bound.pop(key, None)
+            for record in (self.sequences, self.bound, self.sampled, self.using):
+                record.pop(key, None)
 
         @rule(key=IDS, name=st.sampled_from([None, *ADAPTER_NAMES]))
         def bind(self, key: str, name: str | None):
@@ -385,20 +521,23 @@ def everything(
             if often == 0:
                 runner.reset()
                 poison(runner)
-                self.sequences, self.bound = {}, {}
+                self.sequences, self.bound, self.sampled, self.using = {}, {}, {}, {}
 
         @invariant()
         def the_books_are_right(self):
-            slots = runner._sequences.slots
-            pool, prefixes = slots.pool, slots.prefixes
+            table = runner._pipeline.table
+            pool, prefixes = table.pool, table.prefixes
             assert prefixes is not None
-            assert slots.cache_ids == list(self.sequences) or set(slots.cache_ids) == set(self.sequences)
+            assert table.cache_ids == list(self.sequences) or set(table.cache_ids) == set(self.sequences)
             holders: Counter[int] = Counter()
             for key, tokens in self.sequences.items():
                 one = live(runner, key)
-                assert one.tokens.tolist() == tokens
-                assert slots.table[one.slot, : len(one.blocks)].tolist() == one.blocks
-                assert len(one.entries) == len(tokens) // 8
+                assert len(one.tokens) == len(tokens)
+                for mine, theirs in zip(tokens, one.tokens, strict=True):
+                    token = mine.token if isinstance(mine, Chosen) else mine
+                    assert theirs == token or (token is None and isinstance(mine, Chosen))
+                assert table.table[one.slot, : len(one.blocks)].tolist() == one.blocks
+                assert len(one.entries) == len(tokens) // 8 or (self.waiting and len(one.entries) < len(tokens) // 8)
                 assert [entry.block for entry in one.entries] == one.blocks[: len(one.entries)]
                 assert len(one.blocks) >= -(-len(tokens) // 8)
                 if len(tokens) % 8 and pool.is_kept(tail := one.blocks[len(tokens) // 8]):
@@ -414,23 +553,106 @@ def everything(
             assert names == [self.bound.get(key) for key in self.sequences if self.at(key)]
             counts = runner.cache_metrics_snapshot()
             assert counts["hits"] + counts["misses"] == self.lookups
-            assert runner._steps._compiled_late == 0
+            assert runner._programs._compiled_late == 0
 
         def teardown(self):
+            self.read_late(True)
             for key in NAMES:
                 runner.release(key)
             assert runner.kv_slot_capacity_snapshot().free_blocks == 18
-            slots = runner._sequences.slots
+            table = runner._pipeline.table
             assert runner.lora_metrics_snapshot()["active_cache_bindings"] == 0
-            assert slots.cache_ids == []
-            assert sorted(slots._free_slots) == [0, 1, 2, 3]
+            assert table.cache_ids == []
+            assert sorted(table._free_slots) == [0, 1, 2, 3]
 
     return Machine
 
 
+def expect_output(answer: Any, row: Begun, logits: np.ndarray) -> None:
+    """Fails unless an answer is what a row wants, by the logits of its sequence."""
+    logits = logits[-row.num_tokens :]
+    if isinstance(row.output, TargetScores):
+        whole = logprobs_of(logits)
+        np.testing.assert_allclose(answer.logprobs, whole[range(len(whole)), row.output.targets], atol=TOLERANCE)
+        np.testing.assert_allclose(logits[range(len(logits)), answer.greedy_ids], logits.max(-1), atol=TOLERANCE)
+        assert (answer.top_ids is not None) == row.output.with_alternatives
+    elif isinstance(row.output, SampledToken):
+        generated = known(row.generated)
+        expect_choice(answer, logits[-1], row.output.settings, generated, len(row.text))
+    elif isinstance(row.output, NoOutput):
+        assert answer is None
+    else:
+        expected = logits if isinstance(row.output, AllLogits) else logits[-1]
+        np.testing.assert_allclose(answer, expected, atol=TOLERANCE, rtol=0)
+
+
+def expect_choice(
+    answer: TokenChoice, logits: np.ndarray, settings: SlotSettings, generated: list[int], position: int
+) -> None:
+    """Fails unless a token is the one that settings choose at a position, or as good but for rounding."""
+    scores = adjusted(logits, settings, generated, position)
+    inputs = SampleInputs(
+        temperature=jnp.float32([settings.temperature]),
+        top_k=jnp.int32([settings.top_k]),
+        top_p=jnp.float32([settings.top_p]),
+        min_p=jnp.float32([settings.min_p]),
+        seed=jnp.uint32([settings.seed]),
+        position=jnp.int32([position]),
+    )
+    best = int(np.asarray(CHOOSE(jnp.asarray(scores[None]), inputs)[0])[0]) if settings.temperature else scores.argmax()
+    if answer.token_id != best:
+        two = [answer.token_id, best]
+        scaled = (scores - scores.max()) / (settings.temperature or 1.0)
+        near = 8 * TOLERANCE / (settings.temperature or 1.0)
+        noise = threshold = np.zeros(V)
+        if settings.temperature:
+            noise = np.asarray(sampling.gumbel(inputs.seed, inputs.position, jnp.arange(V, dtype=jnp.int32)))
+            kept = sampling.filter_threshold(jnp.asarray(scaled[None]), inputs.top_k, inputs.top_p, inputs.min_p)
+            threshold = np.full(V, np.asarray(kept)[0])
+        is_filtered = bool(settings.temperature) and bool((np.abs(scaled - threshold)[two] <= near).any())
+        assert is_filtered or abs((scaled + noise)[two[0]] - (scaled + noise)[two[1]]) <= near
+    if settings.num_logprobs < 0:
+        assert answer[1:] == (0.0, 0.0, ())
+        return
+    whole = logprobs_of(logits)
+    assert abs(answer.logprob - whole[answer.token_id]) <= 2 * TOLERANCE
+    if not settings.temperature:
+        assert abs(answer.processed_logprob - logprobs_of(scores)[answer.token_id]) <= 2 * TOLERANCE
+    assert len(answer.alternatives) == settings.num_logprobs
+    found = [logprob for _, logprob in answer.alternatives]
+    np.testing.assert_allclose(found, np.sort(whole)[::-1][: settings.num_logprobs], atol=2 * TOLERANCE, rtol=0)
+
+
+CHOOSE = jax.jit(sampling.choose)
+
+
+def adjusted(logits: np.ndarray, settings: SlotSettings, generated: list[int], position: int) -> np.ndarray:
+    """The scores after bias, masks and penalties."""
+    scores = logits.copy()
+    for token, value in settings.bias.items():
+        scores[token] += np.float32(value)
+    if position < settings.min_position:
+        scores[list(settings.stop_ids)] = -np.inf
+    if settings.allowed_ids is not None:
+        scores[[token for token in range(V) if token not in settings.allowed_ids]] = -np.inf
+    before = [] if settings.generated is None else settings.generated.tolist()
+    counts = np.bincount([*before, *generated], minlength=V).astype(np.float32)
+    seen = counts > 0
+    seen[[] if settings.seen is None else settings.seen] = True
+    penalty = np.float32(settings.repetition_penalty)
+    scores = np.where(seen, np.where(scores > 0, scores / penalty, scores * penalty), scores)
+    return (
+        scores - (counts > 0) * np.float32(settings.presence_penalty) - counts * np.float32(settings.frequency_penalty)
+    )
+
+
+def logprobs_of(logits: np.ndarray) -> np.ndarray:
+    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+
+
 def live(runner: ModelRunner, key: str):
     """Gives the runner's own record of a sequence that must be there."""
-    found = runner._sequences.slots.get(key)
+    found = runner._pipeline.table.get(key)
     assert found is not None
     return found
 

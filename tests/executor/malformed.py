@@ -184,7 +184,7 @@ RUNNER_CALLS: dict[str, tuple[st.SearchStrategy[Any], ...]] = {
     "decode_n": (several(RUN),),
     "forward_verify": (ID, TOKENS),
     "forward_verify_batch": (_rows(ID, TOKENS),),
-    "watch": (ID, TOKENS),
+    "capture": (ID, TOKENS),
     "score_batch": (_rows(ID, TOKENS, TOKENS),),
     "unified_forward": (UNIFIED,),
     "unified_forward_with_logits_policy": (UNIFIED, POLICIES),

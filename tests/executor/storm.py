@@ -35,7 +35,7 @@ class ThreadClient(Client):
         """Does one thing."""
         often = [self.prefill, self.decode, self.decode, self.unified, self.unified]
         rest = [self.fork, self.truncate, self.release, self.reserve, self.adapters, self.look, self.refuse]
-        act = self.draw.choice([*often, self.prefill, self.decode, self.verify, self.loop, *rest])
+        act = self.draw.choice([*often, self.prefill, self.decode, self.verify, self.decode_n, *rest])
         self.counts["calls"] += 1
         try:
             act()
@@ -81,7 +81,7 @@ class ThreadClient(Client):
             self.held[key] = known.grown(1)
             self.truth.expect(answer, self.held[key], policy)
 
-    def loop(self) -> None:
+    def decode_n(self) -> None:
         rows = {key: known for key, known in self.several().items() if known.length}
         runs = [
             DecodeRun(cache_id=key, token=known.next(1)[0], pos=known.length, max_tokens=self.count(known, 6))
@@ -90,7 +90,7 @@ class ThreadClient(Client):
         for (key, known), run, found in zip(rows.items(), runs, self.runner.decode_n(runs), strict=True):
             assert len(found.token_ids) == run.max_tokens
             self.truth.expect_greedy(found.token_ids, known.grown(1))
-            self.counts["looped"] += run.max_tokens
+            self.counts["decoded at once"] += run.max_tokens
             self.runner.truncate_kv(key, known.length + 1)  # what was chosen is in no stream
             self.held[key] = known.grown(1)
 

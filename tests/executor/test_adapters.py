@@ -245,7 +245,7 @@ def test_a_device_failure_while_loading_changes_nothing(
 
     from ferrum_jax.contract.errors import DeviceError
 
-    monkeypatch.setattr(runner._steps, "_steps", dict.fromkeys(runner._steps._steps, fail))
+    monkeypatch.setattr(runner._programs, "_steps", dict.fromkeys(runner._programs._steps, fail))
     with pytest.raises(DeviceError, match="injected"):
         runner.load_lora("two", adapter_folders["two"])
     monkeypatch.undo()

@@ -21,7 +21,7 @@ WIDE = replace(CFG, head_dim=16)  # layer 0 has a window of 9, layer 1 none
 TOLERANCE = 2e-5  # logits of the order of one, out of float32 sums in another order
 ENGINE = EngineConfig(
     dtype="float32", max_seqs=3, kv_capacity=44, block_size=8, max_step_tokens=24,
-    decode_rows=(3,), chunk_rows=(2,), chunk_tokens=(8,), verify_tokens=(6,), loop_tokens=4,
+    decode_rows=(3,), query_blocks=(2,), block_tokens=8, verify_tokens=6, multi_step_tokens=4,
     window_kv=False,  # every layer's keys and values are compared
 )  # fmt: skip
 PROMPTS = {"a": list(range(1, 14)), "b": [5, 3, 9]}

@@ -18,7 +18,8 @@ from tests.long import OPERATIONS, SEED
 def reusing(params: ParamTree) -> Iterator[ModelRunner]:
     """A warm runner that reuses prefixes."""
     with make_runner(
-        params, replace(ENGINE, prefix_cache=True, verify_rows=(1, 2), max_loras=2, max_lora_rank=4, loop_tokens=4)
+        params,
+        replace(ENGINE, prefix_cache=True, verify_blocks=(1, 2), max_loras=2, max_lora_rank=4, multi_step_tokens=4),
     ) as runner:
         runner.warmup()
         yield runner

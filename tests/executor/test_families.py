@@ -16,7 +16,7 @@ REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
 MODELS = ("gemma2", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "granite", "smollm3_window_biases", "gpt_oss")
 CHUNKS = (16, 3, 1, 9, 1, 1, 8, 2, 4)  # tokens, which end within the prompt; single ones are decoded
 ENGINE = ferrum_jax.EngineConfig(
-    max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), chunk_rows=(3,), chunk_tokens=(16,), prefix_cache=False
+    max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(3,), block_tokens=16, prefix_cache=False
 )
 
 

@@ -35,9 +35,9 @@ def fuzzed(params: ParamTree) -> Iterator[ModelRunner]:
         max_loras=2,
         max_lora_rank=4,
         decode_rows=(2,),
-        chunk_rows=(1,),
-        chunk_tokens=(8,),
-        loop_tokens=3,
+        query_blocks=(1,),
+        block_tokens=8,
+        multi_step_tokens=3,
     )
     with make_runner(params, engine) as runner:
         runner.warmup()
@@ -59,18 +59,18 @@ def scene(fuzzed: ModelRunner, loop: asyncio.Runner, adapter_folders: dict[str, 
 def _books(scene: Scene) -> Any:
     """Everything that a refused call must leave as it was."""
     runner = scene.runner
-    slots = runner._sequences.slots
-    lengths = {key: (one.length, one.adapter) for key, one in scene.executor._ledger._live.items()}
+    table = runner._pipeline.table
+    lengths = {key: (one.length, one.adapter) for key, one in scene.executor._table._live.items()}
     rows = [
         (key, one.slot, list(one.tokens), list(one.blocks))
-        for key in slots.cache_ids
-        if (one := slots.get(key)) is not None
+        for key in table.cache_ids
+        if (one := table.get(key)) is not None
     ]
     metrics = runner.cache_metrics_snapshot(), runner.lora_metrics_snapshot()
     return (
         rows,
         lengths,
-        slots.pool.num_free,
+        table.pool.num_free,
         metrics,
         list(runner._adapters._loaded),
         scene.executor.status().prefill_operations,

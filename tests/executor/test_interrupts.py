@@ -1,4 +1,4 @@
-"""An interrupt at any line of a call leaves a state that says Error, or one that is right."""
+"""An interrupt anywhere in a call leaves the state Error, or a state before or after the whole call."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -9,31 +9,50 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.contract import DecodeRun, KvSlotRequest
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.batch import SampledToken, ScheduledRow
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import ENGINE, Oracle, make_runner, poison
 
-TOKENS = [(5 * at + 3) % 37 for at in range(44)]
+POINTS = 12  # lines of each call at which it is interrupted
+TEXT = [(5 * at + 3) % 37 for at in range(44)]
+NEW = [1, 2, 4, 8, 16, 32]
+GREEDY = SampledToken(SlotSettings())
+
+
+def begin_and_read(runner: ModelRunner) -> None:
+    first = runner.execute([ScheduledRow("a", np.array(NEW, np.int32), 29, GREEDY)])
+    second = runner.execute([ScheduledRow("a", None, 29 + len(NEW), GREEDY)])
+    second.result()
+    first.result()
+
+
 CALLS: dict[str, Callable[[ModelRunner], Any]] = {
     "truncate": lambda runner: runner.truncate_kv("a", 9),
     "release": lambda runner: runner.release("a"),
     "fork": lambda runner: runner.fork("a", "c"),
-    "decode": lambda runner: runner.decode_batch([("a", 1, 29), ("b", 2, 12)]),
+    "decode": lambda runner: runner.decode_batch([("a", 1, 29), ("b", 1, 12)]),
+    "prefill": lambda runner: runner.prefill("c", TEXT[:20]),
+    "decode_n": lambda runner: runner.decode_n([DecodeRun(cache_id="a", token=1, pos=29, max_tokens=4)]),
+    "reserve": lambda runner: runner.reserve_kv_slots([KvSlotRequest(cache_id="b", target_len=30)]),
+    "execute": begin_and_read,
+    "reset": lambda runner: runner.reset(),
 }
 
 
-@pytest.fixture(scope="module", params=["rings", "prefixes"])
+@pytest.fixture(scope="module", params=["sliding window", "prefixes"])
 def running(request: pytest.FixtureRequest, params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(ENGINE, chunk_rows=(1,), chunk_tokens=(8,), decode_rows=(4,))
-    rings = request.param == "rings"
-    with make_runner(params, replace(engine, window_kv=rings, prefix_cache=not rings)) as runner:
-        runner.warmup(progress=False)
+    engine = replace(ENGINE, query_blocks=(1,), block_tokens=8, decode_rows=(4,), multi_step_tokens=2)
+    has_window = request.param == "sliding window"
+    with make_runner(params, replace(engine, window_kv=has_window, prefix_cache=not has_window)) as runner:
         yield runner
 
 
-def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
-    """Interrupts a call when it has come to so many lines of the package; says whether it came so far."""
+def interrupted_at(line: int, call: Callable[[], Any]) -> int:
+    """Interrupts a call at so many lines of the package; returns how many lines were run."""
     count = 0
 
     def each(_: FrameType, event: str, __: Any) -> Any:
@@ -46,43 +65,82 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> bool:
     def enter(frame: FrameType, _: str, __: Any) -> Any:
         return each if "/ferrum_jax/" in frame.f_code.co_filename else None
 
+    tracer = sys.gettrace()
     sys.settrace(enter)
     try:
         call()
     except KeyboardInterrupt:
-        return True
+        assert count == line
     finally:
-        sys.settrace(None)
-    return False
+        sys.settrace(tracer)
+    return count
+
+
+def begin(runner: ModelRunner) -> None:
+    runner.reset()
+    poison(runner)
+    runner.prefill("a", TEXT[:30])
+    runner.prefill("b", TEXT[:12])
+    runner.truncate_kv("a", 29)
+
+
+def lengths(runner: ModelRunner) -> list[int | None]:
+    return [runner.kv_len(key) for key in "abc"]
+
+
+def goes_on_right(runner: ModelRunner, oracle: Oracle) -> None:
+    """Fails unless every live sequence goes on as the cache-free forward of its tokens does."""
+    for key in "abc":
+        length, live = runner.kv_len(key), runner._pipeline.table.get(key)
+        if length is not None:
+            assert live is not None
+            runner._pipeline.settle()
+            held = live.tokens.tolist()
+            np.testing.assert_allclose(runner.decode(key, 7, length), oracle([*held, 7])[-1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_interrupt_at_any_line_leaves_error_or_what_is_right(running: ModelRunner, oracle: Oracle, name: str):
-    line, errors = 1, 0
-    while True:
+def test_an_interrupt_leaves_error_or_what_is_right(running: ModelRunner, oracle: Oracle, name: str):
+    begin(running)
+    before = lengths(running)
+    total = interrupted_at(0, lambda: CALLS[name](running))
+    after = lengths(running)
+    middle = [29 + len(NEW), *before[1:]] if name == "execute" else before  # it is two calls
+    for line in sorted({1 + round(at) for at in np.linspace(0, total - 1, POINTS)}):
+        begin(running)
+        interrupted_at(line, lambda: CALLS[name](running))
+        if running.state is ExecutorState.Ready:
+            assert lengths(running) in (before, middle, after), line
+            goes_on_right(running, oracle)
+            for key in "abc":
+                running.release(key)
+            snapshot = running.kv_slot_capacity_snapshot()
+            assert snapshot.free_blocks == snapshot.total_blocks, (line, "a block is lost")
         running.reset()
-        poison(running)
-        running.prefill("a", TOKENS[:30])
-        running.prefill("b", TOKENS[:12])
-        running.truncate_kv("a", 29)
-        if not interrupted_at(line, lambda: CALLS[name](running)):
-            break
-        line += 1
-        if running.state is ExecutorState.Error:
-            errors += 1
-            continue
-        for key, texts in {"a": [TOKENS[:29]], "b": [TOKENS[:12]], "c": [TOKENS[:29]]}.items():
-            length = running.kv_len(key)
-            if length is None:
-                continue
-            known = [
-                [*text[:length], 7] for text in [*texts, [*TOKENS[:29], 1], [*TOKENS[:12], 2]] if len(text) >= length
-            ]
-            answer = running.decode(key, 7, length)
-            assert any(np.abs(answer - oracle(text)[-1]).max() < 1e-4 for text in known), (line, key, length)
-        for key in "abc":
-            running.release(key)
-        snapshot = running.kv_slot_capacity_snapshot()
-        assert snapshot.free_blocks == snapshot.total_blocks, (line, "a block is lost")
-    assert line > 20
-    assert errors, "some lines are between what must be done together"
+        assert running.state is ExecutorState.Ready
+        assert lengths(running) == [None] * 3
+        running.prefill("a", TEXT[:20])
+        goes_on_right(running, oracle)
+
+
+@pytest.mark.parametrize("at", ["planner.plan_steps", "step.blank", "KvTransaction.commit"])
+def test_an_interrupt_changes_nothing_before_the_first_change_and_is_an_error_after_it(
+    at: str, running: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    begin(running)
+    before = lengths(running), running.kv_slot_capacity_snapshot()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"ferrum_jax.executor.pipeline.{at}", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        running.unified_forward([("b", [4] * 20, 12, True), ("c", [5], 0, True)])
+    monkeypatch.undo()
+    if at == "planner.plan_steps":
+        assert (lengths(running), running.kv_slot_capacity_snapshot()) == before
+    else:
+        assert running.state is ExecutorState.Error
+        running.reset()
+        running.prefill("a", TEXT[:29])
+    goes_on_right(running, oracle)

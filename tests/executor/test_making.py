@@ -21,7 +21,7 @@ TOKENS = [5, 30, 2, 2, 17]
 @pytest.mark.parametrize("layout", ["checkpoint", SCANNED])
 def test_parameters_are_served_as_they_are(layout: str, params: ParamTree):
     mine = lay_out(params, CFG, layout)
-    with ferrum_jax.from_params(mine, CFG, engine=ENGINE, max_seqs=2, decode_rows=(2,), chunk_rows=(1,)) as runner:
+    with ferrum_jax.from_params(mine, CFG, engine=ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,)) as runner:
         assert runner.params is mine
         assert runner.plan.max_seqs == 2
         expected = models.forward(params, jnp.array([TOKENS]), CFG)[0, -1]
@@ -46,14 +46,6 @@ def test_activations_in_bfloat16_are_those_of_the_parameters(params: ParamTree):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
     with ferrum_jax.from_params(half, CFG, max_seqs=1, kv_capacity=16) as runner:
         assert runner.plan.cache.dtype == "bfloat16"
-
-
-def test_steering_is_a_parameter_too(params: ParamTree):
-    vectors = jnp.ones((CFG.num_hidden_layers, CFG.hidden_size))
-    mine = models.steered(params, vectors)
-    with ferrum_jax.from_params(mine, CFG, engine=ENGINE) as runner:
-        expected = models.forward(mine, jnp.array([TOKENS]), CFG)[0, -1]
-        np.testing.assert_allclose(runner.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
 
 
 def test_what_is_no_tree_of_parameters_is_refused(params: ParamTree):
@@ -85,10 +77,6 @@ def test_a_configuration_of_hugging_face_is_refused_with_what_makes_one_of_it(pa
         (
             lambda tree: {**tree, "model": {**tree["model"], "norm": {"weight": jnp.zeros(3)}}},
             rf"model.norm.weight has shape \[3\], expected \[{CFG.hidden_size}\]",
-        ),
-        (
-            lambda tree: models.steered(tree, jnp.zeros((CFG.num_hidden_layers + 1, CFG.hidden_size))),
-            f"model.steering has shape .*, expected .{CFG.num_hidden_layers}, {CFG.hidden_size}",
         ),
     ],
 )

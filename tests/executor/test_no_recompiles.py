@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ferrum_jax.compile.buckets import StepKey
-from ferrum_jax.compile.steps import lower_step
+from ferrum_jax.compile import sampler
+from ferrum_jax.compile.sampler import SamplerSpec
+from ferrum_jax.compile.step import ProgramContext, StepKey
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract import (
     FullLogits,
@@ -52,7 +53,7 @@ def test_500_random_legal_calls_after_warmup_compile_nothing(params: ParamTree, 
     rng = random.Random(7)
     with make_runner(params, replace(ENGINE, prefix_cache=True)) as runner:
         runner.warmup()
-        assert runner.compile_stats()["compiled"] == len(runner.plan.ladders.declared())
+        assert runner.compile_stats()["compiled"] == len(runner.plan.declared())
         runner.prefill("warm", [1])  # the first transfer of logits
         runner.reset()
         compiles.clear()
@@ -124,7 +125,7 @@ def _one_legal_call(runner: ModelRunner, rng: random.Random) -> None:
 def test_a_step_that_warmup_did_not_declare_is_counted_or_in_strict_mode_refused(params: ParamTree):
     with make_runner(params, strict=True) as strict, make_runner(params) as lenient:
         for runner in (strict, lenient):
-            runner._steps.warmup([StepKey(1, 0, 0, runner.plan.ladders.table_columns)])
+            runner._programs.warmup([runner.plan.buckets.decode(1)])
         assert lenient.prefill("a", [1, 2]).shape == (CFG.vocab_size,)
         assert lenient.compile_stats()["compiles_after_warmup"] == 1
         with pytest.raises(BackendError, match="strict mode"):
@@ -143,7 +144,7 @@ def test_the_kv_is_written_in_place_in_every_layout(params: ParamTree, block_siz
         runner.prefill("a", [1] * 20)
         stats = runner.compile_stats()["steps"]
         for name, step in stats.items():
-            if name.startswith("select"):
+            if not name.startswith("step"):
                 continue
             assert step["alias_bytes"] >= runner.plan.cache.num_bytes, name
             if num_blocks == 300:
@@ -156,8 +157,9 @@ def test_temporaries_of_smollm2s_decode_step_stay_small():
         num_layers=30, num_blocks=rows * length // block, block_size=block, num_kv_heads=3, head_dim=64, dtype="float32"
     )
     shapes = specs.shapes(family(SMOLLM2).param_specs(SMOLLM2), "float32")
-    lowered = lower_step(SMOLLM2, shapes, state.shapes(spec), StepKey(rows, 0, 0, length // block))
-    memory = lowered.compile().memory_analysis()
+    slots = sampler.shapes(SamplerSpec(num_slots=rows, vocab_size=SMOLLM2.vocab_size, capacity=length))
+    context = ProgramContext(SMOLLM2, shapes, state.shapes(spec), slots)
+    memory = StepKey(rows, 0, 0, length // block, rows).lower(context).compile().memory_analysis()
     assert memory is not None
     two_layers = 2 * spec.num_bytes // spec.num_layers
     logits, activations = rows * SMOLLM2.vocab_size * 4, rows * (1536 * 3 + 576 * 4) * 4

@@ -1,6 +1,7 @@
 """Prefix reuse: the same logits as without it, for the cost of what is not reused."""
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -36,13 +37,16 @@ def reusing(reusing_runner: ModelRunner) -> ModelRunner:
 def tokens_computed(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the tokens of every row that reaches the device."""
     seen: list[int] = []
-    run = runner._device.run
+    dispatch = runner._pipeline._dispatch
 
-    def count(plan, rows, *rest):
-        seen.extend(piece.size for piece in (*plan.decodes, *plan.chunks))
-        return run(plan, rows, *rest)
+    def count(plan, rows):
+        computed: Counter[int] = Counter()
+        for piece in (*plan.decodes, *plan.blocks):
+            computed[piece.row] += piece.size
+        seen.extend(computed.values())
+        return dispatch(plan, rows)
 
-    monkeypatch.setattr(runner._device, "run", count)
+    monkeypatch.setattr(runner._pipeline, "_dispatch", count)
     return seen
 
 
@@ -225,13 +229,11 @@ def test_what_writes_nothing_forgets_nothing(reusing: ModelRunner, oracle: Oracl
     np.testing.assert_allclose(logits, oracle([*PROMPT[:12], 1, 2])[-1], atol=1e-4, rtol=0)
 
 
-def test_an_interrupt_while_the_books_are_closed_is_an_error_state(
-    reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_interrupt_while_blocks_are_entered_is_an_error_state(reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch):
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(reusing._sequences.slots, "enter", stop)
+    monkeypatch.setattr(reusing._pipeline.table, "enter", stop)
     with pytest.raises(KeyboardInterrupt):
         reusing.prefill("a", PROMPT[:9])
     assert reusing.state is ExecutorState.Error

@@ -14,7 +14,7 @@ PROGRAM = """
 
     second = jax.devices()[1]
     params = jax.device_put(models.init_params(CFG, jax.random.key(0)), second)
-    engine = replace(ENGINE, max_loras=1, max_lora_rank=4, prefix_cache=True, decode_rows=(2,), chunk_tokens=(8,))
+    engine = replace(ENGINE, max_loras=1, max_lora_rank=4, prefix_cache=True, decode_rows=(2,), block_tokens=8)
     plan = plan_engine(engine, CFG, platform="cpu", free_bytes=10**9)
     with ModelRunner(params, CFG, plan, device=second) as runner:
         runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="one", path=sys.argv[1]))

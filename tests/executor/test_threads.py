@@ -8,11 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from ferrum_jax.compile.steps import StepOutputs
+from ferrum_jax.compile.step import StepOutputs
 from ferrum_jax.contract.errors import DeviceError, FerrumError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.device import Answer
+from ferrum_jax.executor.answers import StepPart, read_part
+from ferrum_jax.models.capture import Captured
 from tests.executor.conftest import Oracle
 
 
@@ -48,14 +49,15 @@ class Poisoned:
         raise jax.errors.JaxRuntimeError("INTERNAL: injected")
 
 
-def fail_at_dispatch(params: object, kv: object, buffer: object) -> object:
+def fail_at_dispatch(params: object, kv: object, *_: object) -> object:
     for leaf in jax.tree.leaves(kv):
         leaf.delete()  # what donation does
     raise jax.errors.JaxRuntimeError("INTERNAL: injected")
 
 
-def fail_when_fetched(params: object, kv: object, buffer: object) -> object:
-    return StepOutputs(logits=cast(jax.Array, Poisoned())), kv
+def fail_when_fetched(params: object, kv: object, *_: object) -> object:
+    logits = cast(jax.Array, Poisoned())
+    return StepOutputs(logits=logits, rows=logits, captured=Captured(hidden={}, attention={})), kv
 
 
 @pytest.mark.parametrize("fail", [fail_at_dispatch, fail_when_fetched])
@@ -63,8 +65,8 @@ def test_a_failed_step_is_an_error_state_until_reset(
     fail: Callable[..., object], runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ):
     runner.prefill("a", [1, 2, 3])
-    healthy = runner._steps._steps
-    monkeypatch.setattr(runner._steps, "_steps", dict.fromkeys(healthy, fail))
+    healthy = runner._programs._steps
+    monkeypatch.setattr(runner._programs, "_steps", dict.fromkeys(healthy, fail))
     try:
         with pytest.raises(DeviceError, match="injected"):
             runner.decode("a", 4, 3)
@@ -81,35 +83,17 @@ def test_a_failed_step_is_an_error_state_until_reset(
     runner.release("a")
 
 
-def test_an_interrupt_before_the_device_call_leaves_everything_as_it_was(
-    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-):
-    runner.prefill("a", [1, 2, 3])
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("ferrum_jax.executor.device.packing.blank", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        runner.unified_forward([("a", [4] * 20, 3, True), ("b", [5], 0, True)])
-    monkeypatch.undo()
-    assert runner.state is ExecutorState.Ready
-    assert (runner.kv_len("a"), runner.kv_len("b")) == (3, None)
-    assert runner.kv_slot_capacity_snapshot().free_blocks == 17
-    np.testing.assert_allclose(runner.decode("a", 4, 3), oracle([1, 2, 3, 4])[-1], atol=1e-4)
-
-
 @pytest.mark.parametrize("call", [lambda one: one.decode("a", 4, 3), lambda one: one.prefill("a", [4, 5])])
 def test_an_interrupt_while_an_answer_is_fetched_is_an_error_state(
     runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, call: Callable[[ModelRunner], Any]
 ):
-    """The tokens are in the books by then, but nobody was told of them."""
+    """The tokens are written by then, but nobody was told of them."""
     runner.prefill("a", [1, 2, 3])
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runner._device, "_to_host", interrupt)
+    monkeypatch.setattr(runner._device, "fetch", interrupt)
     with pytest.raises(KeyboardInterrupt):
         call(runner)
     monkeypatch.undo()
@@ -122,22 +106,21 @@ def test_an_interrupt_while_an_answer_is_fetched_is_an_error_state(
 def test_a_call_of_many_steps_has_two_in_flight_and_never_more(
     runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ):
-    begun, seen, run = [0], [], runner._device.run
+    begun, seen, dispatch = [0], [], runner._pipeline._dispatch
 
-    def count(*given: Any) -> Callable[[], dict[int, Answer]]:
-        answer = run(*given)
+    def count(*given: Any) -> StepPart:
         begun[0] += 1
         seen.append(begun[0])
+        return dispatch(*given)
 
-        def fetch() -> dict[int, Answer]:
-            begun[0] -= 1
-            return answer()
+    def read(*given: Any) -> None:
+        begun[0] -= 1
+        read_part(*given)
 
-        return fetch
-
-    monkeypatch.setattr(runner._device, "run", count)
+    monkeypatch.setattr(runner._pipeline, "_dispatch", count)
+    monkeypatch.setattr("ferrum_jax.executor.pipeline.read_part", read)
     tokens = [at % 30 + 1 for at in range(40)]
     np.testing.assert_allclose(runner.forward_verify("long", tokens), oracle(tokens), atol=1e-4)
-    assert len(seen) == 7  # of 6 tokens each, the last of 4
+    assert len(seen) == 5  # of 8 tokens each
     assert (max(seen), begun) == (2, [0])
     runner.release("long")

@@ -15,7 +15,7 @@ from ferrum_jax.contract import (
     KvSlotRequest,
     TokenSelectionMask,
 )
-from ferrum_jax.contract.errors import ConfigError, NotFoundError, RequestValidationError, shown
+from ferrum_jax.contract.errors import ConfigError, NotFoundError, RequestValidationError, safe_repr
 from ferrum_jax.contract.llm import choose
 from ferrum_jax.executor import ModelRunner
 from tests.executor.conftest import Oracle
@@ -94,6 +94,6 @@ def test_paths_that_no_file_can_have_are_not_found():
 
 
 def test_what_has_no_repr_is_shown_by_its_type():
-    assert shown("a") == "'a'"
-    assert shown(HUGE) == "a int that cannot be shown"
-    assert shown(_deleted()) == "a ArrayImpl that cannot be shown"
+    assert safe_repr("a") == "'a'"
+    assert safe_repr(HUGE) == "a int that cannot be shown"
+    assert safe_repr(_deleted()) == "a ArrayImpl that cannot be shown"

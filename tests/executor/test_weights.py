@@ -25,7 +25,7 @@ def others(params: ParamTree) -> ParamTree:
 
 @pytest.fixture(scope="module")
 def shared(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(ENGINE, prefix_cache=True, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,))
+    engine = replace(ENGINE, prefix_cache=True, decode_rows=(4,), query_blocks=(3,), block_tokens=8)
     with make_runner(params, engine) as runner:
         yield runner
 

@@ -1,7 +1,7 @@
-"""Which live sequence sits in which slot, how long it is, and which blocks it holds."""
+"""Cache ids to slots, and which blocks of the pool hold each sequence's positions: plain bookkeeping on the host."""
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,18 +10,23 @@ from ferrum_jax.contract.errors import InternalError, RequestValidationError, Re
 from ferrum_jax.kvcache.blocks import BlockPool
 from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 
+UNKNOWN = -1  # in the place of a token id that was chosen on the device and has not been read yet
+
 
 @dataclass(eq=False, slots=True)
-class LiveSequence:
+class CachedSequence:
     """One live sequence."""
 
     slot: int
-    room: int = 0  # positions that can be written, one after the other, with no more bookkeeping than their count
-    lost: int = 0  # positions before this one are no longer in its ring
+    writable: int = 0  # positions already allocated to this sequence; writing up to there needs no new block
+    evicted_before: int = 0  # positions before this one are no longer in its sliding-window cache
     tokens: array = field(default_factory=lambda: array("i"))  # those whose keys and values are written
     blocks: list[int] = field(default_factory=list)
     entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
     adapter: Hashable = None
+    is_live: bool = True
+    sampled_at: int = -1  # position of the token chosen last for it on the device; -1: none
+    sampled: int = UNKNOWN  # that token, once it is read
 
     @property
     def length(self) -> int:
@@ -29,12 +34,12 @@ class LiveSequence:
         return len(self.tokens)
 
 
-class SlotTable:
-    """Cache ids to slots, and the block table `[max_seqs, M]` whose used rows travel with each batch.
+class SequenceTable:
+    """The live sequences, and the block table `[max_seqs, M]` whose used rows travel with each batch.
 
     With `prefixes`, every full block is entered there and stays, after its sequence is gone, until the pool needs it.
-    With rings, the last columns of the table are each slot's ring, and a sequence that is longer than it loses there
-    what it wrote first; one whose next token would see some of that `is_cut`.
+    With sliding-window caches, the last columns of the table are each slot's own blocks, reused modulo their number. A
+    sequence whose next token would see an evicted position `needs_recompute`.
     """
 
     def __init__(
@@ -45,7 +50,7 @@ class SlotTable:
         block_size: int,
         num_blocks: int,
         prefixes: PrefixIndex | None = None,
-        ring_blocks: int = 0,
+        window_blocks: int = 0,
         window: int = 1,
     ):
         """Makes all slots free.
@@ -56,8 +61,8 @@ class SlotTable:
             block_size: positions.
             num_blocks: of the pool.
             prefixes: where full blocks are entered, if they are.
-            ring_blocks: of the ring that each slot has, if it has one.
-            window: positions that a token sees in the ring, itself included.
+            window_blocks: of each slot's sliding-window cache, 0 if there is none.
+            window: positions that a token sees there, itself included.
         """
         self.max_seqs = max_seqs
         self.kv_capacity = kv_capacity
@@ -65,28 +70,26 @@ class SlotTable:
         self.prefixes = prefixes
         self.pool = BlockPool(num_blocks, self.forget)
         self.longest = min(kv_capacity, num_blocks * block_size)  # positions of a sequence that is alone
-        self.ring_size = ring_blocks * block_size  # positions
+        self.window_size = window_blocks * block_size  # positions
         self.window = window
-        rings = np.arange(max_seqs * ring_blocks, dtype=np.int32).reshape(max_seqs, ring_blocks)
-        self.table = np.hstack([np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32), rings])
-        self._live: dict[str, LiveSequence] = {}
+        own = np.arange(max_seqs * window_blocks, dtype=np.int32).reshape(max_seqs, window_blocks)
+        self.table = np.hstack([np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32), own])
+        self._live: dict[str, CachedSequence] = {}
         self._free_slots = list(range(max_seqs - 1, -1, -1))
 
-    def get(self, cache_id: str) -> LiveSequence | None:
-        """Gives the live sequence, or None."""
+    def get(self, cache_id: str) -> CachedSequence | None:
+        """Returns the live sequence, or None."""
         return self._live.get(cache_id)
-
-    def find(self, cache_ids: Iterable[str]) -> list[LiveSequence] | None:
-        """Gives the live sequences; None unless all ids are known."""
-        try:
-            return [self._live[cache_id] for cache_id in cache_ids]
-        except KeyError:
-            return None
 
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
         found = self._live.get(cache_id)
         return 0 if found is None else len(found.tokens)
+
+    def abandon(self) -> None:
+        """Counts every sequence as gone, for those who still hold one."""
+        for live in self._live.values():
+            live.is_live = False
 
     @property
     def cache_ids(self) -> list[str]:
@@ -97,36 +100,36 @@ class SlotTable:
         """Blocks that hold so many positions."""
         return -(-positions // self.block_size)
 
-    def refuse_past_capacity(self, cache_id: str, target: int) -> None:
-        """Raises RequestValidation if a sequence cannot be so long, were it the only one."""
-        room = self.pool.num_blocks * self.block_size
+    def check_capacity(self, cache_id: str, target: int) -> None:
+        """Raises RequestValidationError if a sequence cannot be so long, were it the only one."""
         if target <= self.longest:
             return
         if target > self.kv_capacity:
             raise RequestValidationError(
                 f"{cache_id!r} needs {target} positions, its KV capacity is {self.kv_capacity}"
             )
-        raise RequestValidationError(f"{cache_id!r} needs {target} positions, the whole pool holds {room}")
+        pool = self.pool.num_blocks * self.block_size
+        raise RequestValidationError(f"{cache_id!r} needs {target} positions, the whole pool holds {pool}")
 
-    def refuse_newcomers(self, cache_ids: Sequence[str]) -> None:
-        """Raises ResourceExhausted if the ids (all different) that are unknown outnumber the free slots."""
-        newcomers = sum(cache_id not in self._live for cache_id in cache_ids)
-        if newcomers > len(self._free_slots):
+    def check_new_slots(self, cache_ids: Sequence[str]) -> None:
+        """Raises ResourceExhaustedError if the ids (all different) that are unknown outnumber the free slots."""
+        needed = sum(cache_id not in self._live for cache_id in cache_ids)
+        if needed > len(self._free_slots):
             raise ResourceExhaustedError(
-                f"need {newcomers} slots for new sequences, {len(self._free_slots)} of {self.max_seqs} are free",
-                needed=newcomers,
+                f"need {needed} slots for new sequences, {len(self._free_slots)} of {self.max_seqs} are free",
+                needed=needed,
                 free=len(self._free_slots),
             )
 
-    def open(self, cache_id: str) -> LiveSequence:
-        """Gives the live sequence, created empty if the id is unknown; there must be a free slot."""
+    def open(self, cache_id: str) -> CachedSequence:
+        """Returns the live sequence, created empty if the id is unknown; there must be a free slot."""
         if cache_id not in self._live:
-            self._live[cache_id] = LiveSequence(slot=self._free_slots.pop())
+            self._live[cache_id] = CachedSequence(slot=self._free_slots.pop())
         return self._live[cache_id]
 
-    def seat(self, live: LiveSequence, blocks: list[int]) -> None:
+    def set_blocks(self, live: CachedSequence, blocks: list[int]) -> None:
         """Sets the blocks of a sequence, whoever holds them."""
-        live.blocks, live.room = blocks, 0
+        live.blocks, live.writable = blocks, 0
         self.table[live.slot, : len(blocks)] = blocks
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
@@ -141,15 +144,16 @@ class SlotTable:
             raise RequestValidationError(f"{cache_id!r} is unknown, only a live sequence can be forked")
         if new_cache_id in self._live:
             raise RequestValidationError(f"{new_cache_id!r} is a live sequence, a fork needs an id that is unknown")
-        self.refuse_newcomers([new_cache_id])
+        self.check_new_slots([new_cache_id])
         made = self.open(new_cache_id)
         made.tokens, made.entries, made.adapter = live.tokens[:], live.entries[:], live.adapter
         shared = live.blocks[: self.num_blocks(live.length)]  # what is reserved beyond stays the other's
         for block in shared:
             self.pool.hold(block)
-        self.seat(made, shared)
-        self.lose_ring(made)
-        self.settle(live)
+        self.set_blocks(made, shared)
+        if self.window_size and made.tokens:
+            made.evicted_before = len(made.tokens)  # its own sliding-window cache is empty
+        self.update_writable(live)
 
     def truncate(self, cache_id: str, new_len: int) -> None:
         """Rolls a sequence back and frees the blocks wholly past its new end, reserved ones too.
@@ -162,65 +166,77 @@ class SlotTable:
         keep = self.num_blocks(new_len)
         del live.tokens[new_len:]
         del live.entries[new_len // self.block_size :]
+        if live.sampled_at > new_len:  # it was chosen after tokens that are gone
+            live.sampled_at = -1
         self.pool.release(live.blocks[keep:])
         del live.blocks[keep:]
         if not live.tokens:
-            live.lost = 0
-        self.settle(live)
+            live.evicted_before = 0
+        self.update_writable(live)
 
     def release(self, cache_id: str) -> None:
         """Frees a sequence's slot and blocks; an unknown id is no error."""
         live = self._live.pop(cache_id, None)
         if live is not None:
+            live.is_live = False
             self.pool.release(live.blocks)
             self._free_slots.append(live.slot)
 
-    def is_cut(self, live: LiveSequence) -> bool:
-        """True of a sequence whose next token would see what its ring has lost."""
-        return max(0, len(live.tokens) - (self.window - 1)) < live.lost
+    def needs_recompute(self, live: CachedSequence) -> bool:
+        """True of a sequence whose next token would see positions that its sliding-window cache has lost."""
+        return max(0, len(live.tokens) - (self.window - 1)) < live.evicted_before
 
-    def lose_ring(self, live: LiveSequence) -> None:
-        """Counts all of a sequence's ring as lost."""
-        if self.ring_size and live.tokens:
-            live.lost = len(live.tokens)
+    def recomputed(self, live: CachedSequence) -> None:
+        """Counts the sliding-window cache as written anew, from the sequence's beginning to its end."""
+        live.evicted_before = max(0, len(live.tokens) - self.window_size)
+        self.update_writable(live)
 
-    def refill_ring(self, live: LiveSequence) -> None:
-        """Counts the ring as written anew, from the sequence's beginning to its end."""
-        live.lost = max(0, len(live.tokens) - self.ring_size)
-        self.settle(live)
+    def update_writable(self, live: CachedSequence) -> None:
+        """Finds what a new length means: what the sliding window has lost, and how far the sequence may write.
 
-    def settle(self, live: LiveSequence) -> None:
-        """Finds what a new length means: what the ring has lost, and how far the sequence can go on.
-
-        It can in blocks that nobody else holds and no prefix is entered for, unless it is cut.
+        It may write in blocks that nobody else holds and no prefix is entered for, unless it needs a recompute.
         """
-        if self.ring_size:
-            live.lost = max(live.lost, len(live.tokens) - self.ring_size)
+        if self.window_size:
+            live.evicted_before = max(live.evicted_before, len(live.tokens) - self.window_size)
         at, inside = divmod(len(live.tokens), self.block_size)
         is_own = not inside or (self.pool.num_holders(live.blocks[at]) == 1 and not self.pool.is_kept(live.blocks[at]))
-        ready = is_own and not self.is_cut(live)
-        live.room = min(len(live.blocks) * self.block_size, self.longest) if ready else 0
+        may_write = is_own and not self.needs_recompute(live)
+        live.writable = min(len(live.blocks) * self.block_size, self.longest) if may_write else 0
 
-    def append(self, lives: Sequence[LiveSequence], tokens: Sequence[int]) -> None:
-        """Counts one token of each sequence as written, for which it had room, and enters the blocks they fill."""
-        ring, block = self.ring_size, self.block_size
-        for live, token in zip(lives, tokens, strict=True):
-            written = live.tokens
-            written.append(token)
-            if ring:
-                live.lost = max(live.lost, len(written) - ring)
-            if not len(written) % block:
+    def append(self, live: CachedSequence, tokens: Sequence[int]) -> None:
+        """Counts tokens as written, for which the sequence had room, and enters the blocks they fill."""
+        written, block = live.tokens, self.block_size
+        full = len(written) // block
+        written.extend(tokens)
+        if self.window_size:
+            live.evicted_before = max(live.evicted_before, len(written) - self.window_size)
+        if len(written) // block != full:
+            self.enter(live)
+
+    def expect(self, live: CachedSequence, position: int) -> None:
+        """Counts a token for `position` as chosen on the device; `resolve` says which one."""
+        live.sampled_at, live.sampled = position, UNKNOWN
+
+    def resolve(self, live: CachedSequence, position: int, token: int) -> None:
+        """Takes a token that was chosen on the device, and fills it in where it has been written already."""
+        if live.sampled_at == position:
+            live.sampled = token
+        if live.is_live and position < len(live.tokens) and live.tokens[position] == UNKNOWN:
+            live.tokens[position] = token
+            if len(live.entries) < len(live.tokens) // self.block_size:
                 self.enter(live)
 
-    def enter(self, live: LiveSequence) -> None:
+    def enter(self, live: CachedSequence) -> None:
         """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""
         if self.prefixes is None:
             return
         for at in range(len(live.entries), live.length // self.block_size):
-            tokens = live.tokens[at * self.block_size : (at + 1) * self.block_size].tobytes()
+            inside = live.tokens[at * self.block_size : (at + 1) * self.block_size]
+            if UNKNOWN in inside:
+                return
             above = live.entries[-1] if live.entries else None
             mine = live.blocks[at]
-            entry = self.prefixes.add(live.adapter, above, tokens, mine)
+            entry = self.prefixes.add(live.adapter, above, inside.tobytes(), mine)
             assert entry.block is not None
             if entry.block == mine:
                 self.pool.keep(mine)

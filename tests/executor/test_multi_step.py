@@ -1,4 +1,4 @@
-"""`decode_n`: what a loop on the device yields is what decoding step by step and sampling yield."""
+"""`decode_n`: what multi-step programs choose is what decoding step by step and sampling choose."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ferrum_jax import errors
-from ferrum_jax.compile.buckets import LoopKey
+from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.contract import (
     ActiveLoraAdapter,
     DecodedRun,
@@ -31,23 +31,23 @@ from ferrum_jax.ops.sampling import SampleInputs, sample
 from tests.executor.conftest import CAPACITY, CFG, ENGINE, make_runner, poison
 from tests.fake import SummingLLM
 
-LOOP = 5  # tokens, fewer than most runs
+STEPS = 5  # tokens of one device call, fewer than most runs
 PROMPTS = {"a": [3, 1, 4], "b": [1, 5, 9, 2, 6, 5, 3, 5], "c": [8], "d": [2, 7, 1, 8, 2, 8, 1]}
 
 
 @pytest.fixture(scope="module")
-def looping(params: ParamTree) -> Iterator[ModelRunner]:
-    """A warm, strict runner with loops, prefixes and adapters."""
+def multi_stepping(params: ParamTree) -> Iterator[ModelRunner]:
+    """A warm, strict runner with multi-step programs, prefixes and adapters."""
     engine = replace(
         ENGINE,
-        loop_tokens=LOOP,
+        multi_step_tokens=STEPS,
         prefix_cache=True,
         max_loras=2,
         max_lora_rank=4,
         kv_blocks=20,
         decode_rows=(1, 4),
-        chunk_rows=(1,),
-        chunk_tokens=(24,),
+        query_blocks=(1,),
+        block_tokens=24,
     )
     with make_runner(params, engine, strict=True) as runner:
         runner.warmup()
@@ -55,10 +55,10 @@ def looping(params: ParamTree) -> Iterator[ModelRunner]:
 
 
 @pytest.fixture
-def runner(looping: ModelRunner) -> ModelRunner:
-    looping.reset()
-    poison(looping)
-    return looping
+def runner(multi_stepping: ModelRunner) -> ModelRunner:
+    multi_stepping.reset()
+    poison(multi_stepping)
+    return multi_stepping
 
 
 def step_by_step(runner: ModelRunner, run: DecodeRun, tokens: Sequence[int]) -> DecodedRun:
@@ -107,9 +107,9 @@ RUNS = st.tuples(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=st.lists(RUNS, min_size=1, max_size=4))
-def test_a_loop_yields_what_decoding_step_by_step_yields(runner: ModelRunner, asked: list[tuple[Any, ...]]):
+def test_multi_step_decoding_equals_decoding_step_by_step(runner: ModelRunner, asked: list[tuple[Any, ...]]):
     answers = []
-    for in_loop in (True, False):
+    for at_once in (True, False):
         runner.reset()
         runs = []
         for (key, tokens), (how, count, stops, seed) in zip(PROMPTS.items(), asked, strict=False):
@@ -119,7 +119,7 @@ def test_a_loop_yields_what_decoding_step_by_step_yields(runner: ModelRunner, as
                     cache_id=key, token=7, pos=len(tokens), max_tokens=count, stop_ids=stops, sampling=how, seed=seed
                 )
             )
-        if in_loop:
+        if at_once:
             answers.append(runner.decode_n(runs))
         else:
             answers.append([step_by_step(runner, run, [*PROMPTS[run.cache_id], 7]) for run in runs])
@@ -130,7 +130,7 @@ def test_a_loop_yields_what_decoding_step_by_step_yields(runner: ModelRunner, as
     assert runner.compile_stats()["compiles_after_warmup"] == 0
 
 
-def test_a_sequence_goes_on_from_where_a_loop_left_it(runner: ModelRunner):
+def test_a_sequence_goes_on_from_where_multi_step_decoding_left_it(runner: ModelRunner):
     runner.prefill("a", PROMPTS["a"])
     runner.prefill("b", PROMPTS["a"])
     run = DecodeRun(cache_id="a", token=7, pos=3, max_tokens=11)
@@ -199,7 +199,7 @@ def test_rows_with_adapters_decode_with_them(runner: ModelRunner, adapter_folder
     runner.unload_lora("one")
 
 
-def test_a_prefix_that_a_loop_filled_is_reused(runner: ModelRunner):
+def test_a_prefix_that_multi_step_decoding_filled_is_reused(runner: ModelRunner):
     runner.prefill("a", PROMPTS["a"])
     (found,) = runner.decode_n([DecodeRun(cache_id="a", token=7, pos=3, max_tokens=20)])
     runner.release("a")
@@ -268,8 +268,8 @@ def test_runs_that_cannot_be_listed_are_refused(runner: ModelRunner):
             runner.decode_n(runs)  # pyright: ignore[reportArgumentType]
 
 
-def test_more_rows_than_the_largest_loop_run_in_several(params: ParamTree, runner: ModelRunner):
-    engine = replace(ENGINE, loop_tokens=LOOP, decode_rows=(2,), chunk_rows=(1,), chunk_tokens=(24,))
+def test_more_rows_than_the_largest_program_run_in_several(params: ParamTree, runner: ModelRunner):
+    engine = replace(ENGINE, multi_step_tokens=STEPS, decode_rows=(2,), query_blocks=(1,), block_tokens=24)
     runs = [DecodeRun(cache_id=key, token=7, pos=len(PROMPTS[key]), max_tokens=7) for key in PROMPTS]
     with make_runner(params, engine) as narrow:
         for key, tokens in PROMPTS.items():
@@ -288,9 +288,9 @@ def test_a_pool_too_small_for_the_whole_run_refuses_it(runner: ModelRunner):
     assert runner.kv_slot_capacity_snapshot() == before
 
 
-def test_a_model_without_loops_says_so(shared_runner: ModelRunner):
+def test_a_model_without_multi_step_programs_says_so(shared_runner: ModelRunner):
     assert shared_runner.loop_tokens == 0
-    with pytest.raises(UnsupportedError, match="loop_tokens"):
+    with pytest.raises(UnsupportedError, match="multi_step_tokens"):
         shared_runner.decode_n([])
     model = SummingLLM()
     assert model.loop_tokens == 0
@@ -298,18 +298,19 @@ def test_a_model_without_loops_says_so(shared_runner: ModelRunner):
         model.decode_n([])
 
 
-def test_a_loop_that_fails_on_the_device_leaves_the_state_error(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+def test_a_failure_on_the_device_leaves_the_state_error(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
     runner.prefill("a", PROMPTS["a"])
     run = DecodeRun(**GOOD)
     expected = runner.decode_n([run])
     runner.truncate_kv("a", 3)
-    key = next(key for key in runner._steps._steps if isinstance(key, LoopKey) and not key.adapters)
+    programs = runner._programs._steps
+    key = next(key for key in programs if isinstance(key, MultiStepKey) and not key.adapters)
 
     def fail(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("injected")
 
     with monkeypatch.context() as patched:
-        patched.setitem(runner._steps._steps, key, fail)
+        patched.setitem(programs, key, fail)
         with pytest.raises(errors.DeviceError, match="injected"):
             runner.decode_n([run])
     assert runner.state is ExecutorState.Error
@@ -318,9 +319,9 @@ def test_a_loop_that_fails_on_the_device_leaves_the_state_error(runner: ModelRun
     same(runner.decode_n([run]), expected)
 
 
-def test_a_loop_keeps_the_kv_in_place(runner: ModelRunner):
-    for key, executable in runner._steps._steps.items():
-        if isinstance(key, LoopKey):
+def test_the_kv_is_written_in_place(runner: ModelRunner):
+    for key, executable in runner._programs._steps.items():
+        if isinstance(key, MultiStepKey):
             memory = executable.memory_analysis()
             assert memory is not None
             assert memory.alias_size_in_bytes >= runner.plan.cache.num_bytes

@@ -1,78 +1,26 @@
-"""Compiled steps by shape: lowered and compiled ahead of time, so that none can recompile in silence."""
+"""Compiled programs by key: lowered and compiled ahead of time, so that none can recompile in silence."""
 
 import functools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import flax.struct
 import jax
-import jax.numpy as jnp
 
 from ferrum_jax.compile.artifacts import Artifact, Artifacts, Built, compile_and_save, memory_of
-from ferrum_jax.compile.buckets import StepKey
 from ferrum_jax.compile.heap import trim_heap
-from ferrum_jax.compile.packing import packed_size, unpack
-from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import BackendError
-from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.models.watching import Seen, Watch
 
 _log = logging.getLogger(__name__)
-Key = TypeVar("Key", bound=Hashable)
+Key = Any  # hashable; its repr names what is kept on disk
 MOST_THREADS = 16  # that compile at once; each may take gigabytes
 
 
-@flax.struct.dataclass
-class StepOutputs:
-    """What a step hands back; what was not asked for is None."""
-
-    logits: jax.Array | None = None  # float32 [R, V]
-    token_ids: jax.Array | None = None  # int32 [R]
-    logprobs: jax.Array | None = None  # float32 [R], of `token_ids`
-    seen: Seen[jax.Array] | None = None  # of the layers that the key names
-
-
-def step(
-    params: ParamTree,
-    kv: KvState[jax.Array],
-    buffer: jax.Array,
-    loras: ParamTree | None = None,
-    *,
-    cfg: ModelConfig,
-    key: StepKey,
-    attention: str = "xla",
-) -> tuple[StepOutputs, KvState[jax.Array]]:
-    """Runs the new tokens of one packed batch through the model. `kv` is donated."""
-    run = functools.partial(family(cfg).forward, loras=loras, attention=attention)
-    if key.is_watched:
-        watch = Watch(hidden=key.hidden, attention=key.attention)
-        logits, kv, seen = run(params, kv, unpack(buffer, key), cfg, watch=watch)
-        return StepOutputs(logits=logits, seen=seen), kv
-    logits, kv = run(params, kv, unpack(buffer, key), cfg)
-    return StepOutputs(logits=logits), kv
-
-
-def lower_step(
-    cfg: ModelConfig, params: Any, kv: Any, key: StepKey, loras: Any = None, attention: str = "xla"
-) -> jax.stages.Lowered:
-    """Lowers one step for parameters, a KV and stacks of adapters given as arrays or as their shapes.
-
-    The stacks are an argument of the steps whose key has adapters, and of no other.
-    """
-    buffer = jax.ShapeDtypeStruct((packed_size(key),), jnp.int32)
-    pure = functools.partial(step, cfg=cfg, key=key, attention=attention)
-    functools.update_wrapper(pure, step)
-    return jax.jit(pure, donate_argnums=1).lower(params, kv, buffer, *([loras] if key.adapters else []))
-
-
-class StepCache(Generic[Key]):
+class ProgramCache:
     """Keys to executables. A key that is missing is compiled, counted and logged; in strict mode, refused.
 
     With `artifacts`, what is on disk is loaded instead, and what is compiled is kept there.
@@ -94,7 +42,7 @@ class StepCache(Generic[Key]):
         self._compiled_late = 0
 
     def get(self, key: Key) -> jax.stages.Compiled:
-        """Gives the executable of a step.
+        """Returns the executable of a program.
 
         Raises:
             BackendError: it does not compile; or it is not there after `warmup`, in strict mode.
@@ -201,7 +149,7 @@ class StepCache(Generic[Key]):
 
     def _compile(self, key: Key, *, late: bool = False) -> Built:
         if late:
-            _log.warning("compiling step %s after warmup: declare it in the ladders", key)
+            _log.warning("compiling step %s after warmup: declare it in the buckets", key)
         started = time.perf_counter()
         try:
             built = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts)

@@ -1,4 +1,4 @@
-"""The step cache with toy computations, and that real steps write the KV in place."""
+"""The program cache, with toy computations."""
 
 import logging
 import threading
@@ -8,15 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ferrum_jax.compile.buckets import StepKey
-from ferrum_jax.compile.steps import StepCache, lower_step
+from ferrum_jax.compile.program_cache import ProgramCache
+from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import BackendError
-from ferrum_jax.kvcache import state
-from ferrum_jax.kvcache.state import CacheSpec
-from ferrum_jax.models import family, specs
-from tests.executor.conftest import CFG
 
-SMALL, LARGE, OTHER = StepKey(1, 0, 0, 2), StepKey(4, 0, 0, 2), StepKey(2, 0, 0, 2)
+SMALL, LARGE, OTHER = (StepKey(rows, 0, 0, 2, rows) for rows in (1, 4, 2))
 
 
 class Lowering:
@@ -39,7 +35,7 @@ def lowering() -> Lowering:
 
 
 def test_a_step_is_compiled_once_and_then_found(lowering: Lowering):
-    cache = StepCache(lowering)
+    cache = ProgramCache(lowering)
     executable = cache.get(SMALL)
     assert executable(jnp.zeros(1)).tolist() == [1.0]
     assert cache.get(SMALL) is executable
@@ -51,7 +47,7 @@ def test_a_step_is_compiled_once_and_then_found(lowering: Lowering):
 
 
 def test_warmup_compiles_what_is_missing_and_shows_it(lowering: Lowering):
-    cache = StepCache(lowering)
+    cache = ProgramCache(lowering)
     cache.get(SMALL)
     shown: list[list[StepKey]] = []
 
@@ -69,20 +65,20 @@ def test_warmup_compiles_what_is_missing_and_shows_it(lowering: Lowering):
 
 
 def test_a_late_step_is_compiled_counted_and_logged(lowering: Lowering, caplog: pytest.LogCaptureFixture):
-    cache = StepCache(lowering)
+    cache = ProgramCache(lowering)
     cache.warmup([SMALL])
     with caplog.at_level(logging.WARNING):
         cache.get(SMALL)
         assert caplog.messages == []
         cache.get(LARGE)
         cache.get(LARGE)
-    assert caplog.messages == [f"compiling step {LARGE} after warmup: declare it in the ladders"]
+    assert caplog.messages == [f"compiling step {LARGE} after warmup: declare it in the buckets"]
     assert cache.stats()["compiles_after_warmup"] == 1
     assert cache.stats()["compiled"] == 2
 
 
 def test_strict_mode_refuses_what_warmup_did_not_compile(lowering: Lowering):
-    cache = StepCache(lowering, strict=True)
+    cache = ProgramCache(lowering, strict=True)
     cache.get(OTHER)  # before warmup everything is compiled
     cache.warmup([SMALL])
     with pytest.raises(BackendError, match=f"{LARGE} was not compiled by warmup"):
@@ -93,7 +89,7 @@ def test_strict_mode_refuses_what_warmup_did_not_compile(lowering: Lowering):
 
 
 def test_a_failing_lowering_propagates_and_leaves_nothing(lowering: Lowering):
-    cache = StepCache(lowering)
+    cache = ProgramCache(lowering)
     lowering.broken = {LARGE}
     with pytest.raises(ValueError, match=f"no {LARGE}"):
         cache.get(LARGE)
@@ -116,7 +112,7 @@ def test_what_the_compiler_refuses_is_a_backend_error_that_names_the_step():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
 
     with pytest.raises(BackendError, match=f"{SMALL} does not compile: RESOURCE_EXHAUSTED: injected"):
-        StepCache(refuse).get(SMALL)
+        ProgramCache(refuse).get(SMALL)
 
 
 def test_two_threads_get_one_executable(lowering: Lowering):
@@ -126,7 +122,7 @@ def test_two_threads_get_one_executable(lowering: Lowering):
         barrier.wait(timeout=60)  # both are compiling before either is done
         return lowering(key)
 
-    cache = StepCache(meet)
+    cache = ProgramCache(meet)
     found: list[jax.stages.Compiled] = []
     threads = [threading.Thread(target=lambda: found.append(cache.get(SMALL))) for _ in range(2)]
     for thread in threads:
@@ -136,27 +132,3 @@ def test_two_threads_get_one_executable(lowering: Lowering):
     assert len(found) == 2
     assert found[0] is found[1] is cache.get(SMALL)
     assert cache.stats()["compiled"] == 1
-
-
-MIXED, VERIFY = StepKey(2, 1, 8, 2), StepKey(0, 1, 5, 2, "all")
-
-
-@pytest.mark.parametrize(
-    ("key", "block_size", "num_blocks"),
-    [(MIXED, 4, 1), (MIXED, 8, 3), (MIXED, 64, 1), (MIXED, 64, 200), (VERIFY, 64, 200)],
-)
-def test_a_step_of_any_kind_writes_the_kv_in_place(key: StepKey, block_size: int, num_blocks: int):
-    spec = CacheSpec(
-        num_layers=CFG.num_hidden_layers,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        num_kv_heads=CFG.num_key_value_heads,
-        head_dim=CFG.head_dim,
-        dtype="float32",
-    )
-    shapes = specs.shapes(family(CFG).param_specs(CFG), "float32")
-    memory = lower_step(CFG, shapes, state.shapes(spec), key).compile().memory_analysis()
-    assert memory is not None
-    assert memory.alias_size_in_bytes >= spec.num_bytes
-    if num_blocks == 200:  # where the pool is large, nothing of its size is copied: not even one layer of K
-        assert memory.temp_size_in_bytes < spec.num_bytes / 4

@@ -18,24 +18,24 @@ from ferrum_jax.sharding.devices import find_device
 from tests.executor import test_runner_laws as laws
 from tests.executor.conftest import CAPACITY, CFG, ENGINE, Oracle, make_runner, poison
 
-RINGS = replace(
-    ENGINE, window_kv=True, chunk_rows=(1,), chunk_tokens=(4, 8), loop_tokens=4, max_loras=1, max_lora_rank=4
+WINDOWED = replace(
+    ENGINE, window_kv=True, query_blocks=(1,), block_tokens=8, multi_step_tokens=4, max_loras=1, max_lora_rank=4
 )
-RING_SIZE = 16  # positions: a window of 9 and chunks of 8 in blocks of 8
+CACHE_SIZE = 16  # positions: a window of 9 and chunks of 8 in blocks of 8
 
 
 @pytest.fixture(scope="module")
-def ringed(params: ParamTree) -> Iterator[ModelRunner]:
-    with make_runner(params, RINGS, strict=True) as runner:
+def windowed(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, WINDOWED, strict=True) as runner:
         runner.warmup()
         yield runner
 
 
 @pytest.fixture
-def runner(ringed: ModelRunner) -> ModelRunner:
-    ringed.reset()
-    poison(ringed)
-    return ringed
+def runner(windowed: ModelRunner) -> ModelRunner:
+    windowed.reset()
+    poison(windowed)
+    return windowed
 
 
 def text(count: int, seed: int = 0) -> list[int]:
@@ -47,9 +47,9 @@ def agree(logits: np.ndarray, oracle: Oracle, tokens: Sequence[int]) -> None:
     np.testing.assert_allclose(rows, oracle(tokens)[len(tokens) - len(rows) :], atol=laws.TOLERANCE, rtol=0)
 
 
-def test_a_ring_takes_its_blocks_and_no_more(runner: ModelRunner):
+def test_a_sliding_window_cache_takes_its_blocks_and_no_more(runner: ModelRunner):
     cache = runner.plan.cache
-    assert (cache.num_layers, cache.ring_layers, cache.ring_blocks * cache.block_size) == (1, 1, RING_SIZE)
+    assert (cache.num_layers, cache.ring_layers, cache.ring_blocks * cache.block_size) == (1, 1, CACHE_SIZE)
     assert cache.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(runner._device.kv))
 
 
@@ -68,35 +68,35 @@ def test_a_sequence_goes_on_from_any_earlier_length(runner: ModelRunner, oracle:
     agree(runner.decode("a", 7, new_len + 1), oracle, other)
 
 
-def test_what_is_still_in_the_ring_is_not_computed_again(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_still_in_the_cache_is_not_computed_again(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
     runner.prefill("a", text(40))
     steps = []
-    run = runner._device.run
+    step = runner._device.step
 
-    def count(plan, *rest):
-        steps.append(plan.key)
-        return run(plan, *rest)
+    def count(key, buffer):
+        steps.append(key)
+        return step(key, buffer)
 
-    monkeypatch.setattr(runner._device, "run", count)
-    runner.truncate_kv("a", 40 - (RING_SIZE - 8))  # the first position seen next is the oldest in the ring
+    monkeypatch.setattr(runner._device, "step", count)
+    runner.truncate_kv("a", 40 - (CACHE_SIZE - 8))  # the first position seen next is the oldest in the cache
     runner.prefill("a", [1, 2])
     assert len(steps) == 1
-    runner.truncate_kv("a", 40 - (RING_SIZE - 8) - 1)
+    runner.truncate_kv("a", 40 - (CACHE_SIZE - 8) - 1)
     runner.prefill("a", [1, 2])
     assert len(steps) == 1 + 4 + 1, "31 positions take four chunks of 8"
 
 
-def test_steps_that_read_a_sequence_again_are_ready_before_the_call_begins(
+def test_steps_that_recompute_a_sequence_are_ready_before_the_call_begins(
     params: ParamTree, monkeypatch: pytest.MonkeyPatch
 ):
-    with make_runner(params, RINGS) as cold:
+    with make_runner(params, WINDOWED) as cold:
         tokens = text(30)
         cold.prefill("a", tokens)
         cold.truncate_kv("a", 20)
         events: list[str] = []
-        build, run = cold._steps._build, cold._device.run
-        monkeypatch.setattr(cold._steps, "_build", lambda key, **how: (events.append("build"), build(key, **how))[1])
-        monkeypatch.setattr(cold._device, "run", lambda *how: (events.append("run"), run(*how))[1])
+        build, step = cold._programs._build, cold._device.step
+        monkeypatch.setattr(cold._programs, "_build", lambda key, **how: (events.append("build"), build(key, **how))[1])
+        monkeypatch.setattr(cold._device, "step", lambda *how: (events.append("run"), step(*how))[1])
         cold.decode("a", 1, 20)
         assert events.count("run") > 1
         assert events == sorted(events)  # whatever is built is built first
@@ -112,7 +112,7 @@ def test_forks_go_their_own_ways(runner: ModelRunner, oracle: Oracle):
     agree(runner.forward_verify("b", [3, 4, 5]), oracle, [*tokens, 2, 3, 4, 5])
 
 
-def test_loops_go_round_and_begin_again_where_they_are_cut(runner: ModelRunner, oracle: Oracle):
+def test_multi_step_decoding_wraps_around_and_recomputes_what_was_evicted(runner: ModelRunner, oracle: Oracle):
     tokens = text(40, seed=3)
     runner.prefill("a", tokens)
     runner.truncate_kv("a", 20)
@@ -122,26 +122,6 @@ def test_loops_go_round_and_begin_again_where_they_are_cut(runner: ModelRunner, 
         assert token == int(oracle(sequence)[-1].argmax())
         sequence.append(token)
     agree(runner.decode("a", sequence[-1], len(sequence) - 1), oracle, sequence)
-
-
-def test_an_interrupt_half_way_leaves_a_sequence_that_goes_on_exactly(
-    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
-):
-    tokens = text(12)
-    runner.prefill("a", tokens)
-    run, calls = runner._device.run, iter([True, True, True])
-
-    def interrupt(*rest):
-        if not next(calls, False):
-            raise KeyboardInterrupt
-        return run(*rest)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runner._device, "run", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            runner.prefill("a", text(30, seed=1))
-    assert runner.kv_len("a") == 12
-    agree(runner.decode("a", 4, 12), oracle, [*tokens, 4])
 
 
 def test_what_is_computed_again_has_its_adapter(
@@ -155,7 +135,7 @@ def test_what_is_computed_again_has_its_adapter(
     runner.release("a")
 
 
-def test_keys_of_a_layer_that_keeps_a_ring_are_not_to_be_had(runner: ModelRunner):
+def test_keys_of_a_layer_with_a_sliding_window_cache_are_not_to_be_had(runner: ModelRunner):
     runner.prefill("a", text(20))
     assert runner.kv_cache("a", 1)[0].shape == (20, CFG.num_key_value_heads, CFG.head_dim)
     with pytest.raises(UnsupportedError, match="layer 0 keeps its window of 9 positions alone"):
@@ -167,7 +147,7 @@ def _plan(**given):
     return plan_engine(EngineConfig(**given), cfg, platform="cpu", free_bytes=given.pop("free", 10**9))
 
 
-def test_a_ring_is_chosen_where_it_halves_what_the_layers_keep_at_least():
+def test_a_sliding_window_cache_is_chosen_where_it_halves_what_the_layers_keep_at_least():
     sizes = {"block_size": 16, "max_step_tokens": 32}
     assert _plan(kv_capacity=512, **sizes).cache.ring_blocks == 3
     assert _plan(kv_capacity=64, **sizes).cache.ring_blocks == 0
@@ -186,12 +166,12 @@ def test_a_ring_is_chosen_where_it_halves_what_the_layers_keep_at_least():
         ({"cfg": {"layer_windows": (None, None)}}, "no layer of this qwen3 has a window"),
     ],
 )
-def test_a_ring_that_cannot_be_is_refused(given: dict[str, object], reason: str):
+def test_a_sliding_window_cache_that_cannot_be_is_refused(given: dict[str, object], reason: str):
     with pytest.raises(ConfigError, match=reason):
         _plan(window_kv=True, **given)
 
 
-def test_rings_that_do_not_fit_are_refused_with_the_numbers():
+def test_sliding_window_caches_that_do_not_fit_are_refused_with_the_numbers():
     with pytest.raises(ResourceExhaustedError, match=r"rings of 5 blocks for 8 sequences take 51,200 bytes"):
         plan_engine(
             EngineConfig(window_kv=True, block_size=8, max_step_tokens=32), CFG, platform="cpu", free_bytes=50_000
@@ -205,8 +185,8 @@ def test_thousands_of_tokens_are_served_in_a_window_and_a_block():
     tokens = text(4000, seed=2)
     expected = np.asarray(jax.jit(lambda ids: models.forward(params, ids, cfg))(jnp.asarray([tokens])))[0]
     engine = EngineConfig(
-        max_seqs=1, kv_capacity=4096, block_size=16, max_step_tokens=17, decode_rows=(1,), chunk_rows=(1,),
-        chunk_tokens=(17,), verify_tokens=(17,),
+        max_seqs=1, kv_capacity=4096, block_size=16, max_step_tokens=17, decode_rows=(1,), query_blocks=(1,),
+        block_tokens=17, verify_tokens=17,
     )  # fmt: skip
     plan = plan_engine(engine, cfg, platform="cpu", free_bytes=10**8)
     assert plan.cache.num_bytes == cfg.num_hidden_layers * (64 + 16) * plan.cache.bytes_per_layer

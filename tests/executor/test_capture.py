@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor, models
-from ferrum_jax.contract import DecodeInput, PrefillInput, RequestValidationError, UnsupportedError
+from ferrum_jax.contract import PrefillInput, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
@@ -22,21 +22,21 @@ TOKENS = [5, 30, 2, 2, 17, 9, 36, 0, 1, 11, 4, 8, 15, 16, 23, 3, 7, 7]
 
 
 @pytest.fixture(scope="module")
-def watched(params: ParamTree) -> Iterator[ModelRunner]:
-    with make_runner(params) as runner:  # its own: watching compiles what no warmup can know
+def capturing(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params) as runner:  # its own: capturing compiles what no warmup can know
         yield runner
 
 
 @pytest.fixture
-def runner(watched: ModelRunner) -> ModelRunner:
-    watched.reset()
-    poison(watched)
-    return watched
+def runner(capturing: ModelRunner) -> ModelRunner:
+    capturing.reset()
+    poison(capturing)
+    return capturing
 
 
 @pytest.fixture(scope="module")
 def expected(params: ParamTree) -> tuple:
-    run = jax.jit(partial(models.watch, cfg=CFG, hidden=(0, 1, 2), attention_weights=(0, 1)))
+    run = jax.jit(partial(models.capture, cfg=CFG, hidden=(0, 1, 2), attention_weights=(0, 1)))
     return run(params, jnp.array([TOKENS]))
 
 
@@ -45,7 +45,7 @@ def test_a_chunk_shows_what_the_forward_shows(start: int, runner: ModelRunner, e
     logits, hidden, weights = expected
     if start:
         runner.prefill("a", TOKENS[:start])
-    found = runner.watch("a", TOKENS[start:], hidden=(2, 0), attention_weights=(1,))
+    found = runner.capture("a", TOKENS[start:], hidden=(2, 0), attention_weights=(1,))
     np.testing.assert_allclose(found.logits, logits[0, start:], rtol=0, atol=TOLERANCE)
     assert sorted(found.hidden) == [0, 2]
     for layer, states in found.hidden.items():
@@ -104,17 +104,9 @@ def test_a_layer_that_is_not_there_is_refused_and_nothing_is_left(
     assert runner.kv_slot_capacity_snapshot().free_blocks == 18
 
 
-def test_what_shows_nothing_says_so(runner: ModelRunner):
-    async def decode():
-        executor = LlmExecutor(runner)
-        first = await executor.prefill(PrefillInput(input_ids=[TOKENS]))
-        shown = {"ferrum_hidden_layers": [1]}
-        return await executor.decode(DecodeInput(input_ids=[[1]], kv_cache=first.kv_cache, metadata=shown))
-
-    with pytest.raises(UnsupportedError, match="for prefill, and for it alone"):
-        asyncio.run(decode())
+def test_what_shows_nothing_says_so():
     with pytest.raises(UnsupportedError, match="does not show its layers"):
-        SummingLLM().watch("a", [1], hidden=[0])
+        SummingLLM().capture("a", [1], hidden=[0])
 
 
 @pytest.mark.parametrize(
@@ -130,10 +122,10 @@ def test_what_shows_nothing_says_so(runner: ModelRunner):
 def test_layers_that_are_not_there_are_refused_and_change_nothing(wanted: dict, message: str, runner: ModelRunner):
     runner.prefill("a", TOKENS)
     with pytest.raises(InvalidParameterError, match=message):
-        runner.watch("a", [1], **wanted)
+        runner.capture("a", [1], **wanted)
     assert runner.kv_len("a") == len(TOKENS)
 
 
 def test_layers_may_come_from_anything_that_gives_them(runner: ModelRunner):
-    found = runner.watch("a", TOKENS, hidden=range(2), attention_weights=range(1, 2))
+    found = runner.capture("a", TOKENS, hidden=range(2), attention_weights=range(1, 2))
     assert (sorted(found.hidden), list(found.attention_weights)) == ([0, 1], [1])

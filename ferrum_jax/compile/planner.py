@@ -1,0 +1,99 @@
+"""Which steps serve a batch: rows of any number of tokens in the cheapest sequence of programs."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ferrum_jax.compile.buckets import Buckets, choose_bucket
+from ferrum_jax.compile.step import StepKey
+
+
+class Piece(NamedTuple):
+    """A run of one row's tokens, taken by one row of a step."""
+
+    row: int
+    start: int
+    size: int  # tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: its shape, and what its rows hold."""
+
+    key: StepKey
+    decodes: list[Piece] = field(default_factory=list)
+    blocks: list[Piece] = field(default_factory=list)
+
+
+def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
+    """Serves rows of `counts` tokens (each at least 1) whose last token alone has logits.
+
+    Rows of one token decode; a longer one takes consecutive query blocks, of which those of one step see each other's
+    keys and values. Decode rows run beside the first blocks.
+    """
+    size = buckets.block_tokens
+    singles, pieces = [], []
+    for row, count in enumerate(counts):
+        if count == 1:
+            singles.append(Piece(row, 0, 1))
+        else:
+            pieces += [Piece(row, at, min(size, count - at)) for at in range(0, count, size)]
+    steps, most = [], buckets.decode_rows[-1]
+    while pieces:
+        beside, singles = singles[:most], singles[most:]
+        taken = _choose(len(pieces), buckets, bool(beside))
+        steps.append(StepPlan(buckets.blocks(taken, mixed=bool(beside)), beside, pieces[:taken]))
+        pieces = pieces[taken:]
+    for start in range(0, len(singles), most):
+        rows = singles[start : start + most]
+        steps.append(StepPlan(buckets.decode(len(rows)), rows))
+    return steps
+
+
+def plan_all_logits(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
+    """Serves rows whose every token has logits: short ones together, longer ones a block at a time."""
+    small, size, most = buckets.verify_tokens, buckets.block_tokens, buckets.verify_blocks[-1]
+    short, steps = [], []
+    for row, count in enumerate(counts):
+        at = 0
+        while count - at > small:
+            taken = min(size, count - at)
+            steps.append(StepPlan(buckets.all_logits(1, size), blocks=[Piece(row, at, taken)]))
+            at += taken
+        if at < count:
+            short.append(Piece(row, at, count - at))
+    for start in range(0, len(short), most):
+        rows = short[start : start + most]
+        key = buckets.all_logits(choose_bucket(buckets.verify_blocks, len(rows)), small)
+        steps.append(StepPlan(key, blocks=rows))
+    return steps
+
+
+def cost(key: StepKey, buckets: Buckets) -> int:
+    """What a step takes, in tokens: those it computes, and those that reading the weights is worth."""
+    return buckets.step_overhead + key.num_tokens
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(count: int, buckets: Buckets, mixed: bool) -> int:
+    """Decides how many of `count` blocks the next step takes, so that all of them cost least."""
+    sizes = buckets.mixed_blocks if mixed else buckets.query_blocks
+    if count >= 2 * buckets.query_blocks[-1]:
+        return sizes[-1]
+
+    def total(size: int) -> int:
+        return cost(buckets.blocks(size, mixed=mixed), buckets) + _least(max(0, count - size), buckets)
+
+    return min(min(reversed(sizes), key=total), count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _least(count: int, buckets: Buckets) -> int:
+    """Returns what so many blocks cost without decode rows."""
+    if count == 0:
+        return 0
+    return min(
+        cost(buckets.blocks(size, mixed=False), buckets) + _least(max(0, count - size), buckets)
+        for size in buckets.query_blocks
+    )

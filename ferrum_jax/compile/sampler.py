@@ -1,0 +1,462 @@
+"""The sampler: programs chained on the logits of a step, over settings that lie on the device by slot.
+
+What a request asks for is written to its slot once (`ConfigureKey`). A step's logits then go straight to `SampleKey`,
+or to `VerifyKey` where drafted tokens of a row are judged, and 12 bytes a row come back. The same functions run inside
+a multi-step program.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+from numpy.typing import NDArray
+
+from ferrum_jax.compile.step import ProgramContext
+from ferrum_jax.ops import sampling
+from ferrum_jax.ops.sampling import SampleInputs
+
+Leaf = TypeVar("Leaf")
+MAX_STOP_IDS = 16  # of one slot
+MAX_BIAS = 512  # tokens with a bias of their own, of one slot
+MAX_TOP_LOGPROBS = 20  # alternatives reported beside each token
+_WORD = 32  # tokens per int32 of a set
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTS = ("top_k", "seed", "min_position", "is_adjusted", "is_masked", "num_logprobs", "is_processed")
+_STOP = len(_FLOATS) + len(_INTS)
+_BIAS = _STOP + MAX_STOP_IDS
+_COLUMNS = _BIAS + 2 * MAX_BIAS
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSettings:
+    """How the tokens of one slot are chosen, checked. Greedy by default.
+
+    `is_adjusted` is derived: whether anything changes the logits before the temperature.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_k: int = 0
+    seed: int = 0  # 0 to 2^32 - 1
+    min_position: int = 0  # stop ids are not chosen before this position of the sequence
+    num_logprobs: int = -1  # alternatives whose log-probabilities are reported; -1: none, nor that of the token
+    is_processed: bool = False  # those of the alternatives are of the distribution that was drawn from
+    stop_ids: tuple[int, ...] = ()
+    bias: dict[int, float] = field(default_factory=dict)  # added to logits; -inf forbids
+    allowed: NDArray[np.bool_] | None = None  # [V]; None: all tokens, unless there are `allowed_ids`
+    allowed_ids: tuple[int, ...] | None = None
+    seen: NDArray[np.integer] | None = None  # token ids of the prompt, for the repetition penalty
+    generated: NDArray[np.integer] | None = None  # token ids of the answer so far, for all three penalties
+
+    @property
+    def is_adjusted(self) -> bool:
+        """True where something changes the logits before the temperature."""
+        penalties = (self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty)
+        masked = self.allowed is not None or self.allowed_ids is not None
+        return bool(any(penalties) or self.bias or masked or self.min_position)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSpec:
+    """Sizes of the sampler of one engine."""
+
+    num_slots: int
+    vocab_size: int
+    capacity: int  # positions of a sequence
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the state on the device."""
+        return sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes(self)))
+
+
+@flax.struct.dataclass
+class SamplerState(Generic[Leaf]):
+    """Everything that choosing tokens needs, by slot. Donated to every program that writes it."""
+
+    last_tokens: Leaf  # int32 [S]: the token chosen last
+    settings: Leaf  # int32 [S, columns]: numbers, bits of floats, stop ids, and tokens with a bias
+    sets: Leaf  # int32 [S, 2, V / 32]: bits of the allowed tokens, and of the prompt's
+    counts: Leaf  # int32 [S, V]: how often the answer has each token
+
+
+def shapes(spec: SamplerSpec) -> SamplerState[jax.ShapeDtypeStruct]:
+    """Returns the shapes of the state."""
+    words = _num_words(spec.vocab_size)
+    sizes = ((), (_COLUMNS,), (2, words), (spec.vocab_size,))
+    return SamplerState(*(jax.ShapeDtypeStruct((spec.num_slots, *size), jnp.int32) for size in sizes))
+
+
+def initial(spec: SamplerSpec) -> SamplerState[NDArray[np.int32]]:
+    """Returns the state in which every slot is greedy, on the host."""
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes(spec))
+    state.settings[:] = _settings_row(SlotSettings(), spec.vocab_size)
+    return state
+
+
+def pack_settings(slot: int, settings: SlotSettings, spec: SamplerSpec) -> NDArray[np.int32]:
+    """Packs what `ConfigureKey` writes to one slot into one buffer."""
+    words = _num_words(spec.vocab_size)
+    buffer = np.empty(1 + _COLUMNS + 2 * words + spec.capacity, np.int32)
+    buffer[0] = slot
+    buffer[1 : 1 + _COLUMNS] = _settings_row(settings, spec.vocab_size)
+    sets = buffer[1 + _COLUMNS : 1 + _COLUMNS + 2 * words].reshape(2, words)
+    allowed = settings.allowed
+    if settings.allowed_ids is not None:
+        allowed = np.zeros(spec.vocab_size, np.bool_)
+        allowed[list(settings.allowed_ids)] = True
+    sets[0] = -1 if allowed is None else _pack_set(allowed)
+    sets[1] = 0
+    if settings.seen is not None and len(settings.seen):
+        seen = np.zeros(spec.vocab_size, np.bool_)
+        seen[settings.seen] = True
+        sets[1] = _pack_set(seen)
+    generated = buffer[1 + _COLUMNS + 2 * words :]
+    generated[:] = spec.vocab_size
+    if settings.generated is not None:
+        generated[: len(settings.generated)] = settings.generated
+    return buffer
+
+
+def configure(
+    state: SamplerState[jax.Array], buffer: Int[Array, " size"], *, vocab_size: int
+) -> SamplerState[jax.Array]:
+    """Writes the settings of one slot. `state` is donated."""
+    words, slot = _num_words(vocab_size), buffer[0]
+    sets = buffer[1 + _COLUMNS : 1 + _COLUMNS + 2 * words].reshape(2, words)
+    generated = buffer[1 + _COLUMNS + 2 * words :]
+    counts = jnp.zeros(vocab_size, jnp.int32).at[generated].add(1, mode="drop")
+    return replace(
+        state,
+        settings=state.settings.at[slot].set(buffer[1 : 1 + _COLUMNS]),
+        sets=state.sets.at[slot].set(sets),
+        counts=state.counts.at[slot].set(counts),
+    )
+
+
+@flax.struct.dataclass
+class Sampled(Generic[Leaf]):
+    """Tokens that were chosen, R of them."""
+
+    packed: Leaf  # int32 [R, 3]: token id, and the bits of its raw and its processed log-probability
+    top_ids: Leaf  # int32 [R, MAX_TOP_LOGPROBS]: the likeliest tokens, where the slot wants any
+    top_logprobs: Leaf  # float32 [R, MAX_TOP_LOGPROBS]
+
+
+def choose_rows(
+    state: SamplerState[jax.Array],
+    logits: Float[Array, "R V"],
+    slots: Int[Array, " R"],
+    positions: Int[Array, " R"],
+    drafted: Int[Array, "R T"] | None = None,
+) -> Sampled[jax.Array]:
+    """Chooses a token for each row of logits by its slot's settings.
+
+    Args:
+        state: the sampler's; it is not changed.
+        logits: of the model.
+        slots: whose settings; what one past the last slot chooses is nobody's.
+        positions: of the tokens to be chosen, in their sequences.
+        drafted: tokens of the answer that `state` does not count yet, V where there is none.
+    """
+    rows = state.settings.at[slots].get(mode="clip")
+    is_anyones = slots < state.settings.shape[0]
+    scores, inputs = _adjusted(state, logits, slots, positions, drafted)
+    wanted = jnp.where(is_anyones, _number(rows, "num_logprobs"), -1)
+    with_logprobs = jnp.any(wanted >= 0)
+    ids, processed, threshold = sampling.choose(scores, inputs, with_logprobs)
+    raw = lax.cond(with_logprobs, lambda: sampling.token_logprobs(logits, ids), lambda: jnp.zeros(len(ids)))
+    is_processed = _number(rows, "is_processed") != 0
+    top_ids, top = _alternatives(logits, scores, inputs, threshold, wanted, is_processed)
+    bits = [lax.bitcast_convert_type(values, jnp.int32) for values in (raw, processed)]
+    return Sampled(packed=jnp.stack([ids, *bits], axis=1), top_ids=top_ids, top_logprobs=top)
+
+
+def _number(rows: jax.Array, name: str) -> jax.Array:
+    """Reads one column of settings `[R, columns]`."""
+    if name in _FLOATS:
+        return lax.bitcast_convert_type(rows[:, _FLOATS.index(name)], jnp.float32)
+    return rows[:, len(_FLOATS) + _INTS.index(name)]
+
+
+def _adjusted(
+    state: SamplerState[jax.Array],
+    logits: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    drafted: jax.Array | None,
+) -> tuple[jax.Array, SampleInputs[jax.Array]]:
+    """Returns the scores after bias, masks and penalties, and the rest of what choosing takes."""
+    rows = state.settings.at[slots].get(mode="clip")
+    vocab_size = logits.shape[1]
+    is_anyones = slots < state.settings.shape[0]
+
+    def adjusted() -> jax.Array:
+        at = jnp.arange(len(logits))[:, None]
+        stop_ids, ids = rows[:, _STOP:_BIAS], rows[:, _BIAS : _BIAS + MAX_BIAS]
+        bias = lax.bitcast_convert_type(rows[:, _BIAS + MAX_BIAS :], jnp.float32)
+        sets = state.sets.at[slots].get(mode="clip")
+        scores = logits.at[at, ids].add(bias, mode="drop")
+        is_early = (positions < _number(rows, "min_position"))[:, None]
+        scores = scores.at[at, stop_ids].add(jnp.where(is_early, -jnp.inf, 0.0), mode="drop")
+        allowed = _unpack_set(sets[:, 0], vocab_size) | (_number(rows, "is_masked") == 0)[:, None]
+        scores = jnp.where(allowed, scores, -jnp.inf)
+        counts = state.counts.at[slots].get(mode="clip")
+        if drafted is not None:
+            counts = counts.at[at, drafted].add(1, mode="drop")
+        seen = _unpack_set(sets[:, 1], vocab_size) | (counts > 0)
+        scores = sampling.penalise_repetition(scores, seen, _number(rows, "repetition_penalty"))
+        presence, frequency = (_number(rows, name) for name in ("presence_penalty", "frequency_penalty"))
+        return sampling.penalise_counts(scores, counts, presence, frequency)
+
+    needed = jnp.any((_number(rows, "is_adjusted") != 0) & is_anyones)
+    inputs = SampleInputs(
+        temperature=jnp.where(is_anyones, _number(rows, "temperature"), 0.0),
+        top_k=_number(rows, "top_k"),
+        top_p=_number(rows, "top_p"),
+        min_p=_number(rows, "min_p"),
+        seed=lax.bitcast_convert_type(_number(rows, "seed"), jnp.uint32),
+        position=positions,
+    )
+    return lax.cond(needed, adjusted, lambda: logits), inputs
+
+
+def _alternatives(
+    logits: jax.Array,
+    scores: jax.Array,
+    inputs: SampleInputs[jax.Array],
+    threshold: jax.Array,
+    wanted: jax.Array,
+    is_processed: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the likeliest tokens and their log-probabilities, where any row wants them."""
+    count = min(MAX_TOP_LOGPROBS, logits.shape[1])
+
+    def likeliest() -> tuple[jax.Array, jax.Array]:
+        scaled = scores - scores.max(axis=-1, keepdims=True)
+        scaled = scaled / jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
+        scaled = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+        values = jnp.where(is_processed[:, None], scaled, logits)
+        best, ids = sampling.best(values, count)
+        return ids, best - jax.nn.logsumexp(values, axis=-1, keepdims=True)
+
+    def none() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
+
+    return lax.cond(jnp.any(wanted > 0), likeliest, none)
+
+
+def sample(
+    state: SamplerState[jax.Array], logits: Float[Array, "R V"], rows: Int[Array, "R 2"]
+) -> tuple[SamplerState[jax.Array], Sampled[jax.Array]]:
+    """Chooses a token for each row and counts it in its slot. `state` is donated."""
+    slots = rows[:, 0]
+    found = choose_rows(state, logits, slots, rows[:, 1])
+    ids = found.packed[:, 0]
+    return _counted(state, slots, ids, jnp.ones_like(slots)), found
+
+
+def verify(
+    state: SamplerState[jax.Array], logits: Float[Array, "X V"], rows: Int[Array, "P W"]
+) -> tuple[SamplerState[jax.Array], Sampled[jax.Array]]:
+    """Chooses a token after each of a row's tokens, and counts those up to the first that was not drafted.
+
+    A row of `rows` is its slot, the position of its first token, its number of tokens, and the tokens: the newest one
+    and what was drafted after it. A drafted token is accepted where the choice before it is the same. `state` is
+    donated.
+    """
+    slots, counts, tokens = rows[:, 0], rows[:, 2], rows[:, 3:]
+    num_rows, width = tokens.shape
+    found = choose_rows(state, logits, *_each_token(rows, logits.shape[1]))
+    at = jnp.arange(width, dtype=jnp.int32)
+    chosen = found.packed[:, 0].reshape(num_rows, width)
+    agrees = (chosen[:, :-1] == tokens[:, 1:]) & (at[1:] < counts[:, None])
+    num_chosen = 1 + jnp.cumprod(agrees, axis=1).sum(axis=1)
+    is_counted = (at < num_chosen[:, None]) & (counts > 0)[:, None]
+    counted = state.counts.at[slots[:, None], chosen].add(is_counted.astype(jnp.int32), mode="drop")
+    last = jnp.take_along_axis(chosen, num_chosen[:, None] - 1, axis=1)[:, 0]
+    return replace(state, counts=counted, last_tokens=state.last_tokens.at[slots].set(last, mode="drop")), found
+
+
+def _counted(
+    state: SamplerState[jax.Array], slots: jax.Array, ids: jax.Array, amounts: jax.Array
+) -> SamplerState[jax.Array]:
+    return replace(
+        state,
+        last_tokens=state.last_tokens.at[slots].set(ids, mode="drop"),
+        counts=state.counts.at[slots, ids].add(amounts, mode="drop"),
+    )
+
+
+def _each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns slot, position and drafted tokens of the choice after each token of rows as `verify` takes them."""
+    slots, starts, tokens = rows[:, 0], rows[:, 1], rows[:, 3:]
+    width = tokens.shape[1]
+    at = jnp.arange(width, dtype=jnp.int32)
+    # Choice j of a row follows its drafted tokens 1 to j.
+    before = (at[None, :, None] >= at[None, None, :]) & (at[None, None, :] >= 1)
+    drafted = jnp.where(before, tokens[:, None, :], vocab_size).reshape(-1, width)
+    return jnp.repeat(slots, width), (starts[:, None] + at + 1).ravel(), drafted
+
+
+def distributions(
+    state: SamplerState[jax.Array], logits: Float[Array, "R V"], rows: Int[Array, "P W"]
+) -> Float[Array, "R V"]:
+    """Returns the probabilities with which each row's token is drawn; a row of temperature 0 is taken at 1.
+
+    `rows` are as `sample` takes them, or as `verify` does.
+    """
+    each = (rows[:, 0], rows[:, 1], None) if rows.shape[1] == 2 else _each_token(rows, logits.shape[1])
+    return sampling.distribution(*_adjusted(state, logits, *each))
+
+
+def score(
+    logits: Float[Array, "R V"], buffer: Int[Array, " size"]
+) -> tuple[Int[Array, "R 2"], Int[Array, "R K"], Float[Array, "R K"]]:
+    """Returns, for each row, its best token and the bits of the log-probability of the token given for it.
+
+    `buffer` is `[1 + R]`: whether the likeliest alternatives are wanted, which come after, and the given tokens.
+    """
+    given, count = buffer[1:], min(MAX_TOP_LOGPROBS, logits.shape[1])
+    bits = lax.bitcast_convert_type(sampling.token_logprobs(logits, given), jnp.int32)
+
+    def likeliest() -> tuple[jax.Array, jax.Array]:
+        best, ids = sampling.best(logits, count)
+        return ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    none = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
+    top_ids, top = lax.cond(buffer[0] != 0, likeliest, lambda: none)
+    return jnp.stack([sampling.argmax(logits), bits], axis=1), top_ids, top
+
+
+@dataclass(frozen=True, order=True)
+class SampleKey:
+    """A token for each row of a step's logits."""
+
+    logit_rows: int  # R
+
+    def __str__(self) -> str:
+        return f"sample R{self.logit_rows}"
+
+    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
+        """Lowers the program; the sampler's state is donated."""
+        rows = _placed(context, jnp.int32, self.logit_rows, 2)
+        return jax.jit(sample, donate_argnums=0).lower(context.sampler, _logits(context, self.logit_rows), rows)
+
+
+@dataclass(frozen=True, order=True)
+class VerifyKey:
+    """A token after each token of P rows of up to C."""
+
+    blocks: int  # P
+    block_tokens: int  # C
+
+    def __str__(self) -> str:
+        return f"verify P{self.blocks}x{self.block_tokens}"
+
+    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
+        """Lowers the program; the sampler's state is donated."""
+        rows = _placed(context, jnp.int32, self.blocks, 3 + self.block_tokens)
+        logits = _logits(context, self.blocks * self.block_tokens)
+        return jax.jit(verify, donate_argnums=0).lower(context.sampler, logits, rows)
+
+
+@dataclass(frozen=True, order=True)
+class DistributionKey:
+    """The probabilities that each row of a step's logits is drawn with."""
+
+    blocks: int  # rows as of `SampleKey`, or P as of `VerifyKey`
+    block_tokens: int = 0  # C as of `VerifyKey`; 0: as of `SampleKey`
+
+    def __str__(self) -> str:
+        return f"distribution {self.blocks}x{self.block_tokens}"
+
+    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
+        """Lowers the program."""
+        width = 3 + self.block_tokens if self.block_tokens else 2
+        logits = _logits(context, self.blocks * max(1, self.block_tokens))
+        return jax.jit(distributions).lower(context.sampler, logits, _placed(context, jnp.int32, self.blocks, width))
+
+
+@dataclass(frozen=True, order=True)
+class ScoreKey:
+    """The log-probability of a given token after each row of a step's logits, and the best token there."""
+
+    logit_rows: int  # R
+
+    def __str__(self) -> str:
+        return f"score R{self.logit_rows}"
+
+    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
+        """Lowers the program."""
+        return jax.jit(score).lower(
+            _logits(context, self.logit_rows), jax.ShapeDtypeStruct((1 + self.logit_rows,), jnp.int32)
+        )
+
+
+@dataclass(frozen=True, order=True)
+class ConfigureKey:
+    """The settings of one slot."""
+
+    capacity: int  # positions of a sequence
+
+    def __str__(self) -> str:
+        return f"configure {self.capacity}"
+
+    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
+        """Lowers the program; the sampler's state is donated."""
+        vocab_size = context.sampler.counts.shape[1]
+        size = 1 + _COLUMNS + 2 * _num_words(vocab_size) + self.capacity
+        buffer = jax.ShapeDtypeStruct((size,), jnp.int32)
+        return jax.jit(configure, static_argnames="vocab_size", donate_argnums=0).lower(
+            context.sampler, buffer, vocab_size=vocab_size
+        )
+
+
+def _logits(context: ProgramContext, rows: int) -> jax.ShapeDtypeStruct:
+    return _placed(context, jnp.float32, rows, context.sampler.counts.shape[1])
+
+
+def _placed(context: ProgramContext, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of an array that another program leaves where the sampler is."""
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=context.sampler.last_tokens.sharding)
+
+
+def _num_words(vocab_size: int) -> int:
+    return -(-vocab_size // _WORD)
+
+
+def _pack_set(flags: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Packs `[V]` flags into words, the lowest bit first."""
+    packed = np.packbits(flags, bitorder="little")
+    return np.pad(packed, (0, -len(packed) % 4)).view(np.int32)
+
+
+def _unpack_set(words: Int[Array, "R W"], vocab_size: int) -> Bool[Array, "R V"]:
+    bits = (words[:, :, None] >> jnp.arange(_WORD, dtype=jnp.int32)) & 1
+    return bits.reshape(len(words), -1)[:, :vocab_size] == 1
+
+
+def _settings_row(settings: SlotSettings, vocab_size: int) -> NDArray[np.int32]:
+    row = np.full(_COLUMNS, vocab_size, np.int32)  # no stop id, no bias
+    row[: len(_FLOATS)].view(np.float32)[:] = [getattr(settings, name) for name in _FLOATS]
+    is_masked = settings.allowed is not None or settings.allowed_ids is not None
+    numbers = {"is_masked": is_masked, "top_k": min(settings.top_k, vocab_size)}
+    row[len(_FLOATS) : _STOP].view(np.uint32)[:] = [
+        np.uint32(int(numbers.get(name, getattr(settings, name, 0))) & 0xFFFFFFFF) for name in _INTS
+    ]
+    row[_STOP : _STOP + len(settings.stop_ids)] = settings.stop_ids
+    row[_BIAS + MAX_BIAS :] = 0
+    row[_BIAS : _BIAS + len(settings.bias)] = list(settings.bias)
+    values = row[_BIAS + MAX_BIAS :].view(np.float32)
+    values[: len(settings.bias)] = list(settings.bias.values())
+    return row

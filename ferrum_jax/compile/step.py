@@ -1,0 +1,179 @@
+"""One forward over a batch of new tokens: its shape, its packed input, and its lowering.
+
+Everything a step needs from the host is one int32 buffer, uploaded once. Rows that decode may take the token that the
+sampler chose last for their slot, which never leaves the device.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+from numpy.typing import NDArray
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.models.capture import Captured, CaptureSpec
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops.batch import Batch, Rows
+
+Leaf = TypeVar("Leaf")
+Outputs = Literal["last", "all"]
+DEVICE_TOKEN = -1  # in the place of a token id: the one sampled last for this slot
+
+
+@dataclass(frozen=True)
+class ProgramContext:
+    """What every program of one engine is lowered for; arrays or their shapes."""
+
+    cfg: Any  # ModelConfig
+    params: Any
+    kv: Any  # KvState
+    sampler: Any  # SamplerState
+    loras: Any = None  # stacks of adapters, an argument of programs whose key has adapters
+    attention: str = "xla"  # the backend whose layout the KV has
+
+
+@dataclass(frozen=True, order=True)
+class StepKey:
+    """The static shape of one step."""
+
+    decode_rows: int  # D rows of one token
+    blocks: int  # P query blocks; a long prompt takes several in a row
+    block_tokens: int  # C
+    table_columns: int  # M KV blocks per row
+    logit_rows: int  # R rows of logits; all D + P * C tokens where `outputs` is "all"
+    outputs: Outputs = "last"
+    adapters: bool = False  # whether rows may have a LoRA adapter
+    hidden: tuple[int, ...] = ()  # layers whose hidden states are captured
+    attention: tuple[int, ...] = ()  # layers whose attention weights are captured
+
+    @property
+    def num_tokens(self) -> int:
+        """X, the tokens its matrix products run over."""
+        return self.decode_rows + self.blocks * self.block_tokens
+
+    def __str__(self) -> str:
+        name = f"step D{self.decode_rows} P{self.blocks}x{self.block_tokens} M{self.table_columns} R{self.logit_rows}"
+        name += " all" * (self.outputs == "all") + " adapters" * self.adapters
+        captured = self.hidden or self.attention
+        return f"{name} hidden {self.hidden} attention {self.attention}" if captured else name
+
+    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
+        """Lowers the step; the KV is donated."""
+        pure = functools.partial(step, cfg=context.cfg, key=self, attention=context.attention)
+        functools.update_wrapper(pure, step)
+        buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
+        loras = [context.loras] if self.adapters else []
+        return jax.jit(pure, donate_argnums=1).lower(
+            context.params, context.kv, context.sampler.last_tokens, buffer, *loras
+        )
+
+
+@flax.struct.dataclass
+class StepOutputs:
+    """What a step returns beside the KV."""
+
+    logits: jax.Array  # float32 [R, V]
+    rows: jax.Array  # int32 [R, 2]: sampler slot and position of each; for "all", [P, 3 + C], as `VerifyKey` takes them
+    captured: Captured[jax.Array]  # of the layers that the key names
+
+
+@flax.struct.dataclass
+class PackedStep(Generic[Leaf]):
+    """The pieces of a step's buffer, int32; those of NumPy are views to fill it through."""
+
+    decode: Rows[Leaf] | None  # tokens [D, 1]
+    blocks: Rows[Leaf] | None  # tokens [P, C]
+    decode_slots: Leaf  # [D]: whose token a decode row takes where its own is DEVICE_TOKEN
+    block_slots: Leaf  # [P]
+    logit_index: Leaf  # [R]: which of the X tokens
+    sample_slots: Leaf  # [R]: whose settings choose a token there; one past the last slot: nobody's
+    sample_positions: Leaf  # [R]: of the token to be chosen, in its sequence
+
+
+def packed_size(key: StepKey) -> int:
+    """Elements of the buffer of one step."""
+    per_row = 3 + key.adapters + key.table_columns
+    last = 3 * key.logit_rows if key.outputs == "last" else 0
+    return key.decode_rows * (1 + per_row) + key.blocks * (key.block_tokens + per_row) + last
+
+
+def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
+    """Cuts a buffer, NumPy or traced, into its pieces."""
+    at = 0
+
+    def take(*shape: int) -> Any:
+        nonlocal at
+        size = math.prod(shape)
+        piece = buffer[at : at + size].reshape(shape)
+        at += size
+        return piece
+
+    groups, slots = [], []
+    for rows, tokens in ((key.decode_rows, 1), (key.blocks, key.block_tokens)):
+        slots.append(take(rows))
+        group = Rows(
+            tokens=take(rows, tokens),
+            lengths=take(rows),
+            counts=take(rows),
+            tables=take(rows, key.table_columns),
+            adapters=take(rows) if key.adapters else None,
+        )
+        groups.append(group if rows else None)
+    count = key.logit_rows if key.outputs == "last" else 0
+    return PackedStep(*groups, *slots, *(take(count) for _ in range(3)))
+
+
+def blank(key: StepKey, num_slots: int) -> tuple[NDArray[np.int32], PackedStep[NDArray[np.int32]]]:
+    """Returns a buffer of padding and the views to fill it through."""
+    buffer = np.zeros(packed_size(key), np.int32)
+    packed = split(buffer, key)
+    packed.sample_slots[:] = num_slots
+    packed.block_slots[:] = num_slots
+    if key.adapters:
+        for group in (packed.decode, packed.blocks):
+            if group is not None and group.adapters is not None:
+                group.adapters[:] = -1
+    return buffer, packed
+
+
+def step(
+    params: ParamTree,
+    kv: KvState[jax.Array],
+    last_tokens: Int[Array, " S"],
+    buffer: Int[Array, " size"],
+    loras: ParamTree | None = None,
+    *,
+    cfg: ModelConfig,
+    key: StepKey,
+    attention: str = "xla",
+) -> tuple[StepOutputs, KvState[jax.Array]]:
+    """Runs the new tokens of one packed batch through the model. `kv` is donated."""
+    packed = split(buffer, key)
+    groups = []
+    if packed.decode is not None:
+        sampled = last_tokens.at[packed.decode_slots].get(mode="clip")[:, None]
+        tokens = jnp.where(packed.decode.tokens == DEVICE_TOKEN, sampled, packed.decode.tokens)
+        groups.append(replace(packed.decode, tokens=tokens))
+    if packed.blocks is not None:
+        groups.append(packed.blocks)
+    if key.outputs == "all":
+        index = jnp.arange(key.num_tokens, dtype=jnp.int32)
+        blocks = packed.blocks
+        assert blocks is not None
+        heads = [packed.block_slots, blocks.lengths, blocks.counts]
+        rows = jnp.concatenate([*(head[:, None] for head in heads), blocks.tokens], axis=1)
+    else:
+        index = packed.logit_index
+        rows = jnp.stack([packed.sample_slots, packed.sample_positions], axis=1)
+    batch = Batch(groups=tuple(groups), logit_rows=index)
+    layers = CaptureSpec(hidden=key.hidden, attention=key.attention)
+    logits, kv, captured = family(cfg).forward(params, kv, batch, cfg, loras=loras, attention=attention, capture=layers)
+    return StepOutputs(logits=logits, rows=rows, captured=captured), kv

@@ -1,0 +1,96 @@
+"""What a step is asked to do: rows of new tokens, and what each row wants back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.models.capture import CaptureSpec
+
+
+class NoOutput(NamedTuple):
+    """Nothing comes back: an intermediate chunk of a prompt."""
+
+
+class LastLogits(NamedTuple):
+    """The last token's logits come back, float32 `[V]`."""
+
+
+class AllLogits(NamedTuple):
+    """Every token's logits come back, float32 `[n, V]`; known prefixes are not reused."""
+
+
+class SampledToken(NamedTuple):
+    """A token is chosen on the device after the last one; a `TokenChoice` comes back."""
+
+    settings: SlotSettings  # the same object for as long as a sequence is sampled alike
+
+
+class VerifiedTokens(NamedTuple):
+    """The tokens are the newest one and drafted ones; a list of `TokenChoice` comes back, one after each of them."""
+
+    settings: SlotSettings
+
+
+class Distributions(NamedTuple):
+    """What tokens are drawn from after each of the tokens comes back, float32 `[n, V]`."""
+
+    settings: SlotSettings
+
+
+class TargetScores(NamedTuple):
+    """Log-probabilities of given tokens come back, as `Scores`; known prefixes are not reused."""
+
+    targets: NDArray[np.int32]  # [n]: the token after each one
+    with_alternatives: bool = False
+
+
+class Capture(NamedTuple):
+    """Logits of every token, and what the named layers hold, come back as `Captured`."""
+
+    layers: CaptureSpec
+
+
+Output: TypeAlias = (
+    NoOutput | LastLogits | AllLogits | SampledToken | VerifiedTokens | Distributions | TargetScores | Capture
+)
+NO_OUTPUT, LAST_LOGITS, ALL_LOGITS = NoOutput(), LastLogits(), AllLogits()
+
+
+class ScheduledRow(NamedTuple):
+    """New tokens of one sequence."""
+
+    cache_id: str
+    tokens: NDArray[np.int32] | None  # [n], in the vocabulary; None: the one token that was sampled last for it
+    start: int  # position of the first one: the sequence's length
+    output: Output = LAST_LOGITS
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the row has."""
+        return 1 if self.tokens is None else len(self.tokens)
+
+
+ScheduledBatch: TypeAlias = Sequence[ScheduledRow]
+
+
+class TokenChoice(NamedTuple):
+    """A token that was chosen on the device; log-probabilities are 0 where its settings want none."""
+
+    token_id: int
+    logprob: float  # under the model's own distribution
+    processed_logprob: float  # under the distribution that it was drawn from
+    alternatives: tuple[tuple[int, float], ...] = ()  # the likeliest tokens, best first, as many as were asked for
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scores:
+    """One figure for each token that was scored."""
+
+    logprobs: NDArray[np.float32]  # [n]: of the given tokens, under the model's own distribution
+    greedy_ids: NDArray[np.int32]  # [n]: the likeliest tokens there
+    top_ids: NDArray[np.int32] | None = None  # [n, k]: the likeliest ones, best first
+    top_logprobs: NDArray[np.float32] | None = None  # [n, k]

@@ -1,0 +1,103 @@
+"""Reservations: positions made writable before the steps that write them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ferrum_jax.compile.block_programs import CopyKey
+from ferrum_jax.compile.buckets import ProgramKey
+from ferrum_jax.compile.sampler import ConfigureKey, SampleKey, VerifyKey
+from ferrum_jax.contract.checks import check_cache_id
+from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+from ferrum_jax.contract.slots import KvSlotAllocation, KvSlotRequest, KvSlotReservation
+from ferrum_jax.executor.pipeline import Pipeline
+from ferrum_jax.kvcache.sequences import SequenceTable
+from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+
+
+def reserve(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
+    """Makes what is asked for writable, all or nothing; raises as `ModelRunner.reserve_kv_slots`."""
+    table, pool = pipeline.table, pipeline.table.pool
+    targets: dict[str, int] = {}
+    admissions: dict[str, int] = {}
+    for request in _check_requests(requests):
+        key, admission = request.cache_id, request.admission_target_len or 0
+        targets[key] = max(targets.get(key, 0), request.target_len)
+        admissions[key] = max(admissions.get(key, 0), admission, targets[key])
+    for key, target in admissions.items():
+        table.check_capacity(key, target)
+    table.check_new_slots(list(targets))
+    # An id that is unknown and wants no position yet is admitted, but gets no slot.
+    wanted = [key for key, target in targets.items() if target or table.get(key) is not None]
+    nothing = np.zeros(0, np.int32)
+    transaction = KvTransaction(
+        table,
+        [
+            AllocationRequest(key, nothing, 0, pipeline.adapters.of(key), max(targets[key], table.length(key)))
+            for key in wanted
+        ],
+    )
+    before = {key: _num_blocks(table, key) for key in targets}
+    later = sum(max(0, table.num_blocks(admissions[key]) - held) for key, held in before.items())
+    pool.refuse_more_than_free(max(transaction.num_new_blocks, later + transaction.num_copies), len(targets))
+    if transaction.num_copies:
+        pipeline.programs.get(CopyKey(pipeline.plan.buckets.max_copies))
+    free, copied = pool.num_free, set(transaction.copied_ids)
+    with pipeline.device.changing():
+        pipeline.begin(transaction, [])
+        transaction.commit()
+    after = {key: _num_blocks(table, key) for key in targets}
+    return KvSlotReservation(
+        block_size=pipeline.plan.cache.block_size,
+        total_blocks=pool.num_blocks,
+        free_blocks_before=free,
+        free_blocks_after=pool.num_free,
+        allocations=tuple(
+            KvSlotAllocation(
+                cache_id=key,
+                blocks_before=before[key],
+                blocks_after=after[key],
+                new_blocks=after[key] - before[key] + (key in copied),
+            )
+            for key in targets
+        ),
+    )
+
+
+def prepare(pipeline: Pipeline, key: str, count: int) -> None:
+    """Takes the slot of an id, and compiles what prompts of at most `count` tokens and decoding after them need."""
+    buckets = pipeline.plan.buckets
+    pipeline.table.check_capacity(key, pipeline.table.length(key) + count)
+    nothing = np.zeros(0, np.int32)
+    transaction = KvTransaction(pipeline.table, [AllocationRequest(key, nothing, 0, pipeline.adapters.of(key))])
+    steps = buckets.needed(count, adapters=pipeline.adapters.of(key) is not None)
+    chained: list[ProgramKey] = [SampleKey(step.logit_rows) for step in steps]
+    if pipeline.plan.spec_tokens:
+        verify = buckets.all_logits(buckets.verify_blocks[0], buckets.verify_tokens)
+        chained += [verify, VerifyKey(verify.blocks, verify.block_tokens)]
+    beside = [ConfigureKey(pipeline.plan.kv_capacity), CopyKey(buckets.max_copies)]
+    pipeline.programs.ensure([*steps, *chained, *beside])
+    with pipeline.device.changing():
+        pipeline.begin(transaction, [])
+        transaction.commit()
+
+
+def _num_blocks(table: SequenceTable, cache_id: str) -> int:
+    live = table.get(cache_id)
+    return 0 if live is None else len(live.blocks)
+
+
+def _check_requests(requests: Iterable[Any]) -> list[KvSlotRequest]:
+    """Returns the requests as a list, or raises unless every one is a `KvSlotRequest` for a string id."""
+    try:
+        listed = list(requests)
+    except (RuntimeError, TypeError):
+        raise RequestValidationError(f"requests are a {type(requests).__name__}, expected a sequence") from None
+    for request in listed:
+        if not isinstance(request, KvSlotRequest):
+            raise RequestValidationError(
+                f"{safe_repr(request)} is a {type(request).__name__}, expected a KvSlotRequest"
+            )
+        check_cache_id(request.cache_id)
+    return listed

@@ -1,0 +1,135 @@
+"""From what a caller hands in to scheduled rows: what the caller did wrong is found here, before anything changes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.contract.checks import (
+    check_cache_id,
+    check_distinct,
+    check_flag,
+    check_policy_count,
+    check_position,
+    check_rows,
+    check_single_tokens,
+    check_tokens,
+)
+from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy, check_mask, check_policy
+from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+from ferrum_jax.executor.batch import (
+    ALL_LOGITS,
+    LAST_LOGITS,
+    NO_OUTPUT,
+    Output,
+    SampledToken,
+    ScheduledBatch,
+    ScheduledRow,
+    TargetScores,
+)
+
+Policies = Sequence[LogitsReturnPolicy] | None
+Length = Callable[[str], int]  # positions of a cache id
+_FULL = FullLogits()
+_GREEDY = SampledToken(SlotSettings())
+
+
+def check_batch(batch: ScheduledBatch, vocab_size: int) -> None:
+    """Raises RequestValidationError for what is no `ScheduledRow`, or has no int32 tokens of the vocabulary."""
+    for row in batch:
+        if not isinstance(row, ScheduledRow):
+            raise RequestValidationError(f"{safe_repr(row)} is a {type(row).__name__}, expected a ScheduledRow")
+        check_cache_id(row.cache_id)
+    tokens = [row.tokens for row in batch if row.tokens is not None]
+    for array in tokens:
+        if not isinstance(array, np.ndarray) or array.dtype != np.int32 or array.ndim != 1 or not len(array):
+            raise RequestValidationError(f"tokens are {safe_repr(array)}, expected int32 [n] of at least one")
+    if tokens:
+        joined = np.concatenate(tokens)
+        if joined.min() < 0 or joined.max() >= vocab_size:
+            wrong = joined[(joined < 0) | (joined >= vocab_size)][0]
+            raise RequestValidationError(f"token id {wrong}: ids go from 0 to {vocab_size - 1}")
+
+
+def appended_row(cache_id: str, tokens: Sequence[int], output: Output, vocab_size: int, length: Length) -> ScheduledRow:
+    """Checks tokens that go to a sequence's end."""
+    key = check_cache_id(cache_id)
+    return ScheduledRow(key, check_tokens(key, tokens, vocab_size), length(key), output)
+
+
+def verify_rows(rows: Sequence[Any], vocab_size: int, length: Length) -> list[ScheduledRow]:
+    """Checks (cache id, tokens) rows whose every token has logits."""
+    checked = check_rows("rows", rows, "cache_id tokens")
+    batch = [appended_row(cache_id, tokens, ALL_LOGITS, vocab_size, length) for cache_id, tokens in checked]
+    check_distinct(row.cache_id for row in batch)
+    return batch
+
+
+def score_rows(rows: Sequence[Any], vocab_size: int, length: Length) -> list[ScheduledRow]:
+    """Checks (cache id, tokens, targets) rows: as many targets as tokens."""
+    batch = []
+    for cache_id, tokens, targets in check_rows("rows", rows, "cache_id tokens targets"):
+        row = appended_row(cache_id, tokens, NO_OUTPUT, vocab_size, length)
+        wanted = check_tokens(cache_id, targets, vocab_size)
+        if len(wanted) != row.num_tokens:
+            raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens, but {len(wanted)} targets")
+        batch.append(row._replace(output=TargetScores(wanted)))
+    check_distinct(row.cache_id for row in batch)
+    return batch
+
+
+def decode_rows(batch: Sequence[Any], policies: Policies, vocab_size: int, length: Length) -> list[ScheduledRow]:
+    """Checks (cache id, token, position) rows."""
+    rows = check_rows("batch", batch, "cache_id token pos")
+    singles = check_single_tokens([token for _, token, _ in rows], vocab_size)
+    placed = [(cache_id, [token], pos, True) for cache_id, token, pos in rows]
+    return _placed(placed, policies, vocab_size, length, "pos", singles)
+
+
+def unified_rows(items: Sequence[Any], policies: Policies, vocab_size: int, length: Length) -> list[ScheduledRow]:
+    """Checks (cache id, tokens, position offset, is final chunk) rows."""
+    rows = check_rows("items", items, "cache_id q_tokens pos_offset is_final_chunk")
+    return _placed(rows, policies, vocab_size, length, "pos_offset", None)
+
+
+def _placed(
+    rows: Sequence[tuple[Any, ...]],
+    policies: Policies,
+    vocab_size: int,
+    length: Length,
+    position: str,
+    singles: Sequence[NDArray[np.int32]] | None,  # the rows' tokens, where they are checked already
+) -> list[ScheduledRow]:
+    if policies is None:
+        policies = [_FULL] * len(rows)
+    check_policy_count(len(rows), policies)
+    batch = []
+    for at, ((cache_id, tokens, start, is_final), policy) in enumerate(zip(rows, policies, strict=True)):
+        check_cache_id(cache_id)
+        array = check_tokens(cache_id, tokens, vocab_size) if singles is None else singles[at]
+        if type(start) is not int or start != length(cache_id):
+            check_position(cache_id, position, start, length(cache_id))
+        wanted = is_final is True or check_flag(f"{cache_id!r}: is_final_chunk", is_final)
+        output = LAST_LOGITS if policy is _FULL else _output(policy, vocab_size)
+        batch.append(ScheduledRow(cache_id, array, start, output if wanted else NO_OUTPUT))
+    check_distinct(row.cache_id for row in batch)
+    return batch
+
+
+def _output(policy: LogitsReturnPolicy, vocab_size: int) -> Output:
+    """Checks a policy; returns what its row wants."""
+    check_policy(policy, vocab_size)
+    if isinstance(policy, FullLogits):
+        return LAST_LOGITS
+    mask, penalty = policy.token_mask, policy.repetition_penalty
+    if mask is None and (penalty is None or not len(penalty.token_ids)):
+        return _GREEDY
+    return SampledToken(
+        SlotSettings(
+            allowed=None if mask is None else check_mask(mask, vocab_size),
+            repetition_penalty=1.0 if penalty is None else float(penalty.penalty),
+            seen=None if penalty is None else np.asarray(penalty.token_ids, np.int64),
+        )
+    )

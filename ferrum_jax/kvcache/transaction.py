@@ -1,0 +1,215 @@
+"""What one call takes of the KV: planned while it may still be refused, then taken at once."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from numpy.typing import NDArray
+
+from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
+from ferrum_jax.kvcache.sequences import CachedSequence, SequenceTable
+
+
+class AllocationRequest(NamedTuple):
+    """New tokens of one sequence."""
+
+    cache_id: str
+    tokens: NDArray  # int32 [n]; UNKNOWN where the device knows them
+    reusable: int = 0  # how many of them may come from known prefixes
+    adapter: Hashable = None  # what its keys and values are computed with, beside the model
+    target: int | None = None  # positions it must have room for; those written and the new tokens if None
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """What one sequence needs."""
+
+    request: AllocationRequest
+    live: CachedSequence | None  # None: it is created by `apply`
+    target: int  # positions
+    changes: bool = False  # it needs blocks, or its blocks change hands
+    hits: Sequence[PrefixEntry] = ()
+    new_blocks: int = 0
+    copies: bool = False  # its last block is shared and must be copied before it is written
+    overwrites: bool = False  # its last block is its own, and what is entered of it is about to change
+    num_blocks_before: int = 0
+    lost: list[int] = field(default_factory=list)  # blocks to free when the step is begun
+
+    @property
+    def length(self) -> int:
+        """Positions written."""
+        return 0 if self.live is None else len(self.live.tokens)
+
+
+class KvTransaction:
+    """Slots and blocks of one call, all or nothing: made by refusing whatever cannot be; then `apply` and `commit`.
+
+    A sequence that already has room in blocks of its own takes no part but to be counted.
+    """
+
+    def __init__(self, table: SequenceTable, requests: Sequence[AllocationRequest]):
+        """Plans; changes nothing.
+
+        Args:
+            table: the sequences.
+            requests: one per sequence, all of different ids.
+
+        Raises:
+            RequestValidationError: a target is past the capacity.
+            ResourceExhaustedError: slots or blocks are short.
+        """
+        self._table = table
+        self._rows = rows = []
+        for request in requests:
+            live = table.get(request.cache_id)
+            if request.target is not None:
+                target = request.target
+            else:
+                target = len(request.tokens) + (0 if live is None else len(live.tokens))
+            row = _Row(request, live, target)
+            row.changes = live is None or (
+                target > live.writable
+                or (request.reusable > 0 and table.prefixes is not None)
+                or live.adapter is not request.adapter
+            )
+            rows.append(row)
+        self._changed = [row for row in rows if row.changes]
+        if self._changed:
+            self._plan(self._changed)
+
+    def _plan(self, rows: Sequence[_Row]) -> None:
+        table = self._table
+        for row in rows:
+            table.check_capacity(row.request.cache_id, row.target)
+        table.check_new_slots([row.request.cache_id for row in rows if row.live is None])
+        if table.prefixes is not None:
+            for row in rows:
+                if row.request.reusable:
+                    row.hits = self._match(table.prefixes, row)
+        self._count_blocks(rows)
+        resting = {_block(entry) for row in rows for entry in row.hits if not self._holders(entry)}
+        table.pool.refuse_more_than_free(self.num_new_blocks, len(rows), len(resting))
+
+    @property
+    def num_new_blocks(self) -> int:
+        """Blocks that are handed out, copies included."""
+        return sum([row.new_blocks + row.copies for row in self._changed])
+
+    @property
+    def num_copies(self) -> int:
+        """Blocks that must be copied before the step."""
+        return sum([row.copies for row in self._changed])
+
+    @property
+    def copied_ids(self) -> list[str]:
+        """The sequences whose last block is copied."""
+        return [row.request.cache_id for row in self._changed if row.copies]
+
+    def reused(self) -> list[int]:
+        """How many of each row's new tokens need not be computed."""
+        size = self._table.block_size
+        return [(row.length // size + len(row.hits)) * size - row.length if row.hits else 0 for row in self._rows]
+
+    def apply(self) -> list[tuple[int, int]]:
+        """Takes slots and blocks; returns the (source, destination) of blocks to be copied now."""
+        table, pool = self._table, self._table.pool
+        for row in self._changed:  # all hits are held before any block is handed out anew
+            row.live = table.open(row.request.cache_id)
+            row.num_blocks_before = len(row.live.blocks)
+            for entry in row.hits:
+                pool.hold(_block(entry))
+        return [pair for row in self._changed for pair in self._take(row)]
+
+    def live(self, index: int) -> CachedSequence:
+        """Returns the sequence of a row; it lives from `apply` on."""
+        found = self._rows[index].live
+        assert found is not None
+        return found
+
+    def commit(self, written: Sequence[Sequence[int]] | None = None) -> None:
+        """Counts the new tokens as written and enters the blocks they fill.
+
+        `written`, where given, are the tokens that each sequence holds after all; blocks that were taken for more are
+        freed.
+        """
+        table = self._table
+        for index, row in enumerate(self._rows):
+            live = self.live(index)
+            if row.changes:
+                live.entries += row.hits
+                table.pool.release(row.lost)
+            table.append(live, row.request.tokens.tolist() if written is None else written[index])
+            if row.changes:
+                if written is not None:
+                    needed = max(table.num_blocks(live.length), row.num_blocks_before)
+                    table.pool.release(live.blocks[needed:])
+                    table.set_blocks(live, live.blocks[:needed])
+                table.enter(live)
+                table.update_writable(live)
+
+    def _take(self, row: _Row) -> list[tuple[int, int]]:
+        """Gives a row its blocks; returns the copy that it needs, if any."""
+        live, copies = row.live, []
+        assert live is not None
+        live.adapter = row.request.adapter
+        blocks = live.blocks[:]
+        at = len(live.tokens) // self._table.block_size
+        hits = [_block(entry) for entry in row.hits]
+        row.lost = blocks[at : at + len(hits)]
+        blocks[at : at + len(hits)] = hits
+        fresh = self._table.pool.allocate(row.new_blocks + row.copies)
+        if row.copies:
+            copies.append((blocks[at], fresh[-1]))
+            row.lost.append(blocks[at])
+            blocks[at] = fresh.pop()
+        elif row.overwrites:
+            self._table.forget(blocks[at])
+        self._table.set_blocks(live, blocks + fresh)
+        return copies
+
+    def _match(self, prefixes: PrefixIndex, row: _Row) -> list[PrefixEntry]:
+        """Finds the full blocks, from where the sequence ends, that are in the prefixes."""
+        size, request = self._table.block_size, row.request
+        live = row.live or CachedSequence(slot=-1)
+        at = live.length // size
+        if len(live.entries) < at:  # a block of its own is not entered yet: a token of it has not been read
+            return []
+        entry = live.entries[-1] if at else prefixes.root(request.adapter)
+        tail = live.tokens[at * size :].tobytes() + request.tokens.tobytes()
+        last = live.length + request.reusable
+        hits: list[PrefixEntry] = []
+        while (at + len(hits) + 1) * size <= last:
+            start = len(hits) * size * 4
+            found = entry.children.get(tail[start : start + size * 4])
+            if found is None:
+                break
+            hits.append(found)
+            entry = found
+        return hits
+
+    def _count_blocks(self, rows: Sequence[_Row]) -> None:
+        """Decides how many blocks each row lacks, and whether it must copy the one it goes on in."""
+        sharers = dict(Counter([_block(entry) for row in rows for entry in row.hits]))
+        pool, size = self._table.pool, self._table.block_size
+        for row in rows:
+            blocks, length = () if row.live is None else row.live.blocks, row.length
+            at, inside = divmod(length, size)
+            held = max(len(blocks), at + len(row.hits)) if row.hits else len(blocks)
+            row.new_blocks = max(0, -(-row.target // size) - held)
+            if inside and not row.hits and row.target > length:
+                block = blocks[at]
+                others = sharers.get(block, 0)
+                if pool.num_holders(block) + others > 1:
+                    row.copies = True
+                    sharers[block] = others - 1
+                else:
+                    row.overwrites = pool.is_kept(block)
+
+    def _holders(self, entry: PrefixEntry) -> int:
+        return self._table.pool.num_holders(_block(entry))
+
+
+def _block(entry: PrefixEntry) -> int:
+    assert entry.block is not None
+    return entry.block

@@ -1,0 +1,405 @@
+"""`execute`: rows of any output in one batch, and steps that are begun before the last ones are read."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.contract import DecodeRun, Sampling
+from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.batch import (
+    ALL_LOGITS,
+    LAST_LOGITS,
+    NO_OUTPUT,
+    Capture,
+    Distributions,
+    Output,
+    SampledToken,
+    ScheduledRow,
+    Scores,
+    TargetScores,
+    TokenChoice,
+    VerifiedTokens,
+)
+from ferrum_jax.models.capture import CaptureSpec
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CAPACITY, ENGINE, Oracle, make_runner, poison
+
+TOLERANCE = 1e-4  # float32 sums in another order; logits are of order 10
+TEXT = [(5 * at + 3) % 37 for at in range(CAPACITY)]
+HELD = {"a": TEXT[:9], "b": [7, 7], "c": TEXT[3:20]}
+GREEDY = SlotSettings()
+WARM = SlotSettings(temperature=1.3, top_k=9, seed=5, num_logprobs=2)
+PENALISED = SlotSettings(repetition_penalty=1.4, frequency_penalty=0.8, num_logprobs=0, seen=np.array(TEXT[:9]))
+
+
+@pytest.fixture(scope="module")
+def pipelined(params: ParamTree) -> Iterator[ModelRunner]:
+    """A runner that reuses prefixes."""
+    engine = replace(ENGINE, prefix_cache=True, multi_step_tokens=3, decode_rows=(4,))
+    with make_runner(params, engine) as runner:
+        yield runner
+
+
+@pytest.fixture
+def runner(pipelined: ModelRunner) -> ModelRunner:
+    pipelined.reset()
+    poison(pipelined)
+    return pipelined
+
+
+def row(key: str, tokens: list[int] | None, start: int, output: Output = LAST_LOGITS) -> ScheduledRow:
+    return ScheduledRow(key, None if tokens is None else np.array(tokens, np.int32), start, output)
+
+
+def hold(runner: ModelRunner) -> None:
+    for key, tokens in HELD.items():
+        runner.prefill(key, tokens)
+
+
+def same(found: Any, expected: Any) -> None:
+    """Fails unless two answers are equal, but for rounding."""
+    assert type(found) is type(expected)
+    if isinstance(found, TokenChoice):
+        assert found.token_id == expected.token_id
+        np.testing.assert_allclose(found[1:3], expected[1:3], atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(
+            np.array(found.alternatives), np.array(expected.alternatives), atol=TOLERANCE, rtol=0
+        )
+    elif isinstance(found, Scores):
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=TOLERANCE, rtol=0)
+        np.testing.assert_array_equal(found.greedy_ids, expected.greedy_ids)
+        assert (found.top_ids is None) == (expected.top_ids is None)
+    elif isinstance(found, list):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    elif found is not None:
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+
+
+OUTPUTS: list[Output] = [
+    NO_OUTPUT,
+    LAST_LOGITS,
+    ALL_LOGITS,
+    SampledToken(GREEDY),
+    SampledToken(WARM),
+    SampledToken(PENALISED),
+    VerifiedTokens(WARM),
+    Distributions(WARM),
+    TargetScores(np.array([4, 5, 6], np.int32)),
+    TargetScores(np.array([4, 5, 6], np.int32), with_alternatives=True),
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_of_different_outputs_in_one_batch_answer_as_alone(seed: int, runner: ModelRunner):
+    draw = random.Random(seed)
+    outputs = draw.sample(OUTPUTS, 3)
+    counts = [3 if isinstance(one, TargetScores) else draw.choice([1, 2, 3, 4]) for one in outputs]
+    starts = {key: len(tokens) for key, tokens in HELD.items()}
+    batch = [
+        row(key, TEXT[20 : 20 + count], starts[key], one) for key, count, one in zip(HELD, counts, outputs, strict=True)
+    ]
+    hold(runner)
+    together = runner.execute(batch).result()
+    runner.reset()
+    hold(runner)
+    alone = [runner.execute([one]).result()[0] for one in batch]
+    same(together, alone)
+
+
+def test_what_is_captured_beside_a_sampled_row_is_what_is_captured_alone(runner: ModelRunner):
+    hold(runner)
+    wanted = Capture(CaptureSpec(hidden=(1,), attention=(0,)))
+    found, choice = runner.execute([row("a", [5, 6], 9, wanted), row("b", [1], 2, SampledToken(GREEDY))]).result()
+    runner.truncate_kv("a", 9)
+    alone = runner.capture("a", [5, 6], hidden=(1,), attention_weights=(0,))
+    np.testing.assert_allclose(found.hidden[1], alone.hidden[1], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(found.attention_weights[0], alone.attention_weights[0], atol=TOLERANCE, rtol=0)
+    runner.truncate_kv("b", 2)
+    assert choice.token_id == int(np.argmax(runner.decode("b", 1, 2)))
+
+
+def one_by_one(runner: ModelRunner, keys: str, settings: dict[str, SlotSettings], count: int) -> dict[str, list[int]]:
+    """Samples tokens, each of which is read before the next step begins."""
+    hold(runner)
+    found: dict[str, list[int]] = {key: [] for key in keys}
+    for at in range(count):
+        batch = [
+            row(key, [found[key][-1] if at else 4], len(HELD[key]) + at, SampledToken(settings[key])) for key in keys
+        ]
+        for key, choice in zip(keys, runner.execute(batch).result(), strict=True):
+            found[key].append(choice.token_id)
+    return found
+
+
+@pytest.mark.parametrize("order", ["as begun", "backwards", "last alone", "shuffled"])
+def test_steps_begun_before_the_last_is_read_sample_as_token_by_token(order: str, runner: ModelRunner):
+    settings = {"a": PENALISED, "b": WARM, "c": GREEDY}
+    expected = one_by_one(runner, "abc", settings, 7)
+    runner.reset()
+    hold(runner)
+    steps = []
+    for at in range(7):
+        batch = [row(key, None if at else [4], len(HELD[key]) + at, SampledToken(settings[key])) for key in "abc"]
+        steps.append(runner.execute(batch))
+    reading = list(steps)
+    if order == "backwards":
+        reading.reverse()
+    if order == "shuffled":
+        random.Random(3).shuffle(reading)
+    for step in reading[-1:] if order == "last alone" else reading:
+        step.result()
+    for key, tokens in zip("abc", zip(*[[c.token_id for c in step.result()] for step in steps], strict=True),
+                           strict=True):  # fmt: skip
+        assert list(tokens) == expected[key]
+    for key in "abc":  # and what is cached is what was chosen
+        text = [*HELD[key], 4, *expected[key]]
+        live = runner._pipeline.table.get(key)
+        assert live is not None
+        assert live.tokens.tolist() == text[:-1]
+        wanted = runner.execute([row(key, None, len(text) - 1)]).result()[0]
+        runner.release(key)
+        np.testing.assert_allclose(wanted, runner.prefill(key, text), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("output", [NO_OUTPUT, LAST_LOGITS, ALL_LOGITS, TargetScores(np.array([3], np.int32))])
+def test_a_row_of_any_output_takes_the_token_that_is_not_read_yet(output: Output, runner: ModelRunner, oracle: Oracle):
+    hold(runner)
+    first = runner.execute([row("a", [4], 9, SampledToken(GREEDY)), row("b", [1], 2, LAST_LOGITS)])
+    (answer,) = runner.execute([row("a", None, 10, output)]).result()
+    text = [*HELD["a"], 4, first.result()[0].token_id]
+    logits = oracle(text)[-1]
+    assert text[-1] == int(oracle(text[:-1])[-1].argmax())
+    if isinstance(output, TargetScores):
+        np.testing.assert_allclose(answer.logprobs, [logits[3] - np.logaddexp.reduce(logits)], atol=TOLERANCE, rtol=0)
+    elif output is not NO_OUTPUT:
+        np.testing.assert_allclose(np.atleast_2d(answer)[-1], logits, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(runner.decode("a", 8, 11), oracle([*text, 8])[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_only_a_token_that_was_sampled_for_its_place_is_taken(runner: ModelRunner, oracle: Oracle):
+    hold(runner)
+
+    def refused(key: str, start: int) -> None:
+        with pytest.raises(RequestValidationError, match="no token was sampled"):
+            runner.execute([row(key, None, start)])
+
+    refused("a", 9)
+    refused("unknown", 0)
+    runner.execute([row("a", [4], 9, SampledToken(GREEDY))])
+    runner.fork("a", "twin")
+    refused("twin", 10)
+    runner.execute([row("a", [5], 10, NO_OUTPUT)])  # another one in its place
+    refused("a", 11)
+    runner.truncate_kv("a", 10)
+    np.testing.assert_allclose(
+        runner.execute([row("a", None, 10)]).result()[0],
+        oracle([*HELD["a"], 4, int(oracle([*HELD["a"], 4])[-1].argmax())])[-1],
+        atol=TOLERANCE,
+        rtol=0,
+    )
+    runner.truncate_kv("a", 9)
+    runner.decode("a", 6, 9)
+    refused("a", 10)
+    runner.execute([row("b", [4], 2, SampledToken(GREEDY))])
+    runner.release("b")
+    runner.prefill("b", [1, 2, 3])
+    refused("b", 3)
+
+
+def begin_two(runner: ModelRunner) -> tuple[Any, Any]:
+    """Begins two steps of "a" and "b", the second of which takes the tokens of the first."""
+    hold(runner)
+    settings = SampledToken(GREEDY)
+    return (
+        runner.execute([row("a", [4], 9, settings), row("b", [4], 2, settings)]),
+        runner.execute([row("a", None, 10, settings), row("b", None, 3, settings)]),
+    )
+
+
+def test_truncate_while_a_step_is_in_flight(runner: ModelRunner, oracle: Oracle):
+    first, second = begin_two(runner)
+    runner.truncate_kv("a", 10)
+    for answer, text in zip(first.result(), ([*HELD["a"], 4], [*HELD["b"], 4]), strict=True):
+        assert answer.token_id == int(oracle(text)[-1].argmax())
+    np.testing.assert_allclose(runner.decode("a", 8, 10), oracle([*HELD["a"], 4, 8])[-1], atol=TOLERANCE, rtol=0)
+    text = [*HELD["b"], 4, first.result()[1].token_id]
+    assert second.result()[1].token_id == int(oracle(text)[-1].argmax())
+
+
+def test_fork_while_a_step_is_in_flight(runner: ModelRunner, oracle: Oracle):
+    first, second = begin_two(runner)
+    runner.fork("a", "twin")
+    text = [*HELD["a"], 4, first.result()[0].token_id]
+    third = runner.execute([row("a", None, 11, SampledToken(GREEDY)), row("twin", [8], 11)])
+    np.testing.assert_allclose(third.result()[1], oracle([*text, 8])[-1], atol=TOLERANCE, rtol=0)
+    assert third.result()[0].token_id == int(oracle([*text, second.result()[0].token_id])[-1].argmax())
+
+
+def test_release_while_a_step_is_in_flight(runner: ModelRunner, oracle: Oracle):
+    first, second = begin_two(runner)
+    runner.release("a")
+    np.testing.assert_allclose(runner.prefill("a", TEXT[:30]), oracle(TEXT[:30])[-1], atol=TOLERANCE, rtol=0)
+    for at, key in enumerate("ab"):
+        text = [*HELD[key], 4, first.result()[at].token_id]
+        assert second.result()[at].token_id == int(oracle(text)[-1].argmax())
+    assert runner.kv_len("a") == 30
+    np.testing.assert_allclose(runner.decode("a", 1, 30), oracle([*TEXT[:30], 1])[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_reset_while_a_step_is_in_flight(runner: ModelRunner, oracle: Oracle):
+    _, second = begin_two(runner)
+    runner.reset()
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+    np.testing.assert_allclose(runner.prefill("a", TEXT[:9]), oracle(TEXT[:9])[-1], atol=TOLERANCE, rtol=0)
+    text = [*HELD["a"], 4]
+    text.append(int(oracle(text)[-1].argmax()))
+    assert second.result()[0].token_id == int(oracle(text)[-1].argmax())
+    np.testing.assert_allclose(runner.decode("a", 4, 9), oracle([*TEXT[:9], 4])[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_multi_step_decoding_while_a_step_is_in_flight_penalises_what_was_chosen_in_it(runner: ModelRunner):
+    how = Sampling(repetition_penalty=3.0)
+    answers = []
+    for reads in (False, True):
+        runner.reset()
+        first, second = begin_two(runner)
+        if reads:
+            first.result()
+            second.result()
+        answers.append(runner.decode_n([DecodeRun(cache_id="a", token=8, pos=11, max_tokens=6, sampling=how)]))
+    assert answers[0][0].token_ids == answers[1][0].token_ids
+
+
+def test_a_refused_batch_changes_nothing(runner: ModelRunner, oracle: Oracle):
+    hold(runner)
+    before = [runner.kv_len(key) for key in "abcd"], runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()
+    good = row("a", [4], 9, SampledToken(GREEDY))
+    bad: list[tuple[Any, type[Exception]]] = [
+        (row("b", [4], 3), RequestValidationError),
+        (row("a", [4], 9), RequestValidationError),
+        (row("b", [37], 2), RequestValidationError),
+        (row("b", [], 2), RequestValidationError),
+        (ScheduledRow("b", np.array([1.0]), 2), RequestValidationError),
+        (row("b", None, 2), RequestValidationError),
+        (row("b", [4] * 7, 2, VerifiedTokens(GREEDY)), RequestValidationError),
+        (row("b", [4, 5], 2, TargetScores(np.array([1], np.int32))), RequestValidationError),
+        (row("b", [1] * CAPACITY, 2), RequestValidationError),
+        (("b", [4], 2), RequestValidationError),
+    ]
+    for one, kind in bad:
+        with pytest.raises(kind):
+            runner.execute([good, one])
+    with pytest.raises(ResourceExhaustedError, match="slots"):
+        runner.execute([good, row("d", [1], 0), row("e", [1], 0)])
+    with pytest.raises(ResourceExhaustedError, match="blocks"):
+        runner.execute(
+            [row(key, [1] * (40 - len(HELD[key])), len(HELD[key])) for key in "abc"] + [row("d", [1] * 30, 0)]
+        )
+    after = [runner.kv_len(key) for key in "abcd"], runner.kv_slot_capacity_snapshot(), runner.cache_metrics_snapshot()
+    assert after == before
+    assert runner.execute([]).result() == []
+    assert runner.execute([good]).result()[0].token_id == int(oracle([*HELD["a"], 4])[-1].argmax())
+
+
+def test_a_block_that_was_filled_while_its_tokens_were_on_the_device_is_entered_once_they_are_read(
+    runner: ModelRunner, oracle: Oracle
+):
+    runner.prefill("a", TEXT[:5])
+    steps = [runner.execute([row("a", [4], 5, SampledToken(GREEDY))])]
+    while (runner.kv_len("a") or 0) < 18:
+        steps.append(runner.execute([row("a", None, runner.kv_len("a") or 0, SampledToken(GREEDY))]))
+    text = [*TEXT[:5], 4]
+    while len(text) < 19:
+        text.append(int(oracle(text)[-1].argmax()))
+    for step in steps:
+        step.result()
+    assert runner.cache_metrics_snapshot()["entries"] == 2
+    assert [step.result()[0].token_id for step in steps] == text[6:]
+    saved = runner.cache_metrics_snapshot()["saved_prefill_tokens"]
+    np.testing.assert_allclose(runner.prefill("b", text[:18]), oracle(text[:18])[-1], atol=TOLERANCE, rtol=0)
+    assert runner.cache_metrics_snapshot()["saved_prefill_tokens"] == saved + 16
+
+
+def test_a_token_that_the_host_knows_already_is_written_as_any_other(runner: ModelRunner, oracle: Oracle):
+    runner.prefill("a", TEXT[:6])
+    chosen = runner.execute([row("a", [4], 6, SampledToken(GREEDY))])
+    runner.prefill("b", [1, 2, 3])
+    runner.fork("b", "c")  # which needs every token, and reads the step
+    runner.execute([row("a", None, 7, NO_OUTPUT)])
+    live = runner._pipeline.table.get("a")
+    assert live is not None
+    assert live.tokens.tolist() == [*TEXT[:6], 4, chosen.result()[0].token_id]
+    assert runner.cache_metrics_snapshot()["entries"] == 1
+
+
+def test_sequences_whose_window_was_evicted_are_recomputed_with_tokens_sampled_in_flight(
+    params: ParamTree, oracle: Oracle
+):
+    engine = replace(ENGINE, window_kv=True, query_blocks=(1,), block_tokens=8)
+    with make_runner(params, engine) as runner:
+        poison(runner)
+        runner.prefill("a", TEXT[:30])
+        steps = [runner.execute([row("a", [4], 30, SampledToken(GREEDY))])]
+        steps += [runner.execute([row("a", None, 31 + at, SampledToken(GREEDY))]) for at in range(4)]
+        runner.truncate_kv("a", 33)
+        runner.fork("a", "twin")  # whose own cache is empty
+        text = [*TEXT[:30], 4, *(step.result()[0].token_id for step in steps)][:33]
+        first = runner.execute([row("twin", [8], 33, SampledToken(GREEDY))])
+        runner.fork("a", "third")
+        second = runner.execute([row("twin", None, 34, LAST_LOGITS), row("third", [9], 33, LAST_LOGITS)])
+        sampled = first.result()[0].token_id
+        wanted = [oracle([*text, 8, sampled])[-1], oracle([*text, 9])[-1]]
+        np.testing.assert_allclose(second.result(), wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_more_rows_than_one_step_has_room_for_sample_in_several(params: ParamTree, oracle: Oracle):
+    with make_runner(params, replace(ENGINE, decode_rows=(1,), query_blocks=(1,))) as narrow:
+        settings = SampledToken(GREEDY)
+        steps = [narrow.execute([row(key, [at, 4], 0, settings) for at, key in enumerate("abcd")])]
+        steps += [narrow.execute([row(key, None, 2 + at, settings) for key in "abcd"]) for at in range(3)]
+        found = [[choice.token_id for choice in step.result()] for step in steps]
+        for at, tokens in enumerate(zip(*found, strict=True)):
+            text = [at, 4]
+            for token in tokens:
+                assert token == int(oracle(text)[-1].argmax())
+                text.append(token)
+
+
+def test_a_failure_while_a_step_is_read_is_an_error_until_reset_and_what_was_begun_before_is_lost(
+    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = begin_two(runner)
+
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL: injected")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("ferrum_jax.executor.device.np.asarray", fail)
+        with pytest.raises(DeviceError, match="injected"):
+            first.result()
+    assert runner.state is ExecutorState.Error
+    for step in (first, second):
+        with pytest.raises(DeviceError, match="reset"):
+            step.result()
+    runner.reset()
+    hold(runner)
+    with pytest.raises(DeviceError, match="before a failure"):
+        second.result()
+    assert runner.state is ExecutorState.Ready
+    np.testing.assert_allclose(runner.decode("a", 8, 9), oracle([*HELD["a"], 8])[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_a_step_cannot_be_read_after_close(params: ParamTree):
+    with make_runner(params) as closing:
+        step = closing.execute([row("a", [4], 0, SampledToken(GREEDY))])
+    with pytest.raises(CancelledError, match="closed"):
+        step.result()
