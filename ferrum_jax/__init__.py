@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from ferrum_jax import models as models
     from ferrum_jax.config import EngineConfig as EngineConfig
     from ferrum_jax.config import ModelConfig as ModelConfig
-    from ferrum_jax.converting import convert as convert
+    from ferrum_jax.conversion import convert as convert
     from ferrum_jax.executor.llm_executor.executor import LlmExecutor as LlmExecutor
     from ferrum_jax.executor.llm_executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.making import from_params as from_params
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
     from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
+    from ferrum_jax.generate.async_llm import AsyncLLM as AsyncLLM
     from ferrum_jax.generate.llm import LLM as LLM
     from ferrum_jax.generate.params import SamplingParams as SamplingParams
     from ferrum_jax.generate.rollout import generate_fn as generate_fn
@@ -35,11 +36,12 @@ __version__ = "0.1.0"
 _LAZY = {
     "EngineConfig": "ferrum_jax.config",
     "ModelConfig": "ferrum_jax.config",
-    "convert": "ferrum_jax.converting",
+    "convert": "ferrum_jax.conversion",
     "LlmExecutor": "ferrum_jax.executor.llm_executor.executor",
     "LlmExecutorFactory": "ferrum_jax.factory",
     "LlmExecutorRegistry": "ferrum_jax.executor.llm_executor.registry",
     "ModelRunner": "ferrum_jax.executor.runner",
+    "AsyncLLM": "ferrum_jax.generate.async_llm",
     "LLM": "ferrum_jax.generate.llm",
     "from_params": "ferrum_jax.executor.making",
     "generate_fn": "ferrum_jax.generate.rollout",

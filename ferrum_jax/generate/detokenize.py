@@ -64,7 +64,7 @@ class Detokenizer:
         return piece
 
     def _cut(self, num_kept: int) -> None:
-        """Keeps the last ids of the window, enough for what follows to decode as it would after all of them."""
+        """Drops all but the last ids of the window, with which later ids decode as after all of them."""
         self._window = self._window[-num_kept:]
         text = self._decode(self._window)
         self._num_emitted = len(text) - text.endswith(_REPLACEMENT)

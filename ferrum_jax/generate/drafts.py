@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
-from ferrum_jax.generate.sampler import Turn
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class DraftWant:
     """A sequence for which up to `count` tokens are to be proposed."""
 
     cache_id: str  # of the request: stays the same while it lives
-    turn: Turn
+    tokens: Sequence[int]  # its prompt and answer so far
+    settings: SlotSettings  # how its next token is chosen
     count: int
+    num_prompt: int = 0  # of the tokens, those that were not generated
 
 
 class DraftSource(abc.ABC):
@@ -42,7 +44,7 @@ class DraftSource(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
-        """Gives one draft per sequence, in order; an empty one where nothing comes to mind."""
+        """Returns one draft per sequence, in order; an empty one where nothing comes to mind."""
 
     def refuse_target(self, target: DecoderOnlyLLM) -> None:
         """Raises if proposals make no sense for this model."""
@@ -66,7 +68,42 @@ class DraftSource(abc.ABC):
 
 
 def checked_count(name: str, value: Any) -> int:
-    """Gives a number of tokens, or raises if it is none of at least 1."""
+    """Returns a number of tokens, or raises unless it is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidParameterError(f"{name} is {value!r}, expected an integer of at least 1")
     return value
+
+
+class PromptLookup(DraftSource):
+    """Proposes what followed the last tokens where they stood before, in the prompt or in the answer.
+
+    The longest run of at most `max_ngram` last tokens that occurred before decides, and its most recent occurrence.
+    Saxena 2023, "Prompt Lookup Decoding".
+    """
+
+    def __init__(self, max_ngram: int = 3, num_tokens: int = 4):
+        self.max_ngram = checked_count("max_ngram", max_ngram)
+        self.num_tokens = checked_count("num_tokens", num_tokens)
+
+    def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
+        """Returns each sequence's continuation after the n-gram that it ends in."""
+        return [Draft(look_up(want.tokens, self.max_ngram, want.count)) for want in wants]
+
+
+def look_up(tokens: Sequence[int], max_ngram: int, count: int) -> list[int]:
+    """Returns `count` tokens that followed the longest known end of `tokens`, or none.
+
+    Where fewer follow, they go round: the end is taken to repeat itself as it just did.
+    """
+    ids = np.asarray(tokens)
+    hits = np.flatnonzero(ids[:-1] == ids[-1])  # where an n-gram ends that equals the last one
+    if not len(hits):
+        return []
+    for n in range(2, max_ngram + 1):
+        longer = hits[hits >= n - 1]
+        longer = longer[ids[longer - (n - 1)] == ids[-n]] if len(longer) else longer
+        if not len(longer):
+            break
+        hits = longer
+    followed = tokens[int(hits[-1]) + 1 :]
+    return [followed[at % len(followed)] for at in range(count)]

@@ -2,25 +2,33 @@
 
 import itertools
 import os
+import queue
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
-from ferrum_jax.generate.params import RequestOutput, SamplingParams, params_of_each, params_of_one
-from ferrum_jax.generate.prompts import Prompt, as_ids, as_prompts
+from ferrum_jax.generate.params import (
+    RequestOutput,
+    SamplingParams,
+    check_stop_ids,
+    params_of_each,
+    params_of_one,
+)
+from ferrum_jax.generate.prompts import Prompt, as_adapters, as_ids, as_prompts
 from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.score import Score, score_of, split_text
 from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
 from ferrum_jax.generate.stops import StopWatcher
-from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.loading import load, open_checkpoint
 from ferrum_jax.progress import Track
@@ -64,7 +72,7 @@ class LLM:
         plan = runner.plan
         try:
             drafts = make_drafts(speculation or Speculation(), runner, plan.spec_tokens, plan.max_seqs)
-            self._setup(runner, read, plan.max_seqs, plan.ladders.max_step_tokens, drafts)
+            self._setup(runner, read, plan.max_seqs, plan.buckets.max_step_tokens, drafts)
         except BaseException:
             runner.close()
             raise
@@ -100,11 +108,12 @@ class LLM:
         self.model = model
         self.tokenizer = tokenizer
         try:
-            self._engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk_tokens, drafts=drafts)
+            scheduler = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk_tokens, drafts=drafts)
         except FerrumError:
             if drafts is not None:
                 drafts.close()
             raise
+        self._engine = Engine(scheduler)
 
     def __enter__(self) -> Self:
         if isinstance(self.model, ModelRunner):
@@ -115,13 +124,18 @@ class LLM:
         self.close()
 
     @property
+    def engine(self) -> Engine:
+        """The engine below, for those who submit requests themselves."""
+        return self._engine
+
+    @property
     def runner(self) -> ModelRunner:
-        """The runner below, without answers that were given up, once a step that runs has ended.
+        """The runner below, once what was aborted is freed.
 
         Raises:
             UnsupportedError: the model is none.
         """
-        self._engine.forget_dropped()
+        self._engine.settle()
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
         return self.model
@@ -129,25 +143,26 @@ class LLM:
     @property
     def acceptance_rate(self) -> float:
         """Share of the drafted tokens that came to stand in an answer; 0 before there were any."""
-        speculator = self._engine.speculator
+        speculator = self._engine.scheduler.speculator
         return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
 
     def warmup(self, *, progress: bool = True, load: bool = False) -> None:
-        """Compiles everything that serving may need, the sampler included; `load` as for `ModelRunner.warmup`."""
+        """Compiles everything that serving may need; `load` as for `ModelRunner.warmup`."""
         self.runner.warmup(progress=progress, load=load)
-        self._engine.warmup(progress=progress)
+        self._engine.scheduler.warmup(progress=progress)
 
     def reset(self) -> None:
         """Drops every sequence of the model; also the way back after a step that failed on the device.
 
-        Answers that are being generated are read anew and stay the same. Those that the failure ended stay failed.
+        Answers that are being generated are recomputed and stay the same. Those that the failure ended stay failed.
         """
-        self._engine.reset()
+        self._engine.call(self._engine.scheduler.reset)
 
     def close(self) -> None:
-        """Frees the model, and the draft model if it was loaded with it."""
-        if self._engine.speculator is not None:
-            self._engine.speculator.source.close()
+        """Ends every request, and frees the model, and the draft model if it was loaded with it."""
+        self._engine.close()
+        if self._engine.scheduler.speculator is not None:
+            self._engine.scheduler.speculator.source.close()
         if isinstance(self.model, ModelRunner):
             self.model.close()
 
@@ -156,15 +171,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Any = None,
         progress: bool = False,
+        use_tqdm: bool = False,
         return_errors: bool = False,
     ) -> list[RequestOutput]:
         """Answers prompts together; outputs come in their order, the `n` of one prompt side by side.
 
         Args:
-            prompts: one text or one list of ids, or several of either.
+            prompts: one text or one list of ids, or several of either; `{"prompt_token_ids": …}` is such a list.
             params: for all prompts, or one for each; greedy if None.
+            sampling_params: another name of `params`.
+            lora_request: an `ActiveLoraAdapter`, or what has `lora_name` and `lora_path`: for all prompts, or one each.
             progress: show a bar of finished prompts.
+            use_tqdm: another name of `progress`.
             return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and
                 the others go on to their ends. Otherwise the error of the first that failed is raised, with a note of
                 which it is, and the others are given up.
@@ -174,9 +195,10 @@ class LLM:
             FerrumError: a prompt failed, and errors are not to be returned.
         """
         listed = as_prompts(prompts)
-        each = params_of_each(params, len(listed))
-        groups = [self._requests(prompt, param) for prompt, param in zip(listed, each, strict=True)]
-        self._finish(groups, Track("generating") if progress else None, return_errors=return_errors)
+        each = params_of_each(_one_of(params, sampling_params), len(listed))
+        adapters = as_adapters(lora_request, len(listed))
+        groups = [self._requests(*one) for one in zip(listed, each, adapters, strict=True)]
+        self._finish(groups, Track("generating") if progress or use_tqdm else None, return_errors=return_errors)
         return [request.output(return_error=return_errors) for group in groups for request in group]
 
     def score(
@@ -186,7 +208,7 @@ class LLM:
         *,
         progress: bool = False,
     ) -> list[Score]:
-        """Gives the log-probability of every token of each continuation after its prompt; nothing is generated.
+        """Returns the log-probability of every token of each continuation after its prompt; nothing is generated.
 
         Args:
             prompts: texts or lists of ids; one alone goes before every continuation. What several continuations in a
@@ -215,54 +237,74 @@ class LLM:
         """Runs groups of requests that begin alike, of which the first has the others as its copies."""
         if not groups:
             self.model.kv_capacity()  # which a closed model refuses
+        events: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for request in itertools.chain.from_iterable(groups):
+            request.notify = lambda one: events.put(None) if one.is_done else None
         try:
-            for first, *_ in groups:
-                self._engine.submit(first)
+            self._engine.submit(*(first for first, *_ in groups))
             for at, group in enumerate(groups if track is None else track(groups)):
                 for request in group:
                     while not request.is_done:
-                        self._engine.step()
+                        events.get()
                     if request.error is not None and not return_errors:
                         request.error.add_note(f"prompts[{at}] of {len(groups)}")
                         raise request.error
-        finally:
+        except BaseException as problem:
             self._engine.abort(*itertools.chain.from_iterable(groups))
+            if isinstance(problem, FerrumError):
+                self._engine.settle()
+            raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> "Stream":
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, lora_request: Any = None) -> "Stream":
         """Yields the answer piece by piece, as soon as a piece can no longer change.
 
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
         """
-        return Stream(self._engine, self._request(prompt, params_of_one(params)))
+        (adapter,) = as_adapters(lora_request, 1)
+        return Stream(self._engine, self.request(prompt, params, adapter))
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None = None, adapter: ActiveLoraAdapter | None = None
+    ) -> Request:
+        """Returns a request for the engine, checked."""
+        (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
+        return self._request(one, params_of_one(params), adapter)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.
 
         Log-probabilities of the prompt, and several answers, compile what they need more when first asked for.
         """
-        request = self._request(prompt, params_of_one(params))
-        cache_id = request.cache_id
-        self._engine.forget_dropped()
+        request = self.request(prompt, params)
         try:
-            self.model.prepare(cache_id, len(request.prompt))
-            self._engine.prepare(cache_id, request.prompt, request.params)
+            self.model.prepare(request.cache_id, len(request.prompt))
         finally:
-            self.model.release(cache_id)
+            self.model.release(request.cache_id)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> RequestOutput:
-        """Answers a conversation, laid out by the model's chat template."""
-        return self.generate([self.chat_prompt(messages, tools=tools)], params_of_one(params))[0]
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+    ) -> Any:
+        """Answers a conversation by the model's chat template with a `RequestOutput`; a list of them with a list."""
+        params = _one_of(params, sampling_params)
+        is_batch = bool(messages) and all(isinstance(one, (list, tuple)) for one in messages)
+        conversations: Any = messages if is_batch else [messages]
+        prompts = [self.chat_prompt(one, tools=tools) for one in conversations]
+        if not is_batch:
+            params = params_of_one(params)  # pyright: ignore[reportArgumentType]
+        outs = self.generate(prompts, params, lora_request=lora_request, use_tqdm=use_tqdm)
+        return outs if is_batch else outs[0]
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
-        """Gives the token ids of a conversation up to where the assistant answers."""
+        """Returns the token ids of a conversation up to where the assistant answers."""
         tokenizer = self._need_tokenizer()
         if tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
@@ -280,43 +322,68 @@ class LLM:
             raise UnsupportedError("this LLM has no tokenizer: pass token ids")
         return self.tokenizer
 
-    def _ids(self, prompt: Prompt, *, is_first: bool = True) -> list[int]:
+    def _ids(self, prompt: str | Sequence[int], *, is_first: bool = True) -> list[int]:
         if isinstance(prompt, str):
             prompt = self._need_tokenizer().encode(prompt, add_special_tokens=is_first)
         return as_ids(prompt, self.model.config.vocab_size)
 
-    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """Gives the requests of one prompt: the first has the others as its copies."""
-        first = self._request(prompt, params)
+    def _requests(
+        self, prompt: str | Sequence[int], params: SamplingParams, adapter: ActiveLoraAdapter | None
+    ) -> list[Request]:
+        """Returns the requests of one prompt: the first has the others as its copies."""
+        first = self._request(prompt, params, adapter)
         for at in range(1, params.n):
             seed = None if params.seed is None else (int(params.seed) + at) % 2**32
-            first.copies.append(self._request(first.prompt, replace(params, seed=seed)))
+            first.copies.append(self._request(first.prompt, replace(params, seed=seed), adapter))
         return [first, *first.copies]
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
-        ids, capacity = self._ids(prompt), self.model.kv_capacity()
+    def _request(
+        self, prompt: str | Sequence[int], params: SamplingParams, adapter: ActiveLoraAdapter | None
+    ) -> Request:
+        ids, capacity, vocab_size = self._ids(prompt), self.model.kv_capacity(), self.model.config.vocab_size
         if not ids:
             raise RequestValidationError("a prompt needs at least one token, this one has none")
         if len(ids) > capacity:
             raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
-        if params.stop_texts and self.tokenizer is None:
-            raise UnsupportedError("stop texts need a tokenizer, and this LLM has none")
+        if (params.stop_texts or params.bad_words) and self.tokenizer is None:
+            raise UnsupportedError("texts in the parameters need a tokenizer, and this LLM has none")
+        for name in ("allowed_token_ids", "logit_bias"):
+            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
+            if wrong:
+                raise RequestValidationError(f"{name} has {wrong[0]}, ids go from 0 to {vocab_size - 1}")
         own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
+        stop_ids = frozenset(own) | frozenset(params.stop_token_ids or ())
+        stop_ids = frozenset(token for token in stop_ids if token < vocab_size)
+        check_stop_ids(sorted(stop_ids), params)
         room = capacity - len(ids) + 1  # the last token is never read
+        skip = params.skip_special_tokens
         return Request(
-            cache_id=self._engine.new_cache_id(),
+            cache_id=self._engine.scheduler.new_cache_id(),
             prompt=ids,
             params=params,
             seed=secrets.randbits(32) if params.seed is None else params.seed,
-            stop_ids=frozenset(own) | frozenset(params.stop_token_ids),
+            stop_ids=stop_ids,
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
-            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer),
-            watcher=StopWatcher(params.stop_texts),
-            score_from=1 if params.prompt_logprobs else None,
+            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, skip_special_tokens=skip),
+            watcher=StopWatcher(params.stop_texts, includes_stop=params.include_stop_str_in_output),
+            adapter=adapter,
+            bad_words=self._bad_words(params),
+            text_prompt=prompt if isinstance(prompt, str) else None,
+            score_from=1 if params.num_prompt_logprobs >= 0 else None,
         )
 
-    def _scored(self, prompt: Prompt, continuation: Prompt) -> Request:
-        """Gives the request that scores a continuation and generates nothing."""
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Returns each bad word as the tokens it is by itself and after a space."""
+        found: list[list[int]] = []
+        for word in params.bad_words or ():
+            for text in (word, f" {word.lstrip()}"):
+                ids = self._need_tokenizer().encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
+
+    def _scored(self, prompt: str | Sequence[int], continuation: str | Sequence[int]) -> Request:
+        """Returns the request that scores a continuation and generates nothing."""
         if isinstance(prompt, str) and isinstance(continuation, str):
             before, after = split_text(self._need_tokenizer(), prompt, continuation)
         else:
@@ -334,7 +401,7 @@ class LLM:
         if needed > capacity:
             raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}")
         return Request(
-            cache_id=self._engine.new_cache_id(),
+            cache_id=self._engine.scheduler.new_cache_id(),
             prompt=before + after,
             params=SamplingParams(),
             seed=0,
@@ -344,3 +411,50 @@ class LLM:
             watcher=StopWatcher(()),
             score_from=len(before),
         )
+
+
+class Stream:
+    """An answer that is being generated: an iterator of text, and its output once it is finished."""
+
+    def __init__(self, engine: Engine, request: Request):
+        self._request = request
+        self._pieces = self._run(engine, request)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._pieces
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Aborts the answer and frees what it holds, after the step that runs."""
+        self._pieces.close()
+
+    def output(self) -> RequestOutput:
+        """Returns the finished output; an answer that is not finished is a RequestValidationError."""
+        if not self._request.is_done:
+            raise RequestValidationError("this stream is not finished: take its pieces first")
+        return self._request.output()
+
+    @staticmethod
+    def _run(engine: Engine, request: Request) -> Generator[str, None, None]:
+        events: queue.SimpleQueue[None] = queue.SimpleQueue()
+        request.notify = lambda _: events.put(None)
+        try:
+            engine.submit(request)
+            while not request.is_done:
+                events.get()
+                if piece := request.take_text():
+                    yield piece
+            if piece := request.take_text():
+                yield piece
+            request.output()
+        finally:
+            engine.abort(request)
+
+
+def _one_of(params: Any, sampling_params: Any) -> Any:
+    """Returns the parameters that were given, under either name."""
+    if params is not None and sampling_params is not None:
+        raise RequestValidationError("params and sampling_params are the same: give one of them")
+    return sampling_params if params is None else params

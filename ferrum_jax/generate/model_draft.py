@@ -3,13 +3,13 @@
 import contextlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract import llm
+from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import (
     ConfigError,
     FerrumError,
@@ -17,29 +17,29 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
-from ferrum_jax.contract.llm import DecoderOnlyLLM, Logits, UnifiedRow
-from ferrum_jax.contract.policy import FullLogits, GreedyArgmax, GreedyRepetitionPenalty, LogitsReturnPolicy
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.executor.batch import Distributions, Output, SampledToken, ScheduledRow, TokenChoice
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant, checked_count
+from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.rejection import Purpose, draw, uniform
-from ferrum_jax.generate.sampler import Sampler, Turn, artifacts_of
 
 Drawing = Literal["best", "shared", "own"]
 
 
 @dataclass(eq=False)
-class DraftRow:
+class _Row:
     """A sequence on its way through the draft model."""
 
     want: DraftWant
+    settings: SlotSettings
     tokens: list[int] = field(default_factory=list)  # drafted so far
     probabilities: list[NDArray[np.float64]] = field(default_factory=list)
 
     @property
-    def turn(self) -> Turn:
-        """What the next drafted token depends on."""
-        turn = self.want.turn
-        return Turn(turn.params, turn.seed, [*turn.tokens, *self.tokens])
+    def all_tokens(self) -> list[int]:
+        """The request's tokens, and those drafted after them."""
+        return [*self.want.tokens, *self.tokens]
 
 
 class ModelDraft(DraftSource):
@@ -68,7 +68,7 @@ class ModelDraft(DraftSource):
                 the very noise that the target will use, so that both tend to agree (Daliri et al. 2024, "Coupling
                 without Communication and Drafter-Invariant Speculative Decoding"). `own`: drawn with noise of its own
                 and judged by the draft's probabilities (Leviathan et al. 2023), which accepts most.
-            max_rows: sequences that the sampler takes at a time.
+            max_rows: sequences that are drafted for at a time.
             is_owner: also close the model.
         """
         if drawing not in ("best", "shared", "own"):
@@ -77,12 +77,10 @@ class ModelDraft(DraftSource):
         self.num_tokens = checked_count("num_tokens", num_tokens)
         self.drawing = drawing
         self.has_probabilities = drawing == "own"
-        self._sampler = Sampler(model.config.vocab_size, max_rows, artifacts_of(model))
+        self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model, max_rows, 1)
         self._is_owner = is_owner
         self._held: dict[str, list[int]] = {}  # tokens in the draft's KV, by the request's cache id
         self._room: int | None = None  # sequences admitted after the KV ran short, until one is released
-        self._is_unified = True
-        self._has_run = False  # a unified forward has succeeded
         self._name = secrets.token_hex(4)
 
     def refuse_target(self, target: DecoderOnlyLLM) -> None:
@@ -94,17 +92,22 @@ class ModelDraft(DraftSource):
             raise ConfigError("the draft model is the target itself: a draft needs a KV of its own")
 
     def warmup(self, *, progress: bool = True) -> None:
-        """Compiles the draft model's steps and what drawing needs."""
+        """Compiles the draft model's programs."""
+        if isinstance(self.model, ModelRunner):
+            self.model.warmup(progress=progress, distributions=self.has_probabilities)
+            return
         self.model.warmup(progress=progress)
-        self._sampler.warmup(distributions=self.has_probabilities)
+        if isinstance(self._backend, HostModel):
+            self._backend.sampler.warmup()
 
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
         """Drafts token by token, each for all sequences at once."""
-        rows = [DraftRow(want) for want in wants]
+        rows = [_Row(want, self._settings(want)) for want in wants]
         active = [row for row in rows if self._align(row)]
         while active:
             answered = self._feed(active)
-            self._extend(answered)
+            for row, answer in answered:
+                self._extend(row, answer)
             active = [row for row, _ in answered if len(row.tokens) < self._most(row)]
         return [Draft(row.tokens, np.stack(row.probabilities) if row.probabilities else None) for row in rows]
 
@@ -113,13 +116,13 @@ class ModelDraft(DraftSource):
         self._room = None
         if self._held.pop(cache_id, None) is not None:
             with contextlib.suppress(FerrumError):  # a model that failed refuses this too; its reset frees everything
-                self.model.release(self._id(cache_id))
+                self._backend.release(self._id(cache_id))
 
     def reset(self) -> None:
-        """Resets the draft model; sequences are read anew when they are drafted for."""
+        """Resets the draft model; sequences are computed anew when they are drafted for."""
         self._held.clear()
         self._room = None
-        self.model.reset()
+        self._backend.reset()
 
     def close(self) -> None:
         """Closes the draft model if it is owned."""
@@ -129,13 +132,24 @@ class ModelDraft(DraftSource):
     def _id(self, cache_id: str) -> str:
         return f"draft-{self._name}-{cache_id}"
 
-    def _most(self, row: DraftRow) -> int:
-        """Tokens that can be drafted for a row; the last of them is never read."""
-        return min(row.want.count, self.model.kv_capacity() - len(row.want.turn.tokens) + 1)
+    def _settings(self, want: DraftWant) -> SlotSettings:
+        """How the draft's tokens are chosen: with the target's noise, or its best; penalties count what it counts."""
+        settings = replace(want.settings, num_logprobs=-1)
+        if settings.is_adjusted:
+            settings = replace(settings, generated=np.array(want.tokens[want.num_prompt :], np.int64))
+        return settings if self.drawing != "best" else replace(settings, temperature=0.0)
 
-    def _align(self, row: DraftRow) -> bool:
+    def _draws_itself(self, row: _Row) -> bool:
+        # The model's own log-probability of a token is not known where the draft's probabilities judge it.
+        return self.drawing == "own" and row.settings.temperature > 0 and row.want.settings.num_logprobs < 0
+
+    def _most(self, row: _Row) -> int:
+        """Tokens that can be drafted for a row; the last of them is never read."""
+        return min(row.want.count, self.model.kv_capacity() - len(row.want.tokens) + 1)
+
+    def _align(self, row: _Row) -> bool:
         """Rolls the draft's sequence back to what it shares with the request; says whether there is room for it."""
-        key, tokens = row.want.cache_id, row.want.turn.tokens
+        key, tokens = row.want.cache_id, row.want.tokens
         if self._most(row) < 1:
             self.release(key)
             return False
@@ -149,9 +163,9 @@ class ModelDraft(DraftSource):
         if kept == len(held):
             return True
         try:
-            self.model.truncate_kv(self._id(key), kept)
+            self._backend.truncate_kv(self._id(key), kept)
         except UnsupportedError:
-            self.model.release(self._id(key))
+            self._backend.release(self._id(key))
             kept = 0
         except FerrumError:
             self.release(key)
@@ -159,77 +173,55 @@ class ModelDraft(DraftSource):
         self._held[key] = held[:kept]
         return True
 
-    def _feed(self, rows: Sequence[DraftRow]) -> list[tuple[DraftRow, Logits | int]]:
-        """Reads what is new in each sequence; gives the answers of those that the model took."""
+    def _feed(self, rows: Sequence[_Row]) -> list[tuple[_Row, Any]]:
+        """Reads what is new in each sequence; returns the answers of those that the model took."""
         items = [self._item(row) for row in rows]
         try:
-            answers = self._run(items, [self._policy(row) for row in rows])
+            answers = self._backend.collect(self._backend.execute(items))
         except ResourceExhaustedError:
-            # Who came last gives way. Rows that ran one by one may have advanced before the error.
-            for row in rows[-1:] if self._is_unified else rows:
-                self.release(row.want.cache_id)
+            self.release(rows[-1].want.cache_id)  # who came last gives way
+            self._drop_moved(rows)
             self._room = len(self._held)
-            return self._feed(rows[:-1]) if self._is_unified and len(rows) > 1 else []
+            left = [row for row in rows[:-1] if row.want.cache_id in self._held]
+            return self._feed(left) if left else []
         except BaseException as problem:
-            if self._is_unified and len(rows) > 1 and isinstance(problem, FerrumError) and problem.is_client_error:
-                return [found for row in rows for found in self._feed([row])]
+            if len(rows) > 1 and isinstance(problem, FerrumError) and problem.is_client_error:
+                self._drop_moved(rows)
+                return [found for row in rows if row.want.cache_id in self._held for found in self._feed([row])]
             for row in rows:
                 self.release(row.want.cache_id)
             if isinstance(problem, FerrumError):
                 return []
             raise
-        for row, (_, tokens, _, _) in zip(rows, items, strict=True):
-            self._held[row.want.cache_id] += tokens
+        for row, item in zip(rows, items, strict=True):
+            assert item.tokens is not None
+            self._held[row.want.cache_id] += item.tokens.tolist()
         return list(zip(rows, answers, strict=True))
 
-    def _item(self, row: DraftRow) -> UnifiedRow:
-        held = len(self._held[row.want.cache_id])
-        return self._id(row.want.cache_id), row.turn.tokens[held:], held, True
+    def _drop_moved(self, rows: Sequence[_Row]) -> None:
+        """Releases sequences that a failed batch advanced."""
+        for row in rows:
+            key = row.want.cache_id
+            if key in self._held and (self._backend.kv_len(self._id(key)) or 0) != len(self._held[key]):
+                self.release(key)
 
-    def _policy(self, row: DraftRow) -> LogitsReturnPolicy:
-        turn = row.turn
-        if turn.params.temperature > 0 and self.drawing != "best":
-            return FullLogits()
-        penalty = turn.params.repetition_penalty
-        return GreedyArgmax(
-            repetition_penalty=None
-            if penalty == 1.0
-            else GreedyRepetitionPenalty(penalty=penalty, token_ids=turn.tokens)
-        )
+    def _item(self, row: _Row) -> ScheduledRow:
+        held, known = len(self._held[row.want.cache_id]), row.all_tokens
+        output: Output = SampledToken(row.settings)
+        if self._draws_itself(row):
+            settings = row.settings
+            if settings.is_adjusted:  # what is drawn on the host is counted here, up to the first token of the row
+                generated = np.array(known[row.want.num_prompt : held + 1], np.int64)
+                settings = replace(settings, generated=generated)
+            output = Distributions(settings)
+        return ScheduledRow(self._id(row.want.cache_id), np.array(known[held:], np.int32), held, output)
 
-    def _run(self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]) -> list[Logits | int]:
-        if self._is_unified:
-            try:
-                answers = self.model.unified_forward_with_logits_policy(items, policies)
-            except UnsupportedError:
-                if self._has_run:
-                    raise
-                self._is_unified = False
-            else:
-                self._has_run = True
-                return [answer for answer in answers if answer is not None]
-        singles = [(cache_id, tokens[0], at) for cache_id, tokens, at, _ in items if len(tokens) == 1 and at > 0]
-        decoded = dict(zip([row[0] for row in singles], self.model.decode_batch(singles), strict=True))
-        return [
-            llm.choose(decoded[key] if key in decoded else self.model.prefill(key, tokens), policy)
-            for (key, tokens, _, _), policy in zip(items, policies, strict=True)
-        ]
-
-    def _extend(self, answered: Sequence[tuple[DraftRow, Logits | int]]) -> None:
-        """Turns the model's answers into one more token for each row."""
-        drawn = []
-        for row, answer in answered:
-            if isinstance(answer, np.ndarray):
-                drawn.append((row, answer))
-            else:
-                row.tokens.append(answer)
-        if not drawn:
+    def _extend(self, row: _Row, answer: Any) -> None:
+        """Takes one more token."""
+        if isinstance(answer, TokenChoice):
+            row.tokens.append(answer.token_id)
             return
-        turns, logits = [row.turn for row, _ in drawn], [answer for _, answer in drawn]
-        if self.drawing == "shared":
-            for (row, _), (token, _) in zip(drawn, self._sampler.choose(turns, logits), strict=True):
-                row.tokens.append(token)
-            return
-        for (row, _), turn, q in zip(drawn, turns, self._sampler.distributions(turns, logits), strict=True):
-            row.tokens.append(draw(q, uniform(turn.seed, len(turn.tokens), Purpose.PROPOSE)))
-            row.probabilities.append(q)
+        q = np.asarray(answer[-1], np.float64)
+        q /= q.sum()
+        row.tokens.append(draw(q, uniform(row.settings.seed, len(row.all_tokens), Purpose.PROPOSE)))
+        row.probabilities.append(q)

@@ -1,82 +1,136 @@
 """What a caller asks of a generation, and what they get."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from ferrum_jax.contract.decoding import Sampling, is_integer, refuse_unless
-from ferrum_jax.contract.errors import FerrumError, RequestValidationError, shown
+from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
+from ferrum_jax.contract.decoding import Sampling, is_integer, is_real, refuse_unless
+from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
 
 FinishReason = Literal["stop", "length", "error"]
+_PENALTY = 3e38  # the most that float32 holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Sampling):
-    """How tokens are chosen and when to stop. The defaults are greedy.
+    """How tokens are chosen and when to stop. The defaults are greedy; the names are vLLM's where the meaning is.
 
     Args:
         temperature: 0 takes the best token; above, logits are divided by it before drawing.
-        top_k: draw among the k best; 0 is off.
+        top_k: draw among the k best; 0 and -1 are off.
         top_p: draw among the fewest tokens whose probabilities reach this; 1 is off.
         min_p: draw among tokens at least this likely relative to the best; 0 is off.
         repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and answer.
+        presence_penalty: subtracted from the logits of tokens that the answer has.
+        frequency_penalty: subtracted from the logits of a token for each time the answer has it.
+        logit_bias: added to the logits of token ids, at most 512 of them; -inf forbids one.
+        allowed_token_ids: only these may be chosen; None allows all.
+        bad_words: texts that the answer must not contain, as the sequences of tokens they are by themselves and after
+            a space.
+        min_tokens: tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen.
         seed: makes draws repeatable, alone or in any batch; drawn anew for each request if None.
         max_tokens: tokens to generate at most; None goes on to the end of the KV capacity.
-        stop: texts that end the answer, which then ends before them.
+        stop: texts that end the answer, which then ends before them; None is none.
+        include_stop_str_in_output: the answer ends after the stop text instead.
         stop_token_ids: ids that end the answer, besides the model's own.
         ignore_eos: go on past the model's own end of sequence.
-        logprobs: also give each token's log-probability under the model's own distribution.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: report each token's log-probability: True or 0 that of the token, k also those of the k likeliest,
+            at most 20. None and False report none.
+        logprobs_mode: which distribution the likeliest tokens are of: `raw`, the model's own, or `processed`, after
+            penalties, temperature and filters. The token's own are reported under both.
         prompt_logprobs: the same for the prompt's tokens, all of which are then computed, known prefix or not.
         n: how many answers to draw; the prompt is read once, where there is room. Answer i has the seed `seed + i`,
             modulo 2^32.
     """
 
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    min_tokens: int = 0
     seed: int | None = None
     max_tokens: int | None = 256
-    stop: str | tuple[str, ...] | list[str] = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop: str | Sequence[str] | None = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
-    logprobs: bool = False
-    prompt_logprobs: bool = False
+    skip_special_tokens: bool = True
+    logprobs: bool | int | None = None
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    prompt_logprobs: bool | int | None = None
     n: int = 1
 
     def __post_init__(self):
+        if self.top_k == -1 and is_integer(self.top_k):
+            object.__setattr__(self, "top_k", 0)
         super().__post_init__()
-        refuse_unless(
-            "seed", self, lambda x: x is None or (is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1"
-        )
-        refuse_unless(
-            "max_tokens", self, lambda x: x is None or (is_integer(x) and x >= 1), "an integer of at least 1, or None"
-        )
-        refuse_unless("n", self, lambda x: is_integer(x) and x >= 1, "an integer of at least 1")
-        for name in ("ignore_eos", "logprobs", "prompt_logprobs"):
-            refuse_unless(name, self, lambda x: isinstance(x, bool), "True or False")
-        refuse_unless(
-            "stop",
-            self,
-            lambda x: isinstance(x, (str, tuple, list)) and all(isinstance(t, str) and t for t in self.stop_texts),
-            "texts that are not empty",
-        )
-        refuse_unless(
-            "stop_token_ids",
-            self,
-            lambda x: isinstance(x, (tuple, list)) and all(is_integer(i) and i >= 0 for i in x),
-            "token ids",
-        )
 
-    @property
-    def is_plain_greedy(self) -> bool:
-        """True if each token is the arg-max of the model's logits and nothing else is wanted."""
-        return self.temperature == 0 and self.repetition_penalty == 1.0 and not self.logprobs
+        def check(name: str, holds: Any, expected: str) -> None:
+            refuse_unless(name, self, holds, expected)
+
+        def are_ids(x: Any) -> bool:
+            return isinstance(x, (tuple, list)) and all(is_integer(one) and one >= 0 for one in x)
+
+        for name in ("presence_penalty", "frequency_penalty"):
+            check(name, lambda x: is_real(x) and abs(x) <= _PENALTY, "a finite number")
+        check("seed", lambda x: x is None or (is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1")
+        check("max_tokens", lambda x: x is None or (is_integer(x) and x >= 1), "an integer of at least 1, or None")
+        check("min_tokens", lambda x: is_integer(x) and x >= 0, "an integer of at least 0")
+        check("n", lambda x: is_integer(x) and x >= 1, "an integer of at least 1")
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            check(name, lambda x: isinstance(x, bool), "True or False")
+        for name in ("logprobs", "prompt_logprobs"):
+            limit = f"True, False, None or a number from 0 to {MAX_TOP_LOGPROBS}"
+            check(name, lambda x: isinstance(x, bool | None) or (is_integer(x) and 0 <= x <= MAX_TOP_LOGPROBS), limit)
+        check("logprobs_mode", lambda x: x in ("raw", "processed"), "'raw' or 'processed'")
+        for name in ("stop", "bad_words"):
+            check(name, lambda x: x is None or all(isinstance(t, str) and t for t in _texts(x)), "texts, none empty")
+        check("stop_token_ids", lambda x: x is None or are_ids(x), "token ids")
+        check("allowed_token_ids", lambda x: x is None or (are_ids(x) and len(x) > 0), "token ids, at least one")
+        check("logit_bias", lambda x: x is None or (isinstance(x, Mapping) and len(x) <= MAX_BIAS and all(
+            is_integer(token) and token >= 0 and is_real(bias) and not math.isnan(bias) and bias <= _PENALTY
+            for token, bias in x.items()
+        )), f"at most {MAX_BIAS} token ids with a number each")  # fmt: skip
+        if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameterError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}")
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
         """The stop texts, as a tuple whatever was given."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return tuple(_texts(self.stop))
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives to report for each token of the answer; -1: nothing at all."""
+        return _count(self.logprobs)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Alternatives to report for each token of the prompt; -1: nothing at all."""
+        return _count(self.prompt_logprobs)
+
+
+def _texts(given: Any) -> list[Any]:
+    """Returns texts as a list, of which a single one is one; what is no text or sequence is no text in it either."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [given]
+    return list(given) if isinstance(given, (tuple, list)) else [None]
+
+
+def _count(given: bool | int | None) -> int:
+    if given is None or given is False:
+        return -1
+    return 0 if given is True else int(given)
 
 
 def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Gives the params of each of so many prompts: one for all of them, or as many; greedy if None.
+    """Returns the params of each of so many prompts: one for all of them, or as many; greedy if None.
 
     Raises:
         RequestValidationError: there are not as many, or one is none.
@@ -86,38 +140,64 @@ def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, coun
         raise RequestValidationError(f"{count} prompts need as many SamplingParams, {len(each)} were given")
     for params in each:
         if not isinstance(params, SamplingParams):
-            raise RequestValidationError(f"params are {shown(params)}, expected SamplingParams")
+            raise RequestValidationError(f"params are {safe_repr(params)}, expected SamplingParams")
     return each
 
 
 def params_of_one(given: SamplingParams | None) -> SamplingParams:
-    """Gives the params of a single answer; raises RequestValidationError where they ask for several."""
+    """Returns the params of a single answer; raises RequestValidationError where they ask for several."""
     if not isinstance(given, SamplingParams | None):
-        raise RequestValidationError(f"params are {shown(given)}, expected SamplingParams")
+        raise RequestValidationError(f"params are {safe_repr(given)}, expected SamplingParams")
     params = SamplingParams() if given is None else given
     if params.n != 1:
         raise RequestValidationError(f"n is {params.n}: `generate` gives several answers, this call gives one")
     return params
 
 
+def check_stop_ids(stop_ids: Sequence[int], params: SamplingParams) -> None:
+    """Raises InvalidParameterError where `min_tokens` forbids more stop ids than the device holds, or all tokens."""
+    if not params.min_tokens:
+        return
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise InvalidParameterError(f"min_tokens goes with at most {MAX_STOP_IDS} stop ids, there are {len(stop_ids)}")
+    if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(stop_ids):
+        raise InvalidParameterError("min_tokens forbids every one of allowed_token_ids, which are all stop ids")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """One finished generation.
+    """One finished generation, or what there is of one so far.
 
     `token_ids` holds everything generated, the token that stopped it included; `text` leaves special tokens and the
-    stop text out. `logprobs` has one figure per id, or is None where it was not asked for; `prompt_logprobs` likewise
-    for the prompt's ids, the first of which, that nothing predicts, has None. `error` is what ended a generation whose
-    `finish_reason` is `error`: the rest is then what there was before it. With speculation, `drafted` counts the tokens
-    that were proposed and verified, and `accepted` those of them that stand in the answer.
+    stop text out. `logprobs` has one figure per id under the model's own distribution, `processed_logprobs` under the
+    one it was drawn from, `top_logprobs` the likeliest ids there; None where it was not asked for. Those of the prompt
+    have None for the first id, which nothing predicts. `error` is what ended a generation whose `finish_reason` is
+    `error`: the rest is then what there was before it. With speculation, `drafted` counts the tokens that were
+    proposed and verified, and `accepted` those of them that stand in the answer.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     logprobs: list[float] | None = None
+    processed_logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
+    prompt_top_logprobs: list[dict[int, float] | None] | None = None
     time_to_first_token: float = 0.0  # seconds since the request was submitted
     error: FerrumError | None = None
     drafted: int = 0
     accepted: int = 0
+    request_id: str = ""
+    prompt: str | None = field(default=None, repr=False)  # the text, where one was given
+
+    @property
+    def finished(self) -> bool:
+        """True once nothing more comes."""
+        return self.finish_reason is not None
+
+    @property
+    def outputs(self) -> list["RequestOutput"]:
+        """This answer as the only one of a list, for code that was written for vLLM."""
+        return [self]

@@ -5,16 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from ferrum_jax.contract.errors import RequestValidationError, shown
+from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+from ferrum_jax.contract.slots import ActiveLoraAdapter
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt`, a text, or `prompt_token_ids`
 
 
-def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Gives a list of prompts, of which a single text or list of ids is one."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed = _listed("prompts", prompts)
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[str | Sequence[int]]:
+    """Returns a list of prompts, of which a single text, list of ids or mapping is one."""
+    if isinstance(prompts, (str, Mapping)):
+        return [_unwrapped(prompts)]
+    listed = [_unwrapped(prompt) for prompt in _listed("prompts", prompts)]
     ids = [prompt for prompt in listed if isinstance(prompt, int)]
     if ids and len(ids) == len(listed):
         return [ids]
@@ -25,30 +26,64 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     return listed
 
 
+def _unwrapped(prompt: Any) -> Any:
+    """Returns the text or the ids of a mapping; anything else as it is."""
+    if not isinstance(prompt, Mapping):
+        return prompt
+    known = prompt.keys() & {"prompt", "prompt_token_ids"}
+    if len(known) != 1 or len(prompt) != 1:
+        raise RequestValidationError(
+            f"a prompt has the keys {sorted(map(str, prompt))}, expected `prompt` or `prompt_token_ids` alone"
+        )
+    return prompt[known.pop()]
+
+
+def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
+    """Returns the adapter of each of so many prompts: one for all of them, or as many; none if None.
+
+    Anything with `lora_name` and `lora_path` will do for an adapter, such as vLLM's LoRARequest.
+    """
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count:
+        raise RequestValidationError(f"{count} prompts need as many lora_request, {len(each)} were given")
+    return [_adapter(one) for one in each]
+
+
+def _adapter(given: Any) -> ActiveLoraAdapter | None:
+    if given is None or isinstance(given, ActiveLoraAdapter):
+        return given
+    name, path = getattr(given, "lora_name", None), getattr(given, "lora_path", None)
+    if not (isinstance(name, str) and isinstance(path, str)):
+        raise RequestValidationError(
+            f"lora_request is {safe_repr(given)}, expected an ActiveLoraAdapter, or `lora_name` and `lora_path`"
+        )
+    return ActiveLoraAdapter(name=name, path=path)
+
+
 def as_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Gives a prompt's token ids, from any iterable or array, or raises naming the first that is none."""
+    """Returns a prompt's token ids, from any iterable or array, or raises naming the first that is none."""
     ids = _listed("the prompt", prompt)
     for at, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             raise RequestValidationError(
-                f"the prompt's token at position {at} is {shown(token)}, expected an id from 0 to {vocab_size - 1}"
+                f"the prompt's token at position {at} is {safe_repr(token)}, expected an id from 0 to {vocab_size - 1}"
             )
     return ids
 
 
 def _listed(name: str, given: Any) -> list[Any]:
-    """Gives what an array or an iterable holds, its numbers as Python's."""
+    """Returns what an array or an iterable holds, its numbers as Python's."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         raise RequestValidationError(f"{name} is of bytes: give text, or token ids")
     if hasattr(given, "ndim"):
         given = _read(name, given)
     if isinstance(given, Iterable) and not isinstance(given, (Mapping, set, frozenset)):  # no order
         return [_read(name, one) if getattr(one, "ndim", None) == 0 else one for one in given]
-    raise RequestValidationError(f"{name} is {shown(given)}, expected text, token ids, or a list of prompts")
+    raise RequestValidationError(f"{name} is {safe_repr(given)}, expected text, token ids, or a list of prompts")
 
 
 def _read(name: str, array: Any) -> Any:
-    """Gives an array of NumPy or JAX as Python's lists and numbers."""
+    """Returns an array of NumPy or JAX as Python's lists and numbers."""
     try:
         return np.asarray(array).tolist()
     except (RuntimeError, TypeError) as problem:  # deleted, or of another library that does not give it away

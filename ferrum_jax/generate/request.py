@@ -1,10 +1,15 @@
-"""One request on its way through the engine."""
+"""One request on its way through the scheduler."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import FerrumError
-from ferrum_jax.contract.scoring import TokenScores
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.batch import Scores, TokenChoice
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
 from ferrum_jax.generate.stops import StopWatcher
@@ -12,7 +17,7 @@ from ferrum_jax.generate.stops import StopWatcher
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what was generated from it so far, and how far the model has read.
+    """A prompt, what was generated from it so far, and how much of it lies in the KV.
 
     Where tokens of the prompt are to be scored, the model reads up to the first of them, scores them, and reads on.
     """
@@ -25,25 +30,33 @@ class Request:
     limit: int  # tokens to generate at most
     detokenizer: Detokenizer | None
     watcher: StopWatcher
-    tokens: list[int] = field(default_factory=list)  # prompt and answer
-    num_read: int = 0  # tokens whose keys and values are in the KV
+    adapter: ActiveLoraAdapter | None = None
+    bad_words: list[list[int]] = field(default_factory=list)  # sequences of tokens that must not be completed
+    text_prompt: str | None = None
+    tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host has read it
+    num_read: int = 0  # positions of the KV that steps begun so far fill
+    num_in_flight: int = 0  # tokens that were chosen on the device and not read yet
     score_from: int | None = None  # the first token of the prompt that is to be scored; None: none is
     scores: list[float] = field(default_factory=list)  # log-probabilities of the tokens from there on
     greedy_ids: list[int] = field(default_factory=list)  # the likeliest tokens there
+    top_scores: list[dict[int, float]] = field(default_factory=list)
     copies: list["Request"] = field(default_factory=list)  # that begin where the prompt, or what they share, is read
-    logprobs: list[float] = field(default_factory=list)
+    choices: list[TokenChoice] = field(default_factory=list)  # one for each token of the answer
     text: list[str] = field(default_factory=list)  # pieces; grows only, since another thread may be taking them
     num_taken: int = 0  # pieces of `text` that were taken
     drafted: int = 0  # tokens that were proposed and verified
     accepted: int = 0  # of those, the ones that stand in the answer
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
-    is_torn: bool = False  # what was generated or scored last is half taken
+    preemptions: int = 0  # times it gave its place up and was recomputed
     submitted: float = field(default_factory=time.perf_counter)
     first_token_after: float = 0.0  # seconds
+    notify: Callable[["Request"], None] | None = None  # called by the engine's thread when there is something new
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+        self._settings: SlotSettings | None = None
+        self._banned: frozenset[int] = frozenset()
 
     @property
     def is_done(self) -> bool:
@@ -57,7 +70,7 @@ class Request:
 
     @property
     def unread(self) -> list[int]:
-        """The tokens that an ordinary step may read next."""
+        """The known tokens that an ordinary step may read next."""
         end = len(self.tokens) if self.num_unscored == 0 else (self.score_from or 0) - 1
         return self.tokens[self.num_read : end]
 
@@ -71,18 +84,63 @@ class Request:
         """The ids generated so far."""
         return self.tokens[len(self.prompt) :]
 
-    def append(self, token: int, logprob: float | None) -> None:
-        """Takes the next generated token and decides whether it was the last."""
-        self.is_torn = True
-        self._take(token, logprob)
-        self.is_torn = False
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still be chosen, those that are in flight left out."""
+        return self.limit - (len(self.tokens) - len(self.prompt)) - self.num_in_flight
 
-    def _take(self, token: int, logprob: float | None) -> None:
+    @property
+    def needs_every_token(self) -> bool:
+        """True where the host must read each token before the next can be chosen."""
+        return any(len(words) > 1 for words in self.bad_words)
+
+    def settings(self) -> SlotSettings:
+        """How its next token is chosen; the same object until that changes."""
+        if self._settings is not None and not self.bad_words:
+            return self._settings
+        banned = frozenset(
+            words[-1]
+            for words in self.bad_words
+            if self.tokens[len(self.tokens) - len(words) + 1 :] == words[:-1] or len(words) == 1
+        )
+        if self._settings is None or banned != self._banned:
+            self._settings, self._banned = self._make_settings(banned), banned
+        return self._settings
+
+    def forget_settings(self) -> None:
+        """Makes the next settings count the answer anew: another slot does not know it."""
+        self._settings = None
+
+    def _make_settings(self, banned: frozenset[int]) -> SlotSettings:
+        params = self.params
+        bias = dict(params.logit_bias or {}) | dict.fromkeys(banned, -np.inf)
+        penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        return SlotSettings(
+            temperature=float(params.temperature),
+            top_p=float(params.top_p),
+            min_p=float(params.min_p),
+            repetition_penalty=float(params.repetition_penalty),
+            presence_penalty=float(params.presence_penalty),
+            frequency_penalty=float(params.frequency_penalty),
+            top_k=int(params.top_k),
+            seed=int(self.seed),
+            min_position=len(self.prompt) + params.min_tokens if params.min_tokens else 0,
+            num_logprobs=params.num_logprobs,
+            is_processed=params.logprobs_mode == "processed",
+            stop_ids=tuple(sorted(self.stop_ids)) if params.min_tokens else (),
+            bias={int(token): float(value) for token, value in bias.items()},
+            allowed_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
+            seen=np.array(self.prompt, np.int64) if params.repetition_penalty != 1 else None,
+            generated=np.array(self.answer, np.int64) if penalised else None,
+        )
+
+    def append(self, choice: TokenChoice) -> None:
+        """Takes the next generated token and decides whether it was the last."""
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted
+        token = choice.token_id
         self.tokens.append(token)
-        if logprob is not None:
-            self.logprobs.append(logprob)
+        self.choices.append(choice)
         if token in self.stop_ids:
             self._finish("stop")
             return
@@ -90,48 +148,59 @@ class Request:
             self._emit(self.watcher.push(self.detokenizer.push(token)))
         if self.watcher.found:
             self.finish_reason = "stop"
-        elif len(self.answer) >= self.limit:
+        elif len(self.tokens) - len(self.prompt) >= self.limit:
             self._finish("length")
 
-    def take_scores(self, scores: TokenScores) -> None:
-        """Takes the scores of the next tokens of the prompt, after the last of which one without an answer is done."""
-        self.is_torn = True
+    def take_scores(self, scores: Scores) -> None:
+        """Takes the scores of the next tokens of the prompt; without an answer, it is done after the last of them."""
         self.num_read += len(scores.logprobs)
         self.scores += scores.logprobs.tolist()
         self.greedy_ids += scores.greedy_ids.tolist()
+        if scores.top_ids is not None and scores.top_logprobs is not None:
+            most = self.params.num_prompt_logprobs
+            for ids, values in zip(scores.top_ids[:, :most], scores.top_logprobs[:, :most], strict=True):
+                self.top_scores.append(dict(zip(ids.tolist(), values.tolist(), strict=True)))
         if self.num_unscored == 0 and self.limit == 0:
             self.finish_reason = "length"
-        self.is_torn = False
 
-    def read_anew(self) -> None:
+    def restart(self) -> None:
         """Begins again with a KV that holds nothing; what was generated stays, and scores if they are complete."""
-        self.num_read = 0
+        self.num_read = self.num_in_flight = 0
+        self.forget_settings()
         if self.num_unscored:
-            self.scores, self.greedy_ids = [], []
+            self.scores, self.greedy_ids, self.top_scores = [], [], []
 
     def take_text(self) -> str:
-        """Gives the text that became final since the last time."""
+        """Returns the text that became final since the last time."""
         taken = self.text[self.num_taken :]
         self.num_taken += len(taken)
         return "".join(taken)
 
     def output(self, *, return_error: bool = False) -> RequestOutput:
-        """Gives the finished request's output; raises what made it fail, or gives that in the output as well."""
+        """Returns what there is of the answer; raises what made it fail, or puts that in the output as well."""
         if self.error is not None and not return_error:
             raise self.error
-        reason = self.finish_reason if self.error is None else "error"
-        assert reason is not None
+        reason = self.finish_reason if self.error is None else "error"  # first: what it tells of is there then
+        params, choices = self.params, list(self.choices)
+        wanted = params.num_logprobs
+        top = [dict(choice.alternatives) for choice in choices] if wanted > 0 else None
+        scored = params.num_prompt_logprobs >= 0
         return RequestOutput(
             prompt_token_ids=self.prompt,
-            token_ids=self.answer,
+            token_ids=[choice.token_id for choice in choices],
             text="".join(self.text),
             finish_reason=reason,
-            logprobs=self.logprobs if self.params.logprobs else None,
-            prompt_logprobs=[None, *self.scores] if self.params.prompt_logprobs else None,
+            logprobs=[choice.logprob for choice in choices] if wanted >= 0 else None,
+            processed_logprobs=[choice.processed_logprob for choice in choices] if wanted >= 0 else None,
+            top_logprobs=top,
+            prompt_logprobs=[None, *self.scores] if scored else None,
+            prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
             time_to_first_token=self.first_token_after,
             error=self.error,
             drafted=self.drafted,
             accepted=self.accepted,
+            request_id=self.cache_id,
+            prompt=self.text_prompt,
         )
 
     def _finish(self, reason: FinishReason) -> None:

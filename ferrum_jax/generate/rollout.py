@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from ferrum_jax.config import ATTENTIONS, DTYPES, ModelConfig
 from ferrum_jax.contract.decoding import Sampling, is_integer
-from ferrum_jax.contract.errors import InvalidParameterError, shown
+from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.backends import cache_spec
@@ -44,10 +44,12 @@ def kv_spec(
     """
     for name, value in (("rows", rows), ("positions", positions)):
         if not is_integer(value) or value < 1:
-            raise InvalidParameterError(f"{name} is {shown(value)}, expected an integer of at least 1")
+            raise InvalidParameterError(f"{name} is {safe_repr(value)}, expected an integer of at least 1")
     for name, value, known in (("dtype", dtype, DTYPES), ("attention", attention, ATTENTIONS)):
         if value not in known and (name, value) != ("dtype", None):
-            raise InvalidParameterError(f"{name} is {shown(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
+            raise InvalidParameterError(
+                f"{name} is {safe_repr(value)}, expected {', '.join(known[:-1])} or {known[-1]}"
+            )
     block_size = min(positions, BLOCK)
     return cache_spec(
         cfg,
@@ -70,6 +72,7 @@ def generate_fn(
     sampling: Sampling = Sampling(),
     stop_ids: Sequence[int] = (),
     attention: str = "xla",
+    steering: jax.Array | None = None,  # [L, D]
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
     """Continues every prompt of a batch by up to `max_tokens` tokens, as the engine would with the same seeds.
 
@@ -88,6 +91,7 @@ def generate_fn(
         sampling: how tokens are chosen; the default is greedy.
         stop_ids: ids that end a row, which has them as its last.
         attention: the backend whose layout the KV has.
+        steering: added to the output of each layer, for all tokens; an argument, so that another one compiles nothing.
 
     Returns:
         What was generated, and the KV written.
@@ -105,7 +109,7 @@ def generate_fn(
     if type(sampling) is not Sampling:  # of SamplingParams, stop ids and limits would go unheeded
         raise InvalidParameterError(f"sampling is a {type(sampling).__name__}, expected a Sampling")
     if not is_integer(max_tokens) or max_tokens < 1:
-        raise InvalidParameterError(f"max_tokens is {shown(max_tokens)}, expected an integer of at least 1")
+        raise InvalidParameterError(f"max_tokens is {safe_repr(max_tokens)}, expected an integer of at least 1")
     _refuse_outside("lengths", lengths, 1, tokens.shape[1])
     _refuse_outside("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
@@ -125,7 +129,8 @@ def generate_fn(
 
     def forward(kv: KvState[jax.Array], group: Rows[jax.Array], wanted: jax.Array):
         step = Batch(groups=(group,), logit_rows=wanted)
-        return family(cfg).forward(params, kv, step, cfg, attention=attention)
+        logits, kv, _ = family(cfg).forward(params, kv, step, cfg, attention=attention, steering=steering)
+        return logits, kv
 
     def choose(logits: jax.Array, seen: jax.Array, alive: jax.Array, at: jax.Array):
         inputs = SampleInputs(

@@ -7,9 +7,8 @@ from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.drafts import DraftSource, checked_count
+from ferrum_jax.generate.drafts import DraftSource, PromptLookup, checked_count
 from ferrum_jax.generate.model_draft import Drawing, ModelDraft
-from ferrum_jax.generate.prompt_lookup import PromptLookup
 from ferrum_jax.loading import load
 from ferrum_jax.weights.hub import resolve
 
@@ -52,7 +51,7 @@ class Speculation:
         return self.draft.num_tokens if isinstance(self.draft, DraftSource) else self.num_tokens
 
     def settle(self, engine: EngineConfig | None) -> EngineConfig:
-        """Gives the settings with the number of drafted tokens in them.
+        """Returns the settings with the number of drafted tokens in them.
 
         Raises:
             ConfigError: both say it, and differently.

@@ -6,21 +6,23 @@ from collections.abc import Sequence
 class StopWatcher:
     """Lets text through until a stop text is complete, whatever the pieces it comes in."""
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], *, includes_stop: bool = False):
+        """Watches for `stops`; with `includes_stop`, the one that is found is let through."""
         self._stops = tuple(stops)
+        self._includes_stop = includes_stop
         self._held = ""
         self.found = False
 
     def push(self, piece: str) -> str:
-        """Takes the next piece and gives the text that is certainly not part of a stop text."""
+        """Takes the next piece and returns the text that is certainly not part of a stop text."""
         if self.found:
             return ""
         self._held += piece
         hits = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if hits:
             self.found = True
-            _, at = min(hits)  # the one that is complete first, as if the text had come letter by letter
-            out, self._held = self._held[:at], ""
+            end, at = min(hits)  # the one that is complete first, as if the text had come letter by letter
+            out, self._held = self._held[: end if self._includes_stop else at], ""
             return out
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
@@ -28,7 +30,7 @@ class StopWatcher:
         return out
 
     def flush(self) -> str:
-        """Gives what was held back, the text being at its end."""
+        """Returns what was held back, the text being at its end."""
         out, self._held = self._held, ""
         return out
 

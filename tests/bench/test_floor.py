@@ -7,8 +7,7 @@ import pytest
 from bench.floor import Work, decode_work, place, prefill_work, step_work
 from bench.machine import Machine
 from bench.models import TINY
-from ferrum_jax.config.experts import ExpertsConfig
-from ferrum_jax.config.latent import LatentConfig
+from ferrum_jax.config import ExpertsConfig, LatentConfig
 
 
 def test_the_work_of_a_token_is_what_the_configuration_says():

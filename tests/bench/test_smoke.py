@@ -122,6 +122,9 @@ def test_overhead_ends_in_a_json_line(records: Path):
     for row in result["rows"]:
         assert set(row) == OVERHEAD
         assert row["host_us"] == pytest.approx(row["call_us"] - row["bare_us"])
+    assert [row["rows"] for row in result["generate"]] == [1, 8]
+    for row in result["generate"]:
+        assert row["host_us"] == pytest.approx(row["call_us"] - row["bare_us"])
     for row in result["loops"]:
         assert row["host_us_a_step"] == pytest.approx((row["call_us"] - row["bare_us"]) / row["tokens"])
 
@@ -134,6 +137,8 @@ def test_layouts_end_in_a_json_line(records: Path):
 
 def test_serve_ends_in_a_json_line(records: Path):
     result = _smoke("serve", records)
+    beside = result["generate"]
+    assert beside["over_bare"] == pytest.approx(beside["tokens_per_second"] / beside["bare_tokens_per_second"])
     for row in result["rows"]:
         assert row["requests"] == 8
         assert row["ttft_p50_ms"] <= row["ttft_p90_ms"] <= row["ttft_p99_ms"]

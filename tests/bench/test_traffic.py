@@ -3,8 +3,8 @@
 import pytest
 
 from bench.traffic import Arrival, Served, goodput, percentiles, poisson, serve
-from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.scheduler import Scheduler
 from tests.fake import CountingLLM
 
 ON_TIME = Served(1.0, 3, [1.5, 1.6, 1.8])  # 500 ms to the first, 150 ms each
@@ -34,9 +34,9 @@ def test_arrivals_ascend_at_the_rate_and_are_the_same_again():
 
 
 def test_every_request_is_served_and_every_token_timed():
-    engine = Engine(CountingLLM(), max_rows=2, chunk_tokens=4)
+    scheduler = Scheduler(CountingLLM(), max_rows=2, chunk_tokens=4)
     arrivals = [Arrival(0.002 * at, [1, 2, 3], SamplingParams(max_tokens=1 + at)) for at in range(4)]
-    served, seconds = serve(engine, reversed(arrivals))
+    served, seconds = serve(scheduler, reversed(arrivals))
     assert sorted(len(one.token_times) for one in served) == [1, 2, 3, 4]
     for one in served:
         assert one.due <= one.token_times[0] <= one.token_times[-1] <= seconds

@@ -9,8 +9,8 @@ from ferrum_jax import SamplingParams
 from ferrum_jax.contract.errors import ResourceExhaustedError
 from ferrum_jax.contract.llm import Logits, UnifiedRow
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
-from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.stops import StopWatcher
 from tests.fake import CountingLLM
 
@@ -87,7 +87,7 @@ class Scripted(DraftSource):
 
 
 def request(
-    engine: Engine, prompt: Sequence[int], count: int, *, seed: int = 0, stop_ids: Sequence[int] = (), **params: Any
+    engine: Scheduler, prompt: Sequence[int], count: int, *, seed: int = 0, stop_ids: Sequence[int] = (), **params: Any
 ) -> Request:
     return Request(
         cache_id=engine.new_cache_id(),
@@ -101,7 +101,7 @@ def request(
     )
 
 
-def finish(engine: Engine, requests: Sequence[Request], most: int = 5000) -> int:
+def finish(engine: Scheduler, requests: Sequence[Request], most: int = 5000) -> int:
     """Steps until all are done and gives the number of steps; `most` of them prove that there is no livelock."""
     for one in requests:
         engine.submit(one)

@@ -36,7 +36,7 @@ def plain(params: ParamTree) -> Iterator[ModelRunner]:
 
 @pytest.fixture(scope="module")
 def loops(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(ENGINE, loop_tokens=4, decode_rows=(1, 4), chunk_rows=(1,), chunk_tokens=(24,))
+    engine = replace(ENGINE, multi_step_tokens=4, decode_rows=(1, 4), query_blocks=(1,), block_tokens=24)
     with make_runner(params, engine) as runner:
         yield runner
 
@@ -65,7 +65,7 @@ def test_a_batch_of_decodes_takes_one_call_for_many_tokens(loops: ModelRunner, m
 
 
 def test_where_blocks_for_a_whole_call_are_short_it_goes_on_token_by_token(params: ParamTree):
-    engine = replace(ENGINE, loop_tokens=16, kv_blocks=6, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,))
+    engine = replace(ENGINE, multi_step_tokens=16, kv_blocks=6, decode_rows=(4,), query_blocks=(3,), block_tokens=8)
     with make_runner(params, engine) as runner:
         answers = LLM.from_model(runner, max_rows=3).generate([[1, 2, 3], [4, 5], [6]], SamplingParams(max_tokens=14))
         alone = [

@@ -2,12 +2,13 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from tests.long import SEED
 
 SPM_PIECES = ["▁", "▁▁", "▁a", "a", "b", "▁b", "ab", "\ufffd", "é", "中", ""]
 
@@ -66,7 +67,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_the_pieces_concatenate_to_the_decoding_of_all(name: str, data: st.DataObject):
     tokenizer = TOKENIZERS[name]
@@ -75,7 +76,7 @@ def test_the_pieces_concatenate_to_the_decoding_of_all(name: str, data: st.DataO
     assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.binary(min_size=60, max_size=140), characters=st.sampled_from(["€", "🙂é", "🙂\u07ff€"]))
 def test_long_runs_of_broken_characters_stream_as_they_decode(data: bytes, characters: str):
     tokenizer = make_byte_level()
@@ -158,6 +159,15 @@ def test_the_work_per_token_does_not_grow(monkeypatch: pytest.MonkeyPatch, token
 @given(ids=st.lists(st.integers(0, 49151), max_size=60))
 def test_the_real_vocabulary_streams_as_it_decodes(smollm2: Tokenizer, ids: list[int]):
     assert "".join(stream(smollm2, ids)) == smollm2.decode(ids)
+
+
+@pytest.mark.slow
+def test_many_more_broken_characters_stream_as_they_decode():
+    print(f"seed {SEED}")
+    many = settings(max_examples=3000, deadline=None)
+    seed(SEED)(many(test_long_runs_of_broken_characters_stream_as_they_decode))()
+    for name in TOKENIZERS:
+        seed(SEED)(many(test_the_pieces_concatenate_to_the_decoding_of_all))(name=name)
 
 
 @pytest.fixture(scope="session")

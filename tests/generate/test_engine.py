@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ferrum_jax.contract.errors import DeviceError, ModelError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecodeRow, Logits, UnifiedRow
-from ferrum_jax.generate.engine import Engine
+from ferrum_jax.generate.scheduler import Scheduler
 from tests.fake import CountingLLM, answer
 from tests.generate.drafting import finish, request
 
@@ -73,7 +73,7 @@ def test_every_answer_is_right_however_little_room_there_is(
     longest = max(len(prompt) + count - 1 for prompt, count in work)
     kind = UnifiedLLM if unified else PooledLLM
     model = kind(longest + spare, max_seqs=slots)
-    engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk)
+    engine = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk)
     requests = [request(engine, prompt, count) for prompt, count in work]
     finish(engine, requests)
     for one, (prompt, count) in zip(requests, work, strict=True):
@@ -85,7 +85,7 @@ def test_every_answer_is_right_however_little_room_there_is(
 
 def test_prompts_are_read_in_chunks_beside_decodes_oldest_first():
     model = UnifiedLLM(1000)
-    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    engine = Scheduler(model, max_rows=3, chunk_tokens=4)
     finish(engine, [request(engine, [1] * n, 3) for n in (2, 7, 3)])
     # The first is read and decodes from then on; the others share what is left of 4 prompt tokens in a step.
     assert model.batches == [[2, 2], [1, 4], [1, 1, 3], [1, 1], [1, 1]]
@@ -93,14 +93,14 @@ def test_prompts_are_read_in_chunks_beside_decodes_oldest_first():
 
 def test_no_more_rows_run_than_are_allowed():
     model = UnifiedLLM(1000)
-    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50)
     finish(engine, [request(engine, [1, 2], 5) for _ in range(5)])
     assert max(map(len, model.batches)) == 2
 
 
 def test_a_request_joins_while_others_run():
     model = UnifiedLLM(1000)
-    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50)
     first, second = request(engine, [1, 2], 4), request(engine, [3], 2)
     engine.submit(first)
     engine.step()
@@ -111,7 +111,7 @@ def test_a_request_joins_while_others_run():
 
 def test_the_request_that_joined_last_gives_way_and_is_read_anew():
     model = UnifiedLLM(10)
-    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50)
     old, young = request(engine, [1] * 4, 5), request(engine, [2] * 4, 3)
     finish(engine, [old, young])
     # 4 + 4, 5 + 5, then there is no room for two more: the older goes on alone, the younger reads its 6 again.
@@ -122,7 +122,7 @@ def test_the_request_that_joined_last_gives_way_and_is_read_anew():
 
 def test_who_gave_way_comes_before_those_who_wait_and_then_all_places_are_filled_again():
     model = UnifiedLLM(10)
-    engine = Engine(model, max_rows=2, chunk_tokens=50)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50)
     old, young = request(engine, [1] * 4, 5), request(engine, [2] * 4, 3)
     finish(engine, [old, young, request(engine, [3], 2), request(engine, [4], 2)])
     # As above; when the older has ended, the younger is read again beside the third, and then the fourth joins.
@@ -132,7 +132,7 @@ def test_who_gave_way_comes_before_those_who_wait_and_then_all_places_are_filled
 @pytest.mark.parametrize("kind", [PooledLLM, UnifiedLLM])
 def test_a_request_that_can_never_fit_fails_alone(kind: type[PooledLLM]):
     model = kind(9)
-    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    engine = Scheduler(model, max_rows=3, chunk_tokens=4)
     small, large, last = request(engine, [1, 2], 3), request(engine, [3] * 12, 2), request(engine, [4] * 5, 4)
     finish(engine, [small, large, last], most=100)
     for one, prompt, count in ((small, [1, 2], 3), (last, [4] * 5, 4)):
@@ -144,7 +144,7 @@ def test_a_request_that_can_never_fit_fails_alone(kind: type[PooledLLM]):
 
 def test_a_request_that_outgrows_the_pool_fails_rather_than_going_on_for_ever():
     model = UnifiedLLM(9)
-    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    engine = Scheduler(model, max_rows=3, chunk_tokens=4)
     endless = request(engine, [1, 2], 50)
     finish(engine, [endless], most=100)
     assert len(endless.answer) == 8
@@ -156,7 +156,7 @@ def test_a_request_that_outgrows_the_pool_fails_rather_than_going_on_for_ever():
 def test_a_request_without_a_slot_of_its_own_fails_where_others_hold_them():
     model = CountingLLM(max_seqs=1)
     model.prefill("somebody else's", [1])
-    engine = Engine(model, max_rows=2, chunk_tokens=4)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=4)
     one = request(engine, [1, 2], 3)
     finish(engine, [one], most=10)
     with pytest.raises(ResourceExhaustedError):
@@ -186,7 +186,7 @@ class BreakingLLM(CountingLLM):
 @pytest.mark.parametrize("is_dead", [False, True])
 def test_an_error_of_the_model_reaches_every_owner_it_concerns(is_dead: bool):
     model = BreakingLLM(4, ModelError("broken"), is_dead=is_dead)
-    engine = Engine(model, max_rows=2, chunk_tokens=40)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=40)
     running = [request(engine, [1], 5), request(engine, [2], 5)]
     waiting = request(engine, [3], 1)
     for one in (*running, waiting):
@@ -205,7 +205,7 @@ def test_an_error_of_the_model_reaches_every_owner_it_concerns(is_dead: bool):
 
 def test_an_aborted_request_frees_what_it_holds_and_leaves_the_others_alone():
     model = CountingLLM()
-    engine = Engine(model, max_rows=2, chunk_tokens=40)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=40)
     kept, dropped, waiting = request(engine, [1, 2], 4), request(engine, [3], 9), request(engine, [4], 9)
     for one in (kept, dropped, waiting):
         engine.submit(one)
@@ -223,7 +223,7 @@ def test_an_aborted_request_frees_what_it_holds_and_leaves_the_others_alone():
 
 def test_giving_up_on_a_dead_model_hides_no_other_error():
     model = BreakingLLM(2, KeyboardInterrupt(), is_dead=True)
-    engine = Engine(model, max_rows=1, chunk_tokens=4)
+    engine = Scheduler(model, max_rows=1, chunk_tokens=4)
     one = request(engine, [1, 2], 3)
     engine.submit(one)
     engine.step()
@@ -234,35 +234,15 @@ def test_giving_up_on_a_dead_model_hides_no_other_error():
 
 
 def test_a_step_with_nothing_to_do_does_nothing():
-    engine = Engine(BreakingLLM(0, ModelError("must not be called")), max_rows=1, chunk_tokens=4)
+    engine = Scheduler(BreakingLLM(0, ModelError("must not be called")), max_rows=1, chunk_tokens=4)
     engine.step()
 
 
 def test_no_two_requests_or_engines_share_a_cache_id():
     model = CountingLLM()
-    engines = [Engine(model, max_rows=1, chunk_tokens=4) for _ in range(2)]
+    engines = [Scheduler(model, max_rows=1, chunk_tokens=4) for _ in range(2)]
     ids = [engine.new_cache_id() for engine in engines for _ in range(50)]
     assert len(set(ids)) == 100
-
-
-def test_an_interrupt_between_forward_and_choice_loses_no_token(monkeypatch: pytest.MonkeyPatch):
-    model = UnifiedLLM(pool=100)
-    engine = Engine(model, max_rows=2, chunk_tokens=8)
-    one = request(engine, [1, 2, 3], 4)
-    engine.submit(one)
-    engine.step()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(engine.sampler, "choose", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    monkeypatch.undo()
-    for _ in range(10):
-        engine.step()
-    assert one.answer == answer(model, [1, 2, 3], 4)
-    assert model.lengths == {}
 
 
 class PickyLLM(CountingLLM):
@@ -290,7 +270,7 @@ class PickyUnifiedLLM(PickyLLM):
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_request_that_the_model_refuses_fails_alone(kind: type[PickyLLM], at: int):
     model = kind()
-    engine = Engine(model, max_rows=3, chunk_tokens=4)
+    engine = Scheduler(model, max_rows=3, chunk_tokens=4)
     prompts = [[1, 2], [3, 4, 5], [6] * 9]
     prompts[at] = [2] * 6 + [13]  # refused once the others are half-way
     requests = [request(engine, prompt, 5) for prompt in prompts]
@@ -309,7 +289,7 @@ def test_refused_requests_never_change_the_answers_of_others(
     work: list[tuple[list[int], int]], unified: bool, max_rows: int, chunk: int
 ):
     model = PickyUnifiedLLM() if unified else PickyLLM()
-    engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk)
+    engine = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk)
     requests = [request(engine, prompt, count) for prompt, count in work]
     finish(engine, requests)
     for one, (prompt, count) in zip(requests, work, strict=True):
@@ -324,7 +304,7 @@ def test_refused_requests_never_change_the_answers_of_others(
 
 def test_after_a_reset_running_requests_are_read_anew():
     model = UnifiedLLM(pool=100)
-    engine = Engine(model, max_rows=2, chunk_tokens=8)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=8)
     one = request(engine, [1, 2, 3], 4)
     engine.submit(one)
     engine.step()

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import DeviceError, FerrumError, InvalidParameterError, ModelError, UnsupportedError
 from ferrum_jax.contract.llm import Logits, UnifiedRow, VerifyRow
-from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.model_draft import ModelDraft
+from ferrum_jax.generate.scheduler import Scheduler
 from tests.fake import CountingLLM
 from tests.generate.drafting import MarkovLLM, RollingLLM, UnifiedRollingLLM, finish, request
 
@@ -81,7 +81,7 @@ def test_a_draft_however_poor_changes_no_answer_and_leaves_nothing(
     model.pool = target_pool
     answers = []
     for source in (None, ModelDraft(draft, num_tokens, max_rows=4)):
-        engine = Engine(model, max_rows=4, chunk_tokens=7, drafts=source)
+        engine = Scheduler(model, max_rows=4, chunk_tokens=7, drafts=source)
         requests = [request(engine, prompt, count, seed=7, temperature=temperature) for prompt, count in work]
         finish(engine, requests)
         answers.append([one.output().token_ids for one in requests])
@@ -93,7 +93,7 @@ def test_a_draft_however_poor_changes_no_answer_and_leaves_nothing(
 @pytest.mark.parametrize("rolls", [True, False])
 def test_the_draft_holds_nothing_but_accepted_tokens_and_its_own(unified: bool, rolls: bool):
     draft = WatchedDraft(unified=unified, rolls=rolls)
-    engine = Engine(MarkovLLM(V, seed=3), max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(MarkovLLM(V, seed=3), max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     requests = [request(engine, [at, 1, 2], 30, seed=at, temperature=0.8) for at in range(3)]
     for one in requests:
         engine.submit(one)
@@ -112,7 +112,7 @@ def test_the_draft_holds_nothing_but_accepted_tokens_and_its_own(unified: bool, 
 
 def test_sequences_are_drafted_in_one_batch_and_each_token_is_read_once():
     draft = WatchedDraft()
-    engine = Engine(MarkovLLM(V, seed=3), max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(MarkovLLM(V, seed=3), max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     requests = [request(engine, [at, 1, 2], 30) for at in range(3)]
     for one in requests:
         engine.submit(one)
@@ -125,7 +125,7 @@ def test_sequences_are_drafted_in_one_batch_and_each_token_is_read_once():
 @pytest.mark.parametrize("slots", [1, 2])
 def test_who_finds_no_room_in_the_draft_goes_on_without(slots: int):
     draft = WatchedDraft(slots=slots)
-    engine = Engine(MarkovLLM(V, seed=3), max_rows=4, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(MarkovLLM(V, seed=3), max_rows=4, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     requests = [request(engine, [at, 1, 2], 30) for at in range(4)]
     for one in requests:
         engine.submit(one)
@@ -140,7 +140,7 @@ def test_who_finds_no_room_in_the_draft_goes_on_without(slots: int):
 
 def test_one_too_long_for_the_draft_does_not_end_drafting_for_others():
     draft = WatchedDraft(pool=12)
-    engine = Engine(MarkovLLM(V, seed=3), max_rows=4, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(MarkovLLM(V, seed=3), max_rows=4, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     long, short = request(engine, [1, 2] * 10, 9), request(engine, [1, 2], 8)
     finish(engine, [long])
     finish(engine, [short])
@@ -156,7 +156,7 @@ def test_a_dead_draft_is_left_alone_until_a_reset():
 
     draft.unified_forward = dead
     model = MarkovLLM(V, seed=3)
-    engine = Engine(model, max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(model, max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     one = request(engine, [1, 2], 30)
     engine.submit(one)
     for _ in range(5):
@@ -173,7 +173,7 @@ def test_a_dead_draft_is_left_alone_until_a_reset():
 
 def test_a_request_that_fails_frees_its_draft():
     model, draft = MarkovLLM(V, seed=3), WatchedDraft()
-    engine = Engine(model, max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(model, max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     one = request(engine, [1, 2], 30)
     engine.submit(one)
     for _ in range(3):
@@ -190,31 +190,10 @@ def test_a_request_that_fails_frees_its_draft():
     assert model.lengths == draft.lengths == {}
 
 
-def test_an_interrupt_of_the_draft_is_an_interrupt_and_loses_nothing():
-    model, draft = MarkovLLM(V, seed=3), WatchedDraft()
-    engine = Engine(model, max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4))
-    one, twin = request(engine, [1, 2], 30), request(engine, [1, 2], 30)
-    engine.submit(one)
-    engine.step()
-    working = draft.unified_forward
-
-    def interrupt(items: Sequence[UnifiedRow]) -> list[Logits | None]:
-        working(items)
-        raise KeyboardInterrupt
-
-    draft.unified_forward = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
-    assert model.lengths == draft.lengths == {}
-    draft.unified_forward = working
-    finish(engine, [twin])
-    assert one.answer == twin.answer
-
-
 def test_a_draft_that_is_shorter_than_the_target_stops_drafting():
     model = UnifiedRollingLLM(capacity=64)
     draft = UnifiedRollingLLM(capacity=20)  # it asserts that nothing goes past it
-    engine = Engine(model, max_rows=1, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(model, max_rows=1, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     one = request(engine, [1, 2], 50)
     finish(engine, [one])
     assert one.accepted == one.drafted
@@ -224,7 +203,7 @@ def test_a_draft_that_is_shorter_than_the_target_stops_drafting():
 
 def test_a_minimal_model_can_draft():
     draft = CountingLLM()
-    engine = Engine(RollingLLM(), max_rows=2, chunk_tokens=50, drafts=ModelDraft(draft, 4))
+    engine = Scheduler(RollingLLM(), max_rows=2, chunk_tokens=50, drafts=ModelDraft(draft, 4))
     requests = [request(engine, prompt, 21) for prompt in ([1, 2], [3])]
     assert finish(engine, requests) == 5
     assert all(one.accepted == one.drafted == 16 for one in requests)

@@ -10,12 +10,16 @@ from ferrum_jax.contract.errors import InvalidParameterError
 
 REFUSED: list[tuple[str, Any]] = [
     ("temperature", -0.1), ("temperature", float("inf")), ("temperature", float("nan")), ("temperature", "hot"),
-    ("temperature", None), ("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_p", 0.0), ("top_p", 1.1),
+    ("temperature", None), ("top_k", -2), ("top_k", 1.5), ("top_k", True), ("top_p", 0.0), ("top_p", 1.1),
     ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.01), ("repetition_penalty", 0.0), ("repetition_penalty", -1),
     ("repetition_penalty", float("inf")), ("seed", -1), ("seed", 2**32), ("seed", 0.5), ("max_tokens", 0),
     ("max_tokens", -3), ("max_tokens", 2.0), ("max_tokens", True), ("stop", ""), ("stop", ("a", "")), ("stop", (1,)),
     ("stop", 5), ("stop_token_ids", 5), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),
-    ("ignore_eos", "no"), ("logprobs", 1), ("prompt_logprobs", None),
+    ("ignore_eos", "no"), ("logprobs", 21), ("logprobs", -1), ("prompt_logprobs", "yes"), ("logprobs_mode", "cooked"),
+    ("presence_penalty", float("nan")), ("frequency_penalty", "a"), ("min_tokens", -1), ("bad_words", ("",)),
+    ("bad_words", 3),     ("allowed_token_ids", ()), ("allowed_token_ids", (-1,)), ("logit_bias", {1: float("nan")}),
+    ("logit_bias", [1]),
+    ("logit_bias", dict.fromkeys(range(513), 1.0)), ("skip_special_tokens", 1), ("include_stop_str_in_output", None),
 ]  # fmt: skip
 
 
@@ -37,6 +41,19 @@ def test_the_ends_of_every_range_are_allowed(name: str, value: Any):
     assert getattr(SamplingParams(**{name: value}), name) is value
 
 
+def test_the_spellings_of_vllm_mean_what_they_mean_there():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(stop=None).stop_texts == ()
+    assert SamplingParams(logprobs=None).num_logprobs == SamplingParams(logprobs=False).num_logprobs == -1
+    assert SamplingParams(logprobs=True).num_logprobs == SamplingParams(logprobs=0).num_logprobs == 0
+    assert SamplingParams(logprobs=5, prompt_logprobs=2).num_logprobs == 5
+
+
+def test_fewer_tokens_at_most_than_at_least_are_refused():
+    with pytest.raises(InvalidParameterError, match="min_tokens is 5, max_tokens is 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+
 def test_one_stop_text_is_as_a_tuple_of_one():
     assert SamplingParams(stop="ab").stop_texts == SamplingParams(stop=["ab"]).stop_texts == ("ab",)
     assert SamplingParams().stop_texts == ()
@@ -44,4 +61,4 @@ def test_one_stop_text_is_as_a_tuple_of_one():
 
 def test_the_defaults_are_greedy():
     params = SamplingParams()
-    assert (params.temperature, params.repetition_penalty, params.logprobs) == (0.0, 1.0, False)
+    assert (params.temperature, params.repetition_penalty, params.num_logprobs) == (0.0, 1.0, -1)

@@ -6,11 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferrum_jax import SamplingParams
+from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import InvalidParameterError
-from ferrum_jax.generate.drafts import DraftWant
-from ferrum_jax.generate.prompt_lookup import PromptLookup, look_up
-from ferrum_jax.generate.sampler import Turn
+from ferrum_jax.generate.drafts import DraftWant, PromptLookup, look_up
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def test_it_is_what_a_search_from_the_end_finds(tokens: list[int], max_ngram: in
 
 
 def test_each_sequence_gets_as_many_as_it_wants():
-    wants = [DraftWant("a", Turn(SamplingParams(), 0, tokens), 2) for tokens in ([1, 2, 3, 1], [5])]
+    wants = [DraftWant("a", tokens, SlotSettings(), 2) for tokens in ([1, 2, 3, 1], [5])]
     assert [draft.tokens for draft in PromptLookup().propose(wants)] == [[2, 3], []]
 
 

@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from ferrum_jax import SamplingParams
-from ferrum_jax.generate.drafts import Draft, DraftSource
-from ferrum_jax.generate.engine import Engine
+from ferrum_jax.generate.drafts import Draft, DraftSource, PromptLookup
 from ferrum_jax.generate.model_draft import ModelDraft
-from ferrum_jax.generate.prompt_lookup import PromptLookup
 from ferrum_jax.generate.rejection import Purpose, accept, draw, uniform
+from ferrum_jax.generate.scheduler import Scheduler
 from tests.generate.drafting import MarkovLLM, Scripted, finish, request
 
 V, COUNT, DRAWS = 4, 4, 6000
@@ -112,7 +111,7 @@ SOURCES: dict[str, Callable[[], DraftSource]] = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_answers_have_the_targets_distribution(name: str):
     model, prompt = MarkovLLM(V, seed=5), [1, 2, 0, 1]
-    engine = Engine(model, max_rows=60, chunk_tokens=1000, drafts=SOURCES[name]())
+    engine = Scheduler(model, max_rows=60, chunk_tokens=1000, drafts=SOURCES[name]())
     requests = [request(engine, prompt, COUNT, seed=seed, **PARAMS) for seed in range(DRAWS)]
     finish(engine, requests)
     found = np.zeros((V,) * COUNT)

@@ -9,6 +9,7 @@ from tokenizers import decoders, models
 
 from ferrum_jax import SamplingParams
 from ferrum_jax.contract.errors import ModelError
+from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.stops import StopWatcher
@@ -48,7 +49,7 @@ def feed(request: Request, text: str) -> list[str]:
     for token in spell(text):
         if request.is_done:
             break
-        request.append(token, None)
+        request.append(TokenChoice(token, 0.0, 0.0))
         taken.append(request.take_text())
     return taken
 
@@ -94,8 +95,8 @@ def test_a_stop_in_what_the_detokenizer_held_back_is_a_stop():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     request = make(limit=2, stop="a")
     request.detokenizer = Detokenizer(Tokenizer(backend=backend))
-    request.append(0, None)
-    request.append(1, None)  # the byte of an `a`, which may be part of a longer character
+    request.append(TokenChoice(0, 0.0, 0.0))
+    request.append(TokenChoice(1, 0.0, 0.0))  # the byte of an `a`, which may be part of a longer character
     output = request.output()
     assert (output.text, output.finish_reason) == ("x", "stop")
 
@@ -109,11 +110,12 @@ def test_without_a_tokenizer_the_text_stays_empty():
 
 def test_logprobs_are_there_where_they_were_asked_for():
     request = make(limit=2, logprobs=True)
-    request.append(1, -0.5)
-    request.append(2, -1.5)
+    request.append(TokenChoice(1, -0.5, -0.25))
+    request.append(TokenChoice(2, -1.5, -1.0))
     assert request.output().logprobs == [-0.5, -1.5]
+    assert request.output().processed_logprobs == [-0.25, -1.0]
     plain = make(limit=1)
-    plain.append(1, None)
+    plain.append(TokenChoice(1, 0.0, 0.0))
     assert plain.output().logprobs is None
 
 
@@ -128,19 +130,8 @@ def test_an_error_is_raised_by_whoever_asks_for_the_output():
 
 def test_the_time_to_the_first_token_is_that_of_the_first():
     request = make()
-    request.append(0, None)
+    request.append(TokenChoice(0, 0.0, 0.0))
     first = request.first_token_after
     assert 0 < first < 60
-    request.append(0, None)
+    request.append(TokenChoice(0, 0.0, 0.0))
     assert request.first_token_after == first
-
-
-@pytest.mark.parametrize(
-    ("params", "plain"),
-    [
-        ({}, True), ({"top_k": 3}, True), ({"temperature": 0.1}, False), ({"repetition_penalty": 1.1}, False),
-        ({"logprobs": True}, False),
-    ],
-)  # fmt: skip
-def test_plain_greedy_is_the_arg_max_and_nothing_else(params: dict[str, Any], plain: bool):
-    assert SamplingParams(**params).is_plain_greedy is plain

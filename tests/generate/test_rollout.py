@@ -37,7 +37,7 @@ def params() -> ParamTree:
 
 @pytest.fixture(scope="module")
 def llm(params: ParamTree) -> Iterator[LLM]:
-    with make_runner(params, replace(ENGINE, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,))) as runner:
+    with make_runner(params, replace(ENGINE, decode_rows=(4,), query_blocks=(3,), block_tokens=8)) as runner:
         yield LLM.from_model(runner, max_rows=3)
 
 

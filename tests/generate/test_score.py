@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from ferrum_jax import LLM, SamplingParams, Speculation, models
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, ResourceExhaustedError
-from ferrum_jax.contract.llm import Logits, UnifiedRow
+from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.batch import ScheduledBatch, TargetScores
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, CFG, ENGINE, make_runner
@@ -43,7 +44,9 @@ def oracle(params: ParamTree) -> Oracle:
 
 @pytest.fixture(scope="module")
 def runner(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(ENGINE, decode_rows=(4,), chunk_rows=(3,), chunk_tokens=(8,), loop_tokens=4, prefix_cache=True)
+    engine = replace(
+        ENGINE, decode_rows=(4,), query_blocks=(3,), block_tokens=8, multi_step_tokens=4, prefix_cache=True
+    )
     with make_runner(params, engine) as runner:
         yield runner
 
@@ -59,7 +62,7 @@ def chosen(oracle: Oracle, tokens: list[int], start: int) -> NDArray[np.floating
     return oracle(tokens)[np.arange(start - 1, len(tokens) - 1), tokens[start:]]
 
 
-def test_scores_of_any_batch_are_those_of_the_forward(llm: LLM, oracle: Oracle):
+def test_score_targets_any_batch_are_those_of_the_forward(llm: LLM, oracle: Oracle):
     continuations = [[7, 7], [1] * 14, [0], [30, 31, 32], [5, 5, 5, 5], [12]]
     for _ in range(2):  # the second time, the prompts are known prefixes
         scores = llm.score(PROMPTS, continuations)
@@ -87,13 +90,13 @@ def test_one_prompt_goes_before_every_continuation_and_is_read_once(
     llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ):
     read: list[int] = []
-    unified_forward = llm.runner.unified_forward
+    execute = llm.runner.execute
 
-    def counted(items: Sequence[UnifiedRow]):
-        read.extend(len(tokens) for _, tokens, _, _ in items)
-        return unified_forward(items)
+    def counted(batch: ScheduledBatch):
+        read.extend(row.num_tokens for row in batch if not isinstance(row.output, TargetScores))
+        return execute(batch)
 
-    monkeypatch.setattr(llm.runner, "unified_forward", counted)
+    monkeypatch.setattr(llm.runner, "execute", counted)
     prompt, continuations = [4, 2, 9, 9, 9, 1], [[1], [2], [3, 4], [9, 0, 1]]
     scores = llm.score(prompt, continuations)
     assert sum(read) == len(prompt) - 1
@@ -204,18 +207,18 @@ def test_several_answers_are_those_of_their_seeds_and_the_prompt_is_read_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
     read: list[int] = []
-    unified_forward = llm.runner.unified_forward
+    execute = llm.runner.execute
 
-    def counted(items: Sequence[UnifiedRow]):
-        read.extend(len(tokens) for _, tokens, _, _ in items)
-        return unified_forward(items)
+    def counted(batch: ScheduledBatch):
+        read.extend(row.num_tokens for row in batch if not isinstance(row.output, TargetScores))
+        return execute(batch)
 
     prompt = [33, 34, 35] * 3
     expected = [llm.generate([prompt], replace(ALL, seed=(2**32 - 2 + at) % 2**32))[0] for at in range(4)]
     llm.runner.reset()
-    monkeypatch.setattr(llm.runner, "unified_forward", counted)
+    monkeypatch.setattr(llm.runner, "execute", counted)
     outs = llm.generate([prompt], replace(ALL, seed=2**32 - 2, n=4, prompt_logprobs=False))
-    assert sum(count for count in read if count > 1) == len(prompt)
+    assert sum(count for count in read if count > 1) == len(prompt) - 1  # each answer reads the last token itself
     assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
     assert len({tuple(out.token_ids) for out in outs}) > 1
     for out, alone in zip(outs, expected, strict=True):
@@ -254,7 +257,7 @@ def test_what_fails_while_a_prompt_is_read_fails_all_its_answers(runner: ModelRu
 
     runner.reset()
     llm = LLM.from_model(runner, max_rows=1)
-    monkeypatch.setattr(runner, "unified_forward", short)
+    monkeypatch.setattr(runner, "execute", short)
     outs = llm.generate([[1, 2, 3]], SamplingParams(n=3), return_errors=True)
     assert [out.finish_reason for out in outs] == ["error"] * 3
     with pytest.raises(ResourceExhaustedError, match="no block") as caught:

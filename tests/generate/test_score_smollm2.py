@@ -17,11 +17,11 @@ PROMPTS = ["The capital of France is", "Water boils at", "def fibonacci(n):\n   
 def test_logprobs_on_smollm2_are_those_of_the_forward_alone_and_in_a_batch(smollm2_path: Path):
     engine = EngineConfig(
         decode_rows=(1, 8),
-        chunk_rows=(1,),
-        chunk_tokens=(16,),
+        query_blocks=(1,),
+        block_tokens=16,
         max_step_tokens=16,
-        verify_tokens=(4, 16),
-        loop_tokens=4,
+        verify_tokens=16,
+        multi_step_tokens=4,
     )
     asked = [
         SamplingParams(max_tokens=12, temperature=0.8, seed=at, logprobs=True, prompt_logprobs=True) for at in range(8)

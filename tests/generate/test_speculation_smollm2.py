@@ -42,8 +42,8 @@ VARIANTS = (
 @pytest.fixture(scope="module")
 def model(smollm2_path: Path) -> Iterator[ferrum_jax.ModelRunner]:
     engine = EngineConfig(
-        max_seqs=4, kv_capacity=256, block_size=64, decode_rows=(4,), chunk_rows=(1,), chunk_tokens=(64,),
-        verify_rows=(4,), verify_tokens=(5,), max_step_tokens=256, spec_tokens=4,
+        max_seqs=4, kv_capacity=256, block_size=64, decode_rows=(4,), query_blocks=(1,), block_tokens=64,
+        verify_blocks=(4,), verify_tokens=5, max_step_tokens=256, spec_tokens=4,
     )  # fmt: skip
     with ferrum_jax.load(smollm2_path, engine=engine, progress=False) as runner:
         yield runner

@@ -16,10 +16,9 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.contract.llm import VerifyRow
-from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
-from ferrum_jax.generate.engine import Engine
+from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant, PromptLookup
 from ferrum_jax.generate.model_draft import Drawing, ModelDraft
-from ferrum_jax.generate.prompt_lookup import PromptLookup
+from ferrum_jax.generate.scheduler import Scheduler
 from tests.fake import CountingLLM, answer
 from tests.generate.drafting import MarkovLLM, RollingLLM, Scripted, UnifiedRollingLLM, finish, request
 
@@ -32,7 +31,7 @@ def right(model: CountingLLM, upto: int = 100) -> DraftSource:
     """Proposes what is right for `upto` tokens and wrong from then on."""
 
     def say(want: DraftWant) -> Draft:
-        said = answer(model, want.turn.tokens, want.count)
+        said = answer(model, want.tokens, want.count)
         return Draft([token if at < upto else (token + 1) % 23 for at, token in enumerate(said)])
 
     return Scripted(say)
@@ -65,10 +64,10 @@ def test_every_answer_is_right_whatever_is_drafted_and_however_little_room_there
     halfway = right(model, upto)
 
     def say(want: DraftWant) -> Draft:
-        random = proposals[len(want.turn.tokens) % len(proposals)]
+        random = proposals[len(want.tokens) % len(proposals)]
         return halfway.propose([want])[0] if len(random) < 3 else Draft(random[: want.count])
 
-    engine = Engine(model, max_rows=max_rows, chunk_tokens=chunk, drafts=Scripted(say))
+    engine = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk, drafts=Scripted(say))
     requests = [request(engine, prompt, count) for prompt, count in work]
     finish(engine, requests)
     for one, (prompt, count) in zip(requests, work, strict=True):
@@ -82,7 +81,7 @@ def test_every_answer_is_right_whatever_is_drafted_and_however_little_room_there
 @pytest.mark.parametrize("upto", [0, 1, 3, 4])
 def test_a_step_takes_what_was_agreed_and_one_more(upto: int):
     model = UnifiedRollingLLM()
-    engine = Engine(model, max_rows=2, chunk_tokens=50, drafts=right(model, upto))
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=right(model, upto))
     requests = [request(engine, prompt, 21) for prompt in ([1, 2], [3])]
     steps = finish(engine, requests)
     assert steps == 1 + -(-20 // (upto + 1))
@@ -96,7 +95,7 @@ def test_a_step_takes_what_was_agreed_and_one_more(upto: int):
 
 def test_the_kv_holds_what_was_accepted_after_every_step():
     model = UnifiedRollingLLM()
-    engine = Engine(model, max_rows=2, chunk_tokens=3, drafts=right(model, 2))
+    engine = Scheduler(model, max_rows=2, chunk_tokens=3, drafts=right(model, 2))
     requests = [request(engine, prompt, 30) for prompt in ([1, 2], [3] * 7)]
     for one in requests:
         engine.submit(one)
@@ -117,8 +116,8 @@ def test_rows_that_speculate_and_rows_that_do_not_share_a_step():
 
     model.forward_verify_batch = watched
     draft = right(model)
-    source = Scripted(lambda want: draft.propose([want])[0] if want.turn.tokens[0] != 9 else Draft([]))
-    engine = Engine(model, max_rows=4, chunk_tokens=4, drafts=source)
+    source = Scripted(lambda want: draft.propose([want])[0] if want.tokens[0] != 9 else Draft([]))
+    engine = Scheduler(model, max_rows=4, chunk_tokens=4, drafts=source)
     requests = [request(engine, prompt, 11) for prompt in ([1], [2, 2], [9], [4] * 12)]
     finish(engine, requests)
     assert max(map(len, verified)) >= 2
@@ -130,7 +129,7 @@ def test_rows_that_speculate_and_rows_that_do_not_share_a_step():
 def test_tokens_after_a_stop_inside_an_accepted_run_are_dropped(at: int):
     model = UnifiedRollingLLM()
     expected = answer(model, [1], 9)
-    engine = Engine(model, max_rows=1, chunk_tokens=50, drafts=right(model))
+    engine = Scheduler(model, max_rows=1, chunk_tokens=50, drafts=right(model))
     one = request(engine, [1], 40, stop_ids=[expected[at]])
     finish(engine, [one])
     assert one.answer == expected[: expected.index(expected[at]) + 1]
@@ -144,7 +143,7 @@ def test_nothing_is_drafted_past_the_limit_or_the_capacity(count: int, capacity:
     model = UnifiedRollingLLM(capacity=capacity)  # it asserts that nothing goes past it
     wanted: list[DraftWant] = []
     draft = right(model)
-    engine = Engine(
+    engine = Scheduler(
         model,
         max_rows=1,
         chunk_tokens=50,
@@ -154,12 +153,12 @@ def test_nothing_is_drafted_past_the_limit_or_the_capacity(count: int, capacity:
     one = request(engine, [1, 2, 3], count)
     finish(engine, [one])
     assert one.answer == answer(model, [1, 2, 3], count)
-    assert all(len(want.turn.tokens) + want.count <= min(capacity, 3 + count - 1) for want in wanted)
+    assert all(len(want.tokens) + want.count <= min(capacity, 3 + count - 1) for want in wanted)
 
 
 def test_a_pool_too_full_for_a_draft_serves_without_it():
     model = UnifiedRollingLLM(pool=12)
-    engine = Engine(model, max_rows=1, chunk_tokens=50, drafts=right(model, 0))  # 4 wrong ones each time
+    engine = Scheduler(model, max_rows=1, chunk_tokens=50, drafts=right(model, 0))  # 4 wrong ones each time
     one = request(engine, [1] * 5, 8)
     finish(engine, [one])
     assert one.answer == answer(model, [1] * 5, 8)
@@ -179,7 +178,7 @@ class Failing(Scripted):
 @pytest.mark.parametrize("problem", [ModelError("broken"), DeviceError("gone"), ResourceExhaustedError("full")])
 def test_a_draft_that_fails_costs_nobody_an_answer(problem: Exception):
     model = UnifiedRollingLLM()
-    engine = Engine(model, max_rows=2, chunk_tokens=50, drafts=Failing(problem))
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=Failing(problem))
     one = request(engine, [1, 2], 9)
     finish(engine, [one])
     assert one.output().token_ids == answer(model, [1, 2], 9)
@@ -188,7 +187,7 @@ def test_a_draft_that_fails_costs_nobody_an_answer(problem: Exception):
 
 def test_what_the_model_refuses_of_a_draft_is_generated_without_it():
     model = UnifiedRollingLLM()
-    engine = Engine(model, max_rows=2, chunk_tokens=50, drafts=Scripted(lambda _: Draft([0, 999])))
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=Scripted(lambda _: Draft([0, 999])))
     one = request(engine, [1, 2], 9)
     finish(engine, [one])
     assert one.output().token_ids == answer(model, [1, 2], 9)
@@ -198,7 +197,7 @@ def test_what_the_model_refuses_of_a_draft_is_generated_without_it():
 @pytest.mark.parametrize("method", ["forward_verify_batch", "truncate_kv"])
 def test_an_error_while_verifying_rolls_back(method: str, problem: BaseException, monkeypatch: pytest.MonkeyPatch):
     model = UnifiedRollingLLM()
-    engine = Engine(model, max_rows=2, chunk_tokens=50, drafts=right(model, 1))
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=right(model, 1))
     one, other = request(engine, [1, 2], 9), request(engine, [3], 9)
     for each in (one, other):
         engine.submit(each)
@@ -230,13 +229,13 @@ def test_an_error_while_verifying_rolls_back(method: str, problem: BaseException
 
 def test_a_model_that_cannot_roll_back_is_refused():
     with pytest.raises(UnsupportedError, match="CountingLLM cannot roll its KV back"):
-        Engine(CountingLLM(), max_rows=1, chunk_tokens=4, drafts=PromptLookup())
+        Scheduler(CountingLLM(), max_rows=1, chunk_tokens=4, drafts=PromptLookup())
 
 
 def test_a_model_that_cannot_verify_says_so_rather_than_going_on_without():
     model = UnifiedRollingLLM()
     model.kv_len = lambda cache_id: None
-    engine = Engine(model, max_rows=2, chunk_tokens=50, drafts=right(model))
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=right(model))
     requests = [request(engine, [1, 2], 9), request(engine, [1], 9)]
     finish(engine, requests)
     for one in requests:
@@ -247,7 +246,7 @@ def test_a_model_that_cannot_verify_says_so_rather_than_going_on_without():
 
 def test_prompt_lookup_finds_what_repeats():
     model = UnifiedRollingLLM(vocab_size=5, capacity=200)  # the answer repeats every few tokens
-    engine = Engine(model, max_rows=1, chunk_tokens=50, drafts=PromptLookup(3, 4))
+    engine = Scheduler(model, max_rows=1, chunk_tokens=50, drafts=PromptLookup(3, 4))
     one = request(engine, [1, 2], 150)
     steps = finish(engine, [one])
     assert one.answer == answer(model, [1, 2], 150)
@@ -260,7 +259,7 @@ def test_prompt_lookup_finds_what_repeats():
 )
 def test_a_draft_equal_to_the_target_is_always_right(drawing: Drawing, temperature: float):
     model, twin = MarkovLLM(11, seed=3), MarkovLLM(11, seed=3)
-    engine = Engine(model, max_rows=3, chunk_tokens=50, drafts=ModelDraft(twin, 4, drawing=drawing))
+    engine = Scheduler(model, max_rows=3, chunk_tokens=50, drafts=ModelDraft(twin, 4, drawing=drawing))
     requests = [
         request(engine, [at, 2], 21, seed=at, temperature=temperature, top_k=7, repetition_penalty=1.2)
         for at in range(5)
@@ -279,7 +278,7 @@ def test_what_is_drawn_is_what_plain_generation_draws(drawing: Drawing):
     ]  # fmt: skip
     outputs = []
     for drafts in (None, ModelDraft(MarkovLLM(11, seed=4), 3, drawing=drawing), PromptLookup(2, 3)):
-        engine = Engine(MarkovLLM(11, seed=3), max_rows=3, chunk_tokens=50, drafts=drafts)
+        engine = Scheduler(MarkovLLM(11, seed=3), max_rows=3, chunk_tokens=50, drafts=drafts)
         requests = [request(engine, [at, 2, 5, at, 2], 25, **one) for at, one in enumerate(asked)]
         finish(engine, requests)
         outputs.append([(one.output().token_ids, one.output().logprobs) for one in requests])
@@ -290,15 +289,16 @@ def test_what_is_drawn_is_what_plain_generation_draws(drawing: Drawing):
 def test_drafts_of_their_own_are_the_same_alone_and_in_a_batch_and_have_right_logprobs():
     def run(seeds: Sequence[int]) -> dict[int, tuple[list[int], list[float] | None]]:
         model = MarkovLLM(11, seed=3)
-        engine = Engine(model, max_rows=4, chunk_tokens=50, drafts=ModelDraft(MarkovLLM(11, seed=4), 3, drawing="own"))
+        drafts = ModelDraft(MarkovLLM(11, seed=4), 3, drawing="own")
+        engine = Scheduler(model, max_rows=4, chunk_tokens=50, drafts=drafts)
         requests = [request(engine, [2, 5], 25, seed=seed, temperature=0.9, logprobs=True) for seed in seeds]
         finish(engine, requests)
         assert sum(one.accepted for one in requests) > 0
         for one in requests:
             rows = model.table[one.tokens[1:-1]]
             logprobs = rows - np.logaddexp.reduce(rows, axis=1, keepdims=True)
-            np.testing.assert_allclose(np.array(one.logprobs), logprobs[np.arange(25), one.answer], atol=1e-5)
-        return {one.seed: (one.answer, one.logprobs) for one in requests}
+            np.testing.assert_allclose(np.array(one.output().logprobs), logprobs[np.arange(25), one.answer], atol=1e-5)
+        return {one.seed: (one.answer, one.output().logprobs) for one in requests}
 
     together = run(range(6))
     assert together == {seed: found for seed in range(6) for found in run([seed]).values()}
@@ -308,9 +308,9 @@ def test_drafts_of_their_own_are_the_same_alone_and_in_a_batch_and_have_right_lo
 def test_another_vocabulary_and_the_target_itself_are_refused():
     model = UnifiedRollingLLM()
     with pytest.raises(ConfigError, match="vocabulary of 11 tokens, the target one of 23"):
-        Engine(model, max_rows=1, chunk_tokens=4, drafts=ModelDraft(MarkovLLM(11, seed=0)))
+        Scheduler(model, max_rows=1, chunk_tokens=4, drafts=ModelDraft(MarkovLLM(11, seed=0)))
     with pytest.raises(ConfigError, match="the target itself"):
-        Engine(model, max_rows=1, chunk_tokens=4, drafts=ModelDraft(model))
+        Scheduler(model, max_rows=1, chunk_tokens=4, drafts=ModelDraft(model))
 
 
 def test_refused_requests_fail_alone():
@@ -321,7 +321,7 @@ def test_refused_requests_fail_alone():
             return super().prefill(cache_id, tokens)
 
     model = Picky()
-    engine = Engine(model, max_rows=3, chunk_tokens=50, drafts=right(model))
+    engine = Scheduler(model, max_rows=3, chunk_tokens=50, drafts=right(model))
     requests = [request(engine, [at, 1], 30) for at in range(6)]
     finish(engine, requests)
     for one in requests:

@@ -22,9 +22,9 @@ ENGINE = ferrum_jax.EngineConfig(
     kv_capacity=160,
     block_size=8,
     decode_rows=(3,),
-    chunk_rows=(2,),
-    chunk_tokens=(16,),
-    verify_tokens=(16,),
+    query_blocks=(2,),
+    block_tokens=16,
+    verify_tokens=16,
 )
 WITH_EXPERTS = [
     name for name in tiny.CONFIGS if any(family in name for family in ("moe", "mixtral", "deepseek", "gpt_oss"))

@@ -57,7 +57,7 @@ def test_what_transformers_saved_gives_its_logits_at_every_position(name: str, m
 def test_other_seeds_give_its_logits_in_chunks_and_single_tokens(name: str, seed: int, tmp_path: Path):
     tokens = tiny.prompt(name)
     expected = logits_of(save_with_transformers(name, tmp_path, seed=seed), tokens)
-    engine = ferrum_jax.EngineConfig(max_seqs=2, kv_capacity=160, block_size=8, verify_tokens=(32,))
+    engine = ferrum_jax.EngineConfig(max_seqs=2, kv_capacity=160, block_size=8, verify_tokens=32)
     with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
         np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
         model.prefill("b", tokens[:20])
@@ -70,7 +70,7 @@ def test_other_seeds_give_its_logits_in_chunks_and_single_tokens(name: str, seed
 def test_serving_what_transformers_saved_gives_its_logits_at_every_position(name: str, tmp_path: Path):
     tokens = tiny.prompt(name)
     expected = logits_of(save_with_transformers(name, tmp_path, "40KB"), tokens)
-    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=(32,))
+    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=32)
     with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
         np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
 

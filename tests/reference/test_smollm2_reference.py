@@ -30,9 +30,9 @@ def ours(smollm2_path: Path) -> Iterator[ferrum_jax.ModelRunner]:
         max_seqs=1,
         kv_capacity=768,
         block_size=64,
-        chunk_rows=(1,),
-        chunk_tokens=(64,),
-        verify_tokens=(64,),
+        query_blocks=(1,),
+        block_tokens=64,
+        verify_tokens=64,
         max_step_tokens=64,
     )
     with ferrum_jax.load(smollm2_path, dtype="float32", engine=engine, progress=False) as runner:

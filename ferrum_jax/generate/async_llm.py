@@ -1,0 +1,89 @@
+"""`AsyncLLM`: the same engine for asyncio, which a server needs."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+from ferrum_jax.contract.errors import AlreadyExistsError
+from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.params import RequestOutput, SamplingParams
+from ferrum_jax.generate.prompts import Prompt, as_adapters
+from ferrum_jax.generate.request import Request
+
+
+class AsyncLLM:
+    """Answers prompts for coroutines of any event loop; one engine thread steps for all of them."""
+
+    def __init__(self, llm: LLM | str | None = None, **settings: Any):
+        """Takes an `LLM`, which stays the caller's, or loads one as `LLM` does, which `close` closes."""
+        self._is_owner = not isinstance(llm, LLM)
+        self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
+        self._live: dict[str, Request] = {}  # by the caller's id
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        lora_request: Any = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields what there is of the answer each time there is more, at last with its `finish_reason`.
+
+        A consumer that is slow skips outputs in between: each holds everything so far. Leaving the iterator early, or
+        a cancellation, aborts the request.
+
+        Args:
+            prompt: a text or token ids.
+            params: how to answer; greedy if None.
+            request_id: for `abort`; a new one if None.
+            lora_request: an adapter, as for `LLM.generate`.
+
+        Raises:
+            AlreadyExistsError: a request of this id runs.
+            FerrumError: the prompt is refused, or the request failed.
+        """
+        (adapter,) = as_adapters(lora_request, 1)
+        request = self.llm.request(prompt, params, adapter)
+        name = request.cache_id if request_id is None else request_id
+        if name in self._live:
+            raise AlreadyExistsError(f"a request {name!r} runs already")
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify(_: Request) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+                loop.call_soon_threadsafe(changed.set)
+
+        request.notify = notify
+        self._live[name] = request
+        try:
+            self.llm.engine.submit(request)
+            while True:
+                await changed.wait()
+                changed.clear()
+                output = request.output()
+                yield output
+                if output.finished:
+                    return
+        finally:
+            del self._live[name]
+            if not request.is_done:
+                self.llm.engine.abort(request)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request after the step that runs; its iterator raises CancelledError. An unknown id is no error."""
+        request = self._live.get(request_id)
+        if request is not None:
+            await asyncio.to_thread(self.llm.engine.cancel, request)
+
+    async def close(self) -> None:
+        """Closes the `LLM` if it was loaded here; every request ends with a CancelledError then."""
+        if self._is_owner:
+            await asyncio.to_thread(self.llm.close)

@@ -1,0 +1,414 @@
+"""Continuous batching: requests join and leave a running batch, prompts are read in chunks beside decodes.
+
+One thread uses a scheduler. Where the model can, the next step is begun before the last one's tokens are read: a decode
+row takes the token that the device has just chosen. A stop is then seen one step late, and what was chosen after it is
+dropped with its sequence.
+"""
+
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ferrum_jax.contract.decoding import MOST_STOP_IDS, DecodeRun
+from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.executor.batch import (
+    NO_OUTPUT,
+    Output,
+    SampledToken,
+    ScheduledRow,
+    TargetScores,
+    TokenChoice,
+)
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.drafts import DraftSource
+from ferrum_jax.generate.host_model import Backend, HostModel
+from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.speculator import Speculator
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Step:
+    """A batch on its way."""
+
+    requests: list[Request]
+    rows: list[ScheduledRow]
+    pending: Any
+
+
+class Scheduler:
+    """Runs requests on any `DecoderOnlyLLM`; `step` advances all of them.
+
+    When slots or blocks run short, the request that joined last is preempted: it gives its place up and is recomputed
+    later, so that its answer stays the same.
+    """
+
+    def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
+        """Gets ready.
+
+        Args:
+            model: what runs.
+            max_rows: sequences that run at a time.
+            chunk_tokens: tokens of prompts in one step.
+            drafts: whose proposals are verified, if any.
+
+        Raises:
+            UnsupportedError, ConfigError: drafts and model do not go together, as `Speculator` says.
+        """
+        self.model = model
+        width = 1 if drafts is None else drafts.num_tokens + 1
+        self.backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model, max_rows, width)
+        self.speculator = None if drafts is None else Speculator(model, self.backend, drafts)
+        self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
+        self._max_rows = max_rows
+        self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
+        self._chunk_tokens = chunk_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: dict[Request, None] = {}  # in the order in which they joined
+        self._in_flight: _Step | None = None
+        self._name = secrets.token_hex(4)
+        self._numbers = itertools.count()
+
+    def warmup(self, *, progress: bool = True) -> None:
+        """Compiles what choosing on the host and drafting may need; the model's own programs are its owner's affair."""
+        if isinstance(self.backend, HostModel):
+            self.backend.sampler.warmup()
+        if self.speculator is not None:
+            self.speculator.warmup(progress=progress)
+
+    def new_cache_id(self) -> str:
+        """Returns an id that no other request has."""
+        return f"generate-{self._name}-{next(self._numbers)}"
+
+    @property
+    def has_work(self) -> bool:
+        """True while `step` has anything to do."""
+        return bool(self._waiting or self._running or self._in_flight)
+
+    def submit(self, request: Request) -> None:
+        """Queues a request."""
+        request.submitted = time.perf_counter()
+        self._waiting.append(request)
+
+    def abort(self, *requests: Request) -> None:
+        """Forgets requests and frees what they hold; one that is done already is no error."""
+        for request in requests:
+            if request in self._running:
+                self._leave(request)
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    def reset(self) -> None:
+        """Resets the model; running requests are recomputed by the next step, so that their answers stay the same."""
+        self._in_flight = None
+        self.backend.reset()
+        for request in self._running:
+            request.restart()
+        self._room = self._max_rows
+        if self.speculator is not None:
+            self.speculator.source.reset()
+
+    def fail(self, problem: FerrumError) -> None:
+        """Ends every request that runs or waits with an error."""
+        self._in_flight = None
+        self._fail([*self._running, *self._waiting], problem)
+
+    def step(self) -> None:
+        """Begins one step for as many requests as fit, and hands the tokens of the one before to their requests.
+
+        Where the model refuses the batch for what one request asks, the rows run one by one and only those that it
+        refuses alone fail. Any other error of the model ends every running request.
+        """
+        self._admit()
+        before = self._in_flight
+        if self._running and not self._decode_many():
+            requests, rows = [], []
+            try:
+                requests, rows = self._schedule()
+            except FerrumError as problem:  # of drafts or copies, and no refusal
+                self._fail([*self._running], problem)
+            if rows:
+                try:
+                    self._in_flight = self._begun(requests, rows, self.backend.execute(rows))
+                except ResourceExhaustedError as problem:
+                    if before is None:  # what is in flight may end some; only then does one give way
+                        self._make_room(problem)
+                except FerrumError as problem:
+                    if before is not None:
+                        self._in_flight = None
+                        self._collect(before)
+                        before = None
+                    self._handle(problem, requests, rows)
+        if before is not None:
+            if self._in_flight is before:  # nothing could be begun beside it
+                self._in_flight = None
+            self._collect(before)
+        if self._in_flight is not None and not self._runs_ahead:
+            now, self._in_flight = self._in_flight, None
+            self._collect(now)
+
+    def _handle(self, problem: FerrumError, requests: list[Request], rows: list[ScheduledRow]) -> None:
+        """Ends what an error concerns: the one request of a batch, or all where the model is at fault."""
+        self._resynchronise()
+        if not problem.is_client_error:
+            self._fail([*self._running], problem)
+        elif len(requests) == 1:
+            self._fail(requests, problem)
+        else:
+            self._run_singly(requests, rows)
+
+    def _run_singly(self, requests: Sequence[Request], rows: Sequence[ScheduledRow]) -> None:
+        for request, row in zip(requests, rows, strict=True):
+            if request not in self._running or request.num_read != row.start or row.tokens is None:
+                continue  # it ended, gave way or moved
+            try:
+                self._collect(self._begun([request], [row], self.backend.execute([row])))
+            except ResourceExhaustedError as problem:
+                self._make_room(problem)
+            except FerrumError as problem:
+                self._resynchronise()
+                self._fail([request] if problem.is_client_error else [*self._running], problem)
+
+    def _begun(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
+        """Counts what a batch that was begun reads and chooses."""
+        for request, row in zip(requests, rows, strict=True):
+            if isinstance(row.output, SampledToken):
+                request.num_in_flight += 1
+            if not isinstance(row.output, TargetScores):  # which counts what it reads when it takes the scores
+                request.num_read += row.num_tokens
+        return _Step(requests, rows, pending)
+
+    def _collect(self, step: _Step) -> None:
+        """Reads a step and hands out what it gave."""
+        try:
+            answers = self.backend.collect(step.pending)
+        except FerrumError as problem:
+            for request in step.requests:
+                request.num_in_flight = 0
+            self._resynchronise(failed=True)
+            self._fail([*self._running], problem)
+            return
+        for request, row, answer in zip(step.requests, step.rows, answers, strict=True):
+            if isinstance(row.output, SampledToken):
+                request.num_in_flight = max(0, request.num_in_flight - 1)
+            if request not in self._running:
+                continue  # it ended with an earlier token, or was aborted
+            if isinstance(answer, TokenChoice):
+                request.append(answer)
+            elif isinstance(row.output, TargetScores):
+                request.take_scores(answer)
+            self._settle(request)
+
+    def _settle(self, request: Request) -> None:
+        """Lets a request go that is done, and tells its caller what is new."""
+        if request.is_done:
+            self._leave(request)
+        if request.notify is not None:
+            request.notify(request)
+
+    def _schedule(self) -> tuple[list[Request], list[ScheduledRow]]:
+        """Chooses each request's share of the next step; prompts share `chunk_tokens`, oldest first."""
+        for request in list(self._running):
+            self._fork(request)
+        ahead: Sequence[Request] = ()
+        if self.speculator is not None and self._in_flight is None:
+            ahead = self.speculator.advance([one for one in self._running if not one.copies and not one.is_scoring])
+            for request in ahead:
+                self._settle(request)
+        budget = self._chunk_tokens
+        requests: list[Request] = []
+        rows: list[ScheduledRow] = []
+        for request in list(self._running):
+            if request in ahead:
+                continue
+            row = self._row(request, budget)
+            if row is None:
+                continue
+            if row.num_tokens > 1 or isinstance(row.output, TargetScores):
+                budget -= row.num_tokens
+            if request.num_read == 0 and request.adapter is not None and not self._bind(request):
+                continue
+            requests.append(request)
+            rows.append(row)
+        return requests, rows
+
+    def _row(self, request: Request, budget: int) -> ScheduledRow | None:
+        """Returns what a request does in the next step, None where it has to wait."""
+        start = request.num_read
+        if request.is_scoring:
+            return self._scoring_row(request, budget)
+        unread = request.unread
+        if not unread:
+            if not request.num_in_flight or request.num_left < 1 or request.needs_every_token:
+                return None
+            return ScheduledRow(request.cache_id, None, start, SampledToken(request.settings()))
+        count = len(unread)
+        if request.copies:
+            count = min(count, _fork_position(request) - start)
+        if count > 1:
+            count = min(count, budget)
+        if count < 1:
+            return None
+        is_final = start + count == len(request.tokens)
+        output: Output = SampledToken(request.settings()) if is_final else NO_OUTPUT
+        return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output)
+
+    def _scoring_row(self, request: Request, budget: int) -> ScheduledRow | None:
+        start = request.num_read
+        end = start + min(request.num_unscored, budget)
+        if end <= start:
+            return None
+        tokens = np.array(request.prompt[start : end + 1], np.int32)
+        with_alternatives = request.params.num_prompt_logprobs > 0
+        return ScheduledRow(request.cache_id, tokens[:-1], start, TargetScores(tokens[1:], with_alternatives))
+
+    def _bind(self, request: Request) -> bool:
+        try:
+            self.model.set_lora_adapter_for_cache(request.cache_id, request.adapter)
+        except FerrumError as problem:
+            self._fail([request], problem)
+            return False
+        return True
+
+    def _fork(self, request: Request) -> None:
+        """Lets copies start from where a request has read; those for which there is no room wait to be read alone."""
+        if not request.copies or request.num_read < _fork_position(request):
+            return
+        while request.copies and len(self._running) < self._room:
+            copy = request.copies[0]
+            copy.scores, copy.greedy_ids = list(request.scores), list(request.greedy_ids)
+            copy.top_scores = list(request.top_scores)
+            if request.num_read:  # otherwise there is nothing to share
+                try:
+                    self.backend.fork(request.cache_id, copy.cache_id)
+                except FerrumError as problem:
+                    if not problem.is_client_error and not isinstance(problem, ResourceExhaustedError):
+                        raise
+                    break
+            copy.num_read = request.num_read
+            self._running[copy] = None
+            request.copies.pop(0)
+        for copy in request.copies:
+            copy.scores, copy.greedy_ids = list(request.scores), list(request.greedy_ids)
+            copy.top_scores = list(request.top_scores)
+            if copy.num_unscored:
+                copy.restart()
+        self._waiting.extendleft(reversed(request.copies))
+        request.copies = []
+
+    def _decode_many(self) -> bool:
+        """Decodes many tokens of each request in one call, where the model can and nothing else is due."""
+        most = self.model.loop_tokens
+        if not most or self._in_flight is not None or self.speculator is not None:
+            return False
+        if not all(_runs_on(request) for request in self._running):
+            return False
+        runs = [
+            DecodeRun(
+                cache_id=request.cache_id,
+                token=request.tokens[-1],
+                pos=request.num_read,
+                max_tokens=min(most, request.num_left),
+                stop_ids=request.stop_ids,
+                sampling=request.params,
+                seed=request.seed,
+            )
+            for request in self._running
+        ]
+        requests = list(self._running)
+        try:
+            found = self.model.decode_n(runs, until_one_ends=bool(self._waiting))
+        except FerrumError:  # for blocks of so many tokens, or for what one asks: token by token then
+            self._resynchronise()
+            return False
+        for request, run in zip(requests, found, strict=True):
+            for token, logprob in zip(run.token_ids, run.logprobs, strict=True):
+                request.num_read += 1
+                request.append(TokenChoice(token, logprob, logprob))
+                if request.is_done:  # by a stop text, perhaps: what was decoded past it goes with the sequence
+                    break
+            request.forget_settings()  # the program had settings of its own
+            self._settle(request)
+        return True
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._room:
+            self._running[self._waiting.popleft()] = None
+
+    def _make_room(self, problem: ResourceExhaustedError) -> None:
+        """Preempts the request that joined last, or fails it if it is alone."""
+        last = next(reversed(self._running))
+        if len(self._running) == 1:
+            self._resynchronise()
+            self._fail([last], problem)
+            return
+        del self._running[last]
+        self._waiting.appendleft(last)
+        self._room = len(self._running)
+        self._release(last.cache_id)
+        last.restart()
+        last.preemptions += 1
+        self._resynchronise()
+
+    def _resynchronise(self, *, failed: bool = False) -> None:
+        """Restarts requests of which the model does not hold what they think it does."""
+        for request in list(self._running):
+            try:
+                length = -1 if failed else self.backend.kv_len(request.cache_id) or 0
+            except FerrumError:  # of a model that has failed; its reset drops everything
+                length = -1
+            if length != request.num_read:
+                self._release(request.cache_id)
+                request.restart()
+
+    def _leave(self, request: Request) -> None:
+        del self._running[request]
+        self._room = self._max_rows
+        self._release(request.cache_id)
+
+    def _release(self, cache_id: str) -> None:
+        try:
+            self.backend.release(cache_id)
+        except FerrumError:  # a model that failed or was closed refuses this too; its reset frees everything
+            pass
+        except Exception as problem:  # noqa: BLE001  of a model that breaks the contract: the others go on
+            _log.warning("%s cannot release %r: %r", type(self.model).__name__, cache_id, problem)
+        if self.speculator is not None:
+            self.speculator.forget(cache_id)
+
+    def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
+        for request in list(requests):
+            for one in (*request.copies, request):
+                one.error = problem
+            if request in self._running:
+                self._leave(request)
+            elif request in self._waiting:
+                self._waiting.remove(request)
+            for one in (*request.copies, request):
+                if one.notify is not None:
+                    one.notify(one)
+
+
+def _fork_position(request: Request) -> int:
+    """Where copies part: before the last token of the prompt, or before what is scored where nothing is generated."""
+    if request.limit == 0:
+        return (request.score_from or 1) - 1
+    return len(request.prompt) - 1
+
+
+def _runs_on(request: Request) -> bool:
+    """True of a request that only decodes, in ways that multi-step programs know."""
+    params = request.params
+    is_read = 0 < request.num_read == len(request.tokens) - 1
+    is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
+    is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words and params.num_logprobs < 1
+    return is_read and is_simple and not request.copies and len(request.stop_ids) <= MOST_STOP_IDS

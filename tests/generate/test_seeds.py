@@ -1,0 +1,105 @@
+"""A seed gives the same text alone, in any batch, with a step in flight or not, in multi-step programs, preempted."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from ferrum_jax import LLM, SamplingParams, models
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CFG, ENGINE, make_runner
+from tests.generate.test_request import letters
+
+SIZES = replace(ENGINE, max_seqs=8, kv_blocks=48, decode_rows=(1, 8), query_blocks=(1, 3))
+PROMPTS = [[3, 1, 4], [1] * 11, [5, 9], [2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8], [6], [2, 2, 2], [7, 1, 8, 2]]
+COUNT = 12
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.9},
+    {"temperature": 1.4, "top_k": 9, "logprobs": 3},
+    {"temperature": 0.7, "top_p": 0.8, "repetition_penalty": 1.3},
+    {"temperature": 1.1, "min_p": 0.05, "presence_penalty": 0.5},
+    {"temperature": 1.0, "frequency_penalty": 0.7, "logit_bias": {5: 2.0, 6: float("-inf")}},
+    {"temperature": 1.2, "allowed_token_ids": list(range(3, 30)), "logprobs": True},
+    {"temperature": 1.0, "min_tokens": 6, "stop_token_ids": list(range(12))},
+    {"repetition_penalty": 1.5, "bad_words": ["ab", "c"]},
+]
+
+
+def asked(at: int, **more: Any) -> SamplingParams:
+    return SamplingParams(seed=100 + at, max_tokens=COUNT, **(OPTIONS[at] | more))
+
+
+ALL = [asked(at) for at in range(8)]
+
+
+@pytest.fixture(scope="module")
+def params() -> ParamTree:
+    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
+
+
+@pytest.fixture(scope="module")
+def runner(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, SIZES) as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def alone(runner: ModelRunner) -> list[list[int]]:
+    """Each prompt answered by itself."""
+    llm = LLM.from_model(runner, letters(), max_rows=8, chunk_tokens=24)
+    return [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(PROMPTS, ALL, strict=True)]
+
+
+def test_in_a_batch_of_eight_with_every_option(runner: ModelRunner, alone: list[list[int]]):
+    llm = LLM.from_model(runner, letters(), max_rows=8, chunk_tokens=24)
+    outs = llm.generate(PROMPTS, ALL)
+    assert [out.token_ids for out in outs] == alone
+    assert len({tuple(ids) for ids in alone}) == 8
+
+
+def test_without_a_step_in_flight(runner: ModelRunner, alone: list[list[int]]):
+    llm = LLM.from_model(runner, letters(), max_rows=3, chunk_tokens=7)
+    assert llm.engine.scheduler._runs_ahead
+    llm.engine.scheduler._runs_ahead = False
+    assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == alone
+
+
+def test_after_preemption(params: ParamTree, alone: list[list[int]]):
+    with make_runner(params, replace(SIZES, kv_blocks=5)) as small:
+        llm = LLM.from_model(small, letters(), max_rows=8, chunk_tokens=24)
+        outs = llm.generate(PROMPTS, ALL)
+        assert [out.token_ids for out in outs] == alone
+        assert small.kv_slot_capacity_snapshot().free_blocks == 5
+
+
+def test_in_multi_step_programs(params: ParamTree, alone: list[list[int]]):
+    with make_runner(params, replace(SIZES, multi_step_tokens=4)) as many:
+        llm = LLM.from_model(many, letters(), max_rows=8, chunk_tokens=24)
+        found = [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(PROMPTS, ALL, strict=True)]
+        assert found == alone
+
+
+def test_what_is_forbidden_is_never_chosen(runner: ModelRunner, alone: list[list[int]]):
+    assert 6 not in alone[4]
+    assert set(alone[5]) <= set(range(3, 30))
+    assert len(alone[6]) >= 6
+    assert not set(alone[6][:5]) & set(range(12))
+    text = "".join(chr(97 + token) for token in alone[7])
+    assert "ab" not in text
+    assert "c" not in text
+
+
+def test_alternatives_are_reported_best_first_and_hold_the_greedy_token(runner: ModelRunner):
+    llm = LLM.from_model(runner, max_rows=8, chunk_tokens=24)
+    (out,) = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=5, logprobs=4))
+    assert out.top_logprobs is not None
+    assert out.logprobs is not None
+    for token, logprob, likeliest in zip(out.token_ids, out.logprobs, out.top_logprobs, strict=True):
+        values = list(likeliest.values())
+        assert len(values) == 4
+        assert values == sorted(values, reverse=True)
+        assert next(iter(likeliest)) == token
+        assert values[0] == pytest.approx(logprob, abs=1e-5)
