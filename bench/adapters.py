@@ -28,11 +28,11 @@ ENGINE = EngineConfig(
     max_seqs=2 * ROWS,
     kv_capacity=512,
     decode_rows=(ROWS,),
-    chunk_rows=(1,),
-    chunk_tokens=(256,),
-    verify_tokens=(16,),
+    query_blocks=(1,),
+    block_tokens=256,
+    verify_tokens=16,
 )
-SMOKE_ENGINE = replace(ENGINE, kv_capacity=64, chunk_tokens=(32,))
+SMOKE_ENGINE = replace(ENGINE, kv_capacity=64, block_tokens=32)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Compiled steps and loops without the engine around them: their arguments are on the device before they start."""
+"""Compiled programs without the engine around them: their arguments are on the device before they start."""
 
 import time
 from collections.abc import Callable
@@ -8,14 +8,11 @@ import jax
 import numpy as np
 
 from bench.models import TOKEN
-from ferrum_jax.compile.buckets import LoopKey, StepKey
-from ferrum_jax.compile.looping import LoopRow, pack_loop
-from ferrum_jax.compile.lowering import lower
-from ferrum_jax.compile.packing import blank
-from ferrum_jax.compile.steps import lower_step
+from ferrum_jax.compile import multi_step, sampler
+from ferrum_jax.compile.multi_step import MultiStepKey
+from ferrum_jax.compile.sampler import ConfigureKey, SampleKey, SamplerSpec, SlotSettings
+from ferrum_jax.compile.step import ProgramContext, StepKey, blank
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.decoding import Sampling
-from ferrum_jax.executor.adapters import NONE
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
@@ -23,12 +20,20 @@ from ferrum_jax.models.specs import ParamTree
 
 
 class BareStep:
-    """One step with a KV of its own that goes round."""
+    """One step with a KV and a sampler of its own that go round."""
 
-    def __init__(self, cfg: ModelConfig, params: ParamTree, spec: CacheSpec, key: StepKey):
+    def __init__(
+        self, cfg: ModelConfig, params: ParamTree, spec: CacheSpec, key: StepKey, sizes: SamplerSpec | None = None
+    ):
         self._params, self._spec, self._key = params, spec, key
+        capacity = key.table_columns * spec.block_size
+        rows = key.decode_rows + key.blocks
+        self._sizes = sizes or SamplerSpec(num_slots=rows, vocab_size=cfg.vocab_size, capacity=capacity)
+        placed = jax.tree.leaves(params)[0].sharding
+        self._sampler = jax.device_put(sampler.initial(self._sizes), placed)
+        self._context = ProgramContext(cfg, params, state.shapes(spec), self._sampler, attention=spec.attention)
         started = time.perf_counter()
-        lowered = lower_step(cfg, params, state.shapes(spec), key, attention=spec.attention)
+        lowered = key.lower(self._context)
         self.trace_seconds = time.perf_counter() - started
         self.executable = lowered.compile()
         self.compile_seconds = time.perf_counter() - started - self.trace_seconds
@@ -36,69 +41,89 @@ class BareStep:
 
     @classmethod
     def of(cls, runner: ModelRunner, rows: int) -> Self:
-        """Makes the step that decodes so many rows, as the runner has it."""
-        key = StepKey(rows, 0, 0, runner.plan.ladders.table_columns)
-        return cls(runner.model_config, runner.params, runner.plan.cache, key)
+        """Returns the step that decodes so many rows, as the runner has it."""
+        plan = runner.plan
+        return cls(runner.model_config, runner.params, plan.cache, plan.buckets.decode(rows), plan.sampler)
 
     def at(self, context: int, ids: np.ndarray | int = TOKEN) -> Callable[[], Any]:
-        """Gives the call that runs new tokens of every row after `context` positions; its outputs stay where they are.
+        """Returns the call that runs new tokens after `context` positions; its outputs stay where they are.
 
-        The rows' blocks differ as far as the pool has so many; their tokens are all one, or as `ids` says.
+        Decode rows are a sequence each, in blocks that differ as far as the pool has so many; query blocks are one
+        prompt. Their tokens are all one, or as `ids` says.
         """
-        buffer, groups = blank(self._key)
-        given = 0
-        for group in groups:
-            rows, tokens = group.tokens.shape
-            group.tokens[:], group.counts[:], group.lengths[:] = ids, tokens, context
-            used = -(-(context + tokens) // self._spec.block_size)
-            blocks = (given + np.arange(rows * used)) % self._spec.num_blocks
-            group.tables[:, :used] = blocks.reshape(-1, used)
-            given += rows * used
-        packed = jax.device_put(buffer, jax.tree.leaves(self._params)[0].sharding)
+        packed = self._pack(context, ids)
 
         def run() -> Any:
-            outputs, self._kv = self.executable(self._params, self._kv, packed)
+            outputs, self._kv = self.executable(self._params, self._kv, self._sampler.last_tokens, packed)
             return outputs
 
         return run
 
+    def sampled_at(self, context: int, settings: SlotSettings) -> Callable[[], Any]:
+        """As `at` for decode rows, with the sampler chained on the logits: each row's token is chosen as asked for."""
+        packed = self._pack(context, TOKEN)
+        sample = SampleKey(self._key.logit_rows).lower(self._context).compile()
+        configure = ConfigureKey(self._sizes.capacity).lower(self._context).compile()
+        for slot in range(self._key.decode_rows):
+            self._sampler = configure(self._sampler, sampler.pack_settings(slot, settings, self._sizes))
+
+        def run() -> Any:
+            outputs, self._kv = self.executable(self._params, self._kv, self._sampler.last_tokens, packed)
+            self._sampler, found = sample(self._sampler, outputs.logits, outputs.rows)
+            return found.packed
+
+        return run
+
+    def _pack(self, context: int, ids: np.ndarray | int) -> jax.Array:
+        key, block_size = self._key, self._spec.block_size
+        buffer, packed = blank(key, self._sizes.num_slots)
+        given = 0
+        if packed.decode is not None:
+            group, rows = packed.decode, key.decode_rows
+            group.tokens[:], group.counts[:], group.lengths[:] = ids, 1, context
+            used = -(-(context + 1) // block_size)
+            group.tables[:, :used] = (np.arange(rows * used) % self._spec.num_blocks).reshape(-1, used)
+            given = rows * used
+            packed.decode_slots[:] = packed.sample_slots[:rows] = packed.logit_index[:rows] = np.arange(rows)
+            packed.sample_positions[:rows] = context + 1
+        if packed.blocks is not None:
+            group, tokens = packed.blocks, key.block_tokens
+            group.tokens[:], group.counts[:] = ids, tokens
+            group.lengths[:] = context + tokens * np.arange(key.blocks)
+            used = -(-(context + tokens * key.blocks) // block_size)
+            group.tables[:, :used] = (given + np.arange(used)) % self._spec.num_blocks
+            if key.outputs == "last":
+                packed.logit_index[-1] = key.num_tokens - 1
+        return jax.device_put(buffer, jax.tree.leaves(self._params)[0].sharding)
+
 
 class BareLoop:
-    """One loop of greedy rows, as the runner has it, with a KV of its own that goes round."""
+    """One multi-step program of greedy rows, as the runner has it, with a KV and a sampler of its own."""
 
     def __init__(self, runner: ModelRunner, rows: int):
         plan = runner.plan
         self._runner, self._spec = runner, plan.cache
-        self._key = LoopKey(rows, plan.ladders.loop_tokens, plan.ladders.table_columns)
+        self._key = MultiStepKey(rows, plan.buckets.multi_step_tokens, plan.buckets.table_columns)
+        self._sampler = jax.device_put(sampler.initial(plan.sampler), runner.device)
         shapes = state.shapes(self._spec)
-        self._executable = lower(runner.model_config, runner.params, shapes, None, self._key).compile()
+        context = ProgramContext(
+            runner.model_config, runner.params, shapes, self._sampler, attention=self._spec.attention
+        )
+        self._executable = self._key.lower(context).compile()
         self._kv = state.empty(self._spec)
 
     def at(self, context: int) -> Callable[[], Any]:
-        """Gives the call that chooses all the loop's tokens for every row after `context` positions."""
+        """Returns the call that chooses all the program's tokens for every row after `context` positions."""
         key = self._key
+        buffer, rows = multi_step.blank(key, until_one_ends=False)
         used = -(-(context + key.tokens) // self._spec.block_size)
-        tables = np.zeros((key.rows, key.table_columns), np.int32)
-        tables[:, :used] = (np.arange(key.rows * used) % self._spec.num_blocks).reshape(-1, used)
-        rows = [
-            LoopRow(
-                token=TOKEN,
-                length=context,
-                limit=key.tokens,
-                table=table,
-                stop_ids=(),
-                sampling=Sampling(),
-                seed=0,
-                adapter=NONE,
-                seen=np.zeros(0, np.int32),
-            )
-            for table in tables
-        ]
-        buffer = pack_loop(rows, key, self._runner.model_config.vocab_size, until_one_ends=False)
+        rows.tables[:, :used] = (np.arange(key.rows * used) % self._spec.num_blocks).reshape(-1, used)
+        rows.tokens[:], rows.lengths[:], rows.limits[:] = TOKEN, context, key.tokens
+        rows.slots[:] = np.arange(key.rows)
         packed = jax.device_put(buffer, self._runner.device)
 
         def run() -> Any:
-            outputs, self._kv = self._executable(self._runner.params, self._kv, packed)
-            return outputs
+            chosen, self._kv, self._sampler = self._executable(self._runner.params, self._kv, self._sampler, packed)
+            return chosen
 
         return run

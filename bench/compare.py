@@ -67,9 +67,6 @@ ACCELERATED = Course(
         kv_blocks=128 * 9,  # as many rows as decode, of 1024 positions and one more
         max_step_tokens=2048,
         decode_rows=(1, 8, 32, 128),
-        chunk_rows=(1,),
-        chunk_tokens=(2048,),
-        verify_tokens=(16,),
     ),
     decodes=((1, 1024), (8, 1024), (32, 1024), (128, 1024)),
     prefills=(2048, 8192),

@@ -1,6 +1,6 @@
 """How long does `warmup` take, in all and by step?
 
-Every step of the default ladders is lowered and compiled on all cores, once, so there is neither a median nor anything
+Every step of the default buckets is lowered and compiled on all cores, once, so there is neither a median nor anything
 to warm. The seconds of a step are wall-clock while others compile beside it, so they add up to more than the whole.
 """
 

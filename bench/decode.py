@@ -26,11 +26,11 @@ ENGINE = EngineConfig(
     max_seqs=8,
     kv_capacity=2048,
     decode_rows=BATCHES,
-    chunk_rows=(1,),
-    chunk_tokens=(512,),
-    verify_tokens=(16,),
+    query_blocks=(1,),
+    block_tokens=512,
+    verify_tokens=16,
 )
-SMOKE_ENGINE = replace(ENGINE, max_seqs=3, kv_capacity=128, decode_rows=SMOKE_BATCHES, chunk_tokens=(64,))
+SMOKE_ENGINE = replace(ENGINE, max_seqs=3, kv_capacity=128, decode_rows=SMOKE_BATCHES, block_tokens=64)
 BURST = 4  # calls in a row
 
 

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from bench import card, models
 from bench.bare import BareStep
 from bench.timing import Contestant, alternate
-from ferrum_jax.compile.buckets import StepKey
+from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import LAYOUTS
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.layout import lay_out
 
 BLOCK_SIZE = 128  # positions
+BLOCK_TOKENS = 64  # of a query block
 BURST = 4  # calls in a row
 
 
@@ -29,17 +30,17 @@ class Phase:
 
     name: str
     decode_rows: int
-    chunk_tokens: int  # of one prompt
+    blocks: int  # of one prompt, of BLOCK_TOKENS tokens each
     context: int  # positions before them
 
 
 PHASES = (
     Phase("decode 1 at 256", 1, 0, 256),
     Phase("decode 8 at 256", 8, 0, 256),
-    Phase("prefill 128", 0, 128, 0),
-    Phase("prefill 512", 0, 512, 0),
+    Phase("prefill 128", 0, 2, 0),
+    Phase("prefill 512", 0, 8, 0),
 )
-SMOKE_PHASES = (Phase("decode 1 at 16", 1, 0, 16), Phase("prefill 32", 0, 32, 0))
+SMOKE_PHASES = (Phase("decode 1 at 16", 1, 0, 16), Phase("prefill 64", 0, 1, 0))
 
 
 def main() -> None:
@@ -77,7 +78,7 @@ HEADINGS = "step", "layout", "ms", "p90", "gain", "trace s", "compile s", "tempo
 
 
 def _bare(subject: models.Subject, params: Any, phase: Phase) -> BareStep:
-    columns = -(-(phase.context + max(1, phase.chunk_tokens)) // BLOCK_SIZE)
+    columns = -(-(phase.context + max(1, phase.blocks * BLOCK_TOKENS)) // BLOCK_SIZE)
     cfg = subject.config
     spec = CacheSpec(
         num_layers=cfg.num_hidden_layers,
@@ -87,7 +88,8 @@ def _bare(subject: models.Subject, params: Any, phase: Phase) -> BareStep:
         head_dim=cfg.head_dim,
         dtype=jnp.dtype(subject.dtype).name,
     )
-    key = StepKey(phase.decode_rows, min(1, phase.chunk_tokens), phase.chunk_tokens, columns)
+    tokens = BLOCK_TOKENS if phase.blocks else 0
+    key = StepKey(phase.decode_rows, phase.blocks, tokens, columns, max(1, phase.decode_rows))
     return BareStep(cfg, params, spec, key)
 
 

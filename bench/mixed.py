@@ -31,11 +31,8 @@ ENGINE = EngineConfig(
     kv_capacity=1152,
     max_step_tokens=CHUNKS[-1],
     decode_rows=(ROWS,),
-    chunk_rows=(1,),
-    chunk_tokens=CHUNKS,
-    verify_tokens=(16,),
 )
-SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, max_step_tokens=SMOKE_CHUNKS[-1], chunk_tokens=SMOKE_CHUNKS)
+SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, max_step_tokens=SMOKE_CHUNKS[-1])
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def _floors(runner: ModelRunner, machine: Machine, chunk: int, context: int, len
         return step_work(runner.model_config, rows, itemsize=itemsize).floor_ms(machine)
 
     decodes = [[(context + step, 1)] * ROWS for step in range(length // chunk)]
-    widest = runner.plan.ladders.chunk_tokens[-1]
+    widest = runner.plan.buckets.max_step_tokens
     return {
         "unified": sum(floor([*rows, (step * chunk, chunk)]) for step, rows in enumerate(decodes)),
         "apart": sum(map(floor, decodes)) + sum(floor([(at, widest)]) for at in range(0, length, widest)),

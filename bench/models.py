@@ -38,13 +38,9 @@ TINY = ModelConfig(
 )
 
 
-WIDE = EngineConfig(  # eight sequences of 2048 positions, one prompt at a time
+WIDE = EngineConfig(  # as most of these run, the other sizes by default
     max_seqs=8,
     kv_capacity=2048,
-    decode_rows=(1, 8),
-    chunk_rows=(1,),
-    chunk_tokens=(128, 512),
-    verify_tokens=(16,),
 )
 
 

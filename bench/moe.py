@@ -21,14 +21,14 @@ from bench.machine import Probes, ceilings, make_probes, measure
 from bench.models import Subject
 from bench.shapes import SHAPES
 from bench.timing import Contestant, alternate
-from ferrum_jax.compile.buckets import StepKey
+from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import cache_spec
-from ferrum_jax.models.experts import NAMES, mix_experts
+from ferrum_jax.models.feed_forward import NAMES, mix_experts
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.moe_routing import route
+from ferrum_jax.ops.moe import route
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows
@@ -62,7 +62,7 @@ def _cache(cfg: ModelConfig, subject: Subject, rows: int) -> CacheSpec:
 def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[str, Any]:
     cfg, experts = subject.config, subject.config.experts
     assert experts is not None
-    step = BareStep(cfg, subject.params, _cache(cfg, subject, batch), StepKey(batch, 0, 0, 2))
+    step = BareStep(cfg, subject.params, _cache(cfg, subject, batch), StepKey(batch, 0, 0, 2, batch))
     tokens = np.random.default_rng(batch).permutation(cfg.vocab_size)[:batch, None]
     block: ParamTree = subject.params["model"]["layers"][0]["mlp"]
     x = jax.random.normal(jax.random.key(batch), (batch, cfg.hidden_size), subject.dtype)

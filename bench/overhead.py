@@ -6,7 +6,8 @@ turns in bursts. Before each call of either the same undoing is asked for, untim
 less to undo. Bare calls that follow each other at once are shown beside. The models are tiny, so that the difference is
 not lost in the step; so is their vocabulary, so that no copy of logits counts. More layers make more leaves, each of
 which costs either side its dispatch. With the smallest model, `decode_n` is compared with its bare loop in the same
-way. `--model` measures that model instead.
+way, and `LLM.generate` at temperature 0.8 with the bare step, alone and with the sampler after it: what one more token
+of every row takes within an answer. `--model` measures that model instead.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import jax
 
 from bench import card, models
 from bench.bare import BareLoop, BareStep
+from bench.generation import measure_generation
 from bench.timing import Contestant, alternate, fit_line
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.decoding import DecodeRun
@@ -31,6 +33,8 @@ BURST = 20  # calls in a row
 LOOP = 32  # tokens of a row in one call of `decode_n`
 AIMS = {1: 150.0, 64: 300.0}  # microseconds at most, by rows, of the smallest model
 LOOP_AIM = 15.0  # microseconds a token
+GENERATE_ROWS = (1, 64)
+TEMPERATURE = 0.8
 
 
 def main() -> None:
@@ -40,20 +44,30 @@ def main() -> None:
     conditions: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     loops: list[dict[str, Any]] = []
+    generated: list[dict[str, Any]] = []
     for subject in _subjects(found):
-        runner = models.run(subject, _engine(sizes, 0 if rows else LOOP))
+        is_first = not rows
+        runner = models.run(subject, _engine(sizes, LOOP if is_first else 0))
         conditions = conditions or card.show_card(subject, runner.plan.cache)
         runner.warmup(progress=True)
         loops += [_measure_loop(runner, count, found.rounds) for count in sizes if runner.loop_tokens]
         rows += [_measure(runner, count, found.rounds) for count in sizes]
         runner.close()
+        if is_first:  # without multi-step programs, which `LLM.generate` would use
+            runner = models.run(subject, _engine(sizes, 0))
+            runner.warmup(progress=True)
+            generated = [_generate(runner, min(count, sizes[-1]), found.rounds) for count in GENERATE_ROWS]
+            runner.close()
     _show(rows)
     _show_loops(loops)
+    _show_generated(generated)
     aims = [_judge(row) for row in rows if row["rows"] in AIMS and row["leaves"] == rows[0]["leaves"]]
     by_leaf = _by_leaf(rows)
     if by_leaf is not None:
         print(f"one more leaf: {by_leaf:.2f} us of the bare call at 1 row, its arithmetic included")
-    card.finish("overhead", found, conditions, rows, loops=loops, aims=aims, bare_us_by_leaf=by_leaf)
+    card.finish(
+        "overhead", found, conditions, rows, loops=loops, generate=generated, aims=aims, bare_us_by_leaf=by_leaf
+    )
 
 
 def _subjects(found: argparse.Namespace) -> Iterator[models.Subject]:
@@ -70,11 +84,10 @@ def _engine(sizes: tuple[int, ...], loop_tokens: int) -> EngineConfig:
     return EngineConfig(
         max_seqs=sizes[-1],
         kv_capacity=2 * CONTEXT + LOOP,
-        loop_tokens=loop_tokens,
+        multi_step_tokens=loop_tokens,
         decode_rows=sizes,
-        chunk_rows=(1,),
-        chunk_tokens=(CONTEXT,),
-        verify_tokens=(CONTEXT,),
+        query_blocks=(1, sizes[-1]),
+        block_tokens=CONTEXT,
     )
 
 
@@ -121,6 +134,18 @@ def _measure_loop(runner: ModelRunner, count: int, rounds: int) -> dict[str, Any
     }
 
 
+def _generate(runner: ModelRunner, count: int, rounds: int) -> dict[str, Any]:
+    found = measure_generation(runner, count, context=CONTEXT, tokens=LOOP + 1, temperature=TEMPERATURE, rounds=rounds)
+    return {
+        "rows": count,
+        "call_us": found.call_us,
+        "bare_us": found.bare_us,
+        "sampled_us": found.sampled_us,
+        "host_us": found.call_us - found.bare_us,
+        "over_sampled_us": found.call_us - found.sampled_us,
+    }
+
+
 def _by_leaf(rows: list[dict[str, Any]]) -> float | None:
     """Microseconds that one more leaf costs the bare call at the fewest rows; None with one model alone."""
     fewest = [row for row in rows if row["rows"] == rows[0]["rows"]]
@@ -154,6 +179,13 @@ def _show_loops(loops: list[dict[str, Any]]) -> None:
             f"aim: host at most {LOOP_AIM:.0f} us a token at {loops[0]['rows']} row in decode_n({LOOP}): "
             f"{'reached' if most <= LOOP_AIM else 'missed'} with {most:.1f}"
         )
+
+
+def _show_generated(generated: list[dict[str, Any]]) -> None:
+    keys = "call_us", "bare_us", "host_us", "sampled_us", "over_sampled_us"
+    lines = [[f"{row['rows']}", *(f"{row[key]:.0f}" for key in keys)] for row in generated]
+    headings = "rows", "LLM.generate us a step", "bare us", "over bare us", "with sampler us", "over that us"
+    card.show_table(headings, lines)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """How fast is a prompt of 32 to 2048 tokens taken in, beside the machine's floor?
 
 The contract's `prefill` into an empty sequence, which gives the last token's logits in NumPy. What exceeds the largest
-chunk runs in several steps.
+step runs in several.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from bench.floor import against_floor, prefill_work
 from bench.machine import Probes, ceilings
 from bench.setting import start
 from bench.timing import Contestant, alternate
-from ferrum_jax.compile import buckets
+from ferrum_jax.compile.planner import plan_steps
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
 
@@ -24,11 +24,8 @@ ENGINE = EngineConfig(
     max_seqs=1,
     kv_capacity=2048,
     decode_rows=(1,),
-    chunk_rows=(1,),
-    chunk_tokens=(32, 64, 128, 256, 512),
-    verify_tokens=(16,),
 )
-SMOKE_ENGINE = replace(ENGINE, kv_capacity=256, chunk_tokens=(32, 128))
+SMOKE_ENGINE = replace(ENGINE, kv_capacity=256)
 
 
 def main() -> None:
@@ -50,7 +47,7 @@ def _measure(runner: ModelRunner, probes: Probes, tokens: int, rounds: int) -> d
     work = prefill_work(runner.model_config, tokens=tokens, itemsize=itemsize)
     return {
         "tokens": tokens,
-        "steps": len(buckets.plan([tokens], runner.plan.ladders)),
+        "steps": len(plan_steps([tokens], runner.plan.buckets)),
         "tokens_per_second": tokens / timing.median * 1e3,
         "gflop_per_second": work.operations / timing.median / 1e6,
         **against_floor(work, machine, timing),

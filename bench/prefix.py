@@ -24,11 +24,8 @@ ENGINE = EngineConfig(
     block_size=BLOCK,
     prefix_cache=True,
     decode_rows=(1,),
-    chunk_rows=(1,),
-    chunk_tokens=(16, 512),
-    verify_tokens=(16,),
 )
-SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, chunk_tokens=(16, 128))
+SMOKE_ENGINE = replace(ENGINE, kv_capacity=128)
 
 
 def main() -> None:

@@ -40,6 +40,7 @@ CONTEXT, PROMPT = 256, 128  # positions, tokens
 SMOKE_CONTEXT, SMOKE_PROMPT = 16, 32
 ROWS = (1, 8)
 BURST = 4  # calls in a row
+BLOCK_TOKENS = 64  # of a query block
 
 
 def main() -> None:
@@ -101,14 +102,13 @@ def _path_of(found: argparse.Namespace) -> Path | None:
 
 
 def _engine(context: int, tokens: int) -> EngineConfig:
-    longest = max(context, tokens)
+    longest, block = max(context, tokens), min(tokens, BLOCK_TOKENS)
     return EngineConfig(
         max_seqs=ROWS[-1],
         kv_capacity=2 * longest,
         decode_rows=ROWS,
-        chunk_rows=(1,),
-        chunk_tokens=tuple(sorted({tokens, longest})),
-        verify_tokens=(tokens,),
+        query_blocks=(tokens // block,),
+        block_tokens=block,
     )
 
 

@@ -27,12 +27,12 @@ ENGINE = EngineConfig(
     block_size=BLOCK,
     kv_blocks=BATCHES[-1] * (CONTEXT // BLOCK + 1),
     decode_rows=BATCHES,
-    chunk_rows=(1,),
-    chunk_tokens=(128, 512),
-    verify_tokens=(16,),
+    query_blocks=(1,),
+    block_tokens=512,
+    verify_tokens=16,
 )
 SMOKE_ENGINE = replace(
-    ENGINE, max_seqs=4, kv_capacity=128, block_size=16, kv_blocks=32, decode_rows=SMOKE_BATCHES, chunk_tokens=(16,)
+    ENGINE, max_seqs=4, kv_capacity=128, block_size=16, kv_blocks=32, decode_rows=SMOKE_BATCHES, block_tokens=16
 )
 BURST = 4  # calls in a row
 

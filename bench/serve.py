@@ -1,10 +1,11 @@
 """How long do requests wait, by how many arrive each second?
 
-Open loop: requests arrive at times drawn beforehand (Poisson), whether or not the engine is ready for them, and run
-through the generation engine in this process, greedily. Prompts have 32 to 256 tokens and answers 16 to 64, drawn
-evenly. The ceiling is what the engine finishes in a second when all requests are there at once; the rates are shares of
-it. Time to first token (TTFT) counts from the arrival, time per output token (TPOT) is the mean over an answer, and
-goodput is the requests a second that kept within both limits, `--ttft-limit` and `--tpot-limit`.
+Open loop: requests arrive at times drawn beforehand (Poisson), whether or not the scheduler is ready for them, and run
+through it in this process, greedily. Prompts have 32 to 256 tokens and answers 16 to 64, drawn evenly. The ceiling is
+what is finished in a second when all requests are there at once; the rates are shares of it. Time to first token (TTFT)
+counts from the arrival, time per output token (TPOT) is the mean over an answer, and goodput is the requests a second
+that kept within both limits, `--ttft-limit` and `--tpot-limit`. Before that, with all rows decoding, the rate of
+`LLM.generate` stands beside that of the compiled decode step alone.
 """
 
 import argparse
@@ -14,15 +15,16 @@ import jax
 import numpy as np
 
 from bench import card, models, traffic
+from bench.generation import measure_generation
 from bench.setting import start
 from bench.timing import refuse_compiles
 from bench.traffic import Arrival, goodput, percentiles, poisson, serve
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.scheduler import Scheduler
 
-SHARES, SMOKE_SHARES = (0.25, 0.5, 0.75, 0.9, 1.1), (0.5, 1.0)  # of what the engine finishes at most
+SHARES, SMOKE_SHARES = (0.25, 0.5, 0.75, 0.9, 1.1), (0.5, 1.0)  # of what is finished at most
 PROMPTS, SMOKE_PROMPTS = (32, 256), (4, 24)  # tokens, least and most
 ANSWERS, SMOKE_ANSWERS = (16, 64), (2, 6)
 CHUNK, SMOKE_CHUNK = 512, 32  # tokens of prompts in one step
@@ -31,10 +33,8 @@ SMOKE_ENGINE = EngineConfig(
     kv_capacity=32,
     max_step_tokens=SMOKE_CHUNK,
     decode_rows=(4,),
-    chunk_rows=(1,),
-    chunk_tokens=(SMOKE_CHUNK,),
-    verify_tokens=(8,),
 )
+ROUNDS = 5  # of `LLM.generate` and the bare step
 
 
 def main() -> None:
@@ -45,11 +45,12 @@ def main() -> None:
     count = (8 if found.smoke else 100) if found.requests is None else found.requests
     if count < 1:
         raise SystemExit(f"--requests is {count}, expected at least 1")
-    engine = Engine(runner, max_rows=runner.plan.max_seqs, chunk_tokens=chunk)
+    beside = _generate(runner, smoke=found.smoke)
+    scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=chunk)
     at_once = _arrivals(runner, [0.0] * count, smoke=found.smoke)
-    serve(engine, at_once[: runner.plan.max_seqs])  # warms
+    serve(scheduler, at_once[: runner.plan.max_seqs])  # warms
     with refuse_compiles():
-        served, seconds = serve(engine, at_once)
+        served, seconds = serve(scheduler, at_once)
     most = len(served) / seconds
     tokens = sum(len(one.token_times) for one in served) / seconds
     print(f"all at once: {most:.2f} requests/s, {tokens:.0f} tokens/s")
@@ -58,10 +59,12 @@ def main() -> None:
     for share in SMOKE_SHARES if found.smoke else SHARES:
         arrivals = _arrivals(runner, poisson(share * most, count, seed=1), smoke=found.smoke)
         with refuse_compiles():
-            rows.append({"share": share, "rate": share * most, **_measure(engine, arrivals, limits)})
+            rows.append({"share": share, "rate": share * most, **_measure(scheduler, arrivals, limits)})
     _show(rows)
     print(f"good: the first token within {limits['ttft_ms']:.0f} ms, others within {limits['tpot_ms']:.0f} ms each")
-    setting.finish("serve", rows, limits=limits, most_requests_per_second=most, most_tokens_per_second=tokens)
+    setting.finish(
+        "serve", rows, limits=limits, most_requests_per_second=most, most_tokens_per_second=tokens, generate=beside
+    )
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
@@ -77,10 +80,25 @@ def _engine() -> EngineConfig:
         kv_capacity=PROMPTS[1] + ANSWERS[1],
         max_step_tokens=CHUNK,
         decode_rows=(1, 4, rows),
-        chunk_rows=(1, 4),
-        chunk_tokens=(32, 128, PROMPTS[1]),
-        verify_tokens=(16,),
     )
+
+
+def _generate(runner: ModelRunner, *, smoke: bool) -> dict[str, float]:
+    """Prints how near `LLM.generate` comes to the compiled decode step, with all rows busy, and returns that."""
+    (_, context), (_, tokens) = (SMOKE_PROMPTS, SMOKE_ANSWERS) if smoke else (PROMPTS, ANSWERS)
+    rounds, rows = 1 if smoke else ROUNDS, runner.plan.max_seqs
+    found = measure_generation(runner, rows, context=context, tokens=tokens, temperature=0.0, rounds=rounds)
+    share = found.rate / found.bare_rate
+    print(
+        f"{rows} rows: LLM.generate decodes {found.rate:.0f} tokens/s, {share:.1%} of the {found.bare_rate:.0f} of the "
+        "compiled step alone"
+    )
+    return {
+        "rows": rows,
+        "tokens_per_second": found.rate,
+        "bare_tokens_per_second": found.bare_rate,
+        "over_bare": share,
+    }
 
 
 def _arrivals(runner: ModelRunner, times: list[float], *, smoke: bool) -> list[Arrival]:
@@ -97,8 +115,8 @@ def _arrivals(runner: ModelRunner, times: list[float], *, smoke: bool) -> list[A
     ]
 
 
-def _measure(engine: Engine, arrivals: list[Arrival], limits: dict[str, float]) -> dict[str, Any]:
-    served, seconds = serve(engine, arrivals)
+def _measure(scheduler: Scheduler, arrivals: list[Arrival], limits: dict[str, float]) -> dict[str, Any]:
+    served, seconds = serve(scheduler, arrivals)
     good = goodput(served, seconds, **limits)
     return {
         "requests": len(served),

@@ -1,6 +1,6 @@
 """Does an hour of random traffic compile anything, leak memory or slow down?
 
-After a warm start, requests of random lengths and settings go through the generation engine in this process, always
+After a warm start, requests of random lengths and settings go through the scheduler in this process, always
 twice as many as there are rows: greedy and drawn, with penalties and log-probabilities, some sharing prefixes, some
 given up half way; the pool of KV blocks is too small for all of them, so that some give their place up and are read
 anew. Counted are what JAX compiles (must be nothing), the resident set over time, tokens per second in every sixtieth
@@ -20,8 +20,8 @@ from bench.timing import count_compiles, fit_line, summarise
 from bench.traffic import Arrival, Traffic
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.scheduler import Scheduler
 
 WINDOWS = 60  # of the run, each a row
 SMOKE_MINUTES = 0.05
@@ -33,9 +33,6 @@ ENGINE = EngineConfig(
     prefix_cache=True,
     max_step_tokens=256,
     decode_rows=(1, 8),
-    chunk_rows=(1, 4),
-    chunk_tokens=(16, 64, 256),
-    verify_tokens=(16,),
 )
 SMOKE_ENGINE = replace(
     ENGINE,
@@ -44,8 +41,6 @@ SMOKE_ENGINE = replace(
     kv_blocks=8,
     max_step_tokens=64,
     decode_rows=(4,),
-    chunk_rows=(1,),
-    chunk_tokens=(64,),
 )
 GIVEN_UP = 0.002  # share of the steps after which somebody leaves
 
@@ -97,11 +92,11 @@ def main() -> None:
     """Runs the traffic and prints the table, the verdict and the JSON line; fails if anything was compiled or lost."""
     setting = start(__doc__, ENGINE, SMOKE_ENGINE, timed=False, more=_more)
     runner = setting.runner
-    engine = Engine(runner, max_rows=runner.plan.max_seqs, chunk_tokens=runner.plan.ladders.max_step_tokens)
-    engine.warmup(progress=True)
+    scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=runner.plan.buckets.max_step_tokens)
+    scheduler.warmup(progress=True)
     minutes = setting.found.minutes or (SMOKE_MINUTES if setting.found.smoke else 60.0)
     with count_compiles() as compiled:
-        windows = _run(engine, runner, minutes)
+        windows = _run(scheduler, runner, minutes)
     blocks = runner.kv_slot_capacity_snapshot()
     rows: list[dict[str, Any]] = [vars(window) for window in windows]
     later = rows[len(rows) // 2 :]
@@ -123,8 +118,8 @@ def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=card.above_zero, help="of traffic [60]")
 
 
-def _run(engine: Engine, runner: ModelRunner, minutes: float) -> list[Window]:
-    traffic, source, process = Traffic(engine), Source(runner), psutil.Process()
+def _run(scheduler: Scheduler, runner: ModelRunner, minutes: float) -> list[Window]:
+    traffic, source, process = Traffic(scheduler), Source(runner), psutil.Process()
     windows: list[Window] = []
     wanted, each = 2 * runner.plan.max_seqs, minutes * 60 / WINDOWS
     while len(windows) < WINDOWS:

@@ -35,13 +35,11 @@ ENGINE = EngineConfig(
     max_seqs=4,
     kv_capacity=512,
     decode_rows=BATCHES,
-    chunk_rows=(1,),
-    chunk_tokens=(128,),
-    verify_rows=BATCHES,
-    verify_tokens=tuple(count + 1 for count in NUM_TOKENS),
+    verify_blocks=BATCHES,
+    verify_tokens=NUM_TOKENS[-1] + 1,
     spec_tokens=NUM_TOKENS[-1],
 )
-SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, chunk_tokens=(32,), verify_rows=(4,), verify_tokens=(8,))
+SMOKE_ENGINE = replace(ENGINE, kv_capacity=128, max_step_tokens=64, verify_blocks=(4,))
 
 
 def main() -> None:

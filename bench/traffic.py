@@ -1,4 +1,4 @@
-"""Requests on their way through one generation engine, and when each of their tokens came."""
+"""Requests on their way through one scheduler, and when each of their tokens came."""
 
 import time
 from collections import deque
@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.timing import percentile
-from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.stops import StopWatcher
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -29,7 +29,7 @@ class Arrival:
 class Served:
     """What became of a request; seconds are from the start."""
 
-    due: float  # when it arrived, whatever the engine was doing
+    due: float  # when it arrived, whatever the scheduler was doing
     num_prompt: int  # tokens
     token_times: list[float] = field(default_factory=list)
 
@@ -46,10 +46,10 @@ class Served:
 
 
 class Traffic:
-    """Drives an engine from one thread."""
+    """Drives a scheduler from one thread."""
 
-    def __init__(self, engine: Engine):
-        self._engine = engine
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
         self._started = time.perf_counter()
         self._live: list[tuple[Request, Served]] = []
         self.num_tokens = 0  # generated so far
@@ -67,7 +67,7 @@ class Traffic:
         params = arrival.params
         assert params.max_tokens is not None, "an answer without an end"
         request = Request(
-            cache_id=self._engine.new_cache_id(),
+            cache_id=self._scheduler.new_cache_id(),
             prompt=arrival.prompt,
             params=params,
             seed=params.seed or 0,
@@ -76,33 +76,33 @@ class Traffic:
             detokenizer=None,
             watcher=StopWatcher(()),
         )
-        self._engine.submit(request)
+        self._scheduler.submit(request)
         self._live.append((request, Served(arrival.at, len(arrival.prompt))))
 
     def abort(self, index: int) -> None:
         """Gives one of the live requests up."""
         request, _ = self._live.pop(index)
-        self._engine.abort(request)
+        self._scheduler.abort(request)
 
     def step(self) -> list[Served]:
         """Runs one step; gives the requests that it finished. What made one fail is raised."""
-        self._engine.step()
+        self._scheduler.step()
         now, finished = self.now, []
         for request, served in self._live:
             if request.error is not None:
                 raise request.error
-            if len(request.answer) > len(served.token_times):
-                served.token_times.append(now)
-                self.num_tokens += 1
+            new = len(request.answer) - len(served.token_times)
+            served.token_times += [now] * new
+            self.num_tokens += new
             if request.is_done:
                 finished.append(served)
         self._live = [(request, served) for request, served in self._live if not request.is_done]
         return finished
 
 
-def serve(engine: Engine, arrivals: Iterable[Arrival]) -> tuple[list[Served], float]:
+def serve(scheduler: Scheduler, arrivals: Iterable[Arrival]) -> tuple[list[Served], float]:
     """Serves requests that arrive when they do, ready or not; gives what became of them, and the seconds it took."""
-    traffic, coming, finished = Traffic(engine), deque(sorted(arrivals, key=lambda arrival: arrival.at)), []
+    traffic, coming, finished = Traffic(scheduler), deque(sorted(arrivals, key=lambda arrival: arrival.at)), []
     while coming or len(traffic):
         while coming and coming[0].at <= traffic.now:
             traffic.submit(coming.popleft())
