@@ -135,8 +135,8 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     beside = 2 * stack_bytes(cfg, loras, engine.dtype or spec(1).dtype) + sampler_bytes
     if beside > free_bytes:
         raise ResourceExhaustedError(
-            f"max_seqs={max_seqs} and max_loras={engine.max_loras or 0} take {beside:,} bytes beside the KV, "
-            f"{free_bytes:,} are free",
+            f"max_seqs={max_seqs} and max_loras={engine.max_loras or 0} take {beside:,} bytes beside the KV, there are "
+            f"{free_bytes:,} free bytes",
             needed=beside,
             free=free_bytes,
         )
