@@ -25,7 +25,7 @@ WIDTH = 150  # columns, where the output is no terminal
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Gives a parser whose help is a benchmark's docstring."""
+    """Returns a parser whose help is a benchmark's docstring."""
     return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

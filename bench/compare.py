@@ -185,7 +185,7 @@ def _run(race: Race, probes: Probes, rounds: int) -> dict[str, Any]:
 
 
 def _columns(peer: str, kinds: Mapping[str, Timing], ours: Timing, difference: float) -> dict[str, Any]:
-    """Gives one peer's columns, in the fastest of its settings."""
+    """Returns one peer's columns, in the fastest of its settings."""
     best, prefix = min(kinds, key=lambda kind: kinds[kind].median), column(peer)
     return {
         f"{prefix}_ms": kinds[best].median,
@@ -198,7 +198,7 @@ def _columns(peer: str, kinds: Mapping[str, Timing], ours: Timing, difference: f
 
 
 def column(peer: str) -> str:
-    """Gives what the names of a peer's columns begin with."""
+    """Returns what the names of a peer's columns begin with."""
     return peer.replace(".", "_")
 
 

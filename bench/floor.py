@@ -34,7 +34,7 @@ class Work:
 
 
 def against_floor(work: Work, machine: Machine, call: Timing) -> dict[str, float]:
-    """Gives the times of a call, its work and how far it is above the floor, as a row's columns."""
+    """Returns the times of a call, its work and how far it is above the floor, as a row's columns."""
     floor = work.floor_ms(machine)
     return {
         "call_ms": call.median,

@@ -81,7 +81,7 @@ class LlamaCppPeer:
         return found
 
     def precision(self, kind: str) -> str:
-        """Gives float16 where keys and values are."""
+        """Returns float16 where keys and values are."""
         return "float16" if kind.startswith(FLASH) else "float32"
 
     def _context(self, sequences: int, positions: int, attention: str, ubatch: int) -> "_Context":

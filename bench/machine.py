@@ -50,7 +50,7 @@ def make_probes(dtype: str, *, smoke: bool = False) -> Probes:
 
 
 def ceilings(probes: Probes, times: Mapping[str, Timing]) -> Machine:
-    """Gives the rates that the fastest tenth of the probes' calls reach."""
+    """Returns the rates that the fastest tenth of the probes' calls reach."""
     return Machine(
         product_rate=probes.operations / times["products"].p10 * 1e3,
         read_rate=probes.num_bytes / times["reading"].p10 * 1e3,

@@ -87,7 +87,7 @@ def run(subject: Subject, engine: EngineConfig, layout: str = CHECKPOINT, artifa
 
 
 def decodes(runner: ModelRunner, cache_ids: Sequence[str], context: int) -> tuple[list[DecodeRow], Callable[[], None]]:
-    """Gives a batch of one token for each of some sequences of `context` positions, and its undoing."""
+    """Returns a batch of one token for each of some sequences of `context` positions, and its undoing."""
 
     def restore() -> None:
         for cache_id in cache_ids:

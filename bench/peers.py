@@ -22,12 +22,12 @@ class Peer(Protocol):
         ...
 
     def precision(self, kind: str) -> str:
-        """Gives the narrowest dtype that anything is kept in under one of these settings."""
+        """Returns the narrowest dtype that anything is kept in under one of these settings."""
         ...
 
 
 def find_peers(subject: Subject, device: JaxDevice) -> tuple[dict[str, Peer], dict[str, str]]:
-    """Gives the peers that can run here, and of each that cannot, why."""
+    """Returns the peers that can run here, and of each that cannot, why."""
     peers: dict[str, Peer] = {}
     notes: dict[str, str] = {}
     for name, packages in NEEDS.items():

@@ -102,7 +102,7 @@ def _generate(runner: ModelRunner, *, smoke: bool) -> dict[str, float]:
 
 
 def _arrivals(runner: ModelRunner, times: list[float], *, smoke: bool) -> list[Arrival]:
-    """Gives requests for these times, of the same lengths in every call."""
+    """Returns requests for these times, of the same lengths in every call."""
     prompts, answers = (SMOKE_PROMPTS, SMOKE_ANSWERS) if smoke else (PROMPTS, ANSWERS)
     draw = np.random.default_rng(0)
     return [

@@ -64,7 +64,7 @@ class Source:
     draw: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def next(self, now: float) -> Arrival:
-        """Gives a request that arrives now."""
+        """Returns a request that arrives now."""
         draw, capacity = self.draw, self.runner.plan.kv_capacity
         length = int(draw.integers(1, capacity // 2))
         family = models.prompt(self.runner.model_config, capacity, seed=int(draw.integers(4)))

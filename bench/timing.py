@@ -68,7 +68,7 @@ def _warm(contestant: Contestant) -> Callable[[Any], Any]:
 
 
 def _burst(contestant: Contestant, fence: Callable[[Any], Any]) -> list[float]:
-    """Gives the milliseconds of each call of a burst."""
+    """Returns the milliseconds of each call of a burst."""
     spent = []
     for _ in range(contestant.burst):
         contestant.restore()
@@ -79,13 +79,13 @@ def _burst(contestant: Contestant, fence: Callable[[Any], Any]) -> list[float]:
 
 
 def summarise(milliseconds: list[float]) -> Timing:
-    """Gives the median, the ninetieth percentile and the tenth of some times."""
+    """Returns the median, the ninetieth percentile and the tenth of some times."""
     low, high = percentile(milliseconds, 0.1), percentile(milliseconds, 0.9)
     return Timing(statistics.median(milliseconds), high, low, len(milliseconds))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Gives the value that stands at `share` of the way from the least to the largest, one that was measured."""
+    """Returns the value that stands at `share` of the way from the least to the largest, one that was measured."""
     ordered = sorted(values)
     return ordered[round(share * (len(ordered) - 1))]
 
@@ -108,7 +108,7 @@ def fit_line(at: Sequence[float], values: Sequence[float]) -> Line:
 
 @contextmanager
 def count_compiles() -> Iterator[list[float]]:
-    """Gives a list that grows by the seconds of everything that JAX compiles in the block."""
+    """Yields a list that grows by the seconds of everything that JAX compiles in the block."""
     compiled: list[float] = []
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:

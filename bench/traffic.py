@@ -80,7 +80,7 @@ class Traffic:
         self._live.append((request, Served(arrival.at, len(arrival.prompt))))
 
     def abort(self, index: int) -> None:
-        """Gives one of the live requests up."""
+        """Aborts one of the live requests."""
         request, _ = self._live.pop(index)
         self._scheduler.abort(request)
 
@@ -124,5 +124,5 @@ def goodput(served: Sequence[Served], seconds: float, *, ttft_ms: float, tpot_ms
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Gives the median and two percentiles of some milliseconds, as a row's columns."""
+    """Returns the median and two percentiles of some milliseconds, as a row's columns."""
     return {f"{name}_{share}_ms": percentile(values, at) for share, at in SHARES.items()}

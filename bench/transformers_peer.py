@@ -65,7 +65,7 @@ class TransformersPeer:
         return {kind: self._decode(kind, prompts, token, burst) for kind in self._forwards}
 
     def precision(self, kind: str) -> str:
-        """Gives the dtype of the weights, in which everything is kept."""
+        """Returns the dtype of the weights, in which everything is kept."""
         return self._dtype
 
     def _decode(self, kind: str, prompts: list[list[int]], token: int, burst: int) -> Contestant:
@@ -96,7 +96,7 @@ class TransformersPeer:
 
 
 def _config(cfg: ModelConfig) -> dict[str, Any]:
-    """Gives the configuration in transformers' words, which most fields are already."""
+    """Returns the configuration in transformers' words, which most fields are already."""
     if any(cfg.layer_windows):
         raise NotImplementedError(f"windows of {cfg.model_type} are not set up for the peer")
     ours = ("rope_theta", "rope_scaling", "attention_out_bias", "qk_norm", "layer_windows", "dtype")

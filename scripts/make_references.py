@@ -86,7 +86,7 @@ def load_smollm2(path: Path) -> PreTrainedModel:
 
 
 def logits_of(model: PreTrainedModel | PeftModel, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Gives the logits of every position, `[T, V]`."""
+    """Returns the logits of every position, `[T, V]`."""
     with torch.no_grad():
         return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
 
@@ -94,7 +94,7 @@ def logits_of(model: PreTrainedModel | PeftModel, tokens: Sequence[int]) -> NDAr
 def continue_greedily(
     model: PreTrainedModel, tokens: Sequence[int], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Gives the next `count` most likely tokens, and how far each one's logit is above the second best."""
+    """Returns the next `count` most likely tokens, and how far each one's logit is above the second best."""
     chosen, gaps = [], []
     fed, cache = torch.tensor([list(tokens)]), None
     for _ in range(count):

@@ -96,7 +96,7 @@ OTHER_FIELDS = {  # as PEFT writes them
 
 
 def prompt(name: str) -> list[int]:
-    """Gives the token ids whose logits are the reference of an adapter."""
+    """Returns the token ids whose logits are the reference of an adapter."""
     return tiny.prompt(ADAPTERS[name][0])[:LENGTH]
 
 
@@ -141,7 +141,7 @@ def rank_at(name: str, module: str) -> int:
 
 
 def stacks_of(folder: Path, names: list[str | None], spec: LoraSpec) -> ParamTree:
-    """Gives stacks whose rows are the adapters named, read back from `folder`; None leaves zeros."""
+    """Returns stacks whose rows are the adapters named, read back from `folder`; None leaves zeros."""
     model = next(ADAPTERS[name][0] for name in names if name)
     cfg = tiny.model_config(model)
     stacks = adapters.empty(cfg, spec, "float32")

@@ -88,7 +88,7 @@ class Artifacts:
         return self._folder.child(self._program()[:32])
 
     def find(self, name: str) -> Artifact | None:
-        """Gives a step that is there, whole and this user's own; what is there but must not be used is warned of."""
+        """Returns a step that is there, whole and this user's own; what is there but must not be used is warned of."""
         return self._find(self._program(), name)
 
     def _find(self, program: str, name: str) -> Artifact | None:
@@ -248,7 +248,7 @@ def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifac
 
 
 def _header(artifact: Artifact) -> bytes:
-    """Gives the line before the content: what `_verified` reads."""
+    """Returns the line before the content: what `_verified` reads."""
     facts = {
         "program": artifact.program,
         "step": artifact.name,
@@ -306,7 +306,7 @@ class _CacheHits:
         self._is_listening = False
 
     def count(self) -> int:
-        """Gives this thread's hits so far."""
+        """Returns this thread's hits so far."""
         with self._lock:
             if not self._is_listening:
                 jax.monitoring.register_event_listener(self._listen)

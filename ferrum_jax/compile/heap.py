@@ -5,7 +5,7 @@ import ctypes
 
 
 def trim_heap() -> None:
-    """Gives the operating system what compilers and readers have freed, where the C library keeps it (glibc).
+    """Returns to the operating system what compilers and readers have freed, where the C library keeps it (glibc).
 
     Compiling a dozen steps leaves some 400 MB so, which takes a tenth of a second; loading one leaves 50 MB, and
     reading a GGUF 40.

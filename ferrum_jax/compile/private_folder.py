@@ -25,7 +25,7 @@ class PrivateFolder:
     within: "PrivateFolder | None" = None
 
     def child(self, name: str) -> "PrivateFolder":
-        """Gives a folder in this one."""
+        """Returns a folder in this one."""
         return PrivateFolder(self.path / name, self)
 
     def read(self, name: str) -> bytes:
@@ -139,7 +139,7 @@ class PrivateFolder:
 
 
 def _explained(problem: OSError, path: Path) -> OSError:
-    """Gives the error of a link its meaning; others say it themselves."""
+    """Translates the error of opening a link; other errors are raised as they are."""
     if problem.errno in (errno.ELOOP, errno.ENOTDIR):
         return PermissionError(f"{path} is a link, or not what it should be")
     return type(problem)(problem.errno, problem.strerror, os.fspath(path))

@@ -71,11 +71,11 @@ class Adapters:
             self.stacks = jax.device_put(zeros, self.device)
 
     def of(self, cache_id: str) -> LoadedAdapter | None:
-        """Gives the adapter that an id is bound to."""
+        """Returns the adapter that an id is bound to."""
         return self._bound.get(cache_id)
 
     def row_of(self, cache_id: str) -> int:
-        """Gives the row of the stacks that an id uses, -1 for none."""
+        """Returns the row of the stacks that an id uses, -1 for none."""
         found = self._bound.get(cache_id)
         return NONE if found is None else found.row
 
@@ -144,7 +144,7 @@ class Adapters:
         return self._loaded.pop(name)
 
     def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
-        """Gives the loaded adapter of that name, None if there is none, or one from another path that may go.
+        """Returns the loaded adapter of that name, None if there is none, or one from another path that may go.
 
         Raises:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.

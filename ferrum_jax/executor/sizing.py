@@ -67,7 +67,7 @@ class EnginePlan:
         return [key for key in keys if self.cache.num_layers or not isinstance(key, GatherKey)]
 
     def seat_of(self, layer: int) -> int:
-        """Gives a layer's place among those that keep everything.
+        """Returns a layer's place among those that keep everything.
 
         Raises:
             RequestValidationError: the model has no such layer.

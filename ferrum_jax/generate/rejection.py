@@ -22,12 +22,12 @@ class Purpose(enum.Enum):
 
 
 def uniform(seed: int, position: int, purpose: Purpose) -> float:
-    """Gives the number in [0, 1) that belongs to a seed, a position and a purpose."""
+    """Returns the number in [0, 1) that belongs to a seed, a position and a purpose."""
     return float(np.random.default_rng([seed, position, purpose.value]).random())
 
 
 def draw(weights: NDArray[np.float64], number: float) -> int:
-    """Gives the token at which the running sum of `weights` passes `number` of their total."""
+    """Returns the token at which the running sum of `weights` passes `number` of their total."""
     sums = np.cumsum(weights)
     return int(np.searchsorted(sums, number * sums[-1], side="right").clip(max=np.flatnonzero(weights)[-1]))
 
@@ -35,7 +35,7 @@ def draw(weights: NDArray[np.float64], number: float) -> int:
 def accept(
     tokens: Sequence[int], draft: Distributions, target: Distributions, *, seed: int, position: int
 ) -> list[int]:
-    """Gives the accepted tokens of a draft and one more, all together distributed as the target's own.
+    """Returns the accepted tokens of a draft and one more, all together distributed as the target's own.
 
     Args:
         tokens: n tokens that were drawn, each from its row of `draft`.

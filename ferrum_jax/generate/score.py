@@ -28,7 +28,7 @@ class Score:
 
 
 def score_of(request: Request) -> Score:
-    """Gives the score of a request that is done."""
+    """Returns the score of a request that is done."""
     start = request.score_from or 0
     return Score(
         prompt_token_ids=request.prompt[:start],

@@ -71,7 +71,7 @@ class BlockPool:
         self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Gives each block up once. Of those that are kept, the last is handed out anew first."""
+        """Frees each block once. Of those that are kept, the last is handed out anew first."""
         for block in reversed(list(blocks)):
             if not self._holders[block]:
                 raise InternalError(f"block {block} was freed twice")

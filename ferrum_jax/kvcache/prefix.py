@@ -30,7 +30,7 @@ class PrefixIndex:
         return len(self._by_block)
 
     def root(self, adapter: Hashable) -> PrefixEntry:
-        """Gives where sequences under an adapter begin; None is the bare model."""
+        """Returns where sequences under an adapter begin; None is the bare model."""
         return self._roots.get(adapter) or PrefixEntry()
 
     def add(self, adapter: Hashable, parent: PrefixEntry | None, tokens: bytes, block: int) -> PrefixEntry:

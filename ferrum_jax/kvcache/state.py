@@ -83,7 +83,7 @@ class KvState(Generic[Leaf]):
 
 
 def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
-    """Gives the shapes and dtypes of the KV, for lowering."""
+    """Returns the shapes and dtypes of the KV, for lowering."""
     rings = None
     if spec.ring_layers:
         rings = shapes(

@@ -149,7 +149,7 @@ class KvTransaction:
                 table.update_writable(live)
 
     def _take(self, row: _Row) -> list[tuple[int, int]]:
-        """Gives a row its blocks; returns the copy that it needs, if any."""
+        """Assigns a row its blocks; returns the copy that it needs, if any."""
         live, copies = row.live, []
         assert live is not None
         live.adapter = row.request.adapter

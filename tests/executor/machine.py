@@ -651,7 +651,7 @@ def logprobs_of(logits: np.ndarray) -> np.ndarray:
 
 
 def live(runner: ModelRunner, key: str):
-    """Gives the runner's own record of a sequence that must be there."""
+    """Returns the runner's own record of a sequence that must be there."""
     found = runner._pipeline.table.get(key)
     assert found is not None
     return found

@@ -50,7 +50,7 @@ class ThreadClient(Client):
             self.runner.release(key)
 
     def opened(self, key: str) -> Known:
-        """Gives what an id holds, which is nothing, under an adapter, if it is unknown."""
+        """Returns what an id holds, which is nothing, under an adapter, if it is unknown."""
         if key not in self.held:
             known = self.begin()
             self.runner.set_lora_adapter_for_cache(key, self.adapter(known))

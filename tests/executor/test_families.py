@@ -28,7 +28,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def ends(start: int) -> Iterator[tuple[int, int]]:
-    """Gives first and last position of the chunks of a sequence, the first of which are left out."""
+    """Returns first and last position of the chunks of a sequence, the first of which are left out."""
     at = 0
     for size in (sum(CHUNKS[: start + 1]), *CHUNKS[start + 1 :]):
         yield at, at + size

@@ -33,7 +33,7 @@ def tokens(count: int, seed: int = 1) -> tuple[NDArray[np.float32], NDArray[np.i
 
 
 def by_every_expert(x: NDArray, chosen: NDArray, gate: NDArray, up: NDArray, down: NDArray) -> NDArray[np.float64]:
-    """Gives each choice's output in float64, `[X, U, D]`."""
+    """Returns each choice's output in float64, `[X, U, D]`."""
     x, gate, up, down = (array.astype(np.float64) for array in (x, gate, up, down))
     wide = np.einsum("xd,efd->xef", x, gate)
     wide = wide / (1 + np.exp(-wide)) * np.einsum("xd,efd->xef", x, up)

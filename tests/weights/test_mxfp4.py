@@ -45,7 +45,7 @@ def by_hand(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.
 
 
 def contents() -> tuple[Tensors, Tensors]:
-    """Gives the tensors of a folder, and the experts' products that they stand for."""
+    """Returns the tensors of a folder, and the experts' products that they stand for."""
     tensors, products = tiny.tensors(CONFIG), {}
     rng = np.random.default_rng(5)
     for name in [name for name in tensors if name.endswith(PRODUCTS)]:

@@ -35,7 +35,7 @@ def is_packed(name: str) -> bool:
 def contents(
     kind: str, whole: bool = False, width: int = CONFIG["intermediate_size"]
 ) -> tuple[Tensors, dict[str, Parts]]:
-    """Gives the tensors that are as they were, a product among them unless `whole`, and those of quantised weights."""
+    """Returns the tensors left as they are, a product among them unless `whole`, and those of quantised weights."""
     drawn = tiny.tensors(CONFIG | {"intermediate_size": width})
     names = [name for name in drawn if is_packed(name) and (whole or name != LEFT_OUT)]
     packed = {name: PACKINGS[kind].pack(drawn[name]) for name in names}
