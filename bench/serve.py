@@ -17,7 +17,7 @@ import numpy as np
 from bench import card, models, traffic
 from bench.generation import measure_generation
 from bench.setting import start
-from bench.timing import refuse_compiles
+from bench.timing import forbid_compiles
 from bench.traffic import Arrival, goodput, percentiles, poisson, serve
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
@@ -49,7 +49,7 @@ def main() -> None:
     scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=chunk)
     at_once = _arrivals(runner, [0.0] * count, smoke=found.smoke)
     serve(scheduler, at_once[: runner.plan.max_seqs])  # warms
-    with refuse_compiles():
+    with forbid_compiles():
         served, seconds = serve(scheduler, at_once)
     most = len(served) / seconds
     tokens = sum(len(one.token_times) for one in served) / seconds
@@ -58,7 +58,7 @@ def main() -> None:
     rows = []
     for share in SMOKE_SHARES if found.smoke else SHARES:
         arrivals = _arrivals(runner, poisson(share * most, count, seed=1), smoke=found.smoke)
-        with refuse_compiles():
+        with forbid_compiles():
             rows.append({"share": share, "rate": share * most, **_measure(scheduler, arrivals, limits)})
     _show(rows)
     print(f"good: the first token within {limits['ttft_ms']:.0f} ms, others within {limits['tpot_ms']:.0f} ms each")

@@ -49,7 +49,7 @@ def alternate(contestants: Mapping[str, Contestant], *, rounds: int, pause: floa
     """
     samples: dict[str, list[float]] = {name: [] for name in contestants}
     fences = {name: _warm(contestant) for name, contestant in contestants.items()}
-    with refuse_compiles():
+    with forbid_compiles():
         for _ in range(rounds):
             for name, contestant in contestants.items():
                 time.sleep(pause)
@@ -123,7 +123,7 @@ def count_compiles() -> Iterator[list[float]]:
 
 
 @contextmanager
-def refuse_compiles() -> Iterator[None]:
+def forbid_compiles() -> Iterator[None]:
     """Raises at the end of the block if JAX compiled anything in it: such times would be of the compiler."""
     with count_compiles() as compiled:
         yield

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ferrum_jax.config import EngineConfig as EngineConfig
     from ferrum_jax.config import ModelConfig as ModelConfig
     from ferrum_jax.conversion import convert as convert
+    from ferrum_jax.executor.from_params import from_params as from_params
     from ferrum_jax.executor.llm_executor.executor import LlmExecutor as LlmExecutor
     from ferrum_jax.executor.llm_executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
-    from ferrum_jax.executor.making import from_params as from_params
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
     from ferrum_jax.factory import LlmExecutorFactory as LlmExecutorFactory
     from ferrum_jax.generate.async_llm import AsyncLLM as AsyncLLM
@@ -43,7 +43,7 @@ _LAZY = {
     "ModelRunner": "ferrum_jax.executor.runner",
     "AsyncLLM": "ferrum_jax.generate.async_llm",
     "LLM": "ferrum_jax.generate.llm",
-    "from_params": "ferrum_jax.executor.making",
+    "from_params": "ferrum_jax.executor.from_params",
     "generate_fn": "ferrum_jax.generate.rollout",
     "kv_spec": "ferrum_jax.generate.rollout",
     "SamplingParams": "ferrum_jax.generate.params",

@@ -207,7 +207,7 @@ def compile_steps(
         store, started = llm.runner.artifacts, time.perf_counter()
         assert store is not None
         try:
-            store.refuse_unwritable()
+            store.check_writable()
         except OSError as problem:
             raise IOError(f"no compiled step could be stored in {root}: {problem}") from problem
         llm.warmup()

@@ -161,7 +161,7 @@ class Artifacts:
             self.num_saved += 1
         return artifact
 
-    def refuse_unwritable(self) -> None:
+    def check_writable(self) -> None:
         """Raises OSError, PermissionError among them, where no step could be kept."""
         self._prepare(self.folder, self._program())
 

@@ -125,7 +125,7 @@ class Buckets:
         return self.decode_rows[-1]
 
 
-def ladder(maximum: int, start: int = 1, factor: int = 2) -> tuple[int, ...]:
+def bucket_sizes(maximum: int, start: int = 1, factor: int = 2) -> tuple[int, ...]:
     """Returns start, start·factor, … below `maximum`, and `maximum` itself."""
     sizes = []
     while start < maximum:

@@ -160,6 +160,3 @@ class DecodedRun:
 
     token_ids: list[int]
     logprobs: list[float]
-
-
-refuse_unless = check_setting  # old name

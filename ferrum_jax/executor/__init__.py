@@ -1,4 +1,4 @@
-"""The imperative shell: live sequences over compiled steps."""
+"""Live sequences over compiled steps."""
 
 from ferrum_jax.executor.runner import ModelRunner as ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan as EnginePlan

@@ -83,7 +83,7 @@ class Adapters:
         """True while any id is bound to an adapter."""
         return bool(self._bound)
 
-    def refuse_without_room(self, name: str) -> None:
+    def check_free_row(self, name: str) -> None:
         """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for what is no name."""
         _refuse_nameless(name)
         if self.spec is None:
@@ -156,7 +156,7 @@ class Adapters:
             return None
         raise AlreadyExistsError(f"adapter {adapter.name!r} is loaded from {found.path}, not from {adapter.path}")
 
-    def refuse_rebinding(self, cache_id: str, adapter: ActiveLoraAdapter | None, length: int) -> None:
+    def check_binding(self, cache_id: str, adapter: ActiveLoraAdapter | None, length: int) -> None:
         """Raises RequestValidation if a sequence with positions would change its adapter."""
         bound = self._bound.get(cache_id)
         if adapter is None or bound is None:

@@ -31,7 +31,7 @@ class Lifecycle:
     def __enter__(self) -> None:
         self.lock.acquire()
         try:
-            self.refuse_unless_ready()
+            self.check_ready()
         except BaseException:
             self.lock.release()
             raise
@@ -43,19 +43,19 @@ class Lifecycle:
         finally:
             self.lock.release()
 
-    def refuse_closed(self) -> None:
+    def check_not_closed(self) -> None:
         """Raises CancelledError after `close`."""
         if self.state is ExecutorState.Shutdown:
             raise CancelledError(f"this {self._noun} is closed")
 
-    def refuse_unless_ready(self) -> None:
+    def check_ready(self) -> None:
         """Raises after `close`, DeviceError after a failure, and RequestValidationError while it is paused."""
-        self.refuse_closed()
-        self.refuse_failed()
+        self.check_not_closed()
+        self.check_not_failed()
         if self.paused:
             raise RequestValidationError(self.paused)
 
-    def refuse_failed(self) -> None:
+    def check_not_failed(self) -> None:
         """Raises DeviceError after a failure."""
         if self.state is ExecutorState.Error:
             raise DeviceError(f"a step failed on the device, only reset() helps: {self._failure}")

@@ -40,7 +40,7 @@ def reserve(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> KvSlotRese
     )
     before = {key: _num_blocks(table, key) for key in targets}
     later = sum(max(0, table.num_blocks(admissions[key]) - held) for key, held in before.items())
-    pool.refuse_more_than_free(max(transaction.num_new_blocks, later + transaction.num_copies), len(targets))
+    pool.check_enough_free(max(transaction.num_new_blocks, later + transaction.num_copies), len(targets))
     if transaction.num_copies:
         pipeline.programs.get(CopyKey(pipeline.plan.buckets.max_copies))
     free, copied = pool.num_free, set(transaction.copied_ids)

@@ -36,7 +36,7 @@ from ferrum_jax.executor.device import DeviceState, KvMemory
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.pipeline import PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.executor.weights import refuse_other_shapes
+from ferrum_jax.executor.weights import check_same_shapes
 from ferrum_jax.models.capture import check_capture
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
@@ -82,7 +82,7 @@ class ModelRunner(DecoderOnlyLLM):
         self._vocab_size = model_config.vocab_size
 
     def __enter__(self) -> "ModelRunner":
-        self._life.refuse_closed()
+        self._life.check_not_closed()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -97,7 +97,7 @@ class ModelRunner(DecoderOnlyLLM):
     @property
     def params(self) -> ParamTree:
         """The parameters that are served; raises CancelledError after `close`."""
-        self._life.refuse_closed()
+        self._life.check_not_closed()
         return self._device.params
 
     @property
@@ -261,7 +261,7 @@ class ModelRunner(DecoderOnlyLLM):
             ResourceExhaustedError: a lost KV cannot be allocated again; the state stays Error.
         """
         with self._life.lock:
-            self._life.refuse_closed()
+            self._life.check_not_closed()
             if self._device.is_lost:
                 self._device.reallocate()
             self._pipeline.clear()
@@ -305,8 +305,8 @@ class ModelRunner(DecoderOnlyLLM):
                 raise RequestValidationError(f"adapter {safe_repr(adapter)}: expected an ActiveLoraAdapter or None")
             key, adapters = check_cache_id(cache_id), self._adapters
             if adapter is not None:
-                adapters.refuse_without_room(adapter.name)
-            adapters.refuse_rebinding(key, adapter, self._pipeline.table.length(key))
+                adapters.check_free_row(adapter.name)
+            adapters.check_binding(key, adapter, self._pipeline.table.length(key))
             if adapter is not None and adapters.find(adapter) is None:
                 self._install(adapter.name, adapters.read(adapter.path), adapter.path, is_pinned=False)
             adapters.bind(key, None if adapter is None else adapters.find(adapter))
@@ -320,7 +320,7 @@ class ModelRunner(DecoderOnlyLLM):
             NotFoundError, InvalidFormatError, UnsupportedError, RequestValidationError: as its files deserve.
         """
         with self._life:
-            self._adapters.refuse_without_room(name)
+            self._adapters.check_free_row(name)
         read = self._adapters.read(path)  # which takes a while, and concerns nobody else
         with self._life:
             self._install(name, read, path, is_pinned=True)
@@ -356,9 +356,9 @@ class ModelRunner(DecoderOnlyLLM):
             InvalidParameterError: the weights differ in more than their values; the message lists where.
         """
         with self._life.lock:
-            self._life.refuse_closed()
-            self._life.refuse_failed()
-            refuse_other_shapes(params, self.params)
+            self._life.check_not_closed()
+            self._life.check_not_failed()
+            check_same_shapes(params, self.params)
             self._pipeline.forget_prefixes("new weights are set")
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.params = params
@@ -381,8 +381,8 @@ class ModelRunner(DecoderOnlyLLM):
             ResourceExhaustedError: the device has not so much memory left; the KV stays freed.
         """
         with self._life.lock:
-            self._life.refuse_closed()
-            self._life.refuse_failed()
+            self._life.check_not_closed()
+            self._life.check_not_failed()
             if self._life.paused:
                 self._device.reallocate()
                 self._life.paused = ""

@@ -9,7 +9,7 @@ import jax
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
 from ferrum_jax.compile.block_programs import GatherKey, InstallKey
-from ferrum_jax.compile.buckets import Buckets, ProgramKey, ladder
+from ferrum_jax.compile.buckets import Buckets, ProgramKey, bucket_sizes
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.compile.step import ProgramContext, StepKey
@@ -253,14 +253,14 @@ def _buckets(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
     step_tokens = engine.max_step_tokens or (1024 if is_cpu else 2048)
     block_tokens = min(engine.block_tokens or (64 if is_cpu else 128), step_tokens, capacity)
     most = max(1, min(step_tokens, max_seqs * capacity) // block_tokens)
-    query_blocks = engine.query_blocks or ladder(most)
+    query_blocks = engine.query_blocks or bucket_sizes(most)
     # A step of all decode rows beside blocks: every other size, which fewer programs pay for.
     mixed_blocks = tuple(sorted(query_blocks[::-2]))[-2:]
     # Two rows cost little less than four, whose weights are as many: a bucket of two is not worth its warm-up.
-    decode_rows = engine.decode_rows or tuple(n for n in ladder(max_seqs) if n != 2 or max_seqs == 2)
+    decode_rows = engine.decode_rows or tuple(n for n in bucket_sizes(max_seqs) if n != 2 or max_seqs == 2)
     drafted = engine.spec_tokens + 1 if engine.spec_tokens else VERIFY_TOKENS
     verify_tokens = min(engine.verify_tokens or drafted, block_tokens)
-    verify_blocks = engine.verify_blocks or (ladder(max_seqs, factor=4) if engine.spec_tokens else (1,))
+    verify_blocks = engine.verify_blocks or (bucket_sizes(max_seqs, factor=4) if engine.spec_tokens else (1,))
     for name, given in (("decode_rows", decode_rows), ("verify_blocks", verify_blocks)):
         if given[-1] > max_seqs:
             raise ConfigError(f"{name} ends in {given[-1]}, max_seqs is {max_seqs}")

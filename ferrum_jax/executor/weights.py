@@ -13,7 +13,7 @@ from ferrum_jax.ops.quantised import is_quantised
 MOST_SHOWN = 3
 
 
-def refuse_other_shapes(params: ParamTree, instead_of: ParamTree) -> None:
+def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
     """Raises InvalidParameter unless two trees differ in nothing but values, naming what does."""
     given, there = named_leaves(params), named_leaves(instead_of)
     problems = [f"{name} is missing" for name in there.keys() - given.keys()]
@@ -27,7 +27,7 @@ def refuse_other_shapes(params: ParamTree, instead_of: ParamTree) -> None:
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
 
 
-def refuse_unlike(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
+def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
     """Raises InvalidParameter unless a tree has the parameters of a model, in a layout."""
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]

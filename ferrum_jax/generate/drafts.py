@@ -46,7 +46,7 @@ class DraftSource(abc.ABC):
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
         """Returns one draft per sequence, in order; an empty one where nothing comes to mind."""
 
-    def refuse_target(self, target: DecoderOnlyLLM) -> None:
+    def check_target(self, target: DecoderOnlyLLM) -> None:
         """Raises if proposals make no sense for this model."""
         return None
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import sampler
-from ferrum_jax.compile.buckets import choose_bucket, ladder
+from ferrum_jax.compile.buckets import bucket_sizes, choose_bucket
 from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.compile.sampler import (
     ConfigureKey,
@@ -56,7 +56,7 @@ class HostSampler:
         )
         context = ProgramContext(cfg=None, params=None, kv=None, sampler=shapes)
         self._programs = ProgramCache(lambda key: key.lower(context))
-        self._rows = ladder(num_slots)
+        self._rows = bucket_sizes(num_slots)
         self._width = block_tokens
         self._state: Any = None
         self._slots: dict[str, int] = {}

@@ -83,7 +83,7 @@ class ModelDraft(DraftSource):
         self._room: int | None = None  # sequences admitted after the KV ran short, until one is released
         self._name = secrets.token_hex(4)
 
-    def refuse_target(self, target: DecoderOnlyLLM) -> None:
+    def check_target(self, target: DecoderOnlyLLM) -> None:
         """Raises ConfigError if the target has another vocabulary, or is the draft itself."""
         mine, theirs = self.model.config.vocab_size, target.config.vocab_size
         if mine != theirs:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
-from ferrum_jax.contract.decoding import Sampling, is_integer, is_real, refuse_unless
+from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is_real
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
 
 FinishReason = Literal["stop", "length", "error"]
@@ -70,7 +70,7 @@ class SamplingParams(Sampling):
         super().__post_init__()
 
         def check(name: str, holds: Any, expected: str) -> None:
-            refuse_unless(name, self, holds, expected)
+            check_setting(name, self, holds, expected)
 
         def are_ids(x: Any) -> bool:
             return isinstance(x, (tuple, list)) and all(is_integer(one) and one >= 0 for one in x)

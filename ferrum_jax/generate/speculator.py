@@ -32,7 +32,7 @@ class Speculator:
             UnsupportedError: the model cannot roll its KV back.
             ConfigError: the source's proposals make no sense for this model.
         """
-        source.refuse_target(model)
+        source.check_target(model)
         model.truncate_kv("", 0)  # an unknown id is no error, unless the method is Unsupported
         self.source = source
         self.drafted = 0

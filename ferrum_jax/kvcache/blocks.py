@@ -41,7 +41,7 @@ class BlockPool:
         """True of a block whose content may be wanted again."""
         return self._kept[block]
 
-    def refuse_more_than_free(self, needed: int, num_sequences: int, resting: int = 0) -> None:
+    def check_enough_free(self, needed: int, num_sequences: int, resting: int = 0) -> None:
         """Raises ResourceExhausted if `needed` blocks are not to be had; changes nothing.
 
         `resting` counts free blocks that are about to be held again and cannot be handed out.
@@ -56,7 +56,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Hands out `count` blocks, held once each, or raises ResourceExhausted and hands out none."""
-        self.refuse_more_than_free(count, 1)
+        self.check_enough_free(count, 1)
         taken = [self._take() for _ in range(count)]
         for block in taken:
             self._holders[block] = 1

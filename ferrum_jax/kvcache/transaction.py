@@ -89,7 +89,7 @@ class KvTransaction:
                     row.hits = self._match(table.prefixes, row)
         self._count_blocks(rows)
         resting = {_block(entry) for row in rows for entry in row.hits if not self._holders(entry)}
-        table.pool.refuse_more_than_free(self.num_new_blocks, len(rows), len(resting))
+        table.pool.check_enough_free(self.num_new_blocks, len(rows), len(resting))
 
     @property
     def num_new_blocks(self) -> int:

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.timing import Contestant, alternate, count_compiles, fit_line, percentile, refuse_compiles, summarise
+from bench.timing import Contestant, alternate, count_compiles, fit_line, forbid_compiles, percentile, summarise
 
 
 def test_a_compile_among_the_times_is_refused():
-    with pytest.raises(RuntimeError, match="1 compiles"), refuse_compiles():
+    with pytest.raises(RuntimeError, match="1 compiles"), forbid_compiles():
         jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()
-    with refuse_compiles():
+    with forbid_compiles():
         pass
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferrum_jax.compile.buckets import Buckets, choose_bucket, ladder
+from ferrum_jax.compile.buckets import Buckets, bucket_sizes, choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import SampleKey, ScoreKey, VerifyKey
 from ferrum_jax.compile.step import StepKey
@@ -51,7 +51,7 @@ GOOD = Buckets(
 
 @given(maximum=st.integers(1, 5000), start=st.integers(1, 40), factor=st.integers(2, 4))
 def test_a_ladder_ascends_by_its_factor_and_ends_in_its_maximum(maximum: int, start: int, factor: int):
-    sizes = ladder(maximum, start, factor)
+    sizes = bucket_sizes(maximum, start, factor)
     assert sizes[-1] == maximum
     assert list(sizes) == sorted(set(sizes))
     assert sizes[0] == min(start, maximum)
@@ -60,10 +60,10 @@ def test_a_ladder_ascends_by_its_factor_and_ends_in_its_maximum(maximum: int, st
 
 
 def test_ladders_as_they_are_used():
-    assert ladder(8) == (1, 2, 4, 8)
-    assert ladder(10, factor=4) == (1, 4, 10)
-    assert ladder(100, start=16) == (16, 32, 64, 100)
-    assert ladder(1) == (1,)
+    assert bucket_sizes(8) == (1, 2, 4, 8)
+    assert bucket_sizes(10, factor=4) == (1, 4, 10)
+    assert bucket_sizes(100, start=16) == (16, 32, 64, 100)
+    assert bucket_sizes(1) == (1,)
 
 
 @given(sizes=SIZES, needed=st.integers(0, 12))

@@ -90,12 +90,12 @@ def _machine(runner: ModelRunner, oracle: Oracle) -> type[RuleBasedStateMachine]
             self.sequences.pop(key, None)
 
         @rule(key=IDS, off=st.integers(1, 5))
-        def refuse_a_wrong_position(self, key: str, off: int):
+        def decode_at_a_wrong_position(self, key: str, off: int):
             with pytest.raises(RequestValidationError, match="positions"):
                 runner.decode(key, 0, len(self.sequences.get(key, [])) + off)
 
         @rule(key=IDS, token=st.sampled_from([-1, CFG.vocab_size, 2**40]))
-        def refuse_a_wrong_token(self, key: str, token: int):
+        def prefill_a_wrong_token(self, key: str, token: int):
             with pytest.raises(RequestValidationError, match=str(token)):
                 runner.prefill(key, [1, token])
 

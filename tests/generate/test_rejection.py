@@ -23,7 +23,7 @@ V, COUNT, DRAWS = 4, 4, 6000
 LEAST_ODDS = 1e-4
 
 
-def refuse_unlikely(found: NDArray, expected: NDArray) -> None:
+def check_likely(found: NDArray, expected: NDArray) -> None:
     """Compares counts with probabilities by chi-square; cells that expect fewer than 5 are counted together."""
     expected = expected * found.sum()
     assert found[expected == 0].sum() == 0
@@ -44,7 +44,7 @@ def test_accepted_and_redrawn_tokens_have_the_targets_distribution(seed: int):
         num_accepted += len(given) - 1
         second = given[1] if len(given) > 1 else draw(target[1], random.random())
         found[given[0], second] += 1
-    refuse_unlikely(found.ravel(), np.outer(target[0], target[1]).ravel())
+    check_likely(found.ravel(), np.outer(target[0], target[1]).ravel())
     first, both = (np.minimum(draft[at], target[at]).sum() for at in range(2))
     rate = first + first * both  # a token is accepted with one minus the distance of the distributions
     assert num_accepted / DRAWS == pytest.approx(rate, abs=5 * 0.5 * 2 / DRAWS**0.5)
@@ -117,6 +117,6 @@ def test_answers_have_the_targets_distribution(name: str):
     found = np.zeros((V,) * COUNT)
     for one in requests:
         found[tuple(one.answer)] += 1
-    refuse_unlikely(found.ravel(), joint(model, prompt).ravel())
+    check_likely(found.ravel(), joint(model, prompt).ravel())
     assert engine.speculator is not None
     assert 0.02 < engine.speculator.accepted / engine.speculator.drafted < 0.95

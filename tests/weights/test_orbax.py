@@ -107,7 +107,7 @@ def elsewhere(checkpoint: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def refuse_elsewhere(checkpoint: Path) -> str:
+def error_elsewhere(checkpoint: Path) -> str:
     message = elsewhere(checkpoint)
     assert str(checkpoint) in message
     return message
@@ -178,7 +178,7 @@ def test_data_that_were_cut_are_refused_without_checksums_too(checkpoint: Path):
     (checkpoint / orbax.CHECKSUMS).unlink()
     for path in data_files(checkpoint):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert len(refuse_elsewhere(checkpoint)) < 1000
+    assert len(error_elsewhere(checkpoint)) < 1000
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
-from ferrum_jax.executor.weights import refuse_unlike
+from ferrum_jax.executor.weights import check_fits_config
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
@@ -60,7 +60,7 @@ def from_params(
             raise ConfigError(
                 f"{name} is {getattr(given, name)!r}, which belongs to `load`: parameters are as they are"
             )
-    refuse_unlike(params, cfg, layout)
+    check_fits_config(params, cfg, layout)
     asked = theirs.over(given).over_environment()
     cfg = cfg.reaching(asked.kv_capacity or 0)
     plan = plan_beside(params, asked, cfg, platform=device.platform, free_bytes=free_bytes(device))
