@@ -111,7 +111,7 @@ class SummingLLM(DecoderOnlyLLM):
         del self.tokens.get(cache_id, [])[new_len:]
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
-        self._refuse_crowd([new_cache_id])
+        self._check_free_slots([new_cache_id])
         self.tokens[new_cache_id] = list(self.tokens[cache_id])
 
     def kv_len(self, cache_id: str) -> int | None:
@@ -140,7 +140,7 @@ class SummingLLM(DecoderOnlyLLM):
         assert self.gate.wait(timeout=60)
         if name in self.failures:
             raise self.failures.pop(name)
-        self._refuse_crowd([cache_id for cache_id, _ in rows])
+        self._check_free_slots([cache_id for cache_id, _ in rows])
         for (cache_id, _), pos in zip(rows, positions or [], strict=bool(positions)):
             assert pos == len(self.tokens.get(cache_id, [])), "the executor gave a wrong position"
         answers = []
@@ -154,7 +154,7 @@ class SummingLLM(DecoderOnlyLLM):
             raise self.late_failures.pop(name)
         return answers
 
-    def _refuse_crowd(self, cache_ids: Sequence[str]) -> None:
+    def _check_free_slots(self, cache_ids: Sequence[str]) -> None:
         new = sum(cache_id not in self.tokens for cache_id in cache_ids)
         free = self._max_seqs - len(self.tokens)
         if new > free:

@@ -136,10 +136,10 @@ def test_sizes_are_refused_before_weights_are_read(folder: Path, monkeypatch: py
         ferrum_jax.load(folder, engine=EngineConfig(decode_rows=(9,)), **SMALL)
     weights = sum(tensor.nbytes for tensor in tiny.tensors(tiny.CONFIGS[NAME]).values())
     monkeypatch.setattr(loading, "free_bytes", lambda _: weights + 5)
-    with pytest.raises(ResourceExhaustedError, match="beside the KV, 5 are free"):
+    with pytest.raises(ResourceExhaustedError, match="beside the KV, there are 5 free bytes"):
         ferrum_jax.load(folder, **SMALL)
     monkeypatch.setattr(loading, "free_bytes", lambda _: weights - 5)
-    with pytest.raises(ResourceExhaustedError, match="beside the KV, 0 are free"):
+    with pytest.raises(ResourceExhaustedError, match="beside the KV, there are 0 free bytes"):
         ferrum_jax.load(folder, **SMALL)
 
 

@@ -42,7 +42,7 @@ class PrivateFolder:
             except OSError as problem:
                 raise _explained(problem, self.path / name) from None
             with open(found, "rb") as file:
-                self._refuse_foreign(found, self.path / name, stat.S_ISREG, "a regular file")
+                self._check_owned(found, self.path / name, stat.S_ISREG, "a regular file")
                 return file.read()
 
     def write(self, name: str, *pieces: bytes) -> None:
@@ -122,11 +122,11 @@ class PrivateFolder:
             except OSError as problem:
                 raise _explained(problem, self.path) from None
             stack.callback(os.close, folder)
-            self._refuse_foreign(folder, self.path, stat.S_ISDIR, "a folder")
+            self._check_owned(folder, self.path, stat.S_ISDIR, "a folder")
             yield folder
 
     @staticmethod
-    def _refuse_foreign(descriptor: int, path: Path, kind, name: str) -> None:
+    def _check_owned(descriptor: int, path: Path, kind, name: str) -> None:
         found = os.fstat(descriptor)
         if not kind(found.st_mode):
             raise PermissionError(f"{path} is not {name}")

@@ -50,7 +50,7 @@ class ProgramCache:
         found = self._steps.get(key)
         if found is not None:
             return found
-        self._refuse_undeclared(key)
+        self._check_declared(key)
         return self._build(key, late=self._warm)
 
     def warmup(
@@ -79,7 +79,7 @@ class ProgramCache:
         """Makes the given steps ready, several at a time; raises as `get` does."""
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps]
         for key in missing:
-            self._refuse_undeclared(key)
+            self._check_declared(key)
         self._do_all(missing, functools.partial(self._build, late=self._warm))
 
     def _do_all(
@@ -114,7 +114,7 @@ class ProgramCache:
                 "steps": steps,
             }
 
-    def _refuse_undeclared(self, key: Key) -> None:
+    def _check_declared(self, key: Key) -> None:
         if self._strict and self._warm and key not in self._held and key not in self._steps:
             raise BackendError(f"step {key} was not compiled by warmup, and strict mode compiles nothing afterwards")
 

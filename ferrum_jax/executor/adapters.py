@@ -85,7 +85,7 @@ class Adapters:
 
     def check_free_row(self, name: str) -> None:
         """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for what is no name."""
-        _refuse_nameless(name)
+        _check_name(name)
         if self.spec is None:
             raise UnsupportedError(f"adapter {name!r} cannot be used: this model was loaded with max_loras=0")
 
@@ -134,7 +134,7 @@ class Adapters:
 
     def unload(self, name: str) -> LoadedAdapter:
         """Forgets an adapter that no sequence is bound to."""
-        _refuse_nameless(name)
+        _check_name(name)
         found = self._loaded.get(name)
         if found is None:
             raise NotFoundError(f"adapter {name!r} is not loaded, {sorted(self._loaded)} are")
@@ -210,7 +210,7 @@ class Adapters:
         )
 
 
-def _refuse_nameless(name: Any) -> None:
+def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise RequestValidationError(f"adapter name {safe_repr(name)}: expected a string that is not empty")
 

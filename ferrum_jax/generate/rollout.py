@@ -110,8 +110,8 @@ def generate_fn(
         raise InvalidParameterError(f"sampling is a {type(sampling).__name__}, expected a Sampling")
     if not is_integer(max_tokens) or max_tokens < 1:
         raise InvalidParameterError(f"max_tokens is {safe_repr(max_tokens)}, expected an integer of at least 1")
-    _refuse_outside("lengths", lengths, 1, tokens.shape[1])
-    _refuse_outside("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
+    _check_range("lengths", lengths, 1, tokens.shape[1])
+    _check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
     cfg = cfg.reaching(length + max_tokens)
     if kv is None:
@@ -171,7 +171,7 @@ def generate_fn(
     return jax.tree.map(lambda one, many: jnp.concatenate([one[None], many]).T, first, later), written
 
 
-def _refuse_outside(name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None) -> None:
+def _check_range(name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None) -> None:
     """Raises InvalidParameter for values out of bounds, up to each row's length, where there are values yet."""
     if isinstance(values, Tracer) or isinstance(lengths, Tracer):
         return

@@ -160,7 +160,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_has():
 
 WRONG: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "more chosen than there are": ({"num_experts_per_tok": 7}, ConfigError, "cannot choose 7 of 6 experts"),
-    "no number of experts": ({"num_local_experts": None}, ConfigError, "num_experts is None"),
+    "no number of experts": ({"num_local_experts": None}, ConfigError, "num_local_experts is None"),
     "no window": ({"sliding_window": None}, ConfigError, "sliding_window is null"),
     "no limit": ({"swiglu_limit": 0.0}, ConfigError, "swiglu_limit is 0.0"),
     "another activation": ({"hidden_act": "gelu"}, UnsupportedError, "hidden_act 'gelu'"),

@@ -24,14 +24,14 @@ class NoMixedAdapters(SummingLLM):
     """Refuses batches in which any sequence has an adapter."""
 
     def unified_forward(self, items: Sequence[Any]) -> list[Any]:
-        self._refuse_adapters([cache_id for cache_id, *_ in items])
+        self._check_no_adapters([cache_id for cache_id, *_ in items])
         return super().unified_forward(items)
 
     def decode_batch(self, batch: Sequence[Any]) -> list[Any]:
-        self._refuse_adapters([cache_id for cache_id, *_ in batch])
+        self._check_no_adapters([cache_id for cache_id, *_ in batch])
         return super().decode_batch(batch)
 
-    def _refuse_adapters(self, cache_ids: list[str]) -> None:
+    def _check_no_adapters(self, cache_ids: list[str]) -> None:
         if any(cache_id in self.adapters for cache_id in cache_ids):
             raise UnsupportedError("no adapters in a batch")
 
