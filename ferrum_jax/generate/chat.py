@@ -1,28 +1,32 @@
 """Chat templates: messages to the text a chat model was trained on.
 
 The environment is that of `apply_chat_template` in transformers, so that templates made for it render the same.
-Templates come with models, so they run in a sandbox and see nothing but JSON values.
+Templates come with models and may be hostile, so they see nothing but JSON values, and `chat_sandbox` renders them in a
+process of its own, within limits of time, memory and output.
 """
 
+import atexit
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
-from ferrum_jax.generate.chat_sandbox import LARGEST_SOURCE, ChatEnvironment, render_within_limits
 
+SECONDS = 5.0  # of one rendering
+MEMORY = 1 << 30  # bytes of the whole process
+LARGEST_TEXT = 1 << 26  # characters
+LARGEST_SOURCE = 1 << 20  # characters
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
 
 def render_chat(
-    template: str | jinja2.Template,
+    template: str,
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
@@ -36,7 +40,7 @@ def render_chat(
     The text holds the special tokens that the template writes, so it is to be encoded without adding any.
 
     Args:
-        template: the Jinja source, or what `compile_chat_template` made of it, which saves compiling it again.
+        template: the Jinja source.
         messages: each a mapping with `role` and `content`; the content may be missing beside `tool_calls`.
         add_generation_prompt: end with what introduces the assistant's answer.
         tools: JSON schemas of the functions that the model may call.
@@ -48,7 +52,9 @@ def render_chat(
         RequestValidationError: the messages, tools or variables do not have their form.
         TokenizerError: the template is malformed, refuses these messages, or takes more time or memory than it may.
     """
-    variables = {name: _copy_json(value, name) for name, value in extra.items()}
+    if len(template) > LARGEST_SOURCE:
+        raise TokenizerError(f"the chat template has {len(template):,} characters, at most {LARGEST_SOURCE:,} are read")
+    variables = {name: _copied(value, name) for name, value in extra.items()}
     variables |= {
         "messages": _copy_messages(messages),
         "tools": None if tools is None else _copy_tools(tools),
@@ -57,114 +63,66 @@ def render_chat(
         "bos_token": bos_token,
         "eos_token": eos_token,
     }
-    compiled = compile_chat_template(template) if isinstance(template, str) else template
-    try:
-        return render_within_limits(compiled, variables)
-    except TokenizerError:
-        raise
-    except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TokenizerError(f"the chat template refused the messages: {error}") from error
-    except RecursionError as error:
-        raise TokenizerError("the chat template recurses without end") from error
+    answer = _RENDERER.answer(pickle.dumps((template, variables, SECONDS, MEMORY, LARGEST_TEXT)))
+    if "error" in answer:
+        raise TokenizerError(f"the chat template {answer['error']}")
+    return answer["text"]
 
 
-def compile_chat_template(source: str) -> jinja2.Template:
-    """Compiles a chat template.
+class _Renderer:
+    """The process that renders, begun with the first template and again after one that ended it."""
 
-    Raises:
-        TokenizerError: the source is no valid template.
-    """
-    if len(source) > LARGEST_SOURCE:
-        raise TokenizerError(f"the chat template has {len(source):,} characters, at most {LARGEST_SOURCE:,} are read")
-    environment = ChatEnvironment(
-        filters={"tojson": _dump_json},
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": strftime_now,
-        "dict": TemplateDict(),
-        "namespace": TemplateNamespace,
-    }
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"the chat template is malformed at line {error.lineno}: {error.message}") from error
-    except (RecursionError, MemoryError, SyntaxError):  # the latter two are of Python's own parser
-        raise TokenizerError("the chat template is nested too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise TokenizerError(f"the chat template is malformed: {error}") from error
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0  # of the process: after a fork, the child needs one of its own
+        atexit.register(self._stop)
 
+    def answer(self, question: bytes) -> dict[str, str]:
+        """Returns what the process answers to a pickle, or the error that it ended with."""
+        with self._lock:
+            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+                self._start()
+            process = self._process
+            assert process is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(question)
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except BrokenPipeError:
+                line = b""
+            except BaseException:  # interrupted: the answer would be taken for that of the next question
+                self._stop()
+                raise
+            if line:
+                return json.loads(line)
+            status = self._stop()
+            by_time = f"takes more than {SECONDS:g} seconds"
+            return {"error": by_time if status == 1 else f"ended the process that renders it with status {status}"}
 
-class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}`, which marks the assistant's words and renders as its body."""
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", Path(__file__).with_name("chat_sandbox.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt from the terminal is for the caller
+        )
+        self._owner = os.getpid()
 
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """Turns the tag into a call whose result is the rendered body."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
-
-    def _render_body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class TemplateDict:
-    """What templates know as `dict`: it makes dictionaries and has no other attributes of the type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """A new dictionary, as the builtin makes it."""
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """A new dictionary of keys that have one value."""
-        return dict.fromkeys(*args)
+    def _stop(self) -> int:
+        """Ends the process and returns its status."""
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():
+            return 0
+        process.kill()
+        with process:  # closes its pipes and waits for it
+            return process.wait()
 
 
-class TemplateNamespace(jinja2.utils.Namespace):
-    """What templates know as `namespace`; names that begin with an underscore cannot be set on it."""
-
-    def __repr__(self) -> str:
-        return "<Namespace>"  # without its values, of which there may be many and itself among them
-
-    def __init__(*args: Any, **kwargs: Any):  # `self` stays free as a name
-        attributes = dict(*args[1:], **kwargs)
-        for name in attributes:
-            _check_attribute(name)
-        jinja2.utils.Namespace.__init__(args[0], attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_attribute(name)
-        super().__setitem__(name, value)
-
-
-def _check_attribute(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no attribute with an underscore first, as {name!r}")
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def strftime_now(layout: str) -> str:
-    """What templates know by this name: the local time, written as `layout` says."""
-    return datetime.now().strftime(layout)
-
-
-def _dump_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+_RENDERER = _Renderer()
 
 
 def _copy_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

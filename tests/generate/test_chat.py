@@ -1,14 +1,18 @@
 import re
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
+import psutil
 import pytest
 
 from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
-from ferrum_jax.generate import chat_sandbox
-from ferrum_jax.generate.chat import compile_chat_template, render_chat
+from ferrum_jax.generate import chat
+from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.tokenizer import load_tokenizer
 
 CHATML = (
@@ -28,10 +32,6 @@ def test_smollm2_speaks_as_it_was_trained(smollm2_path: Any):
     assert render_chat(template, [{"role": "system", "content": "S"}, *HELLO], add_generation_prompt=False) == (
         "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
     )
-
-
-def test_a_compiled_template_renders_as_its_source():
-    assert render_chat(compile_chat_template(CHATML), HELLO) == render_chat(CHATML, HELLO)
 
 
 def test_a_conversation_may_be_empty():
@@ -74,9 +74,9 @@ def test_the_time_is_told():
 def test_namespaces_and_dictionaries_work():
     template = (
         "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}"
-        "{{ dict(a=1)['a'] }}{{ dict.fromkeys(['b'], 2) }}{{ dict.update is defined }}"
+        "{{ dict(a=1)['a'] }}{{ dict.fromkeys(['b'], 2) }}"
     )
-    assert render_chat(template, HELLO * 3) == "31{'b': 2}False"
+    assert render_chat(template, HELLO * 3) == "31{'b': 2}"
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
@@ -100,8 +100,7 @@ def test_a_template_that_refuses_is_quoted():
         "{{ [1] | tojson(indent={}) }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
-        "{% set ns = namespace(_x=1) %}",
-        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ namespace().__init__.__globals__ }}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
@@ -110,64 +109,114 @@ def test_a_template_that_fails_is_a_tokenizer_error(template: str):
         render_chat(template, HELLO)
 
 
-HOSTILE = (  # what to do, and which limit it meets
-    ("{{ 'a' * 10**10 }}", "a value of more than"),
-    ("{% set x = [0] * 10**9 %}", "a value of more than"),
-    ("{{ (2 ** 99) ** 99 }}", "an integer of more than 4096 bits"),
-    ("{% set ns = namespace(x=2) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}", "an integer of"),
-    ("{{ 'a'.rjust(10**10) }}", "a value of more than"),
-    ("{{ ('a' | attr('rjust'))(10**10) }}", "a value of more than"),
-    ("{{ 'a' | center(10**10) }}", "a value of more than"),
-    ("{{ 'a\n' | indent(10**10) }}", "a value of more than"),
-    ("{{ 'a\t'.expandtabs(10**10) }}", "a value of more than"),
-    ("{{ strftime_now('%999999999d') }}", "a value of more than"),
-    ("{{ '%999999999d' % 1 }}", "a value of more than"),
-    ("{{ '%*d' % (999999999, 1) }}", "a value of more than"),
-    ("{{ '{:{}}'.format(1, 999999999) }}", "a value of more than"),
-    ("{{ '%999999999d' | format(1) }}", "a value of more than"),
-    ("{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}", "a value of more than"),
-    ("{{ ('a' * 10**6) | replace(new='b' * 10**6, old='a') }}", "a value of more than"),
-    ("{{ ('a' * 10**6).join('b' * 10**6) }}", "a value of more than"),
-    ("{{ range(99999) | map('string') | join('b' * 10**6) }}", "a value of more than"),
-    ("{{ [1] | tojson(indent=999999999) }}", "a value of more than"),
-    ("{{ 1 | round(999999999, 'ceil') }}", "a value of more than"),
-    ("{{ range(9) | batch(999999999, 1) | list }}", "a value of more than"),
-    ("{{ (5).to_bytes(999999999, 'big') }}", "attribute 'to_bytes' of 'int' object is unsafe"),
-    ("{{ lipsum(100000) }}", "'lipsum' is undefined"),
-    ("{{ ('<!--' * 10**6) | striptags }}", "No filter named 'striptags'"),
-    ("{{ range(99999) | map('center', 10**6) | join }}", "too many large values"),
-    ("{% for i in range(99999) %}{{ 'a' * 10**5 }}{% endfor %}", "a value of more than"),
-    ("{% set x %}{% for i in range(99999) %}{{ 'a' * 10**5 }}{% endfor %}{% endset %}", "too many large values"),
-    ("{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}", "a value of more"),
-    ("{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}", "a value of more"),
-    ("{% set n = namespace(x=[]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}", "a value of more"),
-    ("{% set n = namespace(x=[]) %}{% for i in range(999) %}{% set n.x = [n.x] %}{% endfor %}", "more than 100 deep"),
-    ("{% macro f() %}{{ f(varargs, varargs) }}{% endmacro %}{{ f() }}", "a value of more than"),
-    ("{% for i in [1] recursive %}{{ loop(range(3)) }}{% endfor %}", "recurses without end"),
-    ("{{ '9' * 5000 | int }}{{ 1" + "0" * 5000 + " }}", "malformed: Exceeds the limit"),
+LIMITS = r"takes too much memory|takes more than 0\.3 seconds|refused the messages: Python int too large"
+HOSTILE = (
+    "{{ 'a' * 10**10 }}",
+    "{% set x = [0] * 10**9 %}",
+    "{% set ns = namespace(x=2) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{{ ('a' | attr('rjust'))(10**10) }}",
+    "{{ 'a\n' | indent(10**10) }}",
+    "{{ 'a\t'.expandtabs(10**10) }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '{:{}}'.format(1, 999999999) }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{{ ('a' * 10**6) | replace(new='b' * 10**6, old='a') }}",
+    "{{ range(99999) | map('string') | join('b' * 10**6) }}",
+    "{{ [1] | tojson(indent=999999999) }}",
+    "{{ 1 | round(999999999, 'ceil') }}",
+    "{{ range(9) | batch(999999999, 1) | list }}",
+    "{{ lipsum(100000) }}",
+    "{{ ('<!--' * 10**7) | striptags }}",
+    "{% for i in range(99999) %}{{ 'a' * 10**5 }}{% endfor %}",
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x=[]) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for a in range(99999) if range(99999) | sum %}{% endfor %}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
 )
 
 
-@pytest.mark.parametrize(("template", "limit"), HOSTILE, ids=range(len(HOSTILE)))
-def test_a_template_that_would_take_much_memory_is_refused(template: str, limit: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat_sandbox, "LARGEST_VALUE", 1 << 21)  # of the real limits, a quarter
-    monkeypatch.setattr(chat_sandbox, "ALL_VALUES", 1 << 24)
+@pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_template_that_would_take_much_time_or_memory_is_refused(template: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    monkeypatch.setattr(chat, "MEMORY", 1 << 28)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TokenizerError, match=LIMITS):
+        pool.submit(render_chat, template, HELLO).result()
+    monkeypatch.undo()
+    assert render_chat(CHATML, HELLO).endswith("assistant\n")  # the next one is rendered
+
+
+@pytest.mark.parametrize(
+    ("template", "limit"),
+    [
+        (
+            "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
+            "recurses",
+        ),
+        ("{% macro f() %}{{ f(varargs, varargs) }}{% endmacro %}{{ f() }}", "recurses without end"),
+        ("{% for i in [1] recursive %}{{ loop(range(3)) }}{% endfor %}", "recurses without end"),
+        ("{{ '9' * 5000 | int }}{{ 1" + "0" * 5000 + " }}", "malformed: Exceeds the limit"),
+        ("{{ 'a' * (2**26 + 1) }}", "makes a text of more than 67,108,864 characters"),
+    ],
+    ids=["list", "macro", "loop", "number", "text"],
+)
+def test_a_template_that_goes_too_deep_or_says_too_much_is_refused(template: str, limit: str):
     with pytest.raises(TokenizerError, match=limit):
         render_chat(template, HELLO)
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) if range(99999) | sum %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    ],
-)
-def test_a_template_that_would_take_much_time_is_refused_in_any_thread(template: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat_sandbox, "SECONDS", 0.1)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(TokenizerError, match=r"takes more than 0\.1 seconds"):
-        pool.submit(render_chat, template, HELLO).result(timeout=20)
+def test_threads_get_each_its_own_text():
+    with ThreadPoolExecutor(4) as pool:
+        asked = [[{"role": "user", "content": str(at)}] for at in range(40)]
+        found = list(pool.map(lambda messages: render_chat("{{ messages[0].content }}", messages), asked))
+    assert found == [str(at) for at in range(40)]
+
+
+FORKED = """
+import os, sys
+from ferrum_jax.generate.chat import render_chat
+messages = [{"role": "user", "content": "parent"}]
+assert render_chat("{{ messages[0].content }}", messages) == "parent"
+if os.fork() == 0:
+    assert render_chat("{{ messages[0].content }}", [{"role": "user", "content": "child"}]) == "child"
+    os._exit(0)
+assert os.wait()[1] == 0
+assert render_chat("{{ messages[0].content }}", messages) == "parent"
+print("fine")
+"""
+
+
+def test_a_forked_child_renders_on_its_own():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("fine\n", "")
+
+
+def test_the_process_ends_with_the_one_that_began_it():
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    script = f"""
+import os, threading, time
+from ferrum_jax.generate import chat
+chat.SECONDS = 1
+messages = [{{"role": "user", "content": ""}}]
+chat.render_chat("", messages)
+print(chat._RENDERER._process.pid, flush=True)
+threading.Thread(target=chat.render_chat, args=({endless!r}, messages)).start()
+time.sleep(0.1)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False)
+    for _ in range(600):  # its own second, or a minute where the machine is busy
+        if not is_running(int(done.stdout)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the process goes on")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -190,18 +239,14 @@ def test_a_source_that_is_nested_deeply_is_refused(opened: str, inner: str, clos
 
 def test_a_source_that_is_too_long_is_refused():
     with pytest.raises(TokenizerError, match="1,048,577 characters, at most 1,048,576"):
-        compile_chat_template("a" * ((1 << 20) + 1))
+        render_chat("a" * ((1 << 20) + 1), HELLO)
 
 
-def test_limits_grow_with_what_is_rendered():
+def test_long_conversations_are_rendered():
     messages = [{"role": "user", "content": "word " * 100_000}] * 40  # 20 million characters
     content, appending = messages[0]["content"], "{% set n = namespace(x='') %}{% for m in messages %}"
-    expected = "\n".join(["", *[content.upper()] * 40])
     template = appending + "{% set n.x = n.x + '\\n' + m.content | upper %}{% endfor %}{{ n.x }}"
-    assert render_chat(template, messages) == expected
-    assert render_chat("{{ messages | map(attribute='content') | join('\\n\\n') }}", messages) == "\n\n".join(
-        [content] * 40
-    )
+    assert render_chat(template, messages) == "\n".join(["", *[content.upper()] * 40])
 
 
 def test_ordinary_operations_are_as_in_jinja():
