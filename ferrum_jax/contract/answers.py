@@ -119,7 +119,8 @@ def check_captured(
     model: "DecoderOnlyLLM", captured: Any, num_tokens: int, hidden: Sequence[int], attention_weights: Sequence[int]
 ) -> Captured:
     """Returns what a model captured of `num_tokens` tokens: the layers that were asked for, with finite values."""
-    check_kind(model, "capture", captured, Captured)
+    if not isinstance(captured, Captured):
+        raise ModelError(f"{type(model).__name__}.capture returned {safe_repr(captured)}, expected a Captured")
     missing = sorted({*hidden} - {*captured.hidden}), sorted({*attention_weights} - {*captured.attention_weights})
     if any(missing):
         raise ModelError(f"{type(model).__name__} captured no hidden states {missing[0]} and no weights {missing[1]}")
@@ -136,9 +137,9 @@ def check_captured(
     return Captured(logits=logits, hidden=states, attention_weights=weights)
 
 
-def check_kind(model: "DecoderOnlyLLM", method: str, value: Any, kind: type[T]) -> T:
-    """Returns what a method returned, which must be of one type."""
-    if not isinstance(value, kind):
+def check_kind(model: "DecoderOnlyLLM", method: str, value: Any, kind: type[T]) -> T | None:
+    """Returns what a method returned, which must be None or of one type."""
+    if value is not None and not isinstance(value, kind):
         name = f"{type(model).__name__}.{method}"
         raise ModelError(f"{name} returned {safe_repr(value)}, expected a {kind.__name__}")
     return value

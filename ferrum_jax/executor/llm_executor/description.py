@@ -21,9 +21,9 @@ def model_info(model: DecoderOnlyLLM) -> ModelInfo:
 
     The dtype and the device are then those of its logits: float32 on the host.
     """
-    info = model.model_info()
+    info = check_kind(model, "model_info", model.model_info(), ModelInfo)
     if info is not None:
-        return check_kind(model, "model_info", info, ModelInfo)
+        return info
     sizes = model.config
     return ModelInfo(
         model_id=type(model).__name__,
@@ -47,9 +47,9 @@ def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities
     The batch is then 1 row, for nothing says that more would share a forward, and memory per token of activations and
     overhead are 0.
     """
-    built = model.capabilities()
+    built = check_kind(model, "capabilities", model.capabilities(), ExecutorCapabilities)
     if built is not None:
-        return check_kind(model, "capabilities", built, ExecutorCapabilities)
+        return built
     sizes = model.config
     kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * info.dtype.size_in_bytes
     attention = AttentionType.GroupedQuery

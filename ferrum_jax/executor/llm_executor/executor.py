@@ -6,29 +6,16 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from ferrum_jax.contract import execution, tensors
 from ferrum_jax.contract.answers import check_kind
 from ferrum_jax.contract.checks import check_cache_id, check_int, check_items
 from ferrum_jax.contract.decoding import FullLogits
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
-from ferrum_jax.contract.execution import (
-    ExecutorCapabilities,
-    ExecutorMemoryUsage,
-    ExecutorMetrics,
-    ExecutorState,
-    ExecutorStatus,
-)
+from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.executor import BatchModelExecutor, SpeculativeExecutor
 from ferrum_jax.contract.handles import KvCacheHandle
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.tensors import (
-    DecodeInput,
-    DecodeOutput,
-    PrefillInput,
-    PrefillOutput,
-    SpeculativeDecodeOutput,
-    UnifiedBatch,
-)
 from ferrum_jax.contract.values import ModelInfo
 from ferrum_jax.executor.llm_executor import description, model_calls, requests
 from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, handle_of, live_sequence
@@ -81,11 +68,11 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         """Identity and size of the model, as passed in or reported by the model."""
         return self._info
 
-    def capabilities(self) -> ExecutorCapabilities:
+    def capabilities(self) -> execution.ExecutorCapabilities:
         """What was built, as the model reported when the executor was made."""
         return self._capabilities
 
-    def status(self) -> ExecutorStatus:
+    def status(self) -> execution.ExecutorStatus:
         """How the executor is doing now; answers in every state and waits for no call made here.
 
         Ready and Busy, where calls queue, are both `is_ready`; a warm-up is Initializing. Memory is as of the last
@@ -95,7 +82,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         if self._table.is_closed:
             state = ExecutorState.Shutdown
         prefill, decode = self._meter.tallies["prefill"], self._meter.tallies["decode"]
-        return ExecutorStatus(
+        return execution.ExecutorStatus(
             state=state,
             is_ready=state in (ExecutorState.Ready, ExecutorState.Busy),
             current_batch_size=self._meter.running_rows,
@@ -107,23 +94,24 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
             last_operation=self._meter.last_operation,
         )
 
-    def metrics(self) -> ExecutorMetrics:
+    def metrics(self) -> execution.ExecutorMetrics:
         """Latencies and rates over the executor's life; answers in every state."""
         return self._meter.metrics(self._memory_usage())
 
-    def _memory_usage(self) -> ExecutorMemoryUsage:
+    def _memory_usage(self) -> execution.ExecutorMemoryUsage:
         """Asks the model for its memory, unless a call runs; zeros if it cannot answer any more."""
         if self._table.lock.acquire(blocking=False):
             try:
                 usage = None if self._table.is_closed else self._model.memory_usage()
-                self._memory = check_kind(self._model, "memory_usage", usage, ExecutorMemoryUsage)
+                usage = check_kind(self._model, "memory_usage", usage, execution.ExecutorMemoryUsage)
             except FerrumError:
-                self._memory = description.UNKNOWN_MEMORY
+                usage = None
             finally:
                 self._table.lock.release()
+            self._memory = usage or description.UNKNOWN_MEMORY
         return self._memory
 
-    async def prefill(self, input: PrefillInput) -> PrefillOutput:
+    async def prefill(self, input: tensors.PrefillInput) -> tensors.PrefillOutput:
         """Appends a prompt, or its next chunk, `input_ids [1, n]`: `logits [1, 1, vocab]` of the last token.
 
         With the metadata `ferrum_require_full_logits` they are `[1, n, vocab]`. With `ferrum_hidden_layers` and
@@ -133,17 +121,15 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         rows = requests.prefill_rows([input], self._vocab_size)
         return (await self._worker.run("prefill", rows, model_calls.prefill))[0]
 
-    async def batch_prefill(self, inputs: Sequence[PrefillInput]) -> list[PrefillOutput]:
+    async def batch_prefill(self, inputs: Sequence[tensors.PrefillInput]) -> list[tensors.PrefillOutput]:
         """Appends several prompts in one unified forward, all or nothing, in order.
 
         Those that want full logits or activations run in a forward of their own.
         """
         rows = requests.prefill_rows(inputs, self._vocab_size)
-        if not rows:
-            return self._nothing()
         return await self._worker.run("prefill", rows, partial(model_calls.prefill, together=True))
 
-    async def decode(self, input: DecodeInput) -> DecodeOutput:
+    async def decode(self, input: tensors.DecodeInput) -> tensors.DecodeOutput:
         """Appends one token: `[1, vocab]` logits, or `[1, 1]` int32 ids under `GreedyArgmax`.
 
         With the metadata `ferrum_hidden_layers`, a list of one layer, and `ferrum_attention_layers`, the output has
@@ -152,25 +138,23 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         rows = requests.decode_rows([input], self._vocab_size)
         return (await self._worker.run("decode", rows, model_calls.decode))[0]
 
-    async def batch_decode(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+    async def batch_decode(self, inputs: Sequence[tensors.DecodeInput]) -> list[tensors.DecodeOutput]:
         """Appends one token to each of several sequences in one forward, all or nothing, in order."""
         rows = requests.decode_rows(inputs, self._vocab_size)
-        return await self._worker.run("decode", rows, model_calls.decode) if rows else self._nothing()
+        return await self._worker.run("decode", rows, model_calls.decode)
 
-    async def unified_decode(self, batch: UnifiedBatch) -> list[Any]:
+    async def unified_decode(self, batch: tensors.UnifiedBatch) -> list[Any]:
         """Runs decode rows and chunks in one forward: `[vocab]`, a token id, or None where a chunk is not final.
 
         `handle(seq_id)` returns a handle on a sequence that began here without one.
         """
-        if not isinstance(batch, UnifiedBatch):
+        if not isinstance(batch, tensors.UnifiedBatch):
             raise RequestValidationError(f"batch is a {type(batch).__name__}, expected a UnifiedBatch")
         rows = requests.unified_rows(batch.items, self._vocab_size)
-        if not rows:
-            return self._nothing()
         kind = "decode" if all(len(row.tokens) == 1 and row.offset for row in rows) else "prefill"
         return await self._worker.run(kind, rows, model_calls.unified)
 
-    async def forward_verify(self, inputs: Sequence[DecodeInput]) -> list[DecodeOutput]:
+    async def forward_verify(self, inputs: Sequence[tensors.DecodeInput]) -> list[tensors.DecodeOutput]:
         """Appends the inputs' tokens to the one sequence they all name, in one forward.
 
         Output i is the distribution after token i, with a handle that ends there: to go on from it, truncate to it.
@@ -182,8 +166,8 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         return await self._worker.run("decode", [run], partial(model_calls.verify, policies=[r.policy for r in rows]))
 
     async def speculative_decode(
-        self, input: DecodeInput, draft_tokens: Sequence[int], acceptance_threshold: float
-    ) -> SpeculativeDecodeOutput:
+        self, input: tensors.DecodeInput, draft_tokens: Sequence[int], acceptance_threshold: float
+    ) -> tensors.SpeculativeDecodeOutput:
         """Appends the input's token and as many drafted ones as the model agrees with, in one forward.
 
         Args:
@@ -198,9 +182,9 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         (row,) = requests.decode_rows([input], self._vocab_size)
         if not isinstance(row.policy, FullLogits):
             raise UnsupportedError(f"policy {type(row.policy).__name__}: speculation returns full logits only")
-        requests.check_no_captures(row.label, row.options, "speculative_decode")
+        requests.check_no_captures(row, "speculative_decode")
         threshold = requests.check_threshold(acceptance_threshold)
-        run = requests.extend_row(row, requests.check_draft(draft_tokens, self._vocab_size))
+        run = requests.extend_row(row, draft_tokens, self._vocab_size)
         return await self._worker.run("decode", [run], partial(model_calls.speculate, threshold=threshold))
 
     async def truncate_kv(self, handle: KvCacheHandle, new_len: int) -> None:
@@ -279,8 +263,8 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot | None:
         """Counts the pool's blocks; None where the model does not account for blocks."""
         with self._table.held() as model:
-            pool, kind = model.kv_slot_capacity_snapshot(), KvSlotCapacitySnapshot
-            return None if pool is None else check_kind(model, "kv_slot_capacity_snapshot", pool, kind)
+            pool = model.kv_slot_capacity_snapshot()
+            return check_kind(model, "kv_slot_capacity_snapshot", pool, KvSlotCapacitySnapshot)
 
     def cache_metrics_snapshot(self) -> Mapping[str, Any]:
         """The model's counters; in `decode_batch`, this executor's fallbacks are added; and `executor_model_lock`.
@@ -295,8 +279,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
         """The model's counters of LoRA; None where it keeps none."""
         with self._table.held() as model:
-            counters = model.lora_metrics_snapshot()
-            return None if counters is None else check_kind(model, "lora_metrics_snapshot", counters, Mapping)
+            return check_kind(model, "lora_metrics_snapshot", model.lora_metrics_snapshot(), Mapping)
 
     def supports_native_unified_decode(self) -> bool:
         """True if the model's class has a unified forward of its own."""
@@ -317,8 +300,3 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         """True from 1 to `max_batch_size`: those run as one call of the model, larger ones may take several."""
         self._table.check_ready()
         return 1 <= check_int("batch_size", batch_size, 0) <= self._capabilities.max_batch_size
-
-    def _nothing(self) -> list[Any]:
-        """The answer to an empty batch; raises if the executor or the model takes no calls."""
-        self._table.check_ready()
-        return []

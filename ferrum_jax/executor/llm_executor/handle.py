@@ -64,12 +64,10 @@ class LlmKvCacheHandle(KvCacheHandle):
             sequence = self._table.get(self._cache_id)
             if sequence.length < self._num_tokens:
                 raise _stale(self, sequence)
-            table = model.kv_block_table(self._cache_id)
-            if table is None:
-                return BlockTable(physical_blocks=(), sequence_length=self._num_tokens, block_size=0)
-            check_kind(model, "kv_block_table", table, BlockTable)
-            blocks = table.physical_blocks[: -(-self._num_tokens // table.block_size)]
-        return BlockTable(physical_blocks=tuple(blocks), sequence_length=self._num_tokens, block_size=table.block_size)
+            table = check_kind(model, "kv_block_table", model.kv_block_table(self._cache_id), BlockTable)
+        block_size = 0 if table is None else table.block_size
+        blocks = () if table is None else table.physical_blocks[: -(-self._num_tokens // block_size)]
+        return BlockTable(physical_blocks=tuple(blocks), sequence_length=self._num_tokens, block_size=block_size)
 
     def key_cache(self, layer: int) -> Any:
         """Copies the keys of one layer out of the blocks: `[num_tokens, num_heads, head_dim]`."""

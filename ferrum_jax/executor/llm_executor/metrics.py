@@ -1,13 +1,14 @@
 """What an executor has done, how long it took, and what it is doing now."""
 
 import contextlib
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from ferrum_jax.contract.execution import ExecutorMemoryUsage, ExecutorMetrics, ExecutorState
 
@@ -27,6 +28,11 @@ class Tally:
     def average_ms(self) -> float:
         """Mean latency of all calls; 0 before the first."""
         return self.busy_seconds * 1000 / self.operations if self.operations else 0.0
+
+    @property
+    def p95_ms(self) -> float:
+        """The smallest of the latest latencies that at least 95 % do not exceed (nearest rank); 0 before the first."""
+        return float(np.quantile(self.latest, 0.95, method="inverted_cdf")) if self.latest else 0.0
 
 
 class Meter:
@@ -58,19 +64,18 @@ class Meter:
         self.state, self.running_rows = state, num_rows
         try:
             yield
+            seconds = time.perf_counter() - begun
             with self._mutex:
                 self.last_operation = time.monotonic()
                 if kind is not None:
-                    self._count(self.tallies[kind], num_rows, num_tokens, time.perf_counter() - begun)
+                    tally = self.tallies[kind]
+                    tally.operations += 1
+                    tally.busy_seconds += seconds
+                    tally.latest.append(seconds * 1000)
+                    self._tokens += num_tokens
+                    self._filled += min(1.0, num_rows / self._max_batch_size)
         finally:
             self.state, self.running_rows = ExecutorState.Ready, 0
-
-    def _count(self, tally: Tally, num_rows: int, num_tokens: int, seconds: float) -> None:
-        self._tokens += num_tokens
-        self._filled += min(1.0, num_rows / self._max_batch_size)
-        tally.operations += 1
-        tally.busy_seconds += seconds
-        tally.latest.append(seconds * 1000)
 
     def metrics(self, memory: ExecutorMemoryUsage) -> ExecutorMetrics:
         """Returns everything counted, with the share of allocated memory that is in use."""
@@ -84,14 +89,9 @@ class Meter:
                 decode_operations=decode.operations,
                 avg_prefill_latency=prefill.average_ms,
                 avg_decode_latency=decode.average_ms,
-                p95_prefill_latency=percentile_95(prefill.latest),
-                p95_decode_latency=percentile_95(decode.latest),
+                p95_prefill_latency=prefill.p95_ms,
+                p95_decode_latency=decode.p95_ms,
                 throughput_tps=self._tokens / seconds if seconds else 0.0,
                 memory_efficiency=memory.used_bytes / memory.allocated_bytes if memory.allocated_bytes else 0.0,
                 batch_utilization=self._filled / operations if operations else 0.0,
             )
-
-
-def percentile_95(values: Sequence[float]) -> float:
-    """Returns the smallest value that at least 95 % do not exceed (nearest rank); 0 for no values."""
-    return sorted(values)[math.ceil(0.95 * len(values)) - 1] if values else 0.0

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.answers import (
     Answer,
-    Captured,
     Logits,
     check_answer_count,
     check_answers,
@@ -23,13 +22,14 @@ from ferrum_jax.contract.answers import (
     check_logits,
     choose,
 )
+from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.slots import KvSlotRequest
 from ferrum_jax.contract.tensors import DecodeOutput, PrefillOutput, SpeculativeDecodeOutput
 from ferrum_jax.executor.llm_executor.description import overrides
-from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, handle_of
-from ferrum_jax.executor.llm_executor.opening import open_rows
-from ferrum_jax.executor.llm_executor.requests import Options, RowRequest
+from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle, current_sequence, handle_of
+from ferrum_jax.executor.llm_executor.requests import RowRequest
 from ferrum_jax.executor.llm_executor.sequences import SequenceTable, TrackedSequence, UndoLog
 
 DECODE_METHODS = ("decode_batch", "decode_batch_with_full_logits", "decode_batch_with_logits_policy")
@@ -40,39 +40,32 @@ def prefill(log: UndoLog, rows: Sequence[RowRequest], *, together: bool = False)
 
     With `together`, one forward takes all chunks that want neither full logits nor activations.
     """
-    table, sequences = log.table, open_rows(log, rows)
-    captures = _capture_rows(table, sequences, rows)
-    joined = [at for at, row in enumerate(rows) if together and not (row.options.captures or row.options.full_logits)]
-    answers = _unified(table, [sequences[at] for at in joined], [rows[at] for at in joined]) if joined else None
-    last_logits = {} if answers is None else dict(zip(joined, answers, strict=True))
-    outputs = []
-    for at, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
-        captured = captures.get(at)
-        if captured is not None:
-            logits = captured.logits
-        elif at in last_logits:
-            logits = np.asarray(last_logits[at])[None]
+    table = log.table
+    open_rows(log, rows)
+    joined = [row for row in rows if together and not (row.options.captures or row.options.full_logits)]
+    if joined:
+        _unified(table, joined)
+    for row in rows:
+        if row.options.captures:
+            row.answer = _capture(table, row)
         elif row.options.full_logits:
-            logits = _verify(table, sequence, row.tokens)
-        else:
-            logits = _prefill_chunk(table, sequence, row)[None]
-        outputs.append(_prefill_output(table, sequence, logits, row.options, captured))
-    return outputs
+            row.answer = _verify(table, row.sequence, row.tokens)
+        elif row.answer is None:
+            row.answer = _prefill_chunk(table, row)
+    return [_prefill_output(table, row) for row in rows]
 
 
 def decode(log: UndoLog, rows: Sequence[RowRequest]) -> list[DecodeOutput]:
     """Appends one token to every sequence, in one forward except for rows that capture activations."""
-    table, sequences = log.table, open_rows(log, rows)
-    captures = _capture_rows(table, sequences, rows)
-    batched = [at for at in range(len(rows)) if at not in captures]
-    answers = _decode_batch(table, [sequences[at] for at in batched], [rows[at] for at in batched]) if batched else []
-    found = dict(zip(batched, answers, strict=True))
-    outputs = []
-    for at, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
-        captured = captures.get(at)
-        answer = found[at] if captured is None else choose(captured.logits[0], row.policy)
-        outputs.append(_decode_output(handle_of(table, sequence), answer, row.options, captured))
-    return outputs
+    table = log.table
+    open_rows(log, rows)
+    batched = [row for row in rows if not row.options.captures]
+    for row in rows:
+        if row.options.captures:
+            row.answer = choose(_capture(table, row)[0], row.policy)
+    if batched:
+        _decode_batch(table, batched)
+    return [_decode_output(handle_of(table, row.sequence), row.answer, row) for row in rows]
 
 
 def unified(log: UndoLog, rows: Sequence[RowRequest]) -> list[Answer | None]:
@@ -80,35 +73,29 @@ def unified(log: UndoLog, rows: Sequence[RowRequest]) -> list[Answer | None]:
 
     A model that cannot runs a prefill per chunk and one decode of all single tokens of live sequences.
     """
-    table, sequences = log.table, open_rows(log, rows)
-    together = _unified(table, sequences, rows)
-    if together is not None:
-        return together
-    answers: list[Answer | None] = [None] * len(rows)
-    singles = []
-    for at, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
-        if sequence.length and row.is_final and len(row.tokens) == 1:
-            singles.append(at)
-            continue
-        logits = _prefill_chunk(table, sequence, row)
-        answers[at] = choose(logits, row.policy) if row.is_final else None
-    if singles:
-        decoded = _decode_batch(table, [sequences[at] for at in singles], [rows[at] for at in singles])
-        for at, answer in zip(singles, decoded, strict=True):
-            answers[at] = answer
-    return answers
+    table = log.table
+    open_rows(log, rows)
+    if not _unified(table, rows):
+        singles = [row for row in rows if row.sequence.length and row.is_final and len(row.tokens) == 1]
+        for row in rows:
+            if row not in singles:
+                logits = _prefill_chunk(table, row)
+                row.answer = choose(logits, row.policy) if row.is_final else None
+        if singles:
+            _decode_batch(table, singles)
+    return [row.answer for row in rows]
 
 
 def verify(log: UndoLog, rows: Sequence[RowRequest], *, policies: Sequence[LogitsReturnPolicy]) -> list[DecodeOutput]:
     """Appends the one row's tokens; output i answers as policy i asks, with a handle that ends after token i."""
-    table, (sequence,), (row,) = log.table, open_rows(log, rows), rows
-    start = handle_of(table, sequence)
-    captured = _capture_rows(table, [sequence], rows).get(0)
-    logits = _verify(table, sequence, row.tokens) if captured is None else captured.logits
+    table, (row,) = log.table, rows
+    open_rows(log, rows)
+    start = handle_of(table, row.sequence)
+    logits = _capture(table, row) if row.options.captures else _verify(table, row.sequence, row.tokens)
     outputs = []
     for at, policy in enumerate(policies):
         handle = start.with_sequence_length(start.num_tokens + at + 1)
-        outputs.append(_decode_output(handle, choose(logits[at], policy), row.options, captured, at))
+        outputs.append(_decode_output(handle, choose(logits[at], policy), row, at))
     return outputs
 
 
@@ -117,19 +104,21 @@ def speculate(log: UndoLog, rows: Sequence[RowRequest], *, threshold: float) -> 
 
     One forward over all tokens and a roll back of the rest; token by token where the model cannot roll back.
     """
-    table, (sequence,) = log.table, open_rows(log, rows)
-    first, *draft = rows[0].tokens.tolist()
+    table, (row,) = log.table, rows
+    open_rows(log, rows)
+    sequence, (first, *draft) = row.sequence, row.tokens
+    accepted = 0
     if overrides(table.model, "truncate_kv"):
         end = sequence.length + 1
-        matrix = _verify(table, sequence, rows[0].tokens)
-        judged = (is_accepted(matrix[at], token, threshold) for at, token in enumerate(draft))
-        accepted = next((at for at, good in enumerate(judged) if not good), len(draft))
+        matrix = _verify(table, sequence, row.tokens)
+        while accepted < len(draft) and is_accepted(matrix[accepted], draft[accepted], threshold):
+            accepted += 1
         table.truncate(sequence, end + accepted)
         logits = matrix[accepted]
     else:
-        logits, accepted = append_token(table, sequence, first), 0
+        (logits,) = _verify(table, sequence, [first])
         while accepted < len(draft) and is_accepted(logits, draft[accepted], threshold):
-            logits = append_token(table, sequence, draft[accepted])
+            (logits,) = _verify(table, sequence, [draft[accepted]])
             accepted += 1
     return SpeculativeDecodeOutput(
         accepted_tokens=draft[:accepted],
@@ -148,7 +137,7 @@ def forward(log: UndoLog, rows: Sequence[RowRequest]) -> NDArray[np.float32]:
             f"input_ids have {longest} positions, the KV capacity of a sequence is {table.capacity}"
         )
     if len(rows) > 1 and overrides(model, "forward_verify_batch"):
-        items = [(log.begin(kind="forward").cache_id, row.tokens.tolist()) for row in rows]
+        items = [(log.begin(kind="forward").cache_id, row.tokens) for row in rows]
         with contextlib.suppress(ResourceExhaustedError):  # with few free slots, row by row
             found = model.forward_verify_batch(items)
             log.undo()
@@ -168,51 +157,89 @@ def is_accepted(logits: Logits, token: int, threshold: float) -> bool:
     return bool(np.float64(logits[token]) - np.float64(logits.max()) >= math.log(threshold))
 
 
-def append_token(table: SequenceTable, sequence: TrackedSequence, token: int) -> Logits:
-    """Appends one token, `[V]`; the first of a sequence is a prefill."""
-    cache_id, length, model = sequence.cache_id, sequence.length, table.model
-    logits = model.decode(cache_id, token, length) if length else model.prefill(cache_id, [token])
-    table.advance(sequence, 1)
-    return check_logits(model, logits)
+def open_rows(log: UndoLog, rows: Sequence[RowRequest]) -> None:
+    """Finds or begins the sequence of every row, binds adapters, and checks that the KV admits what was announced.
+
+    Nothing is reserved: the forward takes what it needs, and a refused call leaves no block behind. An adapter that
+    was unloaded for another one is not loaded again where the call fails after that; its next use loads it.
+    """
+    table, model = log.table, log.table.model
+    found = [_find(table, row) for row in rows]
+    ids = [row.name if sequence is None else sequence.cache_id for row, sequence in zip(rows, found, strict=True)]
+    check_distinct(cache_id for cache_id in ids if cache_id is not None)
+    admissions = []
+    for row, live in zip(rows, found, strict=True):
+        row.sequence = log.begin(row.name) if live is None else log.record(live)
+        cache_id, length, options = row.sequence.cache_id, row.sequence.length, row.options
+        if options.capacity_hint is not None:
+            model.prepare_kv_capacity(cache_id, options.capacity_hint)
+        if options.admission_target is not None:
+            most = max(options.admission_target, length + len(row.tokens))
+            admissions.append(KvSlotRequest(cache_id=cache_id, target_len=length, admission_target_len=most))
+    if admissions:
+        model.reserve_kv_slots(admissions)
+    adapted = [row for row in rows if row.options.adapter not in (None, row.sequence.adapter)]
+    # A sequence that gets no slot or block is refused before an adapter is unloaded for it.
+    ids = [row.sequence.cache_id for row in adapted if not row.sequence.length]
+    if empty := [KvSlotRequest(cache_id=cache_id, target_len=0, admission_target_len=1) for cache_id in ids]:
+        with contextlib.suppress(UnsupportedError):
+            model.reserve_kv_slots(empty)
+    for row in adapted:
+        model.set_lora_adapter_for_cache(row.sequence.cache_id, row.options.adapter)
+        row.sequence.adapter = row.options.adapter
 
 
-def _unified(
-    table: SequenceTable, sequences: Sequence[TrackedSequence], rows: Sequence[RowRequest]
-) -> list[Answer | None] | None:
-    """Appends every row in one forward; None, and counted, if the model cannot: nothing has changed then."""
-    model = table.model
-    items = [
-        (sequence.cache_id, row.tokens.tolist(), sequence.length, row.is_final)
-        for sequence, row in zip(sequences, rows, strict=True)
-    ]
+def _find(table: SequenceTable, row: RowRequest) -> TrackedSequence | None:
+    """Returns the live sequence of a row, or None if the row begins one; refuses tokens at a wrong position."""
+    sequence = None
+    if row.handle is not None:
+        sequence = current_sequence(row.handle, table)
+    elif row.name is not None:
+        sequence = table.find(row.name)
+        if sequence is None:
+            table.check_new_id(row.name)
+    start = 0 if sequence is None else sequence.length
+    end = start + len(row.tokens)
+    if row.offset is not None:
+        check_position(row.label, "pos_offset", row.offset, start)
+    if row.positions is not None and not np.array_equal(row.positions, np.arange(start, end)):
+        raise UnsupportedError(
+            f"{row.label}.position_ids are {row.positions[:8].tolist()}…, only consecutive ones from the cache's end, "
+            f"{start}, are supported"
+        )
+    if end > table.capacity:
+        raise RequestValidationError(
+            f"{row.label} needs {end} positions, the KV capacity of a sequence is {table.capacity}"
+        )
+    return sequence
+
+
+def _unified(table: SequenceTable, rows: Sequence[RowRequest]) -> bool:
+    """Appends every row in one forward; False, and counted, if the model cannot: nothing has changed then."""
+    model, policies = table.model, [row.policy for row in rows]
+    items = [(row.sequence.cache_id, row.tokens, row.sequence.length, row.is_final) for row in rows]
     wanted = [row.policy if row.is_final else None for row in rows]
-    wants_logits = any(isinstance(policy, FullLogits) for policy in wanted)
     try:
-        if wants_logits and not model.unified_forward_can_return_full_logits():
+        if FullLogits() in wanted and not model.unified_forward_can_return_full_logits():
             raise UnsupportedError(f"{type(model).__name__} has no unified forward with full logits")
-        if all(isinstance(row.policy, FullLogits) for row in rows):
+        if all(isinstance(policy, FullLogits) for policy in policies):
             answers = model.unified_forward(items)
         else:
-            answers = model.unified_forward_with_logits_policy(items, [row.policy for row in rows])
+            answers = model.unified_forward_with_logits_policy(items, policies)
     except UnsupportedError:
-        if overrides(model, "unified_forward") and any(sequence.adapter for sequence in sequences):
+        if overrides(model, "unified_forward") and any(row.sequence.adapter for row in rows):
             table.lora_fallback_calls += 1
         else:
             table.unsupported_fallback_calls += 1
-        return None
-    for sequence, row in zip(sequences, rows, strict=True):
-        table.advance(sequence, len(row.tokens))
-    return check_answers(model, answers, wanted)
+        return False
+    _take_answers(table, rows, answers, wanted)
+    return True
 
 
-def _decode_batch(
-    table: SequenceTable, sequences: Sequence[TrackedSequence], rows: Sequence[RowRequest]
-) -> list[Answer]:
+def _decode_batch(table: SequenceTable, rows: Sequence[RowRequest]) -> None:
     """Appends one token to every sequence; row by row if the model has no batch, or none with these adapters."""
     model, policies = table.model, [row.policy for row in rows]
-    batch = [
-        (sequence.cache_id, int(row.tokens[0]), sequence.length) for sequence, row in zip(sequences, rows, strict=True)
-    ]
+    batch = [(row.sequence.cache_id, row.tokens[0], row.sequence.length) for row in rows]
     if overrides(model, *DECODE_METHODS):
         try:
             if not all(isinstance(policy, FullLogits) for policy in policies):
@@ -222,79 +249,78 @@ def _decode_batch(
             else:
                 answers = model.decode_batch(batch)
         except UnsupportedError:
-            if len(rows) == 1 or not any(sequence.adapter for sequence in sequences):
+            if len(rows) == 1 or not any(row.sequence.adapter for row in rows):
                 raise
             table.lora_fallback_calls += 1
         else:
-            for sequence in sequences:
-                table.advance(sequence, 1)
-            return [answer for answer in check_answers(model, answers, policies) if answer is not None]
-    found: list[Answer] = []
-    for sequence, row, policy in zip(sequences, batch, policies, strict=True):  # an error leaves a known length
-        logits = model.decode(*row)
-        table.advance(sequence, 1)
-        found.append(choose(check_logits(model, logits), policy))
-    return found
+            return _take_answers(table, rows, answers, policies)
+    for row, item in zip(rows, batch, strict=True):  # an error leaves a known length
+        logits = model.decode(*item)
+        table.advance(row.sequence, 1)
+        row.answer = choose(check_logits(model, logits), row.policy)
 
 
-def _prefill_chunk(table: SequenceTable, sequence: TrackedSequence, row: RowRequest) -> Logits:
+def _take_answers(
+    table: SequenceTable, rows: Sequence[RowRequest], answers: Any, wanted: Sequence[LogitsReturnPolicy | None]
+) -> None:
+    for row in rows:
+        table.advance(row.sequence, len(row.tokens))
+    for row, answer in zip(rows, check_answers(table.model, answers, wanted), strict=True):
+        row.answer = answer
+
+
+def _prefill_chunk(table: SequenceTable, row: RowRequest) -> Logits:
     """Appends a row's tokens and returns the logits of the last, `[V]`."""
-    logits = table.model.prefill(sequence.cache_id, row.tokens.tolist())
-    table.advance(sequence, len(row.tokens))
+    logits = table.model.prefill(row.sequence.cache_id, row.tokens)
+    table.advance(row.sequence, len(row.tokens))
     return check_logits(table.model, logits)
 
 
-def _verify(table: SequenceTable, sequence: TrackedSequence, tokens: NDArray[np.int32]) -> NDArray[np.float32]:
+def _verify(table: SequenceTable, sequence: TrackedSequence, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Appends tokens in one forward, `[n, V]`; token by token where the model cannot."""
-    model, cache_id, ids = table.model, sequence.cache_id, tokens.tolist()
+    model, cache_id = table.model, sequence.cache_id
     try:
-        logits = model.forward_verify(cache_id, ids)
+        logits = model.forward_verify(cache_id, tokens)
     except UnsupportedError:
         rows = []
-        for token in ids:
+        for token in tokens:
             length = sequence.length
             logits = model.decode(cache_id, token, length) if length else model.prefill(cache_id, [token])
             table.advance(sequence, 1)
             rows.append(check_logits(model, logits))
         return np.stack(rows)
-    table.advance(sequence, len(ids))
-    return check_logit_rows(model, logits, len(ids))
+    table.advance(sequence, len(tokens))
+    return check_logit_rows(model, logits, len(tokens))
 
 
-def _capture_rows(
-    table: SequenceTable, sequences: Sequence[TrackedSequence], rows: Sequence[RowRequest]
-) -> dict[int, Captured]:
-    """Appends the rows that ask for activations, by index; first of all, for a model refuses a layer it lacks."""
-    model, captures = table.model, {}
-    for at, (sequence, row) in enumerate(zip(sequences, rows, strict=True)):
-        if row.options.captures:
-            layers = {"hidden": row.options.hidden_layers, "attention_weights": row.options.attention_layers}
-            captured = model.capture(sequence.cache_id, row.tokens.tolist(), **layers)
-            table.advance(sequence, len(row.tokens))
-            captures[at] = check_captured(model, captured, len(row.tokens), **layers)
-    return captures
+def _capture(table: SequenceTable, row: RowRequest) -> NDArray[np.float32]:
+    """Appends a row's tokens, `[n, V]`, and keeps the activations that it asks for."""
+    hidden, weights = row.options.hidden_layers, row.options.attention_layers
+    captured = table.model.capture(row.sequence.cache_id, row.tokens, hidden=hidden, attention_weights=weights)
+    table.advance(row.sequence, len(row.tokens))
+    row.captured = check_captured(table.model, captured, len(row.tokens), hidden, weights)
+    return row.captured.logits
 
 
-def _prefill_output(
-    table: SequenceTable, sequence: TrackedSequence, logits: Any, options: Options, captured: Captured | None
-) -> PrefillOutput:
-    """Builds the output of one chunk of `logits [n, V]`; activations are in the order in which they were asked for."""
+def _prefill_output(table: SequenceTable, row: RowRequest) -> PrefillOutput:
+    """Builds the output of one chunk; activations are in the order in which they were asked for."""
+    captured, options = row.captured, row.options
     hidden = [captured.hidden[layer][None] for layer in options.hidden_layers] if captured else []
     weights = [captured.attention_weights[layer][None] for layer in options.attention_layers] if captured else []
+    logits = np.atleast_2d(row.answer)
     return PrefillOutput(
         logits=(logits if options.full_logits else logits[-1:])[None],
-        kv_cache=handle_of(table, sequence),
+        kv_cache=handle_of(table, row.sequence),
         hidden_states=hidden or None,
         attention_weights=weights or None,
     )
 
 
-def _decode_output(
-    handle: LlmKvCacheHandle, answer: Answer, options: Options, captured: Captured | None, at: int = 0
-) -> DecodeOutput:
-    """Builds the output of one token: `[1, V]` logits or a `[1, 1]` id, and what was captured at token `at`."""
+def _decode_output(handle: LlmKvCacheHandle, answer: Answer, row: RowRequest, at: int = 0) -> DecodeOutput:
+    """Builds the output of token `at` of a row: `[1, V]` logits or a `[1, 1]` id, and what was captured there."""
+    captured, options, length = row.captured, row.options, handle.num_tokens
     hidden = [captured.hidden[layer][at][None] for layer in options.hidden_layers] if captured else []
-    weights, length = captured.attention_weights if captured else {}, handle.num_tokens
+    weights = captured.attention_weights if captured else {}
     return DecodeOutput(
         logits=np.array([[answer]], np.int32) if isinstance(answer, int) else answer[None],
         kv_cache=handle,

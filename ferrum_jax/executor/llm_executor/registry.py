@@ -1,6 +1,7 @@
 """Executors by name, for a process that serves several models."""
 
 import threading
+from collections.abc import Callable
 
 from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError, safe_repr
 from ferrum_jax.contract.execution import ExecutorMetrics
@@ -27,15 +28,11 @@ class LlmExecutorRegistry(ExecutorRegistry):
 
     def get(self, name: str) -> ModelExecutor:
         """Returns the executor of a name; an unknown name is NotFound."""
-        with self._mutex:
-            self._check_known(name)
-            return self._executors[name]
+        return self._found(name, self._executors.__getitem__)
 
     def remove(self, name: str) -> ModelExecutor:
         """Removes an executor, still running, and returns it; an unknown name is NotFound."""
-        with self._mutex:
-            self._check_known(name)
-            return self._executors.pop(name)
+        return self._found(name, self._executors.pop)
 
     def list_names(self) -> list[str]:
         """Names in the order they were registered."""
@@ -46,6 +43,8 @@ class LlmExecutorRegistry(ExecutorRegistry):
         """Returns the metrics of the executor of a name; an unknown name is NotFound."""
         return self.get(name).metrics()
 
-    def _check_known(self, name: str) -> None:
-        if not isinstance(name, str) or name not in self._executors:
-            raise NotFoundError(f"no executor is named {safe_repr(name)}, registered are {list(self._executors)}")
+    def _found(self, name: str, take: Callable[[str], ModelExecutor]) -> ModelExecutor:
+        with self._mutex:
+            if not isinstance(name, str) or name not in self._executors:
+                raise NotFoundError(f"no executor is named {safe_repr(name)}, registered are {list(self._executors)}")
+            return take(name)

@@ -1,17 +1,19 @@
 """From what a caller passes to checked rows of tokens. Nothing here knows a sequence's length."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ferrum_jax.contract.answers import Captured
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items, check_tokens, is_real
 from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy, check_policy
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.contract.tensors import DecodeInput, PrefillInput, UnifiedBatchItem
+from ferrum_jax.executor.llm_executor.sequences import TrackedSequence
 
 PREFIX = "ferrum_"
 LORA_ADAPTER = "ferrum_lora_adapter"
@@ -41,12 +43,12 @@ class Options:
         return bool(self.hidden_layers or self.attention_layers)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class RowRequest:
-    """New tokens of one sequence."""
+    """New tokens of one sequence, and, once they have run, the model's answer."""
 
     label: str  # its name in messages
-    tokens: NDArray[np.int32]  # [n]
+    tokens: list[int]
     handle: Any = None  # of the sequence they are appended to
     name: str | None = None  # the sequence's id where there is no handle; None with neither: a new sequence
     offset: int | None = None  # position of the first token, as the caller believes
@@ -54,6 +56,110 @@ class RowRequest:
     is_final: bool = True
     policy: LogitsReturnPolicy = FullLogits()
     options: Options = Options()
+    sequence: TrackedSequence = field(init=False)
+    answer: Any = field(init=False, default=None)  # as the policy asks; logits [n, V] where all were asked for
+    captured: Captured | None = field(init=False, default=None)
+
+
+def prefill_rows(inputs: Any, vocab_size: int) -> list[RowRequest]:
+    """Reads chunks of prompts, each `input_ids [1, n]`."""
+    rows = []
+    for at, given in enumerate(check_items("inputs", inputs, PrefillInput)):
+        row = _read_input(f"inputs[{at}]", given, vocab_size)
+        count = len(row.tokens)
+        mask = _array_of_shape(f"{row.label}.attention_mask", given.attention_mask, count, "iubf", "numbers")
+        if mask is not None and (num_hidden := int((mask != 1).sum())):
+            raise UnsupportedError(
+                f"{row.label}.attention_mask hides {num_hidden} of {count} tokens, only ones are supported"
+            )
+        rows.append(row)
+    return rows
+
+
+def decode_rows(inputs: Any, vocab_size: int) -> list[RowRequest]:
+    """Reads one token of each sequence, `input_ids [1, 1]`."""
+    rows = []
+    for at, given in enumerate(check_items("inputs", inputs, DecodeInput)):
+        row = _read_input(f"inputs[{at}]", given, vocab_size)
+        if len(row.tokens) != 1:
+            raise RequestValidationError(f"{row.label}.input_ids has shape [1, {len(row.tokens)}], expected [1, 1]")
+        if given.kv_cache is None:
+            raise RequestValidationError(f"{row.label}.kv_cache is None, decoding needs a handle")
+        if len(row.options.hidden_layers) > 1:
+            asked = list(row.options.hidden_layers)
+            raise RequestValidationError(
+                f"{row.label}: {HIDDEN_LAYERS} is {asked}, a DecodeOutput has the hidden state of one layer"
+            )
+        row.policy = _check_policy(row, given.logits_policy, vocab_size)
+        rows.append(row)
+    return rows
+
+
+def unified_rows(items: Any, vocab_size: int) -> list[RowRequest]:
+    """Reads the rows of a mixed batch."""
+    rows = []
+    for at, given in enumerate(check_items("items", items, UnifiedBatchItem)):
+        label = f"items[{at}]"
+        row = RowRequest(
+            label=label,
+            tokens=check_tokens(f"{label}.q_tokens", given.q_tokens, vocab_size).tolist(),
+            handle=given.kv_cache,
+            name=check_cache_id(given.seq_id) if given.kv_cache is None else None,
+            offset=check_int(f"{label}.pos_offset", given.pos_offset, 0),
+            is_final=check_flag(f"{label}.is_final_chunk", given.is_final_chunk),
+            options=read_options(label, given.metadata),
+        )
+        check_no_captures(row, "unified_decode")
+        row.policy = _check_policy(row, given.logits_policy, vocab_size)
+        rows.append(row)
+    return rows
+
+
+def token_rows(name: str, given: Any, vocab_size: int) -> list[RowRequest]:
+    """Reads an integer `[batch, seq]` array, both at least 1, as new sequences."""
+    matrix = _token_matrix(name, given, vocab_size)
+    if not matrix:
+        raise RequestValidationError(f"{name} has no rows, expected at least one")
+    return [RowRequest(label=name, tokens=tokens) for tokens in matrix]
+
+
+def check_no_captures(row: RowRequest, method: str) -> None:
+    """Raises Unsupported where a method's output has no field for what a layer captured."""
+    if row.options.captures:
+        raise UnsupportedError(
+            f"{row.label}: {HIDDEN_LAYERS} and {ATTENTION_LAYERS} have no place in {method}'s output"
+        )
+
+
+def check_threshold(threshold: Any) -> float:
+    """Returns an acceptance threshold between 0 and 1."""
+    if not is_real(threshold) or not 0 <= threshold <= 1:
+        raise RequestValidationError(f"acceptance_threshold is {safe_repr(threshold)}, expected a number from 0 to 1")
+    return float(threshold)
+
+
+def join_rows(rows: Sequence[RowRequest]) -> RowRequest:
+    """Returns decode rows that follow each other in one sequence as one row."""
+    first = rows[0]
+    for row in rows[1:]:
+        if row.handle != first.handle:
+            raise RequestValidationError(f"{row.label} has {row.handle!r}, {first.label} {first.handle!r}: share one")
+        if row.options != first.options:
+            raise RequestValidationError(f"{row.label} and {first.label} ask for different options of one sequence")
+    given = [row.positions for row in rows if row.positions is not None]
+    if given and len(given) != len(rows):
+        raise RequestValidationError(f"{len(given)} of {len(rows)} inputs have position_ids: give all or none")
+    tokens = [token for row in rows for token in row.tokens]
+    return replace(first, label="inputs", tokens=tokens, positions=np.concatenate(given) if given else None)
+
+
+def extend_row(row: RowRequest, draft_tokens: Any, vocab_size: int) -> RowRequest:
+    """Appends drafted tokens, of which there may be none, to a row of one token, whose position they continue."""
+    draft = []
+    if _array("draft_tokens", draft_tokens).shape != (0,):
+        draft = check_tokens("draft_tokens", draft_tokens, vocab_size).tolist()
+    positions = None if row.positions is None else row.positions[0] + np.arange(1 + len(draft))
+    return replace(row, tokens=row.tokens + draft, positions=positions)
 
 
 def read_options(label: str, metadata: Any) -> Options:
@@ -80,7 +186,7 @@ def read_options(label: str, metadata: Any) -> Options:
         return tuple(check_int(f"{label}: {key}", layer, 0) for layer in value)
 
     return Options(
-        adapter=_adapter(label, given.get(LORA_ADAPTER), given.get(LORA_PATH)),
+        adapter=_read_adapter(label, given.get(LORA_ADAPTER), given.get(LORA_PATH)),
         full_logits=check_flag(f"{label}: {FULL_LOGITS}", given.get(FULL_LOGITS, False)),
         capacity_hint=positions(CAPACITY_HINT),
         admission_target=positions(ADMISSION_TARGET),
@@ -89,137 +195,7 @@ def read_options(label: str, metadata: Any) -> Options:
     )
 
 
-def prefill_rows(inputs: Any, vocab_size: int) -> list[RowRequest]:
-    """Reads chunks of prompts, each `input_ids [1, n]`."""
-    rows = []
-    for at, given in enumerate(check_items("inputs", inputs, PrefillInput)):
-        label = f"inputs[{at}]"
-        tokens = _one_row(f"{label}.input_ids", given.input_ids, vocab_size)
-        mask = _array_of_shape(f"{label}.attention_mask", given.attention_mask, len(tokens), "iubf", "numbers")
-        if mask is not None and not (mask == 1).all():
-            hidden = int((mask != 1).sum())
-            raise UnsupportedError(
-                f"{label}.attention_mask hides {hidden} of {len(tokens)} tokens, only ones are supported"
-            )
-        rows.append(
-            RowRequest(
-                label=label,
-                tokens=tokens,
-                handle=given.kv_cache,
-                positions=_array_of_shape(f"{label}.position_ids", given.position_ids, len(tokens), "iu", "integers"),
-                options=read_options(label, given.metadata),
-            )
-        )
-    return rows
-
-
-def decode_rows(inputs: Any, vocab_size: int) -> list[RowRequest]:
-    """Reads one token of each sequence, `input_ids [1, 1]`."""
-    rows = []
-    for at, given in enumerate(check_items("inputs", inputs, DecodeInput)):
-        label = f"inputs[{at}]"
-        tokens = _one_row(f"{label}.input_ids", given.input_ids, vocab_size)
-        if len(tokens) != 1:
-            raise RequestValidationError(f"{label}.input_ids has shape [1, {len(tokens)}], expected [1, 1]")
-        if given.kv_cache is None:
-            raise RequestValidationError(f"{label}.kv_cache is None, decoding needs a handle")
-        options = read_options(label, given.metadata)
-        if len(options.hidden_layers) > 1:
-            asked = list(options.hidden_layers)
-            raise RequestValidationError(
-                f"{label}: {HIDDEN_LAYERS} is {asked}, a DecodeOutput has the hidden state of one layer"
-            )
-        rows.append(
-            RowRequest(
-                label=label,
-                tokens=tokens,
-                handle=given.kv_cache,
-                positions=_array_of_shape(f"{label}.position_ids", given.position_ids, 1, "iu", "integers"),
-                policy=_policy(label, given.logits_policy, options, vocab_size),
-                options=options,
-            )
-        )
-    return rows
-
-
-def unified_rows(items: Any, vocab_size: int) -> list[RowRequest]:
-    """Reads the rows of a mixed batch."""
-    rows = []
-    for at, given in enumerate(check_items("items", items, UnifiedBatchItem)):
-        label = f"items[{at}]"
-        options = read_options(label, given.metadata)
-        check_no_captures(label, options, "unified_decode")
-        rows.append(
-            RowRequest(
-                label=label,
-                tokens=check_tokens(f"{label}.q_tokens", given.q_tokens, vocab_size),
-                handle=given.kv_cache,
-                name=check_cache_id(given.seq_id) if given.kv_cache is None else None,
-                offset=check_int(f"{label}.pos_offset", given.pos_offset, 0),
-                is_final=check_flag(f"{label}.is_final_chunk", given.is_final_chunk),
-                policy=_policy(label, given.logits_policy, options, vocab_size),
-                options=options,
-            )
-        )
-    return rows
-
-
-def token_rows(name: str, given: Any, vocab_size: int) -> list[RowRequest]:
-    """Reads an integer `[batch, seq]` array, both at least 1, as new sequences."""
-    matrix = _token_matrix(name, given, vocab_size)
-    if not matrix:
-        raise RequestValidationError(f"{name} has no rows, expected at least one")
-    return [RowRequest(label=name, tokens=tokens) for tokens in matrix]
-
-
-def check_draft(given: Any, vocab_size: int) -> list[int]:
-    """Returns drafted token ids, of which there may be none."""
-    array = _array("draft_tokens", given)
-    return [] if array.shape == (0,) else check_tokens("draft_tokens", given, vocab_size).tolist()
-
-
-def check_threshold(threshold: Any) -> float:
-    """Returns an acceptance threshold between 0 and 1."""
-    if not is_real(threshold) or not 0 <= threshold <= 1:
-        raise RequestValidationError(f"acceptance_threshold is {safe_repr(threshold)}, expected a number from 0 to 1")
-    return float(threshold)
-
-
-def check_no_captures(label: str, options: Options, method: str) -> None:
-    """Raises Unsupported where a method's output has no field for what a layer captured."""
-    if options.captures:
-        raise UnsupportedError(f"{label}: {HIDDEN_LAYERS} and {ATTENTION_LAYERS} have no place in {method}'s output")
-
-
-def join_rows(rows: Sequence[RowRequest]) -> RowRequest:
-    """Returns decode rows that follow each other in one sequence as one row."""
-    first = rows[0]
-    for row in rows[1:]:
-        if row.handle != first.handle:
-            raise RequestValidationError(f"{row.label} has {row.handle!r}, {first.label} {first.handle!r}: share one")
-        if row.options != first.options:
-            raise RequestValidationError(f"{row.label} and {first.label} ask for different options of one sequence")
-    given = [row.positions for row in rows if row.positions is not None]
-    if given and len(given) != len(rows):
-        raise RequestValidationError(f"{len(given)} of {len(rows)} inputs have position_ids: give all or none")
-    return replace(
-        first,
-        label="inputs",
-        tokens=np.concatenate([row.tokens for row in rows]),
-        positions=np.concatenate(given) if given else None,
-    )
-
-
-def extend_row(row: RowRequest, tokens: Sequence[int]) -> RowRequest:
-    """Appends tokens to a row of one token, whose position they continue."""
-    return replace(
-        row,
-        tokens=np.array([row.tokens[0], *tokens], np.int32),
-        positions=None if row.positions is None else row.positions[0] + np.arange(1 + len(tokens)),
-    )
-
-
-def _adapter(label: str, name: Any, path: Any) -> ActiveLoraAdapter | None:
+def _read_adapter(label: str, name: Any, path: Any) -> ActiveLoraAdapter | None:
     if name is None and path is None:
         return None
     if not (isinstance(name, str) and isinstance(path, str) and name and path):
@@ -230,31 +206,36 @@ def _adapter(label: str, name: Any, path: Any) -> ActiveLoraAdapter | None:
     return ActiveLoraAdapter(name=name, path=path)
 
 
-def _policy(label: str, policy: LogitsReturnPolicy, options: Options, vocab_size: int) -> LogitsReturnPolicy:
+def _read_input(label: str, given: PrefillInput | DecodeInput, vocab_size: int) -> RowRequest:
+    rows = _token_matrix(f"{label}.input_ids", given.input_ids, vocab_size)
+    if len(rows) != 1:
+        raise RequestValidationError(f"{label}.input_ids has {len(rows)} rows, expected 1: an input is one sequence")
+    return RowRequest(
+        label=label,
+        tokens=rows[0],
+        handle=given.kv_cache,
+        positions=_array_of_shape(f"{label}.position_ids", given.position_ids, len(rows[0]), "iu", "integers"),
+        options=read_options(label, given.metadata),
+    )
+
+
+def _check_policy(row: RowRequest, policy: LogitsReturnPolicy, vocab_size: int) -> LogitsReturnPolicy:
     check_policy(policy, vocab_size)
-    if options.full_logits and not isinstance(policy, FullLogits):
-        raise RequestValidationError(f"{label}: {FULL_LOGITS} contradicts the policy {type(policy).__name__}")
+    if row.options.full_logits and not isinstance(policy, FullLogits):
+        raise RequestValidationError(f"{row.label}: {FULL_LOGITS} contradicts the policy {type(policy).__name__}")
     return policy
 
 
-def _token_matrix(name: str, given: Any, vocab_size: int) -> list[NDArray[np.int32]]:
+def _token_matrix(name: str, given: Any, vocab_size: int) -> list[list[int]]:
     array = _array(name, given)
     if array.ndim != 2:
         raise RequestValidationError(f"{name} has shape {list(array.shape)}, expected [batch, seq]")
     if isinstance(given, list | tuple):
         array = np.asarray(given, object)  # a boolean among integers stays one, and is refused
-    return [check_tokens(f"{name}, row {at}", row, vocab_size) for at, row in enumerate(array)]
-
-
-def _one_row(name: str, given: Any, vocab_size: int) -> NDArray[np.int32]:
-    rows = _token_matrix(name, given, vocab_size)
-    if len(rows) != 1:
-        raise RequestValidationError(f"{name} has {len(rows)} rows, expected 1: an input is one sequence")
-    return rows[0]
+    return [check_tokens(f"{name}, row {at}", row, vocab_size).tolist() for at, row in enumerate(array)]
 
 
 def _array(name: str, given: Any) -> NDArray[Any]:
-    """Copies an array to the host."""
     try:
         return np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as problem:

@@ -35,24 +35,19 @@ class SequenceTable:
     """The live sequences of one executor by id, and the lock around its model.
 
     The model's `kv_len` decides how long a sequence is; where that is None, appended tokens are counted here. Methods
-    are for the holder of the lock, except `held`, `check_open`, `check_ready` and `close`.
-
-    Attributes:
-        unsupported_fallback_calls: calls that ran chunk by chunk because the model's unified forward is Unsupported
-            or cannot return the logits that were asked for.
-        lora_fallback_calls: calls that ran row by row because the model refused a batch with adapters as Unsupported.
+    are for the holder of the lock, except `held`, `check_open` and `check_ready`.
     """
 
-    def __init__(self, model: DecoderOnlyLLM, device: Device | None = None, kv_bytes: int = 0):
+    def __init__(self, model: DecoderOnlyLLM, device: Device, kv_bytes: int):
         """Begins empty; `device` and `kv_bytes`, of one position in all layers, are what handles report."""
         self.model = model
-        self.device = device or Device("cpu")
+        self.device = device
         self.kv_bytes = kv_bytes
         self.capacity = check_length(model, "kv_capacity", model.kv_capacity())
         self.lock = threading.RLock()
-        self.is_closed = False
-        self.unsupported_fallback_calls = 0
-        self.lora_fallback_calls = 0
+        self.is_closed = False  # refuses every later caller
+        self.unsupported_fallback_calls = 0  # the unified forward is Unsupported, or has no logits
+        self.lora_fallback_calls = 0  # a batch with adapters is Unsupported
         self._live: dict[str, TrackedSequence] = {}
         self._numbers = {"cache": itertools.count(), "forward": itertools.count()}
         self._num_waits = 0
@@ -79,10 +74,6 @@ class SequenceTable:
         if self.model.state is not ExecutorState.Ready:
             self.model.kv_capacity()
 
-    def close(self) -> None:
-        """Refuses every later caller; the holder of the lock finishes."""
-        self.is_closed = True
-
     def release_all(self) -> None:
         """Releases every sequence, as far as the model still can."""
         for cache_id in list(self._live):
@@ -97,9 +88,7 @@ class SequenceTable:
 
     def create(self, cache_id: str | None = None, kind: str = "cache") -> TrackedSequence:
         """Begins an empty sequence under the caller's id, or under a new id `llm-<kind>-<number>`."""
-        sequence = TrackedSequence(self._new_id(kind) if cache_id is None else cache_id)
-        self._live[sequence.cache_id] = sequence
-        return sequence
+        return self._add(TrackedSequence(self._new_id(kind) if cache_id is None else cache_id))
 
     def find(self, cache_id: str) -> TrackedSequence | None:
         """Returns a live sequence with its length as of now, or None."""
@@ -152,12 +141,10 @@ class SequenceTable:
         """Copies a sequence under a new id; both share blocks until either writes."""
         cache_id = self._new_id("cache")
         self.model.fork(sequence.cache_id, cache_id)
-        fork = TrackedSequence(cache_id, sequence.length, sequence.adapter)
-        self._live[cache_id] = fork
-        return fork
+        return self._add(TrackedSequence(cache_id, sequence.length, sequence.adapter))
 
     def count(self) -> int:
-        """Number of live sequences."""
+        """Returns how many sequences are live."""
         return sum(self.find(cache_id) is not None for cache_id in list(self._live))
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
@@ -166,21 +153,16 @@ class SequenceTable:
         for cache_id in new:
             self.check_new_id(cache_id)
         reservation = self.model.reserve_kv_slots(requests)
-        if reservation is None:
-            return None
-        for cache_id in new:
+        for cache_id in new if reservation is not None else ():
             self.create(cache_id)
         return check_kind(self.model, "reserve_kv_slots", reservation, KvSlotReservation)
 
     def cache_metrics(self) -> dict[str, Any]:
         """The model's counters, plus the fallbacks counted here and the waits in the queue and for the lock."""
-        counters = check_kind(self.model, "cache_metrics_snapshot", self.model.cache_metrics_snapshot() or {}, Mapping)
-        batches = {
-            "schema_version": 1, "unsupported_fallback_calls": 0, "lora_fallback_calls": 0,
-            **counters.get("decode_batch", {}),
-        }  # fmt: skip
-        batches["unsupported_fallback_calls"] += self.unsupported_fallback_calls
-        batches["lora_fallback_calls"] += self.lora_fallback_calls
+        counters = check_kind(self.model, "cache_metrics_snapshot", self.model.cache_metrics_snapshot(), Mapping) or {}
+        batches = {"schema_version": 1, **counters.get("decode_batch", {})}
+        for name in ("unsupported_fallback_calls", "lora_fallback_calls"):
+            batches[name] = batches.get(name, 0) + getattr(self, name)
         lock = {
             "schema_version": 1,
             "samples": self._num_waits,
@@ -188,6 +170,10 @@ class SequenceTable:
             "avg_wait_time_ms": self._waited_seconds * 1e3 / self._num_waits if self._num_waits else 0.0,
         }
         return {**counters, "decode_batch": batches, "executor_model_lock": lock}
+
+    def _add(self, sequence: TrackedSequence) -> TrackedSequence:
+        self._live[sequence.cache_id] = sequence
+        return sequence
 
     def _new_id(self, kind: str) -> str:
         """Returns the next id of a kind that no other caller of the model uses."""
@@ -215,6 +201,9 @@ class UndoLog:
     def __init__(self, table: SequenceTable):
         self.table = table
         self._entries: list[_Before] = []
+        self._mutex = threading.Lock()
+        self._is_sealed = False
+        self._is_abandoned = False
 
     def begin(self, cache_id: str | None = None, kind: str = "cache") -> TrackedSequence:
         """Begins a sequence, as `SequenceTable.create`."""
@@ -222,14 +211,24 @@ class UndoLog:
         self._entries.append(_Before(sequence, None, None))
         return sequence
 
-    def record(self, sequence: TrackedSequence) -> None:
+    def record(self, sequence: TrackedSequence) -> TrackedSequence:
         """Records a sequence before the call changes it."""
         self._entries.append(_Before(sequence, sequence.length, sequence.adapter))
+        return sequence
 
-    def seal(self) -> None:
-        """Ends the call: a later `undo` leaves alone whatever has changed since."""
+    def seal(self) -> bool:
+        """Ends the call: a later `undo` leaves alone whatever has changed since. True if it was abandoned before."""
         for entry in self._entries:
             entry.version = entry.sequence.version
+        with self._mutex:
+            self._is_sealed = True
+            return self._is_abandoned
+
+    def abandon(self) -> bool:
+        """Has a running call undone when it ends; True if it has ended, so that the caller must call `undo`."""
+        with self._mutex:
+            self._is_abandoned = True
+            return self._is_sealed
 
     def undo(self) -> None:
         """Restores every recorded sequence, once; errors of a failed model are left to its `reset`."""
@@ -239,16 +238,14 @@ class UndoLog:
                 return  # `close` releases every sequence
             entries = [entry for entry in entries if self._is_untouched(entry)]
             for entry in entries:
-                if entry.length is None:
-                    with contextlib.suppress(FerrumError):
-                        self.table.release(entry.sequence.cache_id)
-            kept = [entry for entry in entries if self._truncate(entry)]
-            changed = [entry for entry in kept if entry.sequence.adapter != entry.adapter]
-            for entry in changed:  # all of them first, so that the adapters they had can be loaded again
+                with contextlib.suppress(FerrumError):
+                    self._roll_back(entry.sequence, entry.length)
+            rebound = [entry for entry in entries if entry.length is not None]
+            rebound = [entry for entry in rebound if entry.sequence.adapter != entry.adapter]
+            for entry in rebound:  # all of them first, so that the adapters they had can be loaded again
                 self._bind(entry.sequence, None)
-            for entry in changed:
-                if entry.sequence.adapter != entry.adapter:
-                    self._bind(entry.sequence, entry.adapter)
+            for entry in rebound:
+                self._bind(entry.sequence, entry.adapter)
 
     def _is_untouched(self, entry: _Before) -> bool:
         if entry.version is None:
@@ -259,27 +256,22 @@ class UndoLog:
             return True
         return found is entry.sequence and entry.sequence.version == entry.version
 
-    def _truncate(self, entry: _Before) -> bool:
-        """Truncates a sequence, or releases it; False if it is gone."""
-        sequence, length = entry.sequence, entry.length
+    def _roll_back(self, sequence: TrackedSequence, length: int | None) -> None:
+        """Truncates a sequence, or releases it."""
         if length is None:
-            return False
-        with contextlib.suppress(FerrumError):
-            if self.table.find(sequence.cache_id) is None:
-                return False
+            self.table.release(sequence.cache_id)
+        elif self.table.find(sequence.cache_id) is not None:
             try:
                 self.table.model.truncate_kv(sequence.cache_id, length)
                 sequence.length = min(sequence.length, length)
             except UnsupportedError:
                 if sequence.length != length:
                     self.table.release(sequence.cache_id)
-                    return False
-        return True
 
     def _bind(self, sequence: TrackedSequence, adapter: ActiveLoraAdapter | None) -> None:
         """Binds an empty sequence to its adapter, or releases it: it must not run with another."""
         with contextlib.suppress(FerrumError):
-            if self.table.find(sequence.cache_id) is None:
+            if sequence.adapter == adapter or self.table.find(sequence.cache_id) is None:
                 return
             try:
                 self.table.model.set_lora_adapter_for_cache(sequence.cache_id, adapter)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar, cast
 
 from ferrum_jax.contract.errors import CancelledError
 from ferrum_jax.contract.execution import ExecutorState
@@ -15,50 +15,6 @@ from ferrum_jax.executor.llm_executor.requests import RowRequest
 from ferrum_jax.executor.llm_executor.sequences import SequenceTable, UndoLog
 
 T = TypeVar("T")
-Work = Callable[[UndoLog, Sequence[RowRequest]], T]
-
-
-class _Call(Generic[T]):
-    """One call, which its caller may abandon at any time."""
-
-    def __init__(
-        self, table: SequenceTable, meter: Meter, kind: Kind | None, rows: Sequence[RowRequest], work: Work[T],
-        state: ExecutorState,
-    ):  # fmt: skip
-        self._log = UndoLog(table)
-        self._measured = meter.measured(kind, len(rows), sum(len(row.tokens) for row in rows), state)
-        self._rows = rows
-        self._work = work
-        self._asked = time.perf_counter()
-        self._mutex = threading.Lock()
-        self._is_done = False
-        self._is_abandoned = False
-
-    def run(self) -> T:
-        """Runs in the worker thread. Holds the table throughout: no other thread sees what is about to be undone."""
-        with self._log.table.held(self._asked):
-            with self._measured:
-                try:
-                    result = self._work(self._log, self._rows)
-                except BaseException:
-                    self._log.undo()
-                    raise
-                self._log.seal()
-            with self._mutex:
-                self._is_done, is_abandoned = True, self._is_abandoned
-            if is_abandoned:
-                self._log.undo()
-        return result
-
-    def abandon(self) -> bool:
-        """Has a running call undone when it ends; True if it has ended, so that the caller must call `undo`."""
-        with self._mutex:
-            self._is_abandoned = True
-            return self._is_done
-
-    def undo(self) -> None:
-        """Undoes a call that has ended, except for sequences that other calls have changed since."""
-        self._log.undo()
 
 
 class CallWorker:
@@ -76,27 +32,48 @@ class CallWorker:
         self._closing: Future[None] | None = None
 
     async def run(
-        self, kind: Kind | None, rows: Sequence[RowRequest], work: Work[T], state: ExecutorState = ExecutorState.Busy
+        self,
+        kind: Kind | None,
+        rows: Sequence[RowRequest],
+        work: Callable[[UndoLog, Sequence[RowRequest]], T],
+        state: ExecutorState = ExecutorState.Busy,
     ) -> T:
         """Runs `work(log, rows)` off the event loop and returns its result.
 
         Args:
             kind: how the call is counted; None is not counted.
-            rows: its sequences and tokens.
+            rows: its sequences and tokens; a counted call without any returns `[]` at once.
             work: changes sequences only as its undo log records; without records it is not undone.
             state: of the executor while it runs.
         """
+        if kind is not None and not rows:
+            self._table.check_ready()
+            return cast(T, [])
         self._table.check_open()
-        call = _Call(self._table, self._meter, kind, rows, work, state)
-        with self._mutex:
-            if self._closing is not None:
-                raise CancelledError("this executor is shut down")
-            future = self._pool.submit(call.run)
+        log, asked = UndoLog(self._table), time.perf_counter()
+
+        def call() -> T:
+            with self._table.held(asked):  # throughout: no other thread sees what is about to be undone
+                with self._meter.measured(kind, len(rows), sum(len(row.tokens) for row in rows), state):
+                    try:
+                        result = work(log, rows)
+                    except BaseException:
+                        log.undo()
+                        raise
+                if log.seal():
+                    log.undo()
+                return result
+
+        future = self._submit(call)
+        if future is None:
+            raise CancelledError("this executor is shut down")
         try:
             await when_done(future)
         except BaseException as reason:  # cancelled, or the loop is gone and closes its coroutines
-            rest = self._abandon(call, future)
-            if isinstance(reason, asyncio.CancelledError):
+            rest = future
+            if not future.cancel() and log.abandon():
+                rest = self._submit(log.undo) or self._closing  # closing releases every sequence
+            if isinstance(reason, asyncio.CancelledError) and rest is not None:
                 await wait_through_cancellation(rest)
             raise
         return future.result()
@@ -106,7 +83,7 @@ class CallWorker:
 
         A second close waits for the first.
         """
-        self._table.close()
+        self._table.is_closed = True
         with self._mutex:
             if self._closing is None:
                 self._closing = self._pool.submit(self._release_all, last)
@@ -119,14 +96,10 @@ class CallWorker:
             self._table.release_all()
             last()
 
-    def _abandon(self, call: _Call[Any], future: Future[Any]) -> Future[Any]:
-        """Returns the future after which the call has left no trace."""
-        if future.cancel() or not call.abandon():
-            return future
+    def _submit(self, work: Callable[[], T]) -> Future[T] | None:
+        """Queues work; None once the worker closes."""
         with self._mutex:
-            if self._closing is None:
-                return self._pool.submit(call.undo)
-        return self._closing  # which releases every sequence
+            return None if self._closing else self._pool.submit(work)
 
 
 def when_done(future: Future[Any]) -> "asyncio.Future[None]":

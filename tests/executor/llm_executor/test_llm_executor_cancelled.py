@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor, errors
-from ferrum_jax.contract import ExecutorState, FerrumError, KvCacheHandle
+from ferrum_jax.contract import Device, ExecutorState, FerrumError, KvCacheHandle
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.llm_executor.model_calls import append_token
-from ferrum_jax.executor.llm_executor.sequences import SequenceTable, UndoLog
+from ferrum_jax.executor.llm_executor.sequences import SequenceTable, TrackedSequence, UndoLog
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import Oracle
 from tests.fake import CountingLLM, SummingLLM
@@ -339,14 +338,19 @@ def test_nobody_sees_what_a_cancelled_call_is_about_to_undo():
 
 def test_a_sequence_that_has_changed_since_is_not_undone():
     model = SummingLLM()
-    table = SequenceTable(model)
+    table = SequenceTable(model, Device("cpu"), 0)
     log = UndoLog(table)
     kept, gone, replaced = log.begin(), log.begin(), log.begin()
+
+    def append_token(sequence: TrackedSequence, token: int) -> None:
+        model.prefill(sequence.cache_id, [token])
+        table.advance(sequence, 1)
+
     for sequence in (kept, gone, replaced):
-        append_token(table, sequence, 5)
+        append_token(sequence, 5)
     log.seal()
-    append_token(table, kept, 6)
+    append_token(kept, 6)
     table.truncate(replaced, 0)
-    append_token(table, replaced, 7)  # as long as before
+    append_token(replaced, 7)  # as long as before
     log.undo()
     assert model.tokens == {kept.cache_id: [5, 6], replaced.cache_id: [7]}

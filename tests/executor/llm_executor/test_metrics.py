@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.executor.llm_executor.metrics import WINDOW, Meter, percentile_95
+from ferrum_jax.executor.llm_executor.metrics import WINDOW, Meter, Tally
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.fake import SummingLLM
 
@@ -135,10 +136,8 @@ def test_batch_utilization_is_the_mean_share_of_the_largest_batch():
 
 
 def test_the_percentile_is_of_the_latest_calls(monkeypatch: pytest.MonkeyPatch):
-    assert percentile_95([]) == 0.0
-    assert percentile_95([7.0]) == 7.0
-    assert percentile_95([float(value) for value in range(100, 0, -1)]) == 95.0
-    assert percentile_95([float(value) for value in range(1, 21)]) == 19.0
+    for latencies, expected in (([], 0.0), ([7.0], 7.0), (range(100, 0, -1), 95.0), (range(1, 21), 19.0)):
+        assert Tally(latest=deque(map(float, latencies))).p95_ms == expected
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     meter = Meter(max_batch_size=1)
