@@ -168,15 +168,36 @@ def choose_rows(
         positions: of the tokens to be chosen, in their sequences.
         drafted: tokens of the answer that `state` does not count yet, V where there is none.
     """
-    rows = state.settings.at[slots].get(mode="clip")
-    is_anyones = slots < state.settings.shape[0]
-    scores, inputs = _adjusted(state, logits, slots, positions, drafted)
+    rows = state.settings[slots.clip(max=len(state.settings) - 1)[:, None], np.arange(_STOP)]
+    is_anyones = slots < len(state.settings)
+    inputs = _inputs(rows, is_anyones, positions)
     wanted = jnp.where(is_anyones, _number(rows, "num_logprobs"), -1)
-    with_logprobs = jnp.any(wanted >= 0)
-    ids, processed, threshold = sampling.choose(scores, inputs, with_logprobs)
-    raw = lax.cond(with_logprobs, lambda: sampling.token_logprobs(logits, ids), lambda: jnp.zeros(len(ids)))
-    is_processed = _number(rows, "is_processed") != 0
-    top_ids, top = _alternatives(logits, scores, inputs, threshold, wanted, is_processed)
+    is_filtered = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
+    is_adjusted = (_number(rows, "is_adjusted") != 0) & is_anyones
+    count = min(MAX_TOP_LOGPROBS, logits.shape[1])
+    no_alternatives = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
+    none = (jnp.zeros(len(logits)), jnp.zeros(len(logits)), *no_alternatives)
+
+    def choose_by_all() -> tuple[jax.Array, ...]:
+        scores = lax.cond(
+            jnp.any(is_adjusted), lambda: _adjusted(state, logits, slots, positions, drafted), lambda: logits
+        )
+        ids, threshold = sampling.choose(scores, inputs)
+
+        def logprobs() -> tuple[jax.Array, ...]:
+            processed = sampling.processed_logprobs(scores, inputs.temperature, threshold)
+            of_ids = jnp.take_along_axis(processed, ids[:, None], axis=1)[:, 0]
+            reported = jnp.where((_number(rows, "is_processed") != 0)[:, None], processed, logits)
+            alternatives = lax.cond(jnp.any(wanted > 0), lambda: _likeliest(reported), lambda: no_alternatives)
+            return sampling.token_logprobs(logits, ids), of_ids, *alternatives
+
+        return ids, *lax.cond(jnp.any(wanted >= 0), logprobs, lambda: none)
+
+    # Most steps only take the best token, or only draw: nothing else is computed or copied for them.
+    needs_all = jnp.any(is_adjusted | (wanted >= 0) | (is_filtered & (inputs.temperature > 0)))
+    which = jnp.where(needs_all, 2, jnp.any(inputs.temperature > 0).astype(jnp.int32))
+    ways = (lambda: (sampling.argmax(logits), *none), lambda: (sampling.draw(logits, inputs), *none), choose_by_all)
+    ids, raw, processed, top_ids, top = lax.switch(which, ways)
     bits = [lax.bitcast_convert_type(values, jnp.int32) for values in (raw, processed)]
     return Sampled(packed=jnp.stack([ids, *bits], axis=1), top_ids=top_ids, top_logprobs=top)
 
@@ -188,38 +209,8 @@ def _number(rows: jax.Array, name: str) -> jax.Array:
     return rows[:, len(_FLOATS) + _INTS.index(name)]
 
 
-def _adjusted(
-    state: SamplerState[jax.Array],
-    logits: jax.Array,
-    slots: jax.Array,
-    positions: jax.Array,
-    drafted: jax.Array | None,
-) -> tuple[jax.Array, SampleInputs[jax.Array]]:
-    """Returns the scores after bias, masks and penalties, and the rest of what choosing takes."""
-    rows = state.settings.at[slots].get(mode="clip")
-    vocab_size = logits.shape[1]
-    is_anyones = slots < state.settings.shape[0]
-
-    def adjusted() -> jax.Array:
-        at = jnp.arange(len(logits))[:, None]
-        stop_ids, ids = rows[:, _STOP:_BIAS], rows[:, _BIAS : _BIAS + MAX_BIAS]
-        bias = lax.bitcast_convert_type(rows[:, _BIAS + MAX_BIAS :], jnp.float32)
-        sets = state.sets.at[slots].get(mode="clip")
-        scores = logits.at[at, ids].add(bias, mode="drop")
-        is_early = (positions < _number(rows, "min_position"))[:, None]
-        scores = scores.at[at, stop_ids].add(jnp.where(is_early, -jnp.inf, 0.0), mode="drop")
-        allowed = _unpack_set(sets[:, 0], vocab_size) | (_number(rows, "is_masked") == 0)[:, None]
-        scores = jnp.where(allowed, scores, -jnp.inf)
-        counts = state.counts.at[slots].get(mode="clip")
-        if drafted is not None:
-            counts = counts.at[at, drafted].add(1, mode="drop")
-        seen = _unpack_set(sets[:, 1], vocab_size) | (counts > 0)
-        scores = sampling.penalise_repetition(scores, seen, _number(rows, "repetition_penalty"))
-        presence, frequency = (_number(rows, name) for name in ("presence_penalty", "frequency_penalty"))
-        return sampling.penalise_counts(scores, counts, presence, frequency)
-
-    needed = jnp.any((_number(rows, "is_adjusted") != 0) & is_anyones)
-    inputs = SampleInputs(
+def _inputs(rows: jax.Array, is_anyones: jax.Array, positions: jax.Array) -> SampleInputs[jax.Array]:
+    return SampleInputs(
         temperature=jnp.where(is_anyones, _number(rows, "temperature"), 0.0),
         top_k=_number(rows, "top_k"),
         top_p=_number(rows, "top_p"),
@@ -227,32 +218,39 @@ def _adjusted(
         seed=lax.bitcast_convert_type(_number(rows, "seed"), jnp.uint32),
         position=positions,
     )
-    return lax.cond(needed, adjusted, lambda: logits), inputs
 
 
-def _alternatives(
+def _adjusted(
+    state: SamplerState[jax.Array],
     logits: jax.Array,
-    scores: jax.Array,
-    inputs: SampleInputs[jax.Array],
-    threshold: jax.Array,
-    wanted: jax.Array,
-    is_processed: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the likeliest tokens and their log-probabilities, where any row wants them."""
-    count = min(MAX_TOP_LOGPROBS, logits.shape[1])
+    slots: jax.Array,
+    positions: jax.Array,
+    drafted: jax.Array | None,
+) -> jax.Array:
+    """Returns the scores after bias, masks and penalties."""
+    rows, vocab_size = state.settings.at[slots].get(mode="clip"), logits.shape[1]
+    at = jnp.arange(len(logits))[:, None]
+    stop_ids, ids = rows[:, _STOP:_BIAS], rows[:, _BIAS : _BIAS + MAX_BIAS]
+    bias = lax.bitcast_convert_type(rows[:, _BIAS + MAX_BIAS :], jnp.float32)
+    sets = state.sets.at[slots].get(mode="clip")
+    scores = logits.at[at, ids].add(bias, mode="drop")
+    is_early = (positions < _number(rows, "min_position"))[:, None]
+    scores = scores.at[at, stop_ids].add(jnp.where(is_early, -jnp.inf, 0.0), mode="drop")
+    allowed = _unpack_set(sets[:, 0], vocab_size) | (_number(rows, "is_masked") == 0)[:, None]
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    counts = state.counts.at[slots].get(mode="clip")
+    if drafted is not None:
+        counts = counts.at[at, drafted].add(1, mode="drop")
+    seen = _unpack_set(sets[:, 1], vocab_size) | (counts > 0)
+    scores = sampling.penalise_repetition(scores, seen, _number(rows, "repetition_penalty"))
+    presence, frequency = (_number(rows, name) for name in ("presence_penalty", "frequency_penalty"))
+    return sampling.penalise_counts(scores, counts, presence, frequency)
 
-    def likeliest() -> tuple[jax.Array, jax.Array]:
-        scaled = scores - scores.max(axis=-1, keepdims=True)
-        scaled = scaled / jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
-        scaled = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
-        values = jnp.where(is_processed[:, None], scaled, logits)
-        best, ids = sampling.best(values, count)
-        return ids, best - jax.nn.logsumexp(values, axis=-1, keepdims=True)
 
-    def none() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
-
-    return lax.cond(jnp.any(wanted > 0), likeliest, none)
+def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the likeliest tokens of each row and their log-probabilities."""
+    found, ids = sampling.best(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    return ids, found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def sample(
@@ -316,7 +314,10 @@ def distributions(
     `rows` are as `sample` takes them, or as `verify` does.
     """
     each = (rows[:, 0], rows[:, 1], None) if rows.shape[1] == 2 else _each_token(rows, logits.shape[1])
-    return sampling.distribution(*_adjusted(state, logits, *each))
+    slots, positions, _ = each
+    settings = state.settings.at[slots].get(mode="clip")
+    inputs = _inputs(settings, slots < len(state.settings), positions)
+    return sampling.distribution(_adjusted(state, logits, *each), inputs)
 
 
 def score(
@@ -328,13 +329,8 @@ def score(
     """
     given, count = buffer[1:], min(MAX_TOP_LOGPROBS, logits.shape[1])
     bits = lax.bitcast_convert_type(sampling.token_logprobs(logits, given), jnp.int32)
-
-    def likeliest() -> tuple[jax.Array, jax.Array]:
-        best, ids = sampling.best(logits, count)
-        return ids, best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-
     none = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
-    top_ids, top = lax.cond(buffer[0] != 0, likeliest, lambda: none)
+    top_ids, top = lax.cond(buffer[0] != 0, lambda: _likeliest(logits), lambda: none)
     return jnp.stack([sampling.argmax(logits), bits], axis=1), top_ids, top
 
 
@@ -343,9 +339,6 @@ class SampleKey:
     """A token for each row of a step's logits."""
 
     logit_rows: int  # R
-
-    def __str__(self) -> str:
-        return f"sample R{self.logit_rows}"
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
@@ -359,9 +352,6 @@ class VerifyKey:
 
     blocks: int  # P
     block_tokens: int  # C
-
-    def __str__(self) -> str:
-        return f"verify P{self.blocks}x{self.block_tokens}"
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
@@ -377,9 +367,6 @@ class DistributionKey:
     blocks: int  # rows as of `SampleKey`, or P as of `VerifyKey`
     block_tokens: int = 0  # C as of `VerifyKey`; 0: as of `SampleKey`
 
-    def __str__(self) -> str:
-        return f"distribution {self.blocks}x{self.block_tokens}"
-
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
         width = 3 + self.block_tokens if self.block_tokens else 2
@@ -393,9 +380,6 @@ class ScoreKey:
 
     logit_rows: int  # R
 
-    def __str__(self) -> str:
-        return f"score R{self.logit_rows}"
-
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
         return jax.jit(score).lower(
@@ -408,9 +392,6 @@ class ConfigureKey:
     """The settings of one slot."""
 
     capacity: int  # positions of a sequence
-
-    def __str__(self) -> str:
-        return f"configure {self.capacity}"
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""

@@ -49,43 +49,63 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     scores = logits
     if inputs.repetition_penalty is not None and inputs.seen is not None:
         scores = penalise_repetition(logits, inputs.seen, inputs.repetition_penalty)
-    token_ids, processed, _ = choose(scores, inputs)
+    token_ids, threshold = choose(scores, inputs)
+    processed = processed_logprobs(scores, inputs.temperature, threshold)
+    processed = jnp.take_along_axis(processed, token_ids[:, None], axis=-1)[:, 0]
     return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids), processed_logprobs=processed)
 
 
-def choose(
-    scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array], with_logprobs: bool | Bool[Array, ""] = True
-) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
+def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Chooses a token for each row from scores that penalties and masks have changed already.
 
-    Returns the token ids, their processed log-probabilities, and the score (divided by the temperature, relative to
-    the best) from which on tokens were kept: -inf where nothing was filtered. Without `with_logprobs`, the
-    log-probabilities may be anything.
+    Returns the token ids, and the score (divided by the temperature, relative to the best) from which on tokens were
+    kept: -inf where nothing was filtered. Steps that only take the best token, or only draw, do no more than that.
     """
     scores = lax.stop_gradient(scores)
-    highest = scores.max(axis=-1, keepdims=True)
-    greedy = argmax(scores)
+    is_drawn = inputs.temperature > 0
+    is_filtered = is_drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
+    unfiltered = jnp.full(len(scores), -jnp.inf)
 
-    def draw() -> tuple[jax.Array, jax.Array, jax.Array]:
-        is_drawn = inputs.temperature > 0
-        # Relative to the best, so that a tiny temperature cannot overflow.
-        scaled = (scores - highest) / jnp.where(is_drawn, inputs.temperature, 1.0)[:, None]
-        drawn, threshold, log_total = _draw(scaled, inputs, with_logprobs)
-        ids = jnp.where(is_drawn, drawn, greedy)
-        chosen = jnp.take_along_axis(scaled, ids[:, None], axis=1)[:, 0]
-        return ids, chosen - log_total, threshold
+    def take_best() -> tuple[jax.Array, jax.Array]:
+        return argmax(scores), unfiltered
 
-    def take_best() -> tuple[jax.Array, jax.Array, jax.Array]:
-        total = lax.cond(with_logprobs, lambda: jax.nn.logsumexp(scores - highest, axis=-1), lambda: highest[:, 0])
-        return greedy, -total, jnp.full(len(scores), -jnp.inf)
+    def draw_unfiltered() -> tuple[jax.Array, jax.Array]:
+        return draw(scores, inputs), unfiltered
 
-    return lax.cond(jnp.any(inputs.temperature > 0), draw, take_best)
+    def filter_and_draw() -> tuple[jax.Array, jax.Array]:
+        scaled = _scaled(scores, inputs.temperature)
+        near, threshold, is_near = _draw_from_best(scaled, inputs)
+        threshold = jnp.where(is_filtered, threshold, -jnp.inf)
+        is_near &= is_filtered
+
+        def draw_from_all() -> jax.Array:
+            kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+            found = argmax(jnp.where(is_drawn[:, None], kept + _noise(scores, inputs), scores))
+            return jnp.where(is_near, near, found)
+
+        return lax.cond(jnp.all(is_near), lambda: near, draw_from_all), threshold
+
+    which = jnp.any(is_drawn).astype(jnp.int32) + jnp.any(is_filtered).astype(jnp.int32)
+    return lax.switch(which, (take_best, draw_unfiltered, filter_and_draw))
+
+
+def draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
+    """Draws a token for each row from all tokens, whatever `inputs` filter; a row of temperature 0 takes the best."""
+    noisy = _scaled(scores, inputs.temperature) + _noise(scores, inputs)
+    return argmax(jnp.where((inputs.temperature > 0)[:, None], noisy, scores))
+
+
+def processed_logprobs(
+    scores: Float[Array, "B V"], temperature: Float[Array, " B"], threshold: Float[Array, " B"]
+) -> Float[Array, "B V"]:
+    """Returns the log-probabilities of what was drawn from, given what `choose` returned; at temperature 0, as at 1."""
+    scaled = _scaled(lax.stop_gradient(scores), temperature)
+    return jax.nn.log_softmax(jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf), axis=-1)
 
 
 def distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
     """Returns the probabilities with which `choose` draws each token; a row of temperature 0 is taken at 1."""
-    is_drawn = inputs.temperature > 0
-    scaled = (scores - scores.max(axis=-1, keepdims=True)) / jnp.where(is_drawn, inputs.temperature, 1.0)[:, None]
+    scaled = _scaled(scores, inputs.temperature)
     kept = scaled >= filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)[:, None]
     return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
 
@@ -124,14 +144,15 @@ def token_logprobs(logits: Float[Array, "*B V"], token_ids: Int[Array, "*B"]) ->
 
 
 def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Returns the index of each row's largest number, the first of equals; in two levels, which XLA vectorises."""
+    """Returns the index of each row's largest number, the first of equals; in two passes, which XLA vectorises."""
     for width in (128, 64, 32, 16):
         if x.shape[-1] % width == 0 and x.shape[-1] > width:
             blocks = x.reshape(len(x), -1, width)
             block = jnp.argmax(blocks.max(axis=-1), axis=-1)
             inside = jnp.argmax(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], axis=-1)
             return (block * width + inside).astype(jnp.int32)
-    return jnp.argmax(x, axis=-1).astype(jnp.int32)
+    every = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    return jnp.where(x == x.max(axis=-1, keepdims=True), every, x.shape[-1] - 1).min(axis=-1)
 
 
 def gumbel(seed: UInt[Array, "*#B"], position: Int[Array, "*#B"], token_ids: Int[Array, "*#B"]) -> Float[Array, "*B"]:
@@ -234,43 +255,25 @@ def _unordered(keys: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
 
 
-def _draw(
-    scaled: jax.Array, inputs: SampleInputs[jax.Array], with_logprobs: bool | jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draws a token for each row; returns also the threshold and the logarithm of the mass that is kept."""
-    is_drawn = inputs.temperature > 0
-    is_filtered = is_drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
-    seed, position = inputs.seed[:, None], inputs.position[:, None]
+def _scaled(scores: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Returns scores over the temperature, relative to the best, so that a tiny temperature cannot overflow."""
+    return (scores - scores.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
-    def among_candidates() -> tuple[jax.Array, ...]:
-        ranked, candidates = best(scaled, NUM_CANDIDATES)
-        threshold, is_inside = _threshold(scaled, ranked, inputs.top_k, inputs.top_p, inputs.min_p)
-        kept = jnp.where(ranked >= threshold[:, None], ranked, -jnp.inf)
-        noisy = kept + gumbel(seed, position, candidates)
-        # Ties of the sum go to the smallest id, as they do among all tokens.
-        ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1]).min(axis=-1)
-        is_inside &= is_filtered
-        return ids, jnp.where(is_filtered, threshold, -jnp.inf), jax.nn.logsumexp(kept, axis=-1), is_inside
 
-    def no_filter() -> tuple[jax.Array, ...]:
-        rows = len(scaled)
-        none = jnp.full(rows, -jnp.inf)
-        return jnp.zeros(rows, jnp.int32), none, jnp.zeros(rows), jnp.zeros(rows, jnp.bool_)
+def _noise(scores: jax.Array, inputs: SampleInputs[jax.Array]) -> jax.Array:
+    every = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    return gumbel(inputs.seed[:, None], inputs.position[:, None], every[None])
 
-    near, threshold, near_total, is_near = lax.cond(jnp.any(is_filtered), among_candidates, no_filter)
 
-    def among_all() -> tuple[jax.Array, jax.Array]:
-        kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
-        ids = argmax(kept + gumbel(seed, position, jnp.arange(scaled.shape[-1], dtype=jnp.int32)[None]))
-        return jnp.where(is_near, near, ids), jnp.where(is_near, near_total, jax.nn.logsumexp(kept, axis=-1))
-
-    ids, log_total = lax.cond(jnp.any(is_drawn & ~is_near), among_all, lambda: (near, near_total))
-    log_total = lax.cond(
-        jnp.any(~is_drawn) & with_logprobs,
-        lambda: jnp.where(is_drawn, log_total, jax.nn.logsumexp(scaled, axis=-1)),
-        lambda: log_total,
-    )
-    return ids, threshold, log_total
+def _draw_from_best(scaled: jax.Array, inputs: SampleInputs[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Draws from each row's candidates; returns also the threshold, and whether all that is kept is among them."""
+    ranked, candidates = best(scaled, NUM_CANDIDATES)
+    threshold, is_inside = _threshold(scaled, ranked, inputs.top_k, inputs.top_p, inputs.min_p)
+    kept = jnp.where(ranked >= threshold[:, None], ranked, -jnp.inf)
+    noisy = kept + gumbel(inputs.seed[:, None], inputs.position[:, None], candidates)
+    # Ties of the sum go to the smallest id, as they do among all tokens.
+    ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1]).min(axis=-1)
+    return ids, threshold, is_inside
 
 
 def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> jax.Array:
