@@ -16,9 +16,9 @@ from ferrum_jax.contract.execution import (
     ExecutorConfig,
     ExecutorMemoryConfig,
     ExecutorType,
+    ModelExecutorFactory,
     OptimizationConfig,
 )
-from ferrum_jax.contract.executor import ModelExecutorFactory
 from ferrum_jax.contract.values import DataType, Device, ModelInfo
 from ferrum_jax.executor.llm_executor.executor import LlmExecutor
 from ferrum_jax.executor.llm_executor.worker import wait_through_cancellation, when_done

@@ -17,23 +17,21 @@ from ferrum_jax.contract.errors import IOError as IOError
 from ferrum_jax.contract.errors import TimeoutError as TimeoutError
 from ferrum_jax.contract.execution import (
     AttentionType,
+    BatchModelExecutor,
     ExecutorAttentionConfig,
     ExecutorCapabilities,
     ExecutorConfig,
     ExecutorMemoryConfig,
     ExecutorMemoryUsage,
     ExecutorMetrics,
+    ExecutorRegistry,
     ExecutorState,
     ExecutorStatus,
     ExecutorType,
     MemoryRequirements,
-    OptimizationConfig,
-)
-from ferrum_jax.contract.executor import (
-    BatchModelExecutor,
-    ExecutorRegistry,
     ModelExecutor,
     ModelExecutorFactory,
+    OptimizationConfig,
     SpeculativeExecutor,
 )
 from ferrum_jax.contract.handles import BlockTable, KvCacheHandle

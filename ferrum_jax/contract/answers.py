@@ -73,15 +73,6 @@ def check_logit_rows(model: "DecoderOnlyLLM", logits: Any, num_rows: int) -> NDA
     return _check_array(model, "logits", logits, (num_rows, model.config.vocab_size))
 
 
-def check_token_id(model: "DecoderOnlyLLM", token: Any) -> int:
-    """Returns the token id that a model chose; ModelError unless it is an integer of the vocabulary."""
-    vocab_size = model.config.vocab_size
-    if not is_integer(token) or not 0 <= token < vocab_size:
-        name = type(model).__name__
-        raise ModelError(f"{name} returned the token {safe_repr(token)}, expected an id from 0 to {vocab_size - 1}")
-    return int(token)
-
-
 def check_answers(
     model: "DecoderOnlyLLM", answers: Any, wanted: Sequence[LogitsReturnPolicy | None]
 ) -> list[Answer | None]:
@@ -89,10 +80,10 @@ def check_answers(
 
     Raises:
         ModelError: another number of answers, an answer where there should be none, none where there should be one,
-            or an answer that `check_logits` or `check_token_id` refuses.
+            logits that `check_logits` refuses, or what is no token id.
     """
-    name = type(model).__name__
     check_answer_count(model, answers, len(wanted))
+    name, vocab_size = type(model).__name__, model.config.vocab_size
     checked: list[Answer | None] = []
     for at, (answer, policy) in enumerate(zip(answers, wanted, strict=True)):
         if (answer is None) != (policy is None):
@@ -101,9 +92,13 @@ def check_answers(
             )
         if policy is None:
             checked.append(None)
+        elif isinstance(policy, FullLogits):
+            checked.append(check_logits(model, answer))
+        elif is_integer(answer) and 0 <= answer < vocab_size:
+            checked.append(int(answer))
         else:
-            check = check_logits if isinstance(policy, FullLogits) else check_token_id
-            checked.append(check(model, answer))
+            limit = vocab_size - 1
+            raise ModelError(f"{name} returned the token {safe_repr(answer)}, expected an id from 0 to {limit}")
     return checked
 
 
@@ -130,9 +125,9 @@ def check_captured(
     }
     weights = {}
     for layer in attention_weights:
-        heads, _, positions = (*np.shape(captured.attention_weights[layer]), 0, 0, 0)[:3]
-        shape = (heads, num_tokens, positions)
-        weights[layer] = _check_array(model, "attention weights", captured.attention_weights[layer], shape)
+        given = captured.attention_weights[layer]
+        heads, _, positions = (*np.shape(given), 0, 0, 0)[:3]
+        weights[layer] = _check_array(model, "attention weights", given, (heads, num_tokens, positions))
     logits = check_logit_rows(model, captured.logits, num_tokens)
     return Captured(logits=logits, hidden=states, attention_weights=weights)
 

@@ -69,25 +69,16 @@ def check_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArr
         raise RequestValidationError(f"{cache_id!r}: tokens have shape {list(array.shape)}, expected one dimension")
     if array.size == 0:
         raise RequestValidationError(f"{cache_id!r}: needs at least one token, none were given")
-    has_bool = isinstance(tokens, (list, tuple)) and any(isinstance(token, (bool, np.bool_)) for token in tokens)
-    if array.dtype.kind not in "iu" or has_bool:
-        for position, token in enumerate(tokens):
-            if isinstance(token, (bool, np.bool_)) or not isinstance(token, (int, np.integer)):
-                raise RequestValidationError(
-                    f"{cache_id!r}: the token at position {position} is {safe_repr(token)}, expected an integer id"
-                )
+    has_bool = isinstance(tokens, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, tokens))
+    is_plain = array.dtype.kind in "iu" and not has_bool
+    if not is_plain or array.min() < 0 or array.max() >= vocab_size:
+        for position, token in enumerate(array.tolist() if is_plain else tokens):
+            what = f"{cache_id!r}: the token at position {position} is"
+            if not is_integer(token):
+                raise RequestValidationError(f"{what} {safe_repr(token)}, expected an integer id")
             if not 0 <= token < vocab_size:
-                raise _outside(cache_id, position, token, vocab_size)
-    wrong = np.flatnonzero((array < 0) | (array >= vocab_size))
-    if len(wrong):
-        raise _outside(cache_id, int(wrong[0]), array[wrong[0]].item(), vocab_size)
+                raise RequestValidationError(f"{what} {safe_repr(int(token))}, ids go from 0 to {vocab_size - 1}")
     return array.astype(np.int32)
-
-
-def _outside(cache_id: str, position: int, token: Any, vocab_size: int) -> RequestValidationError:
-    return RequestValidationError(
-        f"{cache_id!r}: the token at position {position} is {safe_repr(token)}, ids go from 0 to {vocab_size - 1}"
-    )
 
 
 def check_single_tokens(tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]] | None:
@@ -119,27 +110,27 @@ def check_position(cache_id: str, name: str, given: Any, length: int) -> int:
 
 def check_items(name: str, given: Any, kind: type[T]) -> list[T]:
     """Returns the items of a sequence as a list; all must be of one type."""
-    try:
-        items = list(given)
-    except (RuntimeError, TypeError):
-        raise RequestValidationError(f"{name} is a {type(given).__name__}, expected a sequence") from None
+    items = _as_list(name, given)
     for at, item in enumerate(items):
         if not isinstance(item, kind):
             raise RequestValidationError(f"{name}[{at}] is a {type(item).__name__}, expected a {kind.__name__}")
     return items
 
 
-def check_rows(name: str, rows: Iterable[Any], fields: str) -> list[tuple[Any, ...]]:
+def check_rows(name: str, rows: Any, fields: str) -> list[tuple[Any, ...]]:
     """Returns the rows of a batch as tuples; `fields` are the names of a row's fields, divided by spaces."""
-    try:
-        listed = list(rows)
-    except (RuntimeError, TypeError):
-        raise RequestValidationError(f"{name} is a {type(rows).__name__}, expected a sequence of rows") from None
-    names = fields.split()
+    listed, names = _as_list(name, rows), fields.split()
     for at, row in enumerate(listed):
         if not isinstance(row, (tuple, list)) or len(row) != len(names):
             raise RequestValidationError(f"row {at} of {name} is {safe_repr(row)}, expected ({', '.join(names)})")
     return [tuple(row) for row in listed]
+
+
+def _as_list(name: str, given: Any) -> list[Any]:
+    try:
+        return list(given)
+    except (RuntimeError, TypeError):
+        raise RequestValidationError(f"{name} is a {type(given).__name__}, expected a sequence") from None
 
 
 def check_given(name: str, given: T | None) -> T:

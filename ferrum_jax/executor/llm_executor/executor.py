@@ -11,8 +11,7 @@ from ferrum_jax.contract.answers import check_kind
 from ferrum_jax.contract.checks import check_cache_id, check_int, check_items
 from ferrum_jax.contract.decoding import FullLogits
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
-from ferrum_jax.contract.execution import ExecutorState
-from ferrum_jax.contract.executor import BatchModelExecutor, SpeculativeExecutor
+from ferrum_jax.contract.execution import BatchModelExecutor, ExecutorState, SpeculativeExecutor
 from ferrum_jax.contract.handles import KvCacheHandle
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation

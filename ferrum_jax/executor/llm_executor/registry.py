@@ -4,8 +4,7 @@ import threading
 from collections.abc import Callable
 
 from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError, safe_repr
-from ferrum_jax.contract.execution import ExecutorMetrics
-from ferrum_jax.contract.executor import ExecutorRegistry, ModelExecutor
+from ferrum_jax.contract.execution import ExecutorMetrics, ExecutorRegistry, ModelExecutor
 
 
 class LlmExecutorRegistry(ExecutorRegistry):
