@@ -56,7 +56,6 @@ class ModelDraft(DraftSource):
         num_tokens: int = 4,
         *,
         drawing: Drawing = "shared",
-        max_rows: int = 8,
         is_owner: bool = False,
     ):
         """Drafts with a model.
@@ -68,7 +67,6 @@ class ModelDraft(DraftSource):
                 the very noise that the target will use, so that both tend to agree (Daliri et al. 2024, "Coupling
                 without Communication and Drafter-Invariant Speculative Decoding"). `own`: drawn with noise of its own
                 and judged by the draft's probabilities (Leviathan et al. 2023), which accepts most.
-            max_rows: sequences that are drafted for at a time.
             is_owner: also close the model.
         """
         if drawing not in ("best", "shared", "own"):
@@ -77,7 +75,7 @@ class ModelDraft(DraftSource):
         self.num_tokens = checked_count("num_tokens", num_tokens)
         self.drawing = drawing
         self.has_probabilities = drawing == "own"
-        self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model, max_rows, 1)
+        self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
         self._is_owner = is_owner
         self._held: dict[str, list[int]] = {}  # tokens in the draft's KV, by the request's cache id
         self._room: int | None = None  # sequences admitted after the KV ran short, until one is released
@@ -177,7 +175,8 @@ class ModelDraft(DraftSource):
         """Reads what is new in each sequence; returns the answers of those that the model took."""
         items = [self._item(row) for row in rows]
         try:
-            answers = self._backend.collect(self._backend.execute(items))
+            pending: Any = self._backend.execute(items)
+            answers = self._backend.collect(pending)
         except ResourceExhaustedError:
             self.release(rows[-1].want.cache_id)  # who came last gives way
             self._drop_moved(rows)

@@ -65,8 +65,7 @@ class Scheduler:
             UnsupportedError, ConfigError: drafts and model do not go together, as `Speculator` says.
         """
         self.model = model
-        width = 1 if drafts is None else drafts.num_tokens + 1
-        self.backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model, max_rows, width)
+        self.backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
         self.speculator = None if drafts is None else Speculator(model, self.backend, drafts)
         self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
         self._max_rows = max_rows

@@ -75,7 +75,7 @@ def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: in
     if isinstance(draft, DraftSource):
         return draft
     if isinstance(draft, DecoderOnlyLLM):
-        return ModelDraft(draft, num_tokens, drawing=drawing, max_rows=max_rows)
+        return ModelDraft(draft, num_tokens, drawing=drawing)
     if draft == PROMPT_LOOKUP:
         return PromptLookup(speculation.max_ngram, num_tokens)
     if isinstance(target, ModelRunner):  # as many sequences as the target, and as long
@@ -85,4 +85,4 @@ def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: in
         )
     else:
         model = load(resolve(draft), max_seqs=max_rows, kv_capacity=target.kv_capacity(), engine=NO_SPECULATION)
-    return ModelDraft(model, num_tokens, drawing=drawing, max_rows=max_rows, is_owner=True)
+    return ModelDraft(model, num_tokens, drawing=drawing, is_owner=True)

@@ -19,7 +19,7 @@ from ferrum_jax.generate.rejection import Purpose, accept, draw, uniform
 from ferrum_jax.generate.scheduler import Scheduler
 from tests.generate.drafting import MarkovLLM, Scripted, finish, request
 
-V, COUNT, DRAWS = 4, 4, 6000
+V, COUNT = 4, 4
 LEAST_ODDS = 1e-4
 
 
@@ -33,12 +33,14 @@ def check_likely(found: NDArray, expected: NDArray) -> None:
     assert stats.chisquare(counts[hopes > 0], hopes[hopes > 0]).pvalue > LEAST_ODDS
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_accepted_and_redrawn_tokens_have_the_targets_distribution(seed: int):
+@pytest.mark.parametrize(
+    ("seed", "draws"), [(0, 1500), *(pytest.param(seed, 6000, marks=pytest.mark.slow) for seed in range(4))]
+)
+def test_accepted_and_redrawn_tokens_have_the_targets_distribution(seed: int, draws: int):
     random = np.random.default_rng(seed)
     draft, target = random.dirichlet(np.ones(V), 2), random.dirichlet(np.ones(V), 3)
     found, num_accepted = np.zeros((V, V)), 0
-    for trial in range(DRAWS):
+    for trial in range(draws):
         tokens = [draw(q, uniform(trial, 7 + at, Purpose.PROPOSE)) for at, q in enumerate(draft)]
         given = accept(tokens, draft, target, seed=trial, position=7)
         num_accepted += len(given) - 1
@@ -47,7 +49,7 @@ def test_accepted_and_redrawn_tokens_have_the_targets_distribution(seed: int):
     check_likely(found.ravel(), np.outer(target[0], target[1]).ravel())
     first, both = (np.minimum(draft[at], target[at]).sum() for at in range(2))
     rate = first + first * both  # a token is accepted with one minus the distance of the distributions
-    assert num_accepted / DRAWS == pytest.approx(rate, abs=5 * 0.5 * 2 / DRAWS**0.5)
+    assert num_accepted / draws == pytest.approx(rate, abs=5 * 0.5 * 2 / draws**0.5)
 
 
 def test_equal_distributions_accept_everything_and_disjoint_ones_nothing():
@@ -108,11 +110,15 @@ SOURCES: dict[str, Callable[[], DraftSource]] = {
 }
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_answers_have_the_targets_distribution(name: str):
+@pytest.mark.parametrize(
+    ("name", "draws"),
+    [("shared noise", 1500), ("noise of its own", 1500)]
+    + [pytest.param(name, 6000, marks=pytest.mark.slow) for name in SOURCES],
+)
+def test_answers_have_the_targets_distribution(name: str, draws: int):
     model, prompt = MarkovLLM(V, seed=5), [1, 2, 0, 1]
-    engine = Scheduler(model, max_rows=60, chunk_tokens=1000, drafts=SOURCES[name]())
-    requests = [request(engine, prompt, COUNT, seed=seed, **PARAMS) for seed in range(DRAWS)]
+    engine = Scheduler(model, max_rows=64, chunk_tokens=1000, drafts=SOURCES[name]())
+    requests = [request(engine, prompt, COUNT, seed=seed, **PARAMS) for seed in range(draws)]
     finish(engine, requests)
     found = np.zeros((V,) * COUNT)
     for one in requests:
