@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,10 @@ from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, I
 QuantizeOption = Annotated[
     str | None, typer.Option(help="Matrices in int8 or float8_e4m3fn, or keep: as the checkpoint has them quantised")
 ]
+ModelArgument = Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")]
+CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
 LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 app = typer.Typer(
     name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
@@ -55,9 +59,9 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message")] = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the model's chat template, if it has one")] = True,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
-    kv_capacity: Annotated[int | None, typer.Option(help="Positions the sequence can reach")] = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    kv_capacity: CapacityOption = None,
     quantize: QuantizeOption = None,
     layout: LayoutOption = None,
     tokenizer: TokenizerOption = None,
@@ -109,7 +113,7 @@ def generate(
 
 
 @app.command()
-def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")] = None) -> None:
+def inspect(model: ModelArgument = None) -> None:
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead
@@ -125,7 +129,7 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     loaded = param_specs(source, settings.quantize)
     dtypes = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(loaded).values()))
     try:
-        plan, refusal = plan_ahead(settings, source, device), None
+        plan, refusal = plan_ahead(settings, source, device), ""
     except FerrumError as problem:
         plan, refusal = None, str(problem)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
@@ -151,26 +155,23 @@ def inspect(model: Annotated[str | None, typer.Argument(help="Folder, .gguf file
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
-    if refusal is not None:
+    if plan is None:
         table.add_row("[bold red]refused[/bold red]", escape(refusal))
-    keys = plan.declared() if plan is not None else []
-    if keys:
-        table.add_row(
-            "[bold]steps[/bold]",
-            f"{len(keys)}: D rows of one token, P query blocks of C tokens, M KV blocks a row, R rows of logits",
-        )
-    for key in keys:
-        table.add_row("", str(key))
+    if plan is not None:
+        keys, letters = plan.declared(), "P query blocks of C tokens, M KV blocks a row, R rows of logits"
+        table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, {letters}")
+        for key in keys:
+            table.add_row("", str(key))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
 
 
 @app.command("compile")
 def compile_steps(
-    model: Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")] = None,
+    model: ModelArgument = None,
     max_seqs: Annotated[int | None, typer.Option(help="Live sequences; `generate` has 1 [default: 8]")] = None,
-    kv_capacity: Annotated[int | None, typer.Option(help="Positions a sequence can reach")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")] = None,
+    kv_capacity: CapacityOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
     quantize: QuantizeOption = None,
     layout: LayoutOption = None,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
@@ -195,15 +196,9 @@ def compile_steps(
         except OSError as problem:
             raise IOError(f"the steps in {root} cannot be removed: {problem}") from problem
         return
-    settings = {
-        "max_seqs": max_seqs,
-        "kv_capacity": kv_capacity,
-        "dtype": dtype,
-        "device": device,
-        "quantize": quantize,
-        "layout": layout,
-    }
-    with LLM(model, **settings, max_loras=max_loras, max_lora_rank=max_lora_rank, artifacts=str(root)) as llm:
+    settings = {"dtype": dtype, "device": device, "kv_capacity": kv_capacity, "quantize": quantize, "layout": layout}
+    sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
+    with LLM(model, **settings, **sizes, artifacts=str(root)) as llm:
         store, started = llm.runner.artifacts, time.perf_counter()
         assert store is not None
         try:

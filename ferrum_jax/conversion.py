@@ -6,10 +6,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from ferrum_jax.config import EngineConfig, dtype_name
+from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import AlreadyExistsError, IOError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
-from ferrum_jax.loading import Checkpoint, load_params, open_checkpoint
+from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
@@ -53,39 +53,33 @@ def convert(
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over what is there")
     opened = open_checkpoint(resolve(source, progress=progress))
-    dtype = dtype_name(opened.config.dtype if dtype is None else dtype)
-    EngineConfig(dtype=dtype, quantize=quantize)
-    beside = _tokenizer(opened, tokenizer)
-    params, cfg = load_params(opened, dtype, device="cpu", quantize=quantize, progress=progress)
+    asked = EngineConfig(dtype=opened.config.dtype if dtype is None else dtype, quantize=quantize)
+    beside = None  # a folder's files are copied instead
+    if tokenizer is not None:
+        beside = load_tokenizer(os.fspath(tokenizer))
+    elif isinstance(opened, GgufSource) and "tokenizer.ggml.model" in opened.file.metadata:
+        beside = Tokenizer.from_gguf(opened.file)
+    params, cfg = load_params(opened, asked.dtype, device="cpu", quantize=quantize, progress=progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-", ignore_cleanup_errors=True) as work:
             made = Path(work, "checkpoint")
-            orbax.save(made, params, replace(cfg, dtype=dtype))
+            orbax.save(made, params, replace(cfg, dtype=asked.dtype))
             if beside is not None:
                 beside.save(made)
             elif opened.path.is_dir():
                 _copy_beside(opened.path, made)
             os.replace(made, folder)
+    except IOError:
+        raise
     except OSError as problem:
-        if isinstance(problem, IOError):
-            raise
         raise IOError(f"cannot write the checkpoint {folder}: {problem}") from problem
     return folder
 
 
-def _tokenizer(source: Checkpoint, given: str | os.PathLike[str] | None) -> Tokenizer | None:
-    """Reads the tokenizer that is given, or a GGUF file's own if it has one; a folder's files are copied instead."""
-    if given is not None:
-        return load_tokenizer(os.fspath(given))
-    if isinstance(source, GgufSource) and "tokenizer.ggml.model" in source.file.metadata:
-        return Tokenizer.from_gguf(source.file)
-    return None
-
-
 def _copy_beside(source: Path, destination: Path) -> None:
-    for name in BESIDE:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, destination / name)
-        elif (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
+    for path in (source / name for name in BESIDE):
+        if path.is_dir():
+            shutil.copytree(path, destination / path.name)
+        elif path.is_file():
+            shutil.copyfile(path, destination / path.name)

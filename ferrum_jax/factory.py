@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
+from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.checks import check_flag, is_integer
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.contract.execution import (
@@ -59,27 +59,15 @@ _FIXED = (  # part, field, the one value there is, why, and what to do instead
         "it stands for XLA's own choice: set XLA_FLAGS=--xla_backend_optimization_level=N for the process",
     ),
 )  # fmt: skip
-_PARTS = (
-    ("model_info", ModelInfo),
-    ("device", Device),
-    ("dtype", DataType),
-    ("attention_config", ExecutorAttentionConfig),
-    ("memory_config", ExecutorMemoryConfig),
-    ("optimization_config", OptimizationConfig),
-    ("executor_options", Mapping),
-)
-
-
-@dataclass(frozen=True)
-class _Order:
-    """A configuration that can be honoured."""
-
-    source: Checkpoint
-    device: Device
-    engine: EngineConfig
-    strict: bool
-    progress: bool
-    info: ModelInfo
+_PARTS = {
+    "model_info": ModelInfo,
+    "device": Device,
+    "dtype": DataType,
+    "attention_config": ExecutorAttentionConfig,
+    "memory_config": ExecutorMemoryConfig,
+    "optimization_config": OptimizationConfig,
+    "executor_options": Mapping,
+}
 
 
 class LlmExecutorFactory(ModelExecutorFactory):
@@ -107,7 +95,8 @@ class LlmExecutorFactory(ModelExecutorFactory):
 
     async def create_batch_executor(self, config: ExecutorConfig) -> LlmExecutor:
         """As `create_executor`; a configuration of the type Sequential is a ConfigError."""
-        if _executor_type(config) is ExecutorType.Sequential:
+        options = getattr(config, "executor_options", None)
+        if isinstance(options, Mapping) and options.get("executor_type") is ExecutorType.Sequential:
             raise ConfigError("executor_type is Sequential: a batch executor needs another type, or none")
         return await self.create_executor(config)
 
@@ -125,15 +114,15 @@ class LlmExecutorFactory(ModelExecutorFactory):
             DeviceError: there is no such device.
             ResourceExhaustedError: the KV would not fit into what is free.
         """
-        _order(config)
+        _check(config)
 
 
 def _build(config: ExecutorConfig) -> tuple[LlmExecutor, ModelRunner]:
-    order = _order(config)
-    runner = load(order.source, device=order.device, engine=order.engine, strict=order.strict, progress=order.progress)
+    source, engine, info = _check(config)
+    strict, progress = config.executor_options.get("strict", False), config.executor_options.get("progress", True)
+    runner = load(source, device=config.device, engine=engine, strict=strict, progress=progress)
     try:
-        warm = partial(runner.warmup, progress=order.progress)
-        info = replace(order.info, dtype=runner.model_info().dtype)
+        warm, info = partial(runner.warmup, progress=progress), replace(info, dtype=runner.model_info().dtype)
         return LlmExecutor(runner, info, warm=warm, close=runner.close), runner
     except BaseException:
         runner.close()
@@ -145,79 +134,65 @@ def _close_runner(future: Future[tuple[LlmExecutor, ModelRunner]]) -> None:
         future.result()[1].close()
 
 
-def _executor_type(config: Any) -> ExecutorType | None:
-    options = getattr(config, "executor_options", None)
-    return options.get("executor_type") if isinstance(options, Mapping) else None
-
-
-def _order(config: ExecutorConfig) -> _Order:
+def _check(config: ExecutorConfig) -> tuple[Checkpoint, EngineConfig, ModelInfo]:
+    """Opens the model of a configuration that can be honoured, and derives its settings and identity."""
     if not isinstance(config, ExecutorConfig):
         raise ConfigError(f"config is a {type(config).__name__}, expected an ExecutorConfig")
-    for name, kind in _PARTS:
+    for name, kind in _PARTS.items():
         if not isinstance(getattr(config, name), kind):
             raise ConfigError(f"{name} is {safe_repr(getattr(config, name))}, expected a {kind.__name__}")
     for part, name, only, why in _FIXED:
-        _check_fixed(f"{part}.{name}", getattr(getattr(config, part), name), only, why)
-    flags = config.optimization_config.custom_flags
+        value = getattr(getattr(config, part), name)
+        if type(value) is not type(only):
+            raise ConfigError(f"{part}.{name} is {safe_repr(value)}, expected a {type(only).__name__}")
+        if value != only:
+            raise UnsupportedError(f"{part}.{name} is {safe_repr(value)}, only {only!r} can be honoured: {why}")
+    _check_numerics(config)
+    _check_options(config)
+    device = find_device(config.device)
+    source = open_checkpoint(config.model_info.model_id)
+    info = _check_info(config, source.config)
+    _check_attention(config.attention_config, source.config)
+    engine = _engine(config).over_environment()
+    if config.memory_config.memory_pool_size is not None:
+        engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
+    plan_ahead(engine, source, device)
+    return source, engine, info
+
+
+def _check_numerics(config: ExecutorConfig) -> None:
+    flags, is_mixed = config.optimization_config.custom_flags, config.optimization_config.enable_mixed_precision
     if not isinstance(flags, Mapping):
         raise ConfigError(f"custom_flags is {safe_repr(flags)}, expected a mapping")
     if flags:
         raise UnsupportedError(f"custom_flags {safe_repr(flags)}: flags of XLA are the process's, set XLA_FLAGS")
-    is_mixed = config.optimization_config.enable_mixed_precision
     if check_flag("enable_mixed_precision", is_mixed, ConfigError) and config.dtype is DataType.FP32:
         raise ConfigError(
             "enable_mixed_precision is True and dtype FP32: set dtype BF16 or FP16, with which "
             "softmax, norms and logits are float32"
         )
     if config.dtype not in _DTYPES:
-        raise UnsupportedError(
-            f"dtype {config.dtype.name}: weights are computed in {', '.join(d.name for d in _DTYPES)}"
-        )
-    options = _check_options(config.executor_options)
-    if _executor_type(config) is ExecutorType.Sequential and config.max_batch_size != 1:
-        raise ConfigError(
-            f"executor_type is Sequential and max_batch_size {safe_repr(config.max_batch_size)}: a sequential executor "
-            "runs one sequence, set max_batch_size to 1 or another type"
-        )
-    device = find_device(config.device)
-    source = open_checkpoint(_check_path(config.model_info.model_id))
-    info = _check_info(config, source.config)
-    _check_attention(config.attention_config, source.config)
-    engine = _engine(config, options).over_environment()
-    if config.memory_config.memory_pool_size is not None:
-        engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
-    plan_ahead(engine, source, device)
-    return _Order(source, config.device, engine, options.get("strict", False), options.get("progress", True), info)
+        known = ", ".join(dtype.name for dtype in _DTYPES)
+        raise UnsupportedError(f"dtype {config.dtype.name}: weights are computed in {known}")
 
 
-def _check_fixed(name: str, value: Any, only: Any, why: str) -> None:
-    if type(value) is not type(only):
-        raise ConfigError(f"{name} is {safe_repr(value)}, expected a {type(only).__name__}")
-    if value != only:
-        raise UnsupportedError(f"{name} is {safe_repr(value)}, only {only!r} can be honoured: {why}")
-
-
-def _check_path(path: Any) -> str:
-    if not isinstance(path, str) or not path:
-        raise ConfigError(f"model_info.model_id is {safe_repr(path)}, expected the path of a model")
-    return path
-
-
-def _check_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    for name, value in options.items():
+def _check_options(config: ExecutorConfig) -> None:
+    for name, value in config.executor_options.items():
         if name in _FIELD_OF:
             raise ConfigError(f"executor_options[{name!r}]: set {_FIELD_OF[name]} instead")
         if name not in _OPTIONS:
             raise ConfigError(f"executor_options[{safe_repr(name)}] is unknown, known are {', '.join(_OPTIONS)}")
         if name in ("strict", "progress"):
             check_flag(f"executor_options[{name!r}]", value, ConfigError)
-        if name == "engine" and not isinstance(value, EngineConfig | None):
-            raise ConfigError(f"executor_options['engine'] is a {type(value).__name__}, expected an EngineConfig")
-        if name == "executor_type" and not isinstance(value, ExecutorType):
-            raise ConfigError(f"executor_options['executor_type'] is {safe_repr(value)}, expected an ExecutorType")
-        if name == "executor_type" and value not in _TYPES:
-            raise UnsupportedError(f"executor_type {value}: built are {', '.join(kind.name for kind in _TYPES)}")
-    return options
+    if not isinstance(kind := config.executor_options.get("executor_type", ExecutorType.Batch), ExecutorType):
+        raise ConfigError(f"executor_options['executor_type'] is {safe_repr(kind)}, expected an ExecutorType")
+    if kind not in _TYPES:
+        raise UnsupportedError(f"executor_type {kind}: built are {', '.join(known.name for known in _TYPES)}")
+    if kind is ExecutorType.Sequential and config.max_batch_size != 1:
+        raise ConfigError(
+            f"executor_type is Sequential and max_batch_size {safe_repr(config.max_batch_size)}: a sequential executor "
+            "runs one sequence, set max_batch_size to 1 or another type"
+        )
 
 
 def _check_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
@@ -236,26 +211,22 @@ def _check_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
         value = getattr(stated, name)
         if not isinstance(value, (int, str)) or value not in (0, "", found):
             raise ConfigError(f"model_info.{name} is {safe_repr(value)}, the checkpoint has {found!r}")
-    for name, length in (
-        ("model_info.max_sequence_length", stated.max_sequence_length),
-        ("max_sequence_length", config.max_sequence_length),
-    ):
+    for part, prefix in ((stated, "model_info."), (config, "")):
+        length = part.max_sequence_length
         most = cfg.reaching(length if isinstance(length, int) else 0).max_seq_len
         if not isinstance(length, int) or length > most:
-            raise ConfigError(f"{name} is {safe_repr(length)}, the model can reach {most}")
-    if not isinstance(stated.device, Device):
-        raise ConfigError(f"model_info.device is {safe_repr(stated.device)}, expected a Device")
+            raise ConfigError(f"{prefix}max_sequence_length is {safe_repr(length)}, the model can reach {most}")
+    for name, kind in (("device", Device), ("dtype", DataType)):
+        if not isinstance(value := getattr(stated, name), kind):
+            raise ConfigError(f"model_info.{name} is {safe_repr(value)}, expected a {kind.__name__}")
     if stated.device != config.device:
         raise ConfigError(f"model_info.device is {stated.device}, device is {config.device}")
-    if not isinstance(stated.dtype, DataType):
-        raise ConfigError(f"model_info.dtype is {safe_repr(stated.dtype)}, expected a DataType")
     if stated.dtype is not config.dtype and _DTYPES.get(stated.dtype) != cfg.dtype:
         raise ConfigError(
             f"model_info.dtype is {stated.dtype}, expected {config.dtype} or the checkpoint's {cfg.dtype}"
         )
-    return replace(
-        stated, max_sequence_length=stated.max_sequence_length or cfg.max_seq_len, dtype=config.dtype, **truth
-    )
+    longest = stated.max_sequence_length or cfg.max_seq_len
+    return replace(stated, max_sequence_length=longest, dtype=config.dtype, **truth)
 
 
 def _check_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> None:
@@ -263,15 +234,12 @@ def _check_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> No
     windows = {window for window in cfg.layer_windows if window is not None}
     if not isinstance(kind, AttentionType):
         raise ConfigError(f"attention_type is {safe_repr(kind)}, expected an AttentionType")
-    possible = {
+    possible = {  # grouped queries are any, every KV is paged, and every kernel has flash attention's online softmax
         AttentionType.MultiHead: heads == kv_heads,
         AttentionType.MultiQuery: kv_heads == 1,
-        AttentionType.GroupedQuery: True,  # of which the two above are the ends
-        AttentionType.Paged: True,
-        AttentionType.Flash: True,  # every kernel has an online softmax
         AttentionType.SlidingWindow: bool(windows),
     }
-    if not possible[kind]:
+    if not possible.get(kind, True):
         raise ConfigError(
             f"attention_type is {kind!r}, the model has {heads} heads, {kv_heads} key/value heads and windows "
             f"{sorted(windows)}"
@@ -282,28 +250,22 @@ def _check_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> No
         raise ConfigError(f"sliding_window_size is {safe_repr(size)}, the model has {sorted(windows)}")
 
 
-def _engine(config: ExecutorConfig, options: Mapping[str, Any]) -> EngineConfig:
-    memory, kv_dtype = config.memory_config, options.get("kv_dtype")
+def _engine(config: ExecutorConfig) -> EngineConfig:
+    memory, options = config.memory_config, config.executor_options
     check_flag("enable_kv_cache_sharing", memory.enable_kv_cache_sharing, ConfigError)
     if memory.memory_pool_size is not None and options.get("kv_blocks") is not None:
         pool, blocks = safe_repr(memory.memory_pool_size), safe_repr(options["kv_blocks"])
         raise ConfigError(f"memory_pool_size is {pool} and kv_blocks is {blocks}: give one")
-    asked = EngineConfig(
+    return EngineConfig(
         dtype=_DTYPES[config.dtype],
-        kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
+        kv_dtype=options.get("kv_dtype"),
         max_seqs=config.max_batch_size,
         kv_capacity=config.max_sequence_length,
         block_size=config.attention_config.block_size,
         prefix_cache=memory.enable_kv_cache_sharing,
         memory_fraction=memory.max_memory_usage,
         **{name: options.get(name) for name in _ENGINE_OPTIONS},
-    )
-    engine = options.get("engine") or EngineConfig()
-    for field in fields(EngineConfig):
-        mine, theirs = getattr(asked, field.name), getattr(engine, field.name)
-        if mine is not None and theirs is not None and mine != theirs:
-            raise ConfigError(f"{field.name} is {mine!r} in the configuration and {theirs!r} in its `engine` option")
-    return asked.over(engine)
+    ).joined(options.get("engine"))
 
 
 def _sized(engine: EngineConfig, pool_bytes: Any, cfg: ModelConfig, platform: str) -> EngineConfig:

@@ -11,8 +11,8 @@ from platformdirs import user_cache_dir
 
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_edited
-from ferrum_jax.compile.heap import trim_heap
-from ferrum_jax.config import EngineConfig, ModelConfig, dtype_name
+from ferrum_jax.compile.program_cache import trim_heap
+from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.checks import check_flag
 from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, safe_repr
@@ -101,8 +101,8 @@ def load(
     check_flag("strict", strict)
     check_flag("progress", progress)
     asked = EngineConfig(
-        dtype=None if dtype is None else dtype_name(dtype),
-        kv_dtype=None if kv_dtype is None else dtype_name(kv_dtype),
+        dtype=dtype,
+        kv_dtype=kv_dtype,
         attention=attention,
         max_seqs=max_seqs,
         kv_capacity=kv_capacity,
@@ -114,24 +114,25 @@ def load(
         layout=layout,
         max_loras=_unless_zero(max_loras),
         max_lora_rank=_unless_zero(max_lora_rank),
-        artifacts=_folder_name(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
+        artifacts=os.fspath(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
         quantize=quantize,
     )
-    settings = asked.joined(engine).over_environment()
-    target = find_device(device)
-    settings = settings.over(EngineConfig(dtype=default_dtype(target), layout=CHECKPOINT))
-    assert settings.dtype is not None
-    assert settings.layout is not None
+    settings, target = asked.joined(engine).over_environment(), find_device(device)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
+    settings = settings.over(EngineConfig(dtype=default_dtype(target), layout=CHECKPOINT))
     free = free_bytes(target)
     ahead, root = plan_ahead(settings, source, target, free), artifacts_folder(settings)
     early = None if root is None else _open_artifacts(root, source, ahead, target, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
-    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype)
-    modest = target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken
-    params, cfg, memory = _read_and_allocate(source, settings, ahead.cache if modest else None, target, early, progress)
+    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype or default_dtype(target))
+    memory = None
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # on a CPU its zeros take seconds, too
+        if target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken:
+            memory = pool.submit(_allocate_ahead, ahead.cache, target, early)
+        params, cfg = _read(source, settings, target, progress)
+    memory = None if memory is None else memory.result()
 
     def open_artifacts(plan: EnginePlan) -> Artifacts | None:
         if root is None:
@@ -153,21 +154,6 @@ def load(
     )
 
 
-def _read_and_allocate(
-    source: Checkpoint,
-    settings: EngineConfig,
-    spec: CacheSpec | None,
-    device: JaxDevice,
-    artifacts: Artifacts | None,
-    progress: bool,
-) -> tuple[ParamTree, ModelConfig, KvMemory | None]:
-    """Reads the parameters, and allocates a KV of `spec` meanwhile: on a CPU its zeros take seconds, too."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:
-        allocating = None if spec is None else pool.submit(_allocate_ahead, spec, device, artifacts)
-        params, cfg = _read(source, settings, device, progress)
-    return params, cfg, None if allocating is None else allocating.result()
-
-
 def _allocate_ahead(spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None) -> KvMemory | None:
     try:
         memory = KvMemory(spec, device, artifacts)
@@ -186,13 +172,6 @@ def _open_artifacts(
     shapes = specs.shapes(laid, settings.dtype or default_dtype(device))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
     return Artifacts(root, describe_program(source.config, params, plan.cache, plan.loras, device))
-
-
-def _folder_name(path: os.PathLike[str]) -> str:
-    try:
-        return os.fspath(path)
-    except TypeError as problem:
-        raise ConfigError(f"artifacts is {safe_repr(path)}: {problem}") from None
 
 
 def artifacts_folder(settings: EngineConfig) -> Path | None:
@@ -235,9 +214,7 @@ def load_params(
     With `quantize`, as for `load`, matrices are `QuantisedWeight`s in that tree.
     """
     target = find_device(device)
-    settings = EngineConfig(
-        dtype=default_dtype(target) if dtype is None else dtype_name(dtype), layout=layout, quantize=quantize
-    )
+    settings = EngineConfig(dtype=dtype, layout=layout, quantize=quantize)
     return _read(path if isinstance(path, Checkpoint) else open_checkpoint(path), settings, target, progress)
 
 
@@ -261,11 +238,7 @@ def open_checkpoint(path: ModelPath) -> Checkpoint:
 def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice, free: int | None = None) -> EnginePlan:
     """Decides the sizes of an engine before its parameters are on `device`; `load` decides again when they are.
 
-    Args:
-        settings: what was asked for; its dtype is the device's own if None.
-        source: the model.
-        device: where it is to run.
-        free: bytes that are free there; asked now if None.
+    The dtype is the device's own if not set, and so many bytes are free as the device says if `free` is None.
 
     Raises:
         ConfigError: as `param_specs`.
@@ -301,37 +274,35 @@ def _formats(source: Checkpoint, quantize: str | None) -> Formats:
 
 
 def _read(source: Checkpoint, asked: EngineConfig, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
-    dtype, quantize = asked.dtype or default_dtype(device), asked.quantize
-    layout, formats = asked.layout or CHECKPOINT, _formats(source, quantize)
+    dtype, layout = asked.dtype or default_dtype(device), asked.layout or CHECKPOINT
+    formats = _formats(source, asked.quantize)
+    read_native = None
+    if asked.quantize == "keep" and not isinstance(source, orbax.OrbaxSource):
+        read_native = source.read_native
     try:
-        params = _read_all(source, dtype, layout, formats, device, progress, quantize == "keep")
+        if not isinstance(source, orbax.OrbaxSource) or formats:
+            params = assemble(
+                source,
+                source.config,
+                layout=layout,
+                dtype=dtype,
+                device=device,
+                ignorable=lambda name: _ignorable(name, source.config),
+                formats=formats,
+                read_native=read_native,
+                progress=progress,
+            )
+        elif layout == CHECKPOINT:
+            params = source.restore(dtype, device)
+        else:
+            params = lay_out_on_host(source.restore(dtype, find_device("cpu")), source.config, layout, device)
     except jax.errors.JaxRuntimeError as problem:
-        needed = num_bytes(param_specs(source, quantize), dtype)
+        needed = num_bytes(param_specs(source, asked.quantize), dtype)
         raise ResourceExhaustedError(
             f"{source.path}: {needed:,} bytes of parameters in {dtype} cannot be put on {device}: {problem}"
         ) from problem
     trim_heap()
     return params, source.config
-
-
-def _read_all(
-    source: Checkpoint, dtype: str, layout: str, formats: Formats, device: JaxDevice, progress: bool, is_kept: bool
-) -> ParamTree:
-    if isinstance(source, orbax.OrbaxSource) and not formats:
-        if layout == CHECKPOINT:
-            return source.restore(dtype, device)
-        return lay_out_on_host(source.restore(dtype, find_device("cpu")), source.config, layout, device)
-    return assemble(
-        source,
-        source.config,
-        layout=layout,
-        dtype=dtype,
-        device=device,
-        ignorable=lambda name: _ignorable(name, source.config),
-        formats=formats,
-        read_native=source.read_native if is_kept and not isinstance(source, orbax.OrbaxSource) else None,
-        progress=progress,
-    )
 
 
 def _ignorable(name: str, cfg: ModelConfig) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ferrum_jax import EngineConfig, ModelConfig, models
-from ferrum_jax.config import FAMILIES, ExpertsConfig, RopeScaling, dtype_name
+from ferrum_jax.config import FAMILIES, ExpertsConfig, RopeScaling
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.executor import EnginePlan, plan_engine
 from ferrum_jax.models import registry
@@ -461,7 +461,7 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     ("max_lora_rank", 10**9), ("kv_capacity", 2**31), ("block_size", 10**400), ("kv_blocks", 2**31),
     ("max_loras", -1), ("max_lora_rank", -1), ("spec_tokens", -1), ("memory_fraction", 0.0), ("memory_fraction", 1.1),
     ("memory_fraction", float("nan")), ("memory_fraction", "half"), ("prefix_cache", "off"), ("dtype", "int8"),
-    ("dtype", "f32"), ("kv_dtype", "float64"), ("decode_rows", ()), ("query_blocks", (2, 1)), ("verify_blocks", (4, 4)),
+    ("kv_dtype", "float64"), ("decode_rows", ()), ("query_blocks", (2, 1)), ("verify_blocks", (4, 4)),
     ("verify_blocks", (0, 1)), ("verify_tokens", (4, 8)), ("block_tokens", 0),
     ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)), ("quantize", "fp8"), ("quantize", 8),
 ]  # fmt: skip
@@ -526,13 +526,14 @@ def test_what_is_given_goes_over_what_is_not():
     [("bf16", "bfloat16"), ("F16", "float16"), ("half", "float16"), ("fp32", "float32"), ("bfloat16", "bfloat16")],
 )
 def test_a_dtype_has_short_names(short: str, full: str):
-    assert dtype_name(short) == full
+    config = EngineConfig(dtype=short, kv_dtype=short)
+    assert (config.dtype, config.kv_dtype) == (full, full)
 
 
 def test_a_dtype_that_is_no_name_is_refused():
     wrong: Any = 32
     with pytest.raises(ConfigError, match="dtype is 32"):
-        dtype_name(wrong)
+        EngineConfig(dtype=wrong)
 
 
 # 2 (K and V) × 2 layers × 3 heads × 10 wide × 4 bytes

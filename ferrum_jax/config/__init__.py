@@ -9,6 +9,5 @@ from ferrum_jax.config.engine import ENVIRONMENT as ENVIRONMENT
 from ferrum_jax.config.engine import LAYOUTS as LAYOUTS
 from ferrum_jax.config.engine import QUANTISED as QUANTISED
 from ferrum_jax.config.engine import EngineConfig as EngineConfig
-from ferrum_jax.config.engine import dtype_name as dtype_name
 from ferrum_jax.config.families import FAMILIES as FAMILIES
 from ferrum_jax.config.model import ModelConfig as ModelConfig

@@ -1,5 +1,6 @@
 """Parts of a model's configuration: the scaling of rotary embeddings, experts, and latent attention."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
@@ -11,21 +12,25 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 ROPE_FACTORS = ("short_factor", "long_factor")
 
 
-def check_fields(config: Any) -> None:
-    """Raises ConfigError unless the fields of a dataclass are of their types: integers from 1 on, positive numbers."""
+def check_fields(config: Any, of: str = "", signed: Collection[str] = ()) -> None:
+    """Raises ConfigError unless the fields of a dataclass are of their types.
+
+    Integers start from 1, numbers are positive but for those `signed`. Messages call a field by its name and `of`.
+    """
     for field in fields(config):
         value: Any = getattr(config, field.name)
+        name = f"{field.name}{of}"
         kinds: tuple[Any, ...] = get_args(field.type) if isinstance(field.type, UnionType) else (field.type,)
         if value is None and NoneType in kinds:
             continue
         if int in kinds:
-            check_integer(field.name, value, 1)
+            check_integer(name, value, 1)
         elif float in kinds:
-            check_number(field.name, value)
+            check_number(name, value, above=None if field.name in signed else 0.0)
         elif bool in kinds:
-            check_flag(field.name, value)
+            check_flag(name, value)
         elif not isinstance(value, known := get_origin(kinds[0]) or kinds[0]):
-            raise ConfigError(f"{field.name} is {safe_repr(value)}, expected a {known.__name__}")
+            raise ConfigError(f"{name} is {safe_repr(value)}, expected a {known.__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +55,7 @@ class RopeScaling:
     def __post_init__(self):
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_TYPES:
             raise UnsupportedError(f"rope_type {safe_repr(self.rope_type)}: supported are {', '.join(ROPE_TYPES)}")
-        check_number("factor of the RoPE scaling", self.factor)
-        for name in ("original_max_position_embeddings", "beta_fast", "beta_slow", "low_freq_factor",
-                     "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim"):  # fmt: skip
-            if (value := getattr(self, name)) is not None or name.startswith("beta"):
-                least = None if name in ("attention_factor", "mscale", "mscale_all_dim") else 0.0
-                check_number(f"{name} of the RoPE scaling", value, above=least)
-        for name in ("truncate", "is_long"):
-            check_flag(f"{name} of the RoPE scaling", getattr(self, name))
+        check_fields(self, " of the RoPE scaling", signed=("attention_factor", "mscale", "mscale_all_dim"))
         if self.rope_type == "llama3" and not (self.low_freq_factor or 0) < (self.high_freq_factor or 0):
             raise ConfigError(
                 f"high_freq_factor of the RoPE scaling is {self.high_freq_factor}, expected more than "

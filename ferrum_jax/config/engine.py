@@ -7,12 +7,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from ferrum_jax.config.checks import LARGEST_COUNT, check_flag, check_integer
+from ferrum_jax.config.checks import LARGEST_COUNT, check_flag, check_integer, check_number
 from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
 ATTENTIONS = ("xla", "triton", "cudnn", "tpu")
 DTYPES = ("float32", "float16", "bfloat16")
+_DTYPE_OF = {
+    **dict.fromkeys(("fp32", "f32"), "float32"), **dict.fromkeys(("fp16", "f16", "half"), "float16"), "bf16": "bfloat16"
+}  # fmt: skip
 QUANTISED = ("int8", "float8_e4m3fn", "keep", "none")
 _COUNTS = {  # from, to
     **dict.fromkeys(
@@ -33,7 +36,7 @@ class EngineConfig:
     Buckets are ascending sizes; what exceeds the largest runs in several steps.
     """
 
-    dtype: str | None = None  # of weights and activations
+    dtype: str | None = None  # of weights and activations; also by a short name, such as bf16
     kv_dtype: str | None = None
     attention: str | None = None  # which backend computes it: xla, triton, cudnn or tpu
     quantize: str | None = None  # weights of products; "keep": as the checkpoint has them, "none": dequantised
@@ -59,32 +62,8 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
-        for name, (least, most) in _COUNTS.items():
-            if (value := getattr(self, name)) is not None:
-                check_integer(name, value, least, most)
-        for name in ("decode_rows", "query_blocks", "verify_blocks"):
-            if (sizes := getattr(self, name)) is None:
-                continue
-            if not isinstance(sizes, tuple):
-                raise ConfigError(f"{name} is {safe_repr(sizes)}, expected ascending sizes of at least 1")
-            for size in sizes:
-                check_integer(f"a size in {name}", size, 1)
-            if not sizes or list(sizes) != sorted(set(sizes)):
-                raise ConfigError(f"{name} is {sizes!r}, expected ascending sizes of at least 1")
-        fraction = self.memory_fraction
-        is_number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
-        if fraction is not None and not (is_number and 0 < fraction <= 1):
-            raise ConfigError(f"memory_fraction is {safe_repr(fraction)}, expected more than 0 and at most 1")
-        for name in ("prefix_cache", "window_kv"):
-            if (value := getattr(self, name)) is not None:
-                check_flag(name, value)
-        folder = self.artifacts
-        if not (isinstance(folder, bool | None) or (isinstance(folder, str) and folder and folder.isprintable())):
-            raise ConfigError(f"artifacts is {safe_repr(self.artifacts)}, expected a folder, True or False")
-        for name, known in _NAMES.items():
-            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value in known):
-                raise ConfigError(f"{name} is {safe_repr(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
+            value = _plain(getattr(self, field.name))
+            object.__setattr__(self, field.name, None if value is None else _checked(field.name, value))
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
@@ -132,18 +111,36 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, (np.integer, np.floating)) else value
 
 
+def _checked(name: str, value: Any) -> Any:
+    """Returns the value of a setting, dtypes by their full names; a wrong one is a ConfigError."""
+    if name in ("dtype", "kv_dtype"):
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} is {safe_repr(value)}, expected a name such as 'float32'")
+        value = _DTYPE_OF.get(value.lower(), value.lower())
+    if name in _COUNTS:
+        check_integer(name, value, *_COUNTS[name])
+    elif name in ("decode_rows", "query_blocks", "verify_blocks"):
+        sizes = [check_integer(f"a size in {name}", size, 1) for size in value] if isinstance(value, tuple) else []
+        if not sizes or sizes != sorted(set(sizes)):
+            raise ConfigError(f"{name} is {safe_repr(value)}, expected ascending sizes of at least 1")
+    elif name in ("prefix_cache", "window_kv"):
+        check_flag(name, value)
+    elif name in _NAMES:
+        if not isinstance(value, str) or value not in _NAMES[name]:
+            known = _NAMES[name]
+            raise ConfigError(f"{name} is {safe_repr(value)}, expected {', '.join(known[:-1])} or {known[-1]}")
+    elif name == "memory_fraction":
+        if check_number(name, value) > 1:
+            raise ConfigError(f"{name} is {safe_repr(value)}, expected at most 1")
+    elif not (isinstance(value, bool) or (isinstance(value, str) and value and value.isprintable())):
+        raise ConfigError(f"{name} is {safe_repr(value)}, expected a folder, True or False")
+    return value
+
+
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("expected 0 or 1")
     return text == "1"
-
-
-def dtype_name(text: str) -> str:
-    """Full name of a floating dtype: `bf16` is `bfloat16`."""
-    if not isinstance(text, str):
-        raise ConfigError(f"dtype is {safe_repr(text)}, expected a name such as 'float32'")
-    short = {"fp32": "float32", "f32": "float32", "fp16": "float16", "f16": "float16", "half": "float16"}
-    return (short | {"bf16": "bfloat16"}).get(text.lower(), text.lower())
 
 
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
@@ -152,8 +149,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_PAGED_MAX_SEQS": ("max_seqs", int),
     "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
     "FERRUM_WINDOW_KV": ("window_kv", _flag),
-    "FERRUM_KV_DTYPE": ("kv_dtype", dtype_name),
-    "FERRUM_DTYPE": ("dtype", dtype_name),
+    "FERRUM_KV_DTYPE": ("kv_dtype", str),
+    "FERRUM_DTYPE": ("dtype", str),
     "FERRUM_ATTENTION": ("attention", str.lower),
     "FERRUM_QUANTIZE": ("quantize", str),
     "FERRUM_SPEC_N": ("spec_tokens", int),

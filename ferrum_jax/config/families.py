@@ -53,22 +53,17 @@ def _every_layer(s: Settings) -> tuple[Any, ...]:
     return (s.get("sliding_window"),) * s.integer("num_hidden_layers")
 
 
-def _alternating(s: Settings, window: int | None) -> tuple[int | None, ...]:
-    layers = range(s.integer("num_hidden_layers"))
-    return s.windows(["full_attention" if i % 2 else "sliding_attention" for i in layers], window)
+def _is_even(layer: int) -> bool:
+    return layer % 2 == 0
 
 
-def _late(s: Settings, window: int | None) -> tuple[int | None, ...]:
-    """Qwen's windows, which layers have from `max_window_layers` on."""
-    first, layers = s.integer("max_window_layers", 28, 0), range(s.integer("num_hidden_layers"))
-    return s.windows(["sliding_attention" if i >= first else "full_attention" for i in layers], window)
-
-
-def _qwen_windows(s: Settings, place: Callable[[Settings, int], tuple[int | None, ...]]) -> Fields:
+def _qwen_windows(s: Settings, slides: Callable[[int], bool] | None = None) -> Fields:
+    """Windows, where they are in use: of the layers from `max_window_layers` on, or those that `slides` is true of."""
     window = s.get("sliding_window", 4096)
     if window is None or not s.flag("use_sliding_window"):
         return {}
-    return {"layer_windows": place(s, window)}
+    slides = slides or (lambda layer: layer >= s.integer("max_window_layers", 28, 0))
+    return {"layer_windows": s.windows(slides, window)}
 
 
 def _llama(s: Settings) -> Fields:
@@ -81,30 +76,26 @@ def _mistral(s: Settings) -> Fields:
 
 def _qwen2(s: Settings) -> Fields:
     biases = {"attention_bias": True, "attention_out_bias": False}
-    return _decoder(s) | biases | _qwen_windows(s, _late)
+    return _decoder(s) | biases | _qwen_windows(s)
 
 
 def _qwen3(s: Settings) -> Fields:
-    return _decoder(s, head_dim=128) | {"qk_norm": True} | _qwen_windows(s, _late)
+    return _decoder(s, head_dim=128) | {"qk_norm": True} | _qwen_windows(s)
 
 
 def _qwen2_moe(s: Settings) -> Fields:
-    def place(s: Settings, window: int) -> tuple[int | None, ...]:
-        last, layers = s.integer("max_window_layers", 28, 0), range(s.integer("num_hidden_layers"))
-        return s.windows(["full_attention" if i % 2 or i >= last else "sliding_attention" for i in layers], window)
-
     shared = s.integer("shared_expert_intermediate_size")
     return (
         _decoder(s)
         | {"attention_bias": s.flag("qkv_bias", True), "attention_out_bias": False}
         | {"experts": _qwen_experts(s, shared_expert_intermediate_size=shared)}
-        | _qwen_windows(s, place)
+        | _qwen_windows(s, lambda layer: _is_even(layer) and layer < s.integer("max_window_layers", 28, 0))
     )
 
 
 def _qwen3_moe(s: Settings) -> Fields:
-    windows = _qwen_windows(s, lambda s, window: _every_layer(s.replacing(sliding_window=window)))
-    return _decoder(s) | {"qk_norm": True, "experts": _qwen_experts(s)} | windows
+    found = _decoder(s) | {"qk_norm": True, "experts": _qwen_experts(s)}
+    return found | _qwen_windows(s.replacing(layer_types=None), lambda _: True)
 
 
 def _qwen_experts(s: Settings, **sizes: Any) -> ExpertsConfig | None:
@@ -151,12 +142,12 @@ def _gpt_oss(s: Settings) -> Fields:
         s = s.replacing(rope_parameters=yarn)
     found = _decoder(s, head_dim=64, activation=("hidden_act", "silu", ("silu",)))
     window = s.get("sliding_window", 128)
-    if window is None and any(_alternating(s, 1)):
+    if window is None and any(s.windows(_is_even, 1)):
         raise ConfigError("sliding_window is null, but layer_types has layers with a window")
     swiglu = {"swiglu_limit": s.number("swiglu_limit", 7.0), "swiglu_alpha": s.number("swiglu_alpha", 1.702)}
     return found | {
         "attention_sinks": True,
-        "layer_windows": _alternating(s, window),
+        "layer_windows": s.windows(_is_even, window),
         "experts": _local_experts(s, found, **swiglu),
     }
 
@@ -193,11 +184,10 @@ def _smollm3(s: Settings) -> Fields:
         raise ConfigError(f"no_rope_layers is {safe_repr(rotated)}, expected a list of {len(layers)} entries")
     window = s.get("sliding_window")
     slides = s.flag("use_sliding_window") and window is not None
-    kinds = ["sliding_attention" if slides and not is_rotated else "full_attention" for is_rotated in rotated]
     return found | {
         "layers_without_rope": tuple(layer for layer in layers if not rotated[layer]),
         "mlp_bias": s.flag("mlp_bias"),
-        "layer_windows": s.windows(kinds, window),
+        "layer_windows": s.windows(lambda layer: slides and not rotated[layer], window),
     }
 
 
@@ -215,7 +205,7 @@ def _gemma2(s: Settings) -> Fields:
     return _gemma(s) | {
         "attn_logit_softcapping": s.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": s.get("final_logit_softcapping", 30.0),
-        "layer_windows": _alternating(s, s.get("sliding_window", 4096)),
+        "layer_windows": s.windows(_is_even, s.get("sliding_window", 4096)),
     }
 
 
@@ -231,12 +221,11 @@ def _gemma3(s: Settings) -> Fields:
     kinds, local_theta = _gemma3_ropes(s)
     period = s.integer("sliding_window_pattern", 6)
     found = _gemma(s.replacing(rope_parameters=kinds, rope_scaling=None))
-    layers = range(1, found["num_hidden_layers"] + 1)
     return found | {
         "local_rope_theta": local_theta,
         "qk_norm": True,
         "final_logit_softcapping": s.get("final_logit_softcapping"),
-        "layer_windows": s.windows(["sliding_attention" if i % period else "full_attention" for i in layers], window),
+        "layer_windows": s.windows(lambda layer: (layer + 1) % period != 0, window),
     }
 
 

@@ -1,6 +1,6 @@
 """A `config.json`, read field by field: every family reads names, sizes and rotary embeddings alike."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -58,12 +58,13 @@ class Settings:
         if (found := self.get(name, default)) not in supported:
             raise UnsupportedError(f"{name} {found!r} is not implemented, only {' and '.join(supported)} is")
 
-    def windows(self, kinds: list[str], window: int | None) -> tuple[int | None, ...]:
-        """Window of each layer by its kind: as `layer_types` has it, or else as `kinds`."""
-        found = self.get("layer_types") or kinds
-        if unknown := set(found) - {"sliding_attention", "full_attention"}:
-            raise UnsupportedError(f"layer_types {sorted(unknown)} are not implemented")
-        return tuple(window if kind == "sliding_attention" else None for kind in found)
+    def windows(self, slides: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
+        """Returns each layer's window, which those have that `layer_types` names, or else that `slides` is true of."""
+        if kinds := self.get("layer_types"):
+            if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
+                raise UnsupportedError(f"layer_types {sorted(unknown)} are not implemented")
+            return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        return tuple(window if slides(layer) else None for layer in range(self.integer("num_hidden_layers")))
 
 
 def read_sizes(s: Settings, *, head_dim: int | None = None) -> dict[str, Any]:

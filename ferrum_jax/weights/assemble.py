@@ -1,7 +1,7 @@
 """Parameter trees out of named tensors, every leaf set exactly once."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidFormatError
 from ferrum_jax.models.layout import Recipe, checkpoint_leaves, recipes
 from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.registry import family
@@ -25,17 +25,13 @@ PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit 
 
 
 class TensorSource(Protocol):
-    """A checkpoint: tensors by their Hugging Face names."""
+    """A checkpoint: tensors by their Hugging Face names; shapes are known without reading any."""
 
     path: Path
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, without reading any."""
-        ...
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # noqa: D102
 
-    def read(self, name: str) -> np.ndarray:
-        """Reads one tensor."""
-        ...
+    def read(self, name: str) -> np.ndarray: ...  # noqa: D102
 
 
 def assemble(
@@ -136,17 +132,13 @@ def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndar
 # axes in another order.
 
 
-def names_apart(name: str, spec: ParamSpec) -> tuple[str, ...]:
-    """Names under which each expert's part of a leaf is stored; none for a leaf that is stored whole."""
-    if spec.axes[0] != "expert" or spec.stored is not None:
-        return ()
-    return tuple(name.replace(".experts.", f".experts.{index}.") for index in range(spec.shape[0]))
-
-
 def stored_apart(wanted: Mapping[str, ParamSpec], found: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Leaves that are stored expert by expert, which are those not found whole, with the names of their parts."""
-    apart = {name: names_apart(name, spec) for name, spec in wanted.items() if name not in found}
-    return {name: parts for name, parts in apart.items() if parts}
+    return {
+        name: tuple(name.replace(".experts.", f".experts.{index}.") for index in range(spec.shape[0]))
+        for name, spec in wanted.items()
+        if name not in found and spec.axes[0] == "expert" and spec.stored is None
+    }
 
 
 def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, ...]]) -> dict[str, ParamSpec]:
@@ -161,15 +153,6 @@ def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, 
 def stored_axes(wanted: Mapping[str, ParamSpec]) -> dict[str, tuple[int, ...]]:
     """Order of axes of the leaves that a Hugging Face folder stores whole in another order than the parameters."""
     return {name: spec.stored for name, spec in wanted.items() if spec.stored is not None}
-
-
-def check_native(formats: Collection[str], wanted: Mapping[str, ParamSpec]) -> None:
-    """Raises UnsupportedError where experts, by the names they are stored under, would stay in a native format."""
-    for name, spec in wanted.items():
-        if any(part in formats for part in names_apart(name, spec)):
-            raise UnsupportedError(
-                f"{name}: experts have no native format; without quantize='keep' they are dequantised"
-            )
 
 
 def stack_in_turn(parts: Iterator[Any], count: int) -> Any:

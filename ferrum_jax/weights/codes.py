@@ -163,11 +163,8 @@ def to_leaf(codes: Codes, scheme: Scheme, form: Format) -> QuantisedWeight[np.nd
         values = pack(values, form.groups)
     elif scheme.packing != PLAIN:
         values, shift = (values ^ np.uint8(middle)).view(np.int8), middle
-    return QuantisedWeight(values=values, scales=scales, offsets=_offsets(codes, scales, shift, form))
-
-
-def _offsets(codes: Codes, scales: NDArray[np.generic], shift: int, form: Format) -> NDArray[np.float32] | None:
-    if form.offsets is None:
-        return None
-    assert codes.zeros is not None
-    return (np.float32(shift) - codes.zeros.astype(np.float32)) * scales.astype(np.float32)
+    offsets = None
+    if form.offsets is not None:
+        assert codes.zeros is not None
+        offsets = (np.float32(shift) - codes.zeros.astype(np.float32)) * scales.astype(np.float32)
+    return QuantisedWeight(values=values, scales=scales, offsets=offsets)

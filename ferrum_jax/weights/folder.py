@@ -21,7 +21,7 @@ from ferrum_jax.models.quantisation import Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import QuantisedWeight
-from ferrum_jax.weights.assemble import check_native, stored_axes
+from ferrum_jax.weights.assemble import stored_apart, stored_axes
 from ferrum_jax.weights.codes import Codes, decode, native_format, read_codes, to_leaf
 from ferrum_jax.weights.mxfp4 import find_stacks, widen
 from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
@@ -120,7 +120,11 @@ class SafetensorsSource:
         for name, weight in self._packed.items():
             assert scheme is not None
             found[name] = native_format(f"{self.path}: {name}", weight, self._entries, scheme)
-        check_native(found, self._specs)
+        for name, parts in stored_apart(self._specs, {}).items():
+            if not found.keys().isdisjoint(parts):
+                raise UnsupportedError(
+                    f"{name}: experts have no native format; without quantize='keep' they are dequantised"
+                )
         return found
 
     def read_native(self, name: str) -> QuantisedWeight[np.ndarray]:

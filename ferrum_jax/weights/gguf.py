@@ -43,29 +43,29 @@ class GgufSource:
             raise type(problem)(f"{path}: {problem}") from None
         except (TypeError, ValueError, ZeroDivisionError, IndexError) as problem:
             raise InvalidFormatError(f"{path} has metadata that describe no model: {problem}") from None
+        self._names = named_leaves(family(self.config).param_specs(self.config))
         self._tensors = self._by_hf_name(header.architecture)
+        self._shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
+        for name, shape in self._shapes.items():
+            if name.endswith(SHARED_GATE) and len(shape) == 1:  # a gate with one row is stored as a vector
+                self._shapes[name] = (1, *shape)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the header."""
-        shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
-        # A gate with one row is stored as a vector.
-        return {
-            name: (1, *shape) if name.endswith(SHARED_GATE) and len(shape) == 1 else shape
-            for name, shape in shapes.items()
-        }
+        return self._shapes
 
     def read(self, name: str) -> np.ndarray:
         """Dequantises one tensor to float32."""
         from gguf.quants import dequantize
 
         tensor, kind = self._tensors[name], self._kinds[name]
-        # A view of float32 data would keep the whole file mapped as long as the parameters live.
-        return self._take(
-            name,
-            lambda shape: (
-                dequantize(tensor.data, tensor.tensor_type).reshape(shape).astype(np.float32, copy=kind == "F32")
-            ),
-        )
+
+        def make(shape: tuple[int, ...]) -> np.ndarray:
+            # A view of float32 data would keep the whole file mapped as long as the parameters live.
+            data = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+            return data.astype(np.float32, copy=kind == "F32")
+
+        return self._take(name, make)
 
     def native_formats(self) -> Formats:
         """Formats of the quantised matrices in their native quantisation.
@@ -73,15 +73,17 @@ class GgufSource:
         Raises:
             UnsupportedError: there are quantised experts.
         """
-        for name, shape in self.shapes().items():
-            if len(shape) == 3 and native_format(self._kind_of(name), shape[2]) is not None:
+        found = {}
+        for name, shape in self._shapes.items():
+            if len(shape) < 2 or (form := native_format(self._kind_of(name), shape[-1])) is None:
+                continue
+            if len(shape) > 2:
                 raise UnsupportedError(
                     f"{self.path}: experts, such as {name}, have no native format; without quantize='keep' they are "
                     "dequantised"
                 )
-        matrices = {name: shape for name, shape in self.shapes().items() if len(shape) == 2}
-        formats = {name: native_format(self._kind_of(name), shape[1]) for name, shape in matrices.items()}
-        return {name: form for name, form in formats.items() if form is not None}
+            found[name] = form
+        return found
 
     def read_native(self, name: str) -> QuantisedWeight[np.ndarray]:
         """Reads one quantised matrix in its native quantisation."""
@@ -91,24 +93,21 @@ class GgufSource:
     @functools.cached_property
     def _kinds(self) -> dict[str, str]:
         """Type of every tensor of the model; raises for an unsupported one before any tensor is read."""
-        names = named_leaves(family(self.config).param_specs(self.config))
-        return {name: self._kind_of(name) for name in names if name in self._tensors}
+        return {name: self._kind_of(name) for name in self._names if name in self._tensors}
 
     def _kind_of(self, name: str) -> str:
         tensor = self._tensors[name]
-        kind = tensor.tensor_type.name
-        if kind not in TYPES:
+        if (kind := tensor.tensor_type.name) not in TYPES:
             raise UnsupportedError(f"{self.path}: tensor {tensor.name} is {kind}, supported are {', '.join(TYPES)}")
         return kind
 
     def _take(self, name: str, make: Callable[[Any], Any]) -> Any:
         """Reads one tensor with `make`, given its shape, and brings its rows into Hugging Face's order."""
         try:
-            made = make(self.shapes()[name])
+            made = make(self._shapes[name])
         except (ValueError, IndexError) as problem:
-            raise InvalidFormatError(
-                f"{self.path}: tensor {self._tensors[name].name} cannot be read: {problem}"
-            ) from None
+            stored = self._tensors[name].name
+            raise InvalidFormatError(f"{self.path}: tensor {stored} cannot be read: {problem}") from None
         heads = {"q_proj": self.config.num_attention_heads, "k_proj": self.config.num_key_value_heads}
         module = name.split(".")[-2]
         if self._architecture.interleaves and module in heads:
@@ -122,11 +121,8 @@ class GgufSource:
 
         by_gguf_name = {tensor.name: tensor for tensor in self.file.tensors if tensor.name not in FREQUENCIES}
         names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], self.config.num_hidden_layers)
-        modules = dict.fromkeys(
-            name.rsplit(".", 1)[0] for name in named_leaves(family(self.config).param_specs(self.config))
-        )
         found = {}
-        for module in modules:
+        for module in dict.fromkeys(name.rsplit(".", 1)[0] for name in self._names):
             gguf_name = names.get_name(module)
             for leaf in ("weight", "bias"):
                 tensor = by_gguf_name.pop(f"{gguf_name}.{leaf}", None)

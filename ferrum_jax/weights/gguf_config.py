@@ -90,19 +90,12 @@ class Header:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How files of one architecture differ from a Hugging Face folder.
+    """How files of one architecture differ from a Hugging Face folder."""
 
-    Attributes:
-        settings: what its `config.json` has beyond what that of every family has.
-        interleaves: rotated pairs of rows of the query and key projections are adjacent, not half a head apart.
-        norm_offset: what the conversion has added to the weights of norms.
-        partial_rotary: only a part of each head may be rotated.
-    """
-
-    settings: Callable[[Header], dict[str, Any]]
-    interleaves: bool = False
-    norm_offset: float = 0.0
-    partial_rotary: bool = False
+    settings: Callable[[Header], dict[str, Any]] = lambda _: {}  # that other families' `config.json` does not have
+    interleaves: bool = False  # rotated pairs of rows of the query and key projections are adjacent
+    norm_offset: float = 0.0  # what the conversion has added to the weights of norms
+    partial_rotary: bool = False  # only a part of each head may be rotated
 
 
 def read_config(header: Header) -> dict[str, Any]:
@@ -116,12 +109,13 @@ def read_config(header: Header) -> dict[str, Any]:
         raise UnsupportedError(f"architecture {header.architecture!r}, supported are {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[header.architecture]
     _check_ignored(header, architecture)
-    heads = header.need("attention.head_count")
+    heads, width = header.need("attention.head_count"), header.get("feed_forward_length")
+    width = width or header.get("expert_feed_forward_length")  # of dense layers: a file without any may leave it out
     return {
         "model_type": header.architecture,
         "vocab_size": header.shape("token_embd.weight")[0],
         "hidden_size": header.need("embedding_length"),
-        "intermediate_size": header.get("feed_forward_length") or _expert_width(header),
+        "intermediate_size": width or header.need("feed_forward_length"),
         "num_hidden_layers": check_integer("block_count", header.need("block_count"), 1, MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": header.get("attention.head_count_kv", heads),
@@ -159,22 +153,22 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
     kind = header.get("rope.scaling.type", "linear" if factor != 1.0 else "none")
     if header.has("rope_freqs.weight"):
         return _llama3_scaling(header, header.values("rope_freqs.weight"))
-    original = header.get("rope.scaling.original_context_length")
-    scaling = {} if original is None else {"original_max_position_embeddings": original}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
     if header.has("rope_factors_long.weight"):
-        factors = {name: header.values(f"rope_factors_{name}.weight").tolist() for name in ("long", "short")}
-        if (attention := header.get("rope.scaling.attn_factor")) is not None:
-            scaling["attention_factor"] = attention
-        return scaling | {"rope_type": "longrope"} | {f"{name}_factor": those for name, those in factors.items()}
-    if kind == "longrope":
+        scaling = {
+            f"{name}_factor": header.values(f"rope_factors_{name}.weight").tolist() for name in ("long", "short")
+        }
+        scaling |= {"rope_type": "longrope", "attention_factor": header.get("rope.scaling.attn_factor")}
+    elif kind == "longrope":
         raise UnsupportedError("rope.scaling.type is longrope, and there are no tensors rope_factors_long and _short")
-    if kind == "none":
+    elif kind == "none":
         return None
-    if kind == "yarn":
+    elif kind == "yarn":
         scaling |= {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         if (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:  # a factor of YaRN's own
             scaling["attention_factor"] = share * (0.1 * math.log(factor) + 1)
-    return {key: value for key, value in scaling.items() if value is not None} | {"rope_type": kind, "factor": factor}
+    scaling["original_max_position_embeddings"] = header.get("rope.scaling.original_context_length")
+    return {key: value for key, value in scaling.items() if value is not None}
 
 
 def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
@@ -201,30 +195,22 @@ def _qwen(header: Header) -> dict[str, Any]:
     return {"use_sliding_window": bool(header.get("attention.sliding_window")), "max_window_layers": 0}
 
 
-def _qwen2_moe(header: Header) -> dict[str, Any]:
-    shared = header.shape("blk.0.ffn_gate_shexp.weight")[0]
-    return {
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": shared,
-        "norm_topk_prob": header.get("expert_weights_norm", False),
-        "qkv_bias": header.has("blk.0.attn_q.bias"),
-    } | _experts(header)
-
-
 def _qwen3_moe(header: Header) -> dict[str, Any]:
-    return {"model_type": "qwen3_moe", "norm_topk_prob": header.get("expert_weights_norm", True)} | _experts(header)
-
-
-def _experts(header: Header) -> dict[str, Any]:
     return {
+        "model_type": "qwen3_moe",
+        "norm_topk_prob": header.get("expert_weights_norm", True),
         "num_experts_per_tok": header.need("expert_used_count"),
         "moe_intermediate_size": header.shape("blk.0.ffn_gate_exps.weight")[1],
     }
 
 
-def _expert_width(header: Header) -> int:
-    """Width of dense layers, which a file without dense layers may leave out."""
-    return header.get("expert_feed_forward_length") or header.need("feed_forward_length")
+def _qwen2_moe(header: Header) -> dict[str, Any]:
+    return _qwen3_moe(header) | {
+        "model_type": "qwen2_moe",
+        "norm_topk_prob": header.get("expert_weights_norm", False),
+        "shared_expert_intermediate_size": header.shape("blk.0.ffn_gate_shexp.weight")[0],
+        "qkv_bias": header.has("blk.0.attn_q.bias"),
+    }
 
 
 def _gemma2(header: Header) -> dict[str, Any]:
@@ -289,10 +275,6 @@ def _phi3(header: Header) -> dict[str, Any]:
     }
 
 
-def _nothing(header: Header) -> dict[str, Any]:
-    return {}
-
-
 ARCHITECTURES: Mapping[str, Architecture] = {
     "gemma2": Architecture(_gemma2, norm_offset=1.0),
     "gemma3": Architecture(_gemma3, norm_offset=1.0),
@@ -304,5 +286,5 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2moe": Architecture(_qwen2_moe),
     "qwen3": Architecture(_qwen),
     "qwen3moe": Architecture(_qwen3_moe),
-    "smollm3": Architecture(_nothing, interleaves=True),
+    "smollm3": Architecture(interleaves=True),
 }

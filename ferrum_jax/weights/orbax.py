@@ -64,15 +64,13 @@ def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> N
 def _checksums(folder: Path) -> dict[str, str]:
     """Checksums of all files below a folder, by their paths there."""
 
-    def checksum(path: Path) -> str:
+    def checksum(path: Path) -> tuple[str, str]:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, functools.partial(hashlib.blake2b, digest_size=16)).hexdigest()
+            digest = hashlib.file_digest(file, functools.partial(hashlib.blake2b, digest_size=16))
+        return path.relative_to(folder).as_posix(), digest.hexdigest()
 
-    files = _files(folder)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(
-            zip((path.relative_to(folder).as_posix() for path in files), pool.map(checksum, files), strict=True)
-        )
+        return dict(pool.map(checksum, _files(folder)))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -87,12 +85,9 @@ def read_config(folder: Path) -> ModelConfig:
     fields: dict[str, Any] = read_json(folder / CONFIG)
     fields.pop(QUANTISED, None)
     try:
-        scaling = fields.pop("rope_scaling")
-        fields["rope_scaling"] = RopeScaling(**_with_tuples(scaling)) if scaling else None
-        experts = fields.pop("experts", None)
-        fields["experts"] = ExpertsConfig(**_with_tuples(experts)) if experts else None
-        latent = fields.pop("latent", None)
-        fields["latent"] = LatentConfig(**latent) if latent else None
+        for name, kind in (("rope_scaling", RopeScaling), ("experts", ExpertsConfig), ("latent", LatentConfig)):
+            if part := fields.pop(name, None):
+                fields[name] = kind(**_with_tuples(part))
         return ModelConfig(**_with_tuples(fields))
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise InvalidFormatError(f"{folder / CONFIG} is not a configuration of this version: {problem}") from None
@@ -114,13 +109,11 @@ def read_formats(folder: Path) -> dict[str, Format]:
 
 def _stored(tree: ParamTree) -> ParamTree:
     """The tree as it is stored: a quantised weight is a dict of its parts."""
-    return jax.tree.map(
-        lambda leaf: (
-            {name: part for name, part in vars(leaf).items() if part is not None} if is_quantised(leaf) else leaf
-        ),
-        tree,
-        is_leaf=is_quantised,
-    )
+
+    def stored(leaf: Any) -> Any:
+        return {name: part for name, part in vars(leaf).items() if part is not None} if is_quantised(leaf) else leaf
+
+    return jax.tree.map(stored, tree, is_leaf=is_quantised)
 
 
 class OrbaxSource:
@@ -141,9 +134,7 @@ class OrbaxSource:
         import orbax.checkpoint as ocp
 
         placed = jax.sharding.SingleDeviceSharding(device)
-        wanted = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes(self._specs, dtype)
-        )
+        wanted = jax.tree.map(lambda leaf: leaf.update(sharding=placed), shapes(self._specs, dtype))
         with self._reading(), ocp.StandardCheckpointer() as checkpointer:
             # before any read: a restore that fails half-way leaves orbax's other reads running
             check_tensors(self.path / PARAMS, self.shapes(), named_leaves(self._specs))

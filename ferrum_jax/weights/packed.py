@@ -99,23 +99,17 @@ def _describe(
     per_word = WORD // scheme.bits
     stored = given[_MARKS[scheme.packing]].shape
     height, width = stored if len(stored) == 2 else (0, 0)
-    if scheme.packing == GPTQ:
-        shape = (width, height * per_word)
+    if scheme.packing in (GPTQ, AWQ):  # words along inputs, or along outputs
+        is_gptq = scheme.packing == GPTQ
+        shape = (width, height * per_word) if is_gptq else (width * per_word, height)
         groups = _count(shape[1], scheme)
-        return shape, {
-            "qweight": _Part(("I32",), [stored if len(stored) == 2 else (0, 0)]),
-            "qzeros": _Part(("I32",), [(groups, -(-width // per_word))]),
-            "scales": _Part(_FLOATS, [(groups, width)]),
-            "g_idx": _Part(("I32",), [(shape[1],)], is_needed=scheme.is_ordered),
-        }
-    if scheme.packing == AWQ:
-        shape = (width * per_word, height)
-        groups = _count(height, scheme)
-        return shape, {
-            "qweight": _Part(("I32",), [stored if len(stored) == 2 else (0, 0)]),
-            "qzeros": _Part(("I32",), [(groups, width)]),
+        parts = {
+            "qweight": _Part(("I32",), [(height, width)]),
+            "qzeros": _Part(("I32",), [(groups, -(-shape[0] // per_word))]),
             "scales": _Part(_FLOATS, [(groups, shape[0])]),
         }
+        order = {"g_idx": _Part(("I32",), [(shape[1],)], is_needed=scheme.is_ordered)}
+        return shape, parts | (order if is_gptq else {})
     shape = (height, width)
     if scheme.packing == WORDS:
         shape = (height, width * per_word) if said is None else (said[0], said[1])
@@ -123,20 +117,18 @@ def _describe(
     scales: list[Shape] = [(rows, groups)]
     if scheme.group_size is None:
         scales += [(shape[0],), (1,), (), (1, 1)]
-    zeros = _Part(("I8",), scales, is_needed=not scheme.is_symmetric)
+    is_shifted = not scheme.is_symmetric
     if scheme.packing == PLAIN:
-        values = _Part(("F8_E4M3",) if scheme.is_float else ("I8",), [shape])
         return shape, {
-            "weight": values,
+            "weight": _Part(("F8_E4M3",) if scheme.is_float else ("I8",), [shape]),
             "weight_scale": _Part((*_FLOATS, "F8_E8M0"), scales),
-            "weight_zero_point": zeros,
+            "weight_zero_point": _Part(("I8",), scales, is_shifted),
         }
-    words = _Part(("I8", "I32"), [*scales, (-(-shape[0] // per_word), groups)], is_needed=not scheme.is_symmetric)
     return shape, {
         "weight_packed": _Part(("I32",), [(shape[0], -(-shape[1] // per_word))]),
         "weight_scale": _Part(_FLOATS, scales),
         "weight_shape": _Part(("I64", "I32"), [(2,)]),
-        "weight_zero_point": words,
+        "weight_zero_point": _Part(("I8", "I32"), [*scales, (-(-shape[0] // per_word), groups)], is_shifted),
         "weight_g_idx": _Part(("I32",), [(shape[1],)], is_needed=False),
     }
 

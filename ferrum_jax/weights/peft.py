@@ -60,27 +60,32 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
     folder = Path(folder)
     config = _read_config(folder)
     products = {name: weight for name, weight in adapters.projections(cfg).items() if config.is_target(name)}
-    _check_targets(folder / CONFIG, config, products)
-    path = _weights_of(folder)
+    for other in ("lm_head", "model.embed_tokens"):
+        if config.is_target(other):
+            raise UnsupportedError(
+                f"{folder / CONFIG}: adapters of {other} are not implemented, only of {', '.join(adapters.PROJECTIONS)}"
+            )
+    if not products:
+        raise ConfigError(f"{folder / CONFIG}: target_modules name no projection of this model")
+    path = folder / WEIGHTS
+    if not path.exists() and (folder / PICKLE).exists():
+        raise UnsupportedError(f"{folder / PICKLE} is a pickle, which may run code: save the adapter as {WEIGHTS}")
     tensor_of = _canonical(path, {name: entry.shape for name, entry in read_entries(path).items()})
     check_tensors(path, {name: shape for name, (_, shape) in tensor_of.items()}, _tensors(config, products))
-    halves = {
-        name: (
-            _read(path, tensor_of[_name(name, "A")][0], 1.0),
-            _read(path, tensor_of[_name(name, "B")][0], config.scale_of(name)),
-        )
-        for name in products
-    }
-    check_problems(
-        path,
-        [
-            f"{tensor_of[_name(name, half)][0]} has values that are not finite in float32, its scale included"
-            for name, both in halves.items()
-            for half, values in zip("AB", both, strict=True)
-            if not np.isfinite(values).all()
-        ],
-    )
-    return PeftAdapter(path=folder, cfg=cfg, rank=max(config.rank_of(name) for name in products), projections=halves)
+    projections: dict[str, Halves] = {}
+    problems = []
+    for product in products:
+        halves = []
+        for half, scale in (("A", 1.0), ("B", config.scale_of(product))):
+            name, _ = tensor_of[_name(product, half)]
+            with np.errstate(over="ignore", invalid="ignore"):
+                halves.append(read_tensor(path, name).astype(np.float32) * np.float32(scale))
+            if not np.isfinite(halves[-1]).all():
+                problems.append(f"{name} has values that are not finite in float32, its scale included")
+        projections[product] = (halves[0], halves[1])
+    check_problems(path, problems)
+    rank = max(config.rank_of(name) for name in products)
+    return PeftAdapter(path=folder, cfg=cfg, rank=rank, projections=projections)
 
 
 def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
@@ -145,23 +150,6 @@ def _read_config(folder: Path) -> PeftConfig:
         raise type(problem)(f"{path}: {problem}") from None
 
 
-def _check_targets(path: Path, config: PeftConfig, products: Mapping[str, ParamSpec]) -> None:
-    for other in ("lm_head", "model.embed_tokens"):
-        if config.is_target(other):
-            raise UnsupportedError(
-                f"{path}: adapters of {other} are not implemented, only of {', '.join(adapters.PROJECTIONS)}"
-            )
-    if not products:
-        raise ConfigError(f"{path}: target_modules name no projection of this model")
-
-
-def _weights_of(folder: Path) -> Path:
-    path = folder / WEIGHTS
-    if not path.exists() and (folder / PICKLE).exists():
-        raise UnsupportedError(f"{folder / PICKLE} is a pickle, which may run code: save the adapter as {WEIGHTS}")
-    return path
-
-
 def _canonical(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Maps today's name of every tensor to its own name, in which older files say `.default`, and its shape."""
     named = {}
@@ -184,8 +172,3 @@ def _tensors(config: PeftConfig, products: Mapping[str, ParamSpec]) -> dict[str,
 
 def _name(product: str, half: str) -> str:
     return f"base_model.model.{product}.lora_{half}.weight"
-
-
-def _read(path: Path, name: str, scale: float) -> NDArray[np.float32]:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return read_tensor(path, name).astype(np.float32) * np.float32(scale)

@@ -57,15 +57,15 @@ class PeftConfig:
         if isinstance(targets, str) and targets.lower() == "all-linear":
             targets = r".*\.layers\..*"
         return cls(
-            r=_rank("r", config.get("r")),
-            lora_alpha=_alpha("lora_alpha", config.get("lora_alpha")),
+            r=check_integer("r", config.get("r"), 1),
+            lora_alpha=check_number("lora_alpha", config.get("lora_alpha"), above=None),
             use_rslora=config.get("use_rslora") is not None and check_flag("use_rslora", config["use_rslora"]),
             target_modules=_names_or_pattern("target_modules", targets),
             exclude_modules=_names_or_pattern("exclude_modules", config.get("exclude_modules") or []),
             layers_to_transform=_layers([layers] if isinstance(layers, int) else layers or []),
             layers_pattern=_layer_patterns(config.get("layers_pattern") or [r"[^.]*"]),
-            rank_pattern=_patterns("rank_pattern", config.get("rank_pattern") or {}, _rank),
-            alpha_pattern=_patterns("alpha_pattern", config.get("alpha_pattern") or {}, _alpha),
+            rank_pattern=_patterns(config, "rank_pattern", lambda name, value: check_integer(name, value, 1)),
+            alpha_pattern=_patterns(config, "alpha_pattern", lambda name, value: check_number(name, value, above=None)),
         )
 
     def is_target(self, module: str) -> bool:
@@ -119,14 +119,6 @@ def _looked_up(patterns: Patterns, module: str, default: Any) -> Any:
     return next((value for pattern, value in patterns if pattern.match(module)), default)
 
 
-def _rank(name: str, value: Any) -> int:
-    return check_integer(name, value, 1)
-
-
-def _alpha(name: str, value: Any) -> float:
-    return check_number(name, value, above=None)
-
-
 def _layers(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
         raise ConfigError(f"layers_to_transform is {value!r}, expected a layer or a list of layers")
@@ -148,8 +140,8 @@ def _names_or_pattern(name: str, value: Any) -> Names | re.Pattern[str]:
     return _pattern(name, value) if isinstance(value, str) else _names(name, value)
 
 
-def _patterns(name: str, value: Any, read: Callable[[str, Any], Any]) -> Patterns:
-    if not isinstance(value, dict):
+def _patterns(config: Mapping[str, Any], name: str, read: Callable[[str, Any], Any]) -> Patterns:
+    if not isinstance(value := config.get(name) or {}, dict):
         raise ConfigError(f"{name} is {value!r}, expected an object of patterns")
     return tuple((_pattern(name, rf"(.*\.)?({key})$"), read(f"{name}[{key!r}]", entry)) for key, entry in value.items())
 

