@@ -66,6 +66,7 @@ def test_a_verified_token_returns_what_it_saw_itself():
         np.testing.assert_allclose(out.attention_weights[1], np.full((1, 3, length), 1 / length))
 
 
+@pytest.mark.slow  # tests/executor/test_capture.py compares the model's captures with the forward's
 def test_captures_of_a_decode_are_those_of_the_forward(runner: ModelRunner, params: ParamTree):
     tokens = [3, 1, 4, 1, 5, 9]
     run_ = jax.jit(lambda ids: models.capture(params, ids, CFG, hidden=(1,), attention_weights=(0, 1)))

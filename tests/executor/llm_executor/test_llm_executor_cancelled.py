@@ -38,6 +38,15 @@ async def _until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+async def _begin(model: SummingLLM, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+    """Starts a call, which then waits on the device for the model's gate."""
+    model.gate.clear()
+    model.entered.clear()
+    task = asyncio.create_task(call)
+    await _until(model.entered.is_set)
+    return task
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_call_cancelled_on_the_device_is_waited_for_and_undone(call: Call, times: int):
@@ -46,10 +55,7 @@ def test_a_call_cancelled_on_the_device_is_waited_for_and_undone(call: Call, tim
 
     async def scenario() -> None:
         handle = (await executor.prefill(prompt([1, 2, 3]))).kv_cache
-        model.gate.clear()
-        model.entered.clear()
-        task = asyncio.create_task(call(executor, handle))
-        await _until(model.entered.is_set)
+        task = await _begin(model, call(executor, handle))
         assert executor.status().state is ExecutorState.Busy
         for _ in range(times):
             task.cancel()
@@ -94,10 +100,7 @@ def test_a_call_cancelled_in_the_queue_never_runs():
 
     async def scenario() -> None:
         handle = (await executor.prefill(prompt([1, 2, 3]))).kv_cache
-        model.gate.clear()
-        model.entered.clear()
-        first = asyncio.create_task(executor.decode(token(4, handle)))
-        await _until(model.entered.is_set)
+        first = await _begin(model, executor.decode(token(4, handle)))
         second = asyncio.create_task(executor.prefill(prompt([7])))
         third = asyncio.create_task(executor.truncate_kv(handle, 1))
         await asyncio.sleep(0.01)
@@ -148,11 +151,8 @@ def test_a_model_that_cannot_roll_back_loses_the_cancelled_sequence_alone():
 def test_a_loop_that_closes_over_a_running_call_leaves_no_trace():
     model = SummingLLM()
     executor = LlmExecutor(model)
-    model.gate.clear()
     loop = asyncio.new_event_loop()
-    task = loop.create_task(executor.prefill(prompt([1])))
-    loop.call_later(0.05, loop.stop)
-    loop.run_forever()
+    task = loop.run_until_complete(_begin(model, executor.prefill(prompt([1]))))
     loop.set_exception_handler(lambda *_: None)  # the task is destroyed while it waits
     coroutine = task.get_coro()
     assert isinstance(coroutine, Coroutine)
@@ -168,9 +168,7 @@ def test_a_shutdown_lets_the_running_call_finish_and_refuses_those_that_wait():
     executor = LlmExecutor(model)
 
     async def scenario() -> None:
-        model.gate.clear()
-        running = asyncio.create_task(executor.prefill(prompt([1, 2])))
-        await _until(model.entered.is_set)
+        running = await _begin(model, executor.prefill(prompt([1, 2])))
         waiting = asyncio.create_task(executor.prefill(prompt([3])))
         await asyncio.sleep(0.01)
         closing = asyncio.create_task(executor.shutdown())
@@ -195,9 +193,7 @@ def test_a_shutdown_beside_a_cancelled_call_ends_both():
     executor = LlmExecutor(model)
 
     async def scenario() -> None:
-        model.gate.clear()
-        running = asyncio.create_task(executor.prefill(prompt([1, 2])))
-        await _until(model.entered.is_set)
+        running = await _begin(model, executor.prefill(prompt([1, 2])))
         closing = asyncio.create_task(executor.shutdown())
         await asyncio.sleep(0.01)
         running.cancel()
@@ -318,10 +314,7 @@ def test_nobody_sees_what_a_cancelled_call_is_about_to_undo():
     seen: list[int] = []
 
     async def scenario() -> None:
-        model.gate.clear()
-        model.entered.clear()
-        running = asyncio.create_task(executor.prefill(prompt([3, 4, 5], first)))
-        await _until(model.entered.is_set)
+        running = await _begin(model, executor.prefill(prompt([3, 4, 5], first)))
         looker = threading.Thread(target=lambda: seen.append(executor.handle(first.cache_id).num_tokens))
         looker.start()
         running.cancel()

@@ -21,7 +21,6 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.asking import batch, item, prompt, run
 from tests.executor.conftest import ENGINE, make_runner
-from tests.executor.llm_executor.conftest import SMALL
 
 TEXT = list(range(1, 21))
 
@@ -137,24 +136,23 @@ def test_every_call_says_that_the_device_has_failed_or_the_model_is_closed(
             call()
 
 
-def test_a_reset_is_the_way_back_from_a_failed_device(params: ParamTree, monkeypatch: pytest.MonkeyPatch):
-    with make_runner(params, SMALL) as runner:
-        executor = LlmExecutor(runner)
-        handle = run(executor.prefill(prompt(TEXT[:8]))).kv_cache
+def test_a_reset_is_the_way_back_from_a_failed_device(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+    executor = LlmExecutor(runner)
+    handle = run(executor.prefill(prompt(TEXT[:8]))).kv_cache
 
-        def fail(*_: object) -> None:
-            raise jax.errors.JaxRuntimeError("injected")
+    def fail(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("injected")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(runner._programs, "get", lambda _: fail)
-            with pytest.raises(DeviceError, match="injected"):
-                run(executor.prefill(prompt(TEXT)))
-        assert executor.status().state is ExecutorState.Error
-        run(executor.reset())
-        assert executor.status().state is ExecutorState.Ready
-        with pytest.raises(RequestValidationError, match="was released"):
-            run(executor.prefill(prompt([1], handle)))
-        assert run(executor.prefill(prompt(TEXT[:8]))).kv_cache.cache_id == "llm-cache-2"  # 1 was the failed call's
+    with monkeypatch.context() as patched:
+        patched.setattr(runner._programs, "get", lambda _: fail)
+        with pytest.raises(DeviceError, match="injected"):
+            run(executor.prefill(prompt(TEXT)))
+    assert executor.status().state is ExecutorState.Error
+    run(executor.reset())
+    assert executor.status().state is ExecutorState.Ready
+    with pytest.raises(RequestValidationError, match="was released"):
+        run(executor.prefill(prompt([1], handle)))
+    assert run(executor.prefill(prompt(TEXT[:8]))).kv_cache.cache_id == "llm-cache-2"  # 1 was the failed call's
 
 
 def test_information_that_is_none_is_refused(runner: ModelRunner):
