@@ -169,14 +169,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     ) -> tensors.SpeculativeDecodeOutput:
         """Appends the input's token and as many drafted ones as the model agrees with, in one forward.
 
-        Args:
-            input: the newest token, not in the KV yet, as for `decode`; its policy must be `FullLogits`.
-            draft_tokens: what may follow that token, in order; may be empty.
-            acceptance_threshold: the share of the largest probability that a drafted token must reach, 0 to 1.
-
-        Returns:
-            The accepted tokens, without the input's; `next_logits [1, vocab]` after the last of them, or after the
-            input's token if none was; and a handle that ends there. Nothing is sampled: choose from `next_logits`.
+        The input's policy must be `FullLogits`; the draft may be empty. Nothing is sampled: choose from `next_logits`.
         """
         (row,) = requests.decode_rows([input], self._vocab_size)
         if not isinstance(row.policy, FullLogits):

@@ -55,11 +55,7 @@ class LlmKvCacheHandle(KvCacheHandle):
 
     @property
     def block_table(self) -> BlockTable:
-        """Where this handle's positions are now, also after the sequence has grown.
-
-        Raises:
-            RequestValidationError: the sequence was released, or truncated below this handle's length.
-        """
+        """Where this handle's positions are now; RequestValidation once the sequence has lost any of them."""
         with self._table.held() as model:
             sequence = self._table.get(self._cache_id)
             if sequence.length < self._num_tokens:
@@ -85,13 +81,7 @@ class LlmKvCacheHandle(KvCacheHandle):
             return model.kv_cache(self._cache_id, layer)
 
     def clone_handle(self) -> "LlmKvCacheHandle":
-        """Forks the sequence: a new id that shares its blocks until either writes.
-
-        Raises:
-            RequestValidationError: this handle is stale.
-            ResourceExhaustedError: no slot is free.
-            UnsupportedError: the model cannot fork.
-        """
+        """Forks the sequence: a new id that shares its blocks until either writes. Unsupported by some models."""
         with self._table.held():
             return handle_of(self._table, self._table.fork(current_sequence(self, self._table)))
 
@@ -115,10 +105,9 @@ class LlmKvCacheHandle(KvCacheHandle):
         """True while the sequence lives, has the length of this handle, and the executor takes calls."""
         try:
             with self._table.held():
-                sequence = self._table.find(self._cache_id)
+                return self._table.get(self._cache_id).length == self._num_tokens
         except FerrumError:
             return False
-        return sequence is not None and sequence.length == self._num_tokens
 
     def __repr__(self) -> str:
         return f"LlmKvCacheHandle({self._cache_id!r}, num_tokens={self._num_tokens})"
@@ -148,7 +137,5 @@ def current_sequence(handle: Any, table: SequenceTable) -> TrackedSequence:
 
 
 def _stale(handle: KvCacheHandle, sequence: TrackedSequence) -> RequestValidationError:
-    return RequestValidationError(
-        f"{handle.cache_id!r}: the handle is stale, it has {handle.num_tokens} positions and the cache "
-        f"{sequence.length}"
-    )
+    lengths = f"it has {handle.num_tokens} positions and the cache {sequence.length}"
+    return RequestValidationError(f"{handle.cache_id!r}: the handle is stale, {lengths}")
