@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ferrum_jax.compile.buckets import Buckets, choose_bucket
@@ -22,8 +22,8 @@ class StepPlan:
     """One step: its shape, and what its rows hold."""
 
     key: StepKey
-    decodes: list[Piece] = field(default_factory=list)
-    blocks: list[Piece] = field(default_factory=list)
+    decodes: Sequence[Piece] = ()
+    blocks: Sequence[Piece] = ()
 
 
 def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
@@ -32,6 +32,8 @@ def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
     Rows of one token decode; a longer one takes consecutive query blocks, of which those of one step see each other's
     keys and values. Decode rows run beside the first blocks.
     """
+    if max(counts, default=1) == 1:
+        return list(_plan_decodes(len(counts), buckets))
     size = buckets.block_tokens
     singles, pieces = [], []
     for row, count in enumerate(counts):
@@ -39,16 +41,25 @@ def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
             singles.append(Piece(row, 0, 1))
         else:
             pieces += [Piece(row, at, min(size, count - at)) for at in range(0, count, size)]
-    steps, most = [], buckets.decode_rows[-1]
+    steps: list[StepPlan] = []
+    most = buckets.decode_rows[-1]
     while pieces:
         beside, singles = singles[:most], singles[most:]
         taken = _choose(len(pieces), buckets, bool(beside))
         steps.append(StepPlan(buckets.blocks(taken, mixed=bool(beside)), beside, pieces[:taken]))
         pieces = pieces[taken:]
-    for start in range(0, len(singles), most):
-        rows = singles[start : start + most]
-        steps.append(StepPlan(buckets.decode(len(rows)), rows))
-    return steps
+    return steps + _decode_steps(singles, buckets)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_decodes(count: int, buckets: Buckets) -> tuple[StepPlan, ...]:
+    return tuple(_decode_steps([Piece(row, 0, 1) for row in range(count)], buckets))
+
+
+def _decode_steps(singles: Sequence[Piece], buckets: Buckets) -> list[StepPlan]:
+    most = buckets.decode_rows[-1]
+    groups = [singles[start : start + most] for start in range(0, len(singles), most)]
+    return [StepPlan(buckets.decode(len(rows)), rows) for rows in groups]
 
 
 def plan_all_logits(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:

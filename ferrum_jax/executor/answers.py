@@ -28,7 +28,6 @@ from ferrum_jax.kvcache.sequences import CachedSequence, SequenceTable
 from ferrum_jax.models.capture import CaptureSpec
 
 Answer = Any  # what a row's output says: None, logits, TokenChoice, a list of them, Scores or Captured
-_PLAIN = SlotSettings()
 
 
 @dataclass(slots=True, eq=False)
@@ -103,15 +102,18 @@ class _Choices:
 
     def __init__(self, sampled: Sampled[jax.Array], wanted: Sequence[tuple[int, ActiveRow, Piece]], fetch: Any):
         packed = fetch(sampled.packed)
-        self._ids, self._numbers = packed[:, 0].tolist(), packed[:, 1:].view(np.float32).tolist()
-        if any(getattr(row.output, "settings", _PLAIN).num_logprobs > 0 for _, row, _ in wanted):
+        self._ids = packed[:, 0].tolist()
+        self._numbers = packed[:, 1:].view(np.float32).tolist()
+        outputs = [row.output for _, row, _ in wanted]
+        chosen = [one for one in outputs if isinstance(one, (SampledToken, VerifiedTokens))]
+        if any(one.settings.num_logprobs > 0 for one in chosen):
             self._top_ids, self._top = fetch(sampled.top_ids).tolist(), fetch(sampled.top_logprobs).tolist()
 
     def at(self, index: int, settings: SlotSettings) -> TokenChoice:
         """Returns the choice of one row of logits."""
-        raw, processed = self._numbers[index]
         if settings.num_logprobs < 0:  # whatever another row of the step wanted
             return TokenChoice(self._ids[index], 0.0, 0.0)
+        raw, processed = self._numbers[index]
         if settings.num_logprobs == 0:
             return TokenChoice(self._ids[index], raw, processed)
         most = settings.num_logprobs

@@ -1,6 +1,6 @@
 """Counts of what was really done, in the contract's names."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 _BUCKETS = ((1, "m1"), (2, "m2"), (4, "m3_4"), (8, "m5_8"), (16, "m9_16"), (32, "m17_32"))
@@ -34,19 +34,8 @@ class DecodeBatchCounters:
 
     def snapshot(self) -> dict[str, Any]:
         """Copies the counts out."""
-        return {
-            "schema_version": 1,
-            "calls": self.calls,
-            "total_items": self.total_items,
-            "avg_items_per_call": self.total_items / self.calls if self.calls else 0.0,
-            "max_items": self.max_items,
-            "last_items": self.last_items,
-            "force_full_logits_calls": self.force_full_logits_calls,
-            "singleton_fast_path_calls": self.singleton_fast_path_calls,
-            "unsupported_fallback_calls": self.unsupported_fallback_calls,
-            "lora_fallback_calls": self.lora_fallback_calls,
-            "bucket_calls": dict(self.bucket_calls),
-        }
+        average = self.total_items / self.calls if self.calls else 0.0
+        return {"schema_version": 1, "avg_items_per_call": average, **asdict(self)}
 
 
 @dataclass
@@ -58,9 +47,8 @@ class PrefixCounters:
     saved_tokens: int = 0
     evictions: int = 0  # before the last reset; the pool counts those since
 
-    def count(self, tokens: int, reused: int) -> None:
-        """Counts one row that has run."""
+    def count(self, reused: int) -> None:
+        """Counts one lookup that has run."""
         self.saved_tokens += reused
-        if tokens > 1:
-            self.hits += reused > 0
-            self.misses += reused == 0
+        self.hits += reused > 0
+        self.misses += reused == 0

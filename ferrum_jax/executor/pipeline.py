@@ -35,10 +35,13 @@ from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
-from ferrum_jax.kvcache.sequences import CachedSequence, SequenceTable
+from ferrum_jax.kvcache.sequences import UNKNOWN, CachedSequence, SequenceTable
 from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+from ferrum_jax.ops.batch import Rows
 
 _ONE_OUTPUT = (LastLogits, SampledToken, NoOutput)  # of outputs, those that need the last token's logits at most
+_WITH_SETTINGS = (SampledToken, VerifiedTokens, Distributions)
+_UNREAD = np.array([UNKNOWN], np.int32)
 
 
 @dataclass(eq=False)
@@ -103,7 +106,7 @@ class Pipeline:
             block_size=self.plan.cache.block_size,
             num_blocks=self.plan.cache.num_blocks,
             prefixes=PrefixIndex() if self.plan.prefix_cache else None,
-            window_blocks=self.plan.cache.ring_blocks,
+            window_blocks=self.plan.cache.window_blocks,
             window=self.plan.window,
         )
         # Whose settings the sampler has in each slot, and of which sequence.
@@ -126,18 +129,16 @@ class Pipeline:
         self._check(batch)
         if any(self._needs_known_tokens(row) for row in batch):
             self.settle()
-        requests = []
-        for row in batch:
-            tokens = self._new_tokens(row)
-            is_single = isinstance(row.output, _ONE_OUTPUT)
-            reusable = len(tokens) - (not isinstance(row.output, NoOutput)) if is_single else 0
-            adapter = self.adapters.of(row.cache_id) if used else None
-            requests.append(AllocationRequest(row.cache_id, tokens, reusable, adapter))
+        requests = [self._request(row, used) for row in batch]
         transaction = KvTransaction(table, requests)
         reused = transaction.reused()
         counts = [len(request.tokens) - skip for request, skip in zip(requests, reused, strict=True)]
-        last = [at for at, row in enumerate(batch) if counts[at] and isinstance(row.output, _ONE_OUTPUT)]
-        every = [at for at, row in enumerate(batch) if not isinstance(row.output, _ONE_OUTPUT)]
+        last, every = [], []
+        for at, row in enumerate(batch):
+            if not isinstance(row.output, _ONE_OUTPUT):
+                every.append(at)
+            elif counts[at]:
+                last.append(at)
         buckets = self.plan.buckets
         plans = [(last, one) for one in planner.plan_steps([counts[at] for at in last], buckets)]
         if every:
@@ -156,11 +157,10 @@ class Pipeline:
             self.begin(transaction, recompute)
             rows = []
             for at, (row, skip, use) in enumerate(zip(batch, reused, uses, strict=True)):
-                tokens = requests[at].tokens[skip:]
-                rows.append(ActiveRow(at, row.output, tokens, row.start + skip, transaction.live(at), use))
-            for row in rows:
-                if isinstance(row.output, (SampledToken, VerifiedTokens, Distributions)):
-                    self.install_settings(row.live, row.output.settings)
+                tokens, live = requests[at].tokens, transaction.live(at)
+                rows.append(ActiveRow(at, row.output, tokens[skip:] if skip else tokens, row.start + skip, live, use))
+                if isinstance(row.output, _WITH_SETTINGS):
+                    self.install_settings(live, row.output.settings)
             for members, one in plans:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, self.device, self.table)
@@ -202,10 +202,12 @@ class Pipeline:
             if row.cache_id in seen:
                 raise RequestValidationError(f"{row.cache_id!r} occurs twice in one batch, a sequence can have one row")
             seen.add(row.cache_id)
-            if isinstance(row.output, VerifiedTokens) and row.num_tokens > self.plan.buckets.verify_tokens:
+            if isinstance(row.output, _ONE_OUTPUT):
+                pass
+            elif isinstance(row.output, VerifiedTokens) and row.num_tokens > self.plan.buckets.verify_tokens:
                 most = self.plan.buckets.verify_tokens
                 raise RequestValidationError(f"{row.cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
-            if isinstance(row.output, TargetScores) and len(row.output.targets) != row.num_tokens:
+            elif isinstance(row.output, TargetScores) and len(row.output.targets) != row.num_tokens:
                 num_targets = len(row.output.targets)
                 raise RequestValidationError(f"{row.cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
             if row.tokens is None and (live is None or live.sampled_at != row.start):
@@ -224,17 +226,21 @@ class Pipeline:
 
     def _needs_known_tokens(self, row: ScheduledRow) -> bool:
         """True of a row before which the host must read what was sampled: it is computed by more than a decode row."""
-        live = self.table.get(row.cache_id)
-        is_block = row.tokens is None and not isinstance(row.output, _ONE_OUTPUT)
-        return is_block or (self.table.window_size > 0 and live is not None and self.table.needs_recompute(live))
+        if row.tokens is None and not isinstance(row.output, _ONE_OUTPUT):
+            return True
+        live = self.table.get(row.cache_id) if self.table.window_size else None
+        return live is not None and self.table.needs_recompute(live)
 
-    def _new_tokens(self, row: ScheduledRow) -> NDArray[np.int32]:
-        """Returns a row's tokens; of the one sampled last for its sequence what is known, or UNKNOWN."""
-        if row.tokens is not None:
-            return row.tokens
-        live = self.table.get(row.cache_id)
-        assert live is not None
-        return np.array([live.sampled], np.int32)
+    def _request(self, row: ScheduledRow, used: bool) -> AllocationRequest:
+        """Returns what a row needs of the KV; of the token sampled last for its sequence what is known, or UNKNOWN."""
+        tokens, reusable = row.tokens, 0
+        if tokens is None:
+            live = self.table.get(row.cache_id)
+            assert live is not None
+            tokens = _UNREAD if live.sampled == UNKNOWN else np.array([live.sampled], np.int32)
+        if isinstance(row.output, _ONE_OUTPUT):
+            reusable = len(tokens) - (not isinstance(row.output, NoOutput))
+        return AllocationRequest(row.cache_id, tokens, reusable, self.adapters.of(row.cache_id) if used else None)
 
     def install_settings(self, live: CachedSequence, settings: SlotSettings) -> None:
         """Writes how a sequence is sampled, unless its slot holds that already."""
@@ -247,52 +253,58 @@ class Pipeline:
         """Packs one step, begins it, and what is chained on its logits."""
         key, num_slots = plan.key, self.plan.max_seqs
         buffer, packed = step.blank(key, num_slots)
-        wanted: list[tuple[int, ActiveRow, Piece]] = []
-        if plan.decodes:
-            assert packed.decode is not None
+        if packed.decode is not None:
             members = [rows[piece.row] for piece in plan.decodes]
-            group, count = packed.decode, len(members)
-            slots = [row.live.slot for row in members]
-            group.tokens[:count, 0] = [row.tokens[0] for row in members]
-            group.lengths[:count] = [row.start for row in members]
-            group.counts[:count] = 1
-            group.tables[:count] = self.table.table[slots]
-            packed.decode_slots[:count] = slots
-            if group.adapters is not None:
-                group.adapters[:count] = [row.adapter for row in members]
-        if plan.blocks:
-            assert packed.blocks is not None
-            group, count = packed.blocks, len(plan.blocks)
+            packed.decode.tokens[: len(members), 0] = [row.tokens[0] for row in members]
+            packed.decode_slots[: len(members)] = [row.live.slot for row in members]
+            self._pack(packed.decode, plan.decodes, members)
+        if packed.blocks is not None:
             members = [rows[piece.row] for piece in plan.blocks]
             for at, piece in enumerate(plan.blocks):
-                group.tokens[at, : piece.size] = members[at].tokens[piece.start : piece.start + piece.size]
-            group.lengths[:count] = [row.start + piece.start for row, piece in zip(members, plan.blocks, strict=True)]
-            group.counts[:count] = [piece.size for piece in plan.blocks]
-            slots = [row.live.slot for row in members]
-            group.tables[:count] = self.table.table[slots]
-            if group.adapters is not None:
-                group.adapters[:count] = [row.adapter for row in members]
+                tokens = members[at].tokens[piece.start : piece.start + piece.size]
+                packed.blocks.tokens[at, : piece.size] = tokens
+            self._pack(packed.blocks, plan.blocks, members)
         if key.outputs == "all":
             wanted = [(at, rows[piece.row], piece) for at, piece in enumerate(plan.blocks)]
             for at, row, _ in wanted:
-                if isinstance(row.output, (VerifiedTokens, Distributions)):
+                if isinstance(row.output, _WITH_SETTINGS):
                     packed.block_slots[at] = row.live.slot
         else:
-            for at, piece in enumerate(plan.decodes):
-                if not isinstance(rows[piece.row].output, NoOutput):
-                    wanted.append((at, rows[piece.row], piece))
-            for at, piece in enumerate(plan.blocks):
-                row = rows[piece.row]
-                if piece.start + piece.size == len(row.tokens) and not isinstance(row.output, NoOutput):
-                    last = key.decode_rows + at * key.block_tokens + piece.size - 1
-                    wanted.append((last, row, piece))
-            for at, (token, row, _) in enumerate(wanted):
-                packed.logit_index[at] = token
-                if isinstance(row.output, (SampledToken, Distributions)):
-                    packed.sample_slots[at] = row.live.slot
-                    packed.sample_positions[at] = row.start + len(row.tokens)
-            wanted = [(at, row, piece) for at, (_, row, piece) in enumerate(wanted)]
+            wanted = self._pack_outputs(key, plan, rows, packed)
         return self._chain(key, self.device.step(key, buffer), wanted)
+
+    def _pack(self, group: Rows[NDArray[np.int32]], pieces: Sequence[Piece], members: Sequence[ActiveRow]) -> None:
+        """Writes where the pieces of one group lie; `members` are their rows."""
+        count = len(members)
+        group.lengths[:count] = [row.start + piece.start for row, piece in zip(members, pieces, strict=True)]
+        group.counts[:count] = [piece.size for piece in pieces]
+        group.tables[:count] = self.table.table[[row.live.slot for row in members]]
+        if group.adapters is not None:
+            group.adapters[:count] = [row.adapter for row in members]
+
+    def _pack_outputs(
+        self, key: StepKey, plan: StepPlan, rows: Sequence[ActiveRow], packed: step.PackedStep[NDArray[np.int32]]
+    ) -> list[tuple[int, ActiveRow, Piece]]:
+        """Writes which tokens' logits are wanted, and how their rows are sampled; returns them by row of logits."""
+        index, wanted = [], []
+        for at, piece in enumerate(plan.decodes):
+            row = rows[piece.row]
+            if not isinstance(row.output, NoOutput):
+                wanted.append((len(index), row, piece))
+                index.append(at)
+        for at, piece in enumerate(plan.blocks):
+            row = rows[piece.row]
+            if piece.start + piece.size == len(row.tokens) and not isinstance(row.output, NoOutput):
+                wanted.append((len(index), row, piece))
+                index.append(key.decode_rows + at * key.block_tokens + piece.size - 1)
+        packed.logit_index[: len(index)] = index
+        nobody = self.plan.max_seqs
+        settled = [isinstance(row.output, (SampledToken, Distributions)) for _, row, _ in wanted]
+        packed.sample_slots[: len(index)] = [
+            row.live.slot if one else nobody for one, (_, row, _) in zip(settled, wanted, strict=True)
+        ]
+        packed.sample_positions[: len(index)] = [row.start + len(row.tokens) for _, row, _ in wanted]
+        return wanted
 
     def _chain(self, key: StepKey, outputs: StepOutputs, wanted: list[tuple[int, ActiveRow, Piece]]) -> StepPart:
         """Begins what follows on a step's logits: sampling, verification, scores."""
@@ -331,8 +343,8 @@ class Pipeline:
     ) -> None:
         if self.table.prefixes is not None:
             for row, request, count in zip(batch, requests, reused, strict=True):
-                if isinstance(row.output, _ONE_OUTPUT):
-                    self.prefixes.count(len(request.tokens), count)
+                if len(request.tokens) > 1 and isinstance(row.output, _ONE_OUTPUT):
+                    self.prefixes.count(count)
         if used:
             self.adapters.count(row.cache_id for row in batch)
 

@@ -9,7 +9,7 @@ import numpy as np
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.batch import Scores, TokenChoice
+from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
 from ferrum_jax.generate.stops import StopWatcher
@@ -56,6 +56,7 @@ class Request:
     def __post_init__(self):
         self.tokens = list(self.prompt)
         self._settings: SlotSettings | None = None
+        self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
 
     @property
@@ -71,13 +72,14 @@ class Request:
     @property
     def unread(self) -> list[int]:
         """The known tokens that an ordinary step may read next."""
-        end = len(self.tokens) if self.num_unscored == 0 else (self.score_from or 0) - 1
-        return self.tokens[self.num_read : end]
+        if self.score_from is None or self.num_unscored == 0:
+            return self.tokens[self.num_read :]
+        return self.tokens[self.num_read : self.score_from - 1]
 
     @property
     def is_scoring(self) -> bool:
         """True while what comes next is to be scored."""
-        return self.num_unscored > 0 and not self.unread
+        return self.score_from is not None and self.num_unscored > 0 and not self.unread
 
     @property
     def answer(self) -> list[int]:
@@ -94,6 +96,12 @@ class Request:
         """True where the host must read each token before the next can be chosen."""
         return any(len(words) > 1 for words in self.bad_words)
 
+    def output_wanted(self) -> SampledToken:
+        """What its next step is asked for: a token chosen by its settings."""
+        if self._sampled is None or self.bad_words:
+            self._sampled = SampledToken(self.settings())
+        return self._sampled
+
     def settings(self) -> SlotSettings:
         """How its next token is chosen; the same object until that changes."""
         if self._settings is not None and not self.bad_words:
@@ -109,7 +117,7 @@ class Request:
 
     def forget_settings(self) -> None:
         """Makes the next settings count the answer anew: another slot does not know it."""
-        self._settings = None
+        self._settings = self._sampled = None
 
     def _make_settings(self, banned: frozenset[int]) -> SlotSettings:
         params = self.params

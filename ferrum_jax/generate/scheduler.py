@@ -216,7 +216,7 @@ class Scheduler:
 
     def _schedule(self) -> tuple[list[Request], list[ScheduledRow]]:
         """Chooses each request's share of the next step; prompts share `chunk_tokens`, oldest first."""
-        for request in list(self._running):
+        for request in [one for one in self._running if one.copies]:
             self._fork(request)
         ahead: Sequence[Request] = ()
         if self.speculator is not None and self._in_flight is None:
@@ -249,7 +249,7 @@ class Scheduler:
         if not unread:
             if not request.num_in_flight or request.num_left < 1 or request.needs_every_token:
                 return None
-            return ScheduledRow(request.cache_id, None, start, SampledToken(request.settings()))
+            return ScheduledRow(request.cache_id, None, start, request.output_wanted())
         count = len(unread)
         if request.copies:
             count = min(count, _fork_position(request) - start)
@@ -258,7 +258,7 @@ class Scheduler:
         if count < 1:
             return None
         is_final = start + count == len(request.tokens)
-        output: Output = SampledToken(request.settings()) if is_final else NO_OUTPUT
+        output: Output = request.output_wanted() if is_final else NO_OUTPUT
         return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output)
 
     def _scoring_row(self, request: Request, budget: int) -> ScheduledRow | None:
@@ -280,7 +280,7 @@ class Scheduler:
 
     def _fork(self, request: Request) -> None:
         """Lets copies start from where a request has read; those for which there is no room wait to be read alone."""
-        if not request.copies or request.num_read < _fork_position(request):
+        if request.num_read < _fork_position(request):
             return
         while request.copies and len(self._running) < self._room:
             copy = request.copies[0]

@@ -23,12 +23,12 @@ class AllocationRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """What one sequence needs."""
+    """What one sequence needs that lacks blocks, or whose blocks change hands."""
 
+    index: int  # among the requests
     request: AllocationRequest
     live: CachedSequence | None  # None: it is created by `apply`
     target: int  # positions
-    changes: bool = False  # it needs blocks, or its blocks change hands
     hits: Sequence[PrefixEntry] = ()
     new_blocks: int = 0
     copies: bool = False  # its last block is shared and must be copied before it is written
@@ -60,21 +60,20 @@ class KvTransaction:
             ResourceExhaustedError: slots or blocks are short.
         """
         self._table = table
-        self._rows = rows = []
-        for request in requests:
-            live = table.get(request.cache_id)
-            if request.target is not None:
-                target = request.target
-            else:
+        self._requests = requests
+        self._lives = [table.get(request.cache_id) for request in requests]
+        self._changed: list[_Row] = []
+        for index, (request, live) in enumerate(zip(requests, self._lives, strict=True)):
+            target = request.target
+            if target is None:
                 target = len(request.tokens) + (0 if live is None else len(live.tokens))
-            row = _Row(request, live, target)
-            row.changes = live is None or (
-                target > live.writable
+            if (
+                live is None
+                or target > live.writable
                 or (request.reusable > 0 and table.prefixes is not None)
                 or live.adapter is not request.adapter
-            )
-            rows.append(row)
-        self._changed = [row for row in rows if row.changes]
+            ):
+                self._changed.append(_Row(index, request, live, target))
         if self._changed:
             self._plan(self._changed)
 
@@ -108,14 +107,17 @@ class KvTransaction:
 
     def reused(self) -> list[int]:
         """How many of each row's new tokens need not be computed."""
-        size = self._table.block_size
-        return [(row.length // size + len(row.hits)) * size - row.length if row.hits else 0 for row in self._rows]
+        size, found = self._table.block_size, [0] * len(self._requests)
+        for row in self._changed:
+            if row.hits:
+                found[row.index] = (row.length // size + len(row.hits)) * size - row.length
+        return found
 
     def apply(self) -> list[tuple[int, int]]:
         """Takes slots and blocks; returns the (source, destination) of blocks to be copied now."""
         table, pool = self._table, self._table.pool
         for row in self._changed:  # all hits are held before any block is handed out anew
-            row.live = table.open(row.request.cache_id)
+            row.live = self._lives[row.index] = table.open(row.request.cache_id)
             row.num_blocks_before = len(row.live.blocks)
             for entry in row.hits:
                 pool.hold(_block(entry))
@@ -123,7 +125,7 @@ class KvTransaction:
 
     def live(self, index: int) -> CachedSequence:
         """Returns the sequence of a row; it lives from `apply` on."""
-        found = self._rows[index].live
+        found = self._lives[index]
         assert found is not None
         return found
 
@@ -134,19 +136,20 @@ class KvTransaction:
         freed.
         """
         table = self._table
-        for index, row in enumerate(self._rows):
-            live = self.live(index)
-            if row.changes:
-                live.entries += row.hits
-                table.pool.release(row.lost)
-            table.append(live, row.request.tokens.tolist() if written is None else written[index])
-            if row.changes:
-                if written is not None:
-                    needed = max(table.num_blocks(live.length), row.num_blocks_before)
-                    table.pool.release(live.blocks[needed:])
-                    table.set_blocks(live, live.blocks[:needed])
-                table.enter(live)
-                table.update_writable(live)
+        for row in self._changed:
+            live = self.live(row.index)
+            live.entries += row.hits
+            table.pool.release(row.lost)
+        for index, request in enumerate(self._requests):
+            table.append(self.live(index), request.tokens.tolist() if written is None else written[index])
+        for row in self._changed:
+            live = self.live(row.index)
+            if written is not None:
+                needed = max(table.num_blocks(live.length), row.num_blocks_before)
+                table.pool.release(live.blocks[needed:])
+                table.set_blocks(live, live.blocks[:needed])
+            table.enter(live)
+            table.update_writable(live)
 
     def _take(self, row: _Row) -> list[tuple[int, int]]:
         """Assigns a row its blocks; returns the copy that it needs, if any."""
