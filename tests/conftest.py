@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that several packages share."""
 
 import gc
 import importlib.util

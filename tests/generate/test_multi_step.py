@@ -1,16 +1,14 @@
 """Answers are the same whether the model decodes token by token or many tokens in one call."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-import jax
 import pytest
 
-from ferrum_jax import LLM, SamplingParams, models
+from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.contract import DecodeRun
+from ferrum_jax.contract.errors import ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG, ENGINE, make_runner
+from tests.generate.conftest import MakeRunner, crowded, is_empty
 
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6], [8], [2, 7, 1, 8], [9, 9], [4, 4, 4, 4, 4, 4]]
 PARAMS = [
@@ -24,31 +22,19 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def params() -> ParamTree:
-    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
-
-
-@pytest.fixture(scope="module")
-def plain(params: ParamTree) -> Iterator[ModelRunner]:
-    with make_runner(params, ENGINE) as runner:
+def loops(new_runner: MakeRunner) -> Iterator[ModelRunner]:
+    with new_runner(multi_step_tokens=4, decode_rows=(8,)) as runner:
         yield runner
 
 
-@pytest.fixture(scope="module")
-def loops(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(ENGINE, multi_step_tokens=4, decode_rows=(1, 4), query_blocks=(1,), block_tokens=24)
-    with make_runner(params, engine) as runner:
-        yield runner
-
-
-def test_answers_are_the_same_with_loops_and_without(loops: ModelRunner, plain: ModelRunner):
-    expected = LLM.from_model(plain, max_rows=4).generate(PROMPTS, PARAMS)
+def test_answers_are_the_same_with_loops_and_without(loops: ModelRunner, runner: ModelRunner):
+    expected = LLM.from_model(runner, max_rows=4).generate(PROMPTS, PARAMS)
     found = LLM.from_model(loops, max_rows=4).generate(PROMPTS, PARAMS)
     for mine, theirs in zip(found, expected, strict=True):
         assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         assert (mine.logprobs is None) == (theirs.logprobs is None)
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4) if theirs.logprobs else True
-    assert loops.kv_slot_capacity_snapshot().free_blocks == 18
+    assert is_empty(loops)
 
 
 def test_a_batch_of_decodes_takes_one_call_for_many_tokens(loops: ModelRunner, monkeypatch: pytest.MonkeyPatch):
@@ -64,12 +50,22 @@ def test_a_batch_of_decodes_takes_one_call_for_many_tokens(loops: ModelRunner, m
     assert [[run.max_tokens for run in runs] for runs in calls] == [[4, 4]] * 3
 
 
-def test_where_blocks_for_a_whole_call_are_short_it_goes_on_token_by_token(params: ParamTree):
-    engine = replace(ENGINE, multi_step_tokens=16, kv_blocks=6, decode_rows=(4,), query_blocks=(3,), block_tokens=8)
-    with make_runner(params, engine) as runner:
-        answers = LLM.from_model(runner, max_rows=3).generate([[1, 2, 3], [4, 5], [6]], SamplingParams(max_tokens=14))
-        alone = [
-            LLM.from_model(runner, max_rows=1).generate([tokens], SamplingParams(max_tokens=14))[0]
-            for tokens in ([1, 2, 3], [4, 5], [6])
-        ]
+def test_where_blocks_for_a_whole_call_are_short_it_goes_on_token_by_token(
+    loops: ModelRunner, monkeypatch: pytest.MonkeyPatch
+):
+    prompts, params = [[1, 2, 3], [4, 5], [6]], SamplingParams(max_tokens=14)
+    alone = [LLM.from_model(loops, max_rows=1).generate([prompt], params)[0] for prompt in prompts]
+    decode_n, refusals = loops.decode_n, []
+
+    def watched(runs: list[DecodeRun], *, until_one_ends: bool = False):
+        try:
+            return decode_n(runs, until_one_ends=until_one_ends)
+        except ResourceExhaustedError as problem:
+            refusals.append(problem)
+            raise
+
+    monkeypatch.setattr(loops, "decode_n", watched)
+    with crowded(loops, 5):
+        answers = LLM.from_model(loops, max_rows=3).generate(prompts, params)
+        assert refusals
     assert [one.token_ids for one in answers] == [one.token_ids for one in alone]
