@@ -22,6 +22,7 @@ from tests.weights.test_gguf import QUANTISED, WHOLE_BLOCKS, write_gguf
 
 CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 23, "num_hidden_layers": 1}
 Run = Callable[..., tuple[int, str, str]]
+SMALL = ("--max-tokens", "5", "--kv-capacity", "32", "cab")  # whose steps are compiled once for all tests
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +65,19 @@ def refused(result: tuple[int, str, str], kind: str, *says: str) -> None:
     assert all(text in err for text in says)
 
 
-def test_a_quantised_model_is_converted_inspected_and_generates(
+@pytest.mark.slow
+def test_a_quantised_model_is_converted_and_generates_the_same(run: Run, folder: Path, tmp_path: Path):
+    run("convert", folder, tmp_path / "made", "--quantize", "int8")
+    answers = [run("generate", "-m", path, *more, *SMALL)[1] for path, *more in (
+        (tmp_path / "made",), (folder, "--quantize", "int8"))]  # fmt: skip
+    assert answers[0] == answers[1] != ""
+
+
+def test_a_quantised_model_is_converted_and_inspected(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     code, out, _ = run("convert", folder, tmp_path / "made", "--quantize", "int8")
     assert (code, out) == (0, f"{tmp_path / 'made'}\n")
-    small = ("--max-tokens", "5", "--kv-capacity", "32", "cab")
-    answers = [run("generate", "-m", path, *more, *small)[1] for path, *more in (
-        (tmp_path / "made",), (folder, "--quantize", "int8"))]  # fmt: skip
-    assert answers[0] == answers[1] != ""
     assert "in int8 and float32" in run("inspect", tmp_path / "made")[1]
     assert "MB in float32)" in run("inspect", folder)[1]
     monkeypatch.setenv("FERRUM_QUANTIZE", "float8_e4m3fn")
@@ -111,6 +116,7 @@ def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder:
                                     "speculation": Speculation(num_tokens=2)})]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_generate_speculates_where_it_is_asked_to(run: Run, folder: Path):
     options = ["-m", folder, "--max-tokens", "20", "--kv-capacity", "32", "cab"]
     _, plain, err = run("generate", *options)
@@ -136,13 +142,13 @@ def test_generate_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Pa
 
 
 def test_a_model_without_a_tokenizer_of_its_own_takes_another(run: Run, folder: Path, tmp_path: Path):
-    file, options = write_gguf(tmp_path / "m.gguf", CONFIG), ("--max-tokens", "5", "--kv-capacity", "32", "cab")
-    refused(run("generate", "-m", file, *options), "Unsupported", "tokenizer.ggml.model is None")
-    expected = run("generate", "-m", folder, *options)[1]
-    assert run("generate", "-m", file, "--tokenizer", folder, *options)[:2] == (0, expected)
+    file = write_gguf(tmp_path / "m.gguf", CONFIG)
+    refused(run("generate", "-m", file, *SMALL), "Unsupported", "tokenizer.ggml.model is None")
+    expected = run("generate", "-m", folder, *SMALL)[1]
     assert run("convert", file, tmp_path / "made", "--tokenizer", folder)[0] == 0
-    assert run("generate", "-m", tmp_path / "made", *options)[:2] == (0, expected)
-    refused(run("generate", "-m", file, "--tokenizer", tmp_path / "none", *options), "NotFound", "none")
+    for model in ((file, "--tokenizer", folder), (tmp_path / "made",)):
+        assert run("generate", "-m", *model, *SMALL)[:2] == (0, expected)
+    refused(run("generate", "-m", file, "--tokenizer", tmp_path / "none", *SMALL), "NotFound", "none")
 
 
 def test_a_corrupted_model_is_one_line_that_names_the_file(run: Run, folder: Path, tmp_path: Path):
@@ -202,7 +208,7 @@ def test_inspect_shows_windows_scalings_and_ties(run: Run, tmp_path: Path):
 def test_convert_writes_a_folder_that_answers_the_same(run: Run, folder: Path, tmp_path: Path):
     made = tmp_path / "new" / "folder"
     assert run("convert", folder, made) == (0, f"{made}\n", "")
-    answers = [run("generate", "-m", m, "--max-tokens", "5", "--kv-capacity", "16", "cab")[1] for m in (folder, made)]
+    answers = [run("generate", "-m", model, *SMALL)[1] for model in (folder, made)]
     assert answers[0] == answers[1] != "\n"
     refused(run("convert", folder, made), "AlreadyExists", "not empty")
     refused(run("convert", folder, tmp_path / "other", "--dtype", "int8"), "Config", "int8")
@@ -241,9 +247,12 @@ def test_an_interrupt_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch):
     assert run("devices") == (130, "", "")
 
 
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compile_keeps_the_steps_says_where_and_clears_them(
-    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: bool, run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    if not whole:  # fewer steps
+        monkeypatch.setattr(LLM, "warmup", lambda llm, **_: llm.prepare([1, 2], SamplingParams(max_tokens=2)))
     options = ("compile", folder, "--max-seqs", "1", "--kv-capacity", "8", "--folder", tmp_path / "kept")
     code, out, _ = run(*options)
     assert code == 0
@@ -253,7 +262,7 @@ def test_compile_keeps_the_steps_says_where_and_clears_them(
     monkeypatch.setenv("FERRUM_ARTIFACTS", str(tmp_path / "kept"))
     with LLM(folder, max_seqs=1, kv_capacity=8, progress=False, strict=True) as llm:
         llm.warmup(progress=False)
-        llm.generate("cab", SamplingParams(max_tokens=4))
+        llm.generate("ca", SamplingParams(max_tokens=2))
         assert llm.runner.compile_stats()["compiled"] == 0
     code, out, _ = run("compile", "--clear")
     assert code == 0

@@ -198,7 +198,7 @@ def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: st
         ("executor_options", {"max_seqs": 3}, ConfigError, "set max_batch_size instead"),
         ("executor_options", {"strict": 1}, ConfigError, "expected True or False"),
         ("executor_options", {"engine": 1}, ConfigError, "expected an EngineConfig"),
-        ("executor_options", {"engine": EngineConfig(max_seqs=3)}, ConfigError, "max_seqs is 2 as an argument and 3 in"),
+        ("executor_options", {"engine": EngineConfig(max_seqs=3)}, ConfigError, "max_seqs is 2 as an argument and 3"),
         ("executor_options", {"kv_dtype": 3}, ConfigError, "dtype is 3"),
         ("executor_options", {"kv_blocks": 0}, ConfigError, "kv_blocks is 0"),
         ("executor_options", {"executor_type": "batch"}, ConfigError, "expected an ExecutorType"),

@@ -25,6 +25,7 @@ from tests.executor.junk import JSON, JUNK, maybe, spoiled
 from tests.long import SECONDS, SEED
 
 NAME = "qwen3_window_biases"
+EXAMPLES = 40  # of each test; the slow one runs them again and again with other seeds
 OTHERS = ("gemma2", "gemma3", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "granite", "smollm3_window_biases")
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large]
 CONTRACT = (getattr(contract, name) for name in contract.__all__)
@@ -157,7 +158,7 @@ INFO = {
 }
 
 
-@settings(max_examples=200, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=QUIET)
 @given(st.one_of(*map(built, KINDS)))
 def test_a_value_built_of_junk_is_refused_or_holds_it(check: Callable[[], None]):
     check()
@@ -179,7 +180,7 @@ def check_unknown(name: Any) -> None:
     assert registry.list_names() == []
 
 
-@settings(max_examples=200, deadline=None, database=None, suppress_health_check=QUIET)
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=QUIET)
 @given(
     st.one_of(
         maybe(
@@ -246,7 +247,10 @@ def _config(model: str, given: dict[str, Any], info: dict[str, Any]) -> Executor
 
 
 @settings(
-    max_examples=100, deadline=None, database=None, suppress_health_check=[*QUIET, HealthCheck.function_scoped_fixture]
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=[*QUIET, HealthCheck.function_scoped_fixture],
 )
 @given(given=spoiled(EXECUTOR, JUNK), info=maybe(st.just(INFO), spoiled(INFO, JUNK)))
 def test_an_executor_configuration_is_refused_by_both_or_valid(model: str, given: dict[str, Any], info: dict[str, Any]):
@@ -273,4 +277,4 @@ def test_minutes_of_settings_of_wrong_types(model: str):
         again(test_settings_of_wrong_types_are_refused_or_are_what_was_given)()
         again(test_an_executor_configuration_is_refused_by_both_or_valid)(model=model)
         rounds += 1
-    print(f"{500 * rounds:,} examples, seed {SEED}")
+    print(f"{3 * EXAMPLES * rounds:,} examples, seed {SEED}")

@@ -32,7 +32,13 @@ WIDE = tiny.CONFIGS["llama3"] | {
 ENGINE = EngineConfig(max_seqs=1, kv_capacity=16, block_size=8, decode_rows=(1,), query_blocks=(1,), block_tokens=8)
 
 
-@pytest.mark.parametrize("kind", NATIVE)
+# One of each layout of words and of plain values; the others differ in what `test_packed` checks.
+FEW = ("gptq", "awq", "words_zeros", "int8_zeros", "float_channel")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in NATIVE]
+)
 def test_a_native_weight_stands_for_the_same_numbers(kind: str, tmp_path: Path):
     path = test_packed.write(tmp_path, kind)
     native, cfg = ferrum_jax.load_params(path, "float32", quantize="keep")
@@ -50,7 +56,7 @@ def test_a_native_weight_stands_for_the_same_numbers(kind: str, tmp_path: Path):
     assert cfg == tiny.model_config(NAME)
 
 
-@pytest.mark.parametrize("kind", ["gptq", "int8_zeros"])
+@pytest.mark.parametrize("kind", ["gptq", pytest.param("int8_zeros", marks=pytest.mark.slow)])
 def test_a_forward_of_native_weights_equals_that_of_the_dequantised_ones(kind: str, tmp_path: Path):
     path = test_packed.write(tmp_path, kind)
     tokens = jnp.asarray(tiny.prompt(NAME)[:14]).reshape(2, 7)
@@ -86,7 +92,12 @@ def test_weights_that_are_called_symmetric_but_are_not_are_refused(tmp_path: Pat
         ferrum_jax.load_params(path, quantize="keep")
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+BLOCKS = ("Q4_1", "Q5_0", "Q5_K", "Q6_K", "Q8_0")
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in BLOCKS else pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS]
+)
 def test_a_native_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path: Path):
     shapes = {name: leaf.shape for name, leaf in tiny.tensors(WIDE).items() if leaf.ndim == 2}
     drawn = {name: draw_blocks(kind, shape, seed) for seed, (name, shape) in enumerate(shapes.items())}

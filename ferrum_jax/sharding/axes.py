@@ -31,14 +31,9 @@ def partition(
     mesh: Mesh,
     rules: Mapping[str, str | None] = TENSOR_PARALLEL,
 ) -> NamedSharding:
-    """Sharding of one parameter on a mesh.
+    """Returns the sharding of one parameter on a mesh, given the logical axis of each of its dimensions.
 
-    Args:
-        name: of the parameter, for errors.
-        shape: of the parameter.
-        logical_axes: one for each dimension.
-        mesh: the devices.
-        rules: mesh axis of each logical axis; None replicates.
+    `rules` name the mesh axis of each logical axis; None replicates.
 
     Raises:
         ConfigError: a rule is missing, names an axis the mesh lacks, or does not divide a dimension.

@@ -27,23 +27,14 @@ _ALTERNATIVE = "give the path of a model: a .gguf file, or a folder with config.
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """One file inside one released wheel, with what it must be, byte for byte.
+    """One file inside one released wheel, with what it must be, byte for byte."""
 
-    Attributes:
-        distribution: name of the wheel's project on the package index.
-        version: the exact release.
-        wheel_sha256: lower-case hexadecimal digest of the wheel.
-        member: the file's path inside the wheel.
-        file_sha256: lower-case hexadecimal digest of the file.
-        size: bytes of the file.
-    """
-
-    distribution: str
-    version: str
-    wheel_sha256: str
-    member: str
-    file_sha256: str
-    size: int
+    distribution: str  # name of the wheel's project on the package index
+    version: str  # the exact release
+    wheel_sha256: str  # lower-case hexadecimal digest of the wheel
+    member: str  # the file's path inside the wheel
+    file_sha256: str  # the same of the file
+    size: int  # bytes of the file
 
     @property
     def name(self) -> str:

@@ -331,7 +331,8 @@ MEASURE = textwrap.dedent("""
 """)
 
 
-@pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, pytest.param(np.float32, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("narrow", [ml_dtypes.bfloat16, np.float32])
 def test_the_peak_of_memory_is_the_parameters_and_the_largest_tensor(narrow: type, tmp_path: Path):
     config = CONFIG | {"hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 4, "vocab_size": 30000}
     shapes = {name: leaf.shape for name, leaf in _specs(config).items()}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import ferrum_jax
 from ferrum_jax.config import ModelConfig, RopeScaling
 from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.weights.gguf import GgufSource
 from tests import tiny
 from tests.weights.test_gguf import finish, interleave, open_writer, refuse
 
@@ -191,7 +192,7 @@ def test_the_largest_gemma_divides_queries_by_its_share_of_the_width(
 ):
     layers = {"gemma2": 46, "gemma3": 62}[name]
     monkeypatch.setitem(CHANGES, name, CHANGES[name] | {"num_hidden_layers": layers, "query_pre_attn_scalar": 48 / 8})
-    _, cfg = ferrum_jax.load_params(write_family(tmp_path / "model.gguf", name))
+    cfg = GgufSource(write_family(tmp_path / "model.gguf", name)).config
     assert cfg.attention_multiplier == pytest.approx(6**-0.5)
 
 

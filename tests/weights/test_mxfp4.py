@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -94,15 +93,14 @@ def test_a_folder_is_read_as_the_numbers_it_stands_for(tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(named_leaves(narrow)[FIRST], np.float32), products[FIRST])
 
 
-def test_it_gives_the_logits_of_the_same_numbers_stored_plainly(tmp_path: Path):
+def test_it_gives_the_parameters_of_the_same_numbers_stored_plainly(tmp_path: Path):
     tensors, products = contents()
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_blocks", "_scales"))}
     plain |= {name: np.ascontiguousarray(stack.transpose(0, 2, 1)) for name, stack in products.items()}
     folders = write(tmp_path / "packed"), tiny.write_folder(tmp_path / "plain", CONFIG, named=plain)
-    (packed, cfg), (stored, _) = (ferrum_jax.load_params(folder, "float32") for folder in folders)
+    (packed, cfg), (stored, other) = (ferrum_jax.load_params(folder, "float32") for folder in folders)
+    assert cfg == other
     tiny.assert_same_tree(packed, stored)
-    logits = jax.jit(models.forward, static_argnums=2)(packed, jnp.asarray([tiny.prompt("gpt_oss")[:9]]), cfg)
-    assert np.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("quantize", ["int8", pytest.param(None, marks=pytest.mark.slow)])

@@ -25,14 +25,26 @@ from tests.long import SEED
 NAME = "llama_yarn_options"
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "checkpoint"
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "saved"
     orbax.save(folder, tiny.tiny_params(tiny.CONFIGS[NAME]), tiny.model_config(NAME))
     return folder
 
 
-@pytest.mark.parametrize("name", [NAME, "llama_biases", "mistral", "qwen2_layer_types", "qwen3_llama3"])
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may damage."""
+    return shutil.copytree(saved, tmp_path / "checkpoint")
+
+
+OTHERS = ("llama_biases", "mistral", "qwen2_layer_types", "qwen3_llama3")
+
+
+@pytest.mark.parametrize("name", [NAME, *(pytest.param(other, marks=slow) for other in OTHERS)])
 def test_a_saved_checkpoint_is_loaded_as_it_was(name: str, tmp_path: Path):
     params, cfg = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name)
     orbax.save(tmp_path / "checkpoint", params, cfg)
@@ -42,14 +54,15 @@ def test_a_saved_checkpoint_is_loaded_as_it_was(name: str, tmp_path: Path):
     tiny.assert_same_tree(found, params)
 
 
-@pytest.mark.parametrize("name", tiny.CONFIGS)
-def test_a_configuration_is_read_as_it_was_written(name: str, tmp_path: Path):
-    cfg = tiny.model_config(name).reaching(150)
-    (tmp_path / orbax.CONFIG).write_text(json.dumps(dataclasses.asdict(cfg)), encoding="utf-8")
-    assert orbax.read_config(tmp_path) == cfg
-    assert hash(orbax.read_config(tmp_path)) == hash(cfg)
+def test_a_configuration_is_read_as_it_was_written(tmp_path: Path):
+    for name in tiny.CONFIGS:
+        cfg = tiny.model_config(name).reaching(150)
+        (tmp_path / orbax.CONFIG).write_text(json.dumps(dataclasses.asdict(cfg)), encoding="utf-8")
+        assert orbax.read_config(tmp_path) == cfg, name
+        assert hash(orbax.read_config(tmp_path)) == hash(cfg), name
 
 
+@slow
 def test_a_restored_model_gives_the_logits_of_its_folder(checkpoint: Path, tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "folder", tiny.CONFIGS[NAME])
     engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=64, block_size=8, verify_tokens=32)
@@ -60,7 +73,9 @@ def test_a_restored_model_gives_the_logits_of_its_folder(checkpoint: Path, tmp_p
     np.testing.assert_array_equal(logits[0], logits[1], strict=True)
 
 
-@pytest.mark.parametrize(("dtype", "rounded"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)])
+@pytest.mark.parametrize(
+    ("dtype", "rounded"), [("bfloat16", ml_dtypes.bfloat16), pytest.param("float16", np.float16, marks=slow)]
+)
 def test_a_checkpoint_is_cast_to_the_dtype_asked_for(dtype: str, rounded: type, checkpoint: Path):
     found = named_leaves(ferrum_jax.load_params(checkpoint, dtype=dtype)[0])
     for name, tensor in tiny.tensors(tiny.CONFIGS[NAME]).items():
@@ -181,7 +196,7 @@ def test_data_that_were_cut_are_refused_without_checksums_too(checkpoint: Path):
     assert len(error_elsewhere(checkpoint)) < 1000
 
 
-@pytest.mark.slow
+@slow
 def test_damage_anywhere_without_checksums_is_refused_or_gives_a_model(checkpoint: Path):
     """Each kind of file changed by chance: what orbax raises is one error of this package, never another."""
     (checkpoint / orbax.CHECKSUMS).unlink()

@@ -35,9 +35,9 @@ def is_packed(name: str) -> bool:
 def contents(
     kind: str, whole: bool = False, width: int = CONFIG["intermediate_size"]
 ) -> tuple[Tensors, dict[str, Parts]]:
-    """Returns the tensors left as they are, a product among them unless `whole`, and those of quantised weights."""
+    """Returns the tensors left as they are, a product and a layer among them unless `whole`, and the quantised ones."""
     drawn = tiny.tensors(CONFIG | {"intermediate_size": width})
-    names = [name for name in drawn if is_packed(name) and (whole or name != LEFT_OUT)]
+    names = [name for name in drawn if is_packed(name) and (whole or not (name == LEFT_OUT or ".layers.2." in name))]
     packed = {name: PACKINGS[kind].pack(drawn[name]) for name in names}
     return {name: tensor for name, tensor in drawn.items() if name not in packed}, packed
 

