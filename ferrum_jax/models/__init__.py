@@ -14,7 +14,7 @@ from ferrum_jax.models import specs as specs
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.capture import Captured as Captured
 from ferrum_jax.models.capture import CaptureSpec as CaptureSpec
-from ferrum_jax.models.capture import check_capture
+from ferrum_jax.models.capture import check_capture, check_shape
 from ferrum_jax.models.quantisation import Format as Format
 from ferrum_jax.models.quantisation import choose_formats
 from ferrum_jax.models.quantisation import dequantise as dequantise
@@ -79,7 +79,16 @@ def forward(
         InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, or tokens are
             not integers.
     """
-    return _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, CaptureSpec())[0]
+    return capture(
+        params,
+        tokens,
+        cfg,
+        inputs_embeds=inputs_embeds,
+        loras=loras,
+        adapters=adapters,
+        steering=steering,
+        attention=attention,
+    )[0]
 
 
 def capture(
@@ -105,28 +114,6 @@ def capture(
         UnsupportedError: the family's attention weights cannot be captured.
     """
     spec = check_capture(hidden, attention_weights, cfg)
-    logits, captured = _run(params, tokens, cfg, inputs_embeds, loras, adapters, steering, attention, spec)
-    batch, length = jnp.shape(tokens)
-    states = {at: x.reshape(batch, length, -1) for at, x in captured.hidden.items()}
-    return logits, states, {at: weights[0][..., :length] for at, weights in captured.attention.items()}
-
-
-def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:
-    """Logits of hidden states, float32: the final norm, then the product with the vocabulary."""
-    return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)
-
-
-def _run(
-    params: ParamTree,
-    tokens: jax.Array,
-    cfg: ModelConfig,
-    inputs_embeds: jax.Array | None,
-    loras: ParamTree | None,
-    adapters: jax.Array | None,
-    steering: jax.Array | None,
-    attention: str,
-    spec: CaptureSpec,
-) -> tuple[jax.Array, Captured[jax.Array]]:
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
@@ -139,16 +126,16 @@ def _run(
     each = (batch, length, width)
     if adapters is not None:
         adapters = jnp.asarray(adapters)
-        _check_shape("adapters", adapters, "[B]", (batch,))
+        check_shape("adapters", adapters, "[B]", (batch,))
         if not jnp.issubdtype(adapters.dtype, jnp.integer):
             raise InvalidParameterError(f"adapters are {adapters.dtype}, expected integers")
     if inputs_embeds is not None:
         inputs_embeds = jnp.asarray(inputs_embeds)
-        _check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", each)
+        check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", each)
         inputs_embeds = inputs_embeds.reshape(batch * length, width)
     if steering is not None:
         steering = jnp.asarray(steering)
-        _check_shape("steering", steering, "[L, D] or [L, B, T, D]", (layers, width), (layers, *each))
+        check_shape("steering", steering, "[L, D] or [L, B, T, D]", (layers, width), (layers, *each))
         steering = steering if steering.ndim == 2 else steering.reshape(layers, batch * length, width)
     cfg = cfg.reaching(length)
     dtype = activation_dtype(params)
@@ -173,11 +160,11 @@ def _run(
         steering=steering,
         capture=spec,
     )
-    return logits.reshape(batch, length, -1), captured
+    states = {at: x.reshape(batch, length, -1) for at, x in captured.hidden.items()}
+    weights = {at: groups[0][..., :length] for at, groups in captured.attention.items()}
+    return logits.reshape(batch, length, -1), states, weights
 
 
-def _check_shape(name: str, given: jax.Array, meaning: str, *shapes: tuple[int, ...]) -> None:
-    """Raises InvalidParameterError for an array of another shape, even one that a reshape would accept."""
-    if given.shape not in shapes:
-        expected = " or ".join(str(list(shape)) for shape in shapes)
-        raise InvalidParameterError(f"{name} has shape {list(given.shape)}, expected {meaning}: {expected}")
+def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:
+    """Logits of hidden states, float32: the final norm, then the product with the vocabulary."""
+    return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)

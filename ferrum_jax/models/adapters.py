@@ -6,7 +6,7 @@ A tree of stacks has the paths of the parameters, down to the projection: `model
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -54,14 +54,12 @@ def stack_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
 def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
     """Specs of the tree of one adapter, its rank padded to `spec.max_rank`."""
 
-    def halves(weight: ParamSpec) -> ParamTree:
-        (out_size, in_size), (out_axis, in_axis) = weight.shape, weight.axes
-        return {
-            "down": ParamSpec((spec.max_rank, in_size), ("rank", in_axis)),
-            "up": ParamSpec((out_size, spec.max_rank), (out_axis, "rank"), "zeros"),
-        }
+    def row(_: str, stack: ParamSpec) -> ParamSpec:
+        at = stack.axes.index("adapter")
+        shape, axes = ((*sizes[:at], *sizes[at + 1 :]) for sizes in (stack.shape, stack.axes))
+        return replace(stack, shape=shape, axes=axes)
 
-    return _map_projections(cfg, halves)
+    return specs.map_specs(row, stack_specs(cfg, spec))
 
 
 def empty(cfg: ModelConfig, spec: LoraSpec, dtype: str) -> ParamTree:
@@ -99,20 +97,9 @@ def projections(cfg: ModelConfig) -> dict[str, ParamSpec]:
 
 
 def _map_projections(cfg: ModelConfig, function: Callable[[ParamSpec], ParamTree]) -> ParamTree:
+    def block(layer: ParamTree, name: str) -> ParamTree:
+        found = layer.get(name, {})
+        return {name: function(found[name]["weight"]) for name in PROJECTIONS if name in found}
+
     layers = family(cfg).param_specs(cfg)["model"]["layers"]
-    blocks = ("self_attn", "mlp")
-    return {
-        "model": {
-            "layers": [
-                {
-                    block: {
-                        name: function(found[name]["weight"])
-                        for name in PROJECTIONS
-                        if name in (found := layer.get(block, {}))
-                    }
-                    for block in blocks
-                }
-                for layer in layers
-            ]
-        }
-    }
+    return {"model": {"layers": [{name: block(layer, name) for name in ("self_attn", "mlp")} for layer in layers]}}

@@ -1,7 +1,4 @@
-"""The attention block of a layer: parameters, heads, and the cache.
-
-A family with this attention uses `self_attention` whole; others compose the same steps.
-"""
+"""The attention block of a layer: parameters, heads, and the cache."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,13 +13,11 @@ from ferrum_jax.models.projections import Lora, linear_specs, project, project_a
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
 from ferrum_jax.ops.attention import attend, attention_weights
 from ferrum_jax.ops.batch import Batch
-from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.rope import rotate
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
 Weights = tuple[jax.Array, ...]  # of attention: float32 [B, N, T, S] of each group of rows, or empty if not captured
 LayerOutput = tuple[jax.Array, KvState[jax.Array], Weights]  # [X, D], and the KV written
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}  # name of the joined weight, and its parts
 
 
 class LayerContext(NamedTuple):
@@ -55,6 +50,21 @@ def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
     return specs
 
 
+def wide_norm_attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
+    """As `attention_specs`, with norms over all query or all key heads of a token together, as OLMo 2 has them."""
+    return attention_specs(cfg) | {
+        "q_norm": norm_specs(cfg.num_attention_heads * cfg.head_dim, "heads", norm_init),
+        "k_norm": norm_specs(cfg.num_key_value_heads * cfg.head_dim, "kv_heads", norm_init),
+    }
+
+
+def fused_attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
+    """As `attention_specs`, with queries, keys and values fused in the checkpoint itself, as Phi-3 has them."""
+    heads = cfg.num_attention_heads + 2 * cfg.num_key_value_heads
+    qkv = linear_specs((heads * cfg.head_dim, "fused"), (cfg.hidden_size, "embed"))
+    return {"qkv_proj": qkv, "o_proj": attention_specs(cfg, norm_init)["o_proj"]}
+
+
 @jax.named_scope("attention")
 def self_attention(
     block: ParamTree,
@@ -63,52 +73,47 @@ def self_attention(
     kv: KvState[jax.Array],
     context: LayerContext,
     cfg: ModelConfig,
-    norm: Norm = rms_norm,
+    norm: Norm,
 ) -> LayerOutput:
-    """Attends with grouped query heads; with `cfg.qk_norm`, after a norm of every query and key head."""
-    q, k, v = (split_heads(y, cfg) for y in project_qkv(block, lora, x, cfg))
-    if cfg.qk_norm:
-        q = norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps)
-        k = norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps)
-    mixed, kv, weights = attend_with_cache(q, k, v, kv, context, cfg, block.get("sinks"))
-    return project(mixed, block, lora, "o_proj"), kv, weights
+    """Attends with grouped query heads; writes keys and values first.
 
+    Norms of queries and keys are over each head (`cfg.qk_norm`) or over all heads of a token together.
+    """
 
-def project_qkv(block: ParamTree, lora: Lora, x: jax.Array, cfg: ModelConfig) -> list[jax.Array]:
-    """Projects to queries, keys and values, `[X, N*H]` and twice `[X, K*H]`."""
+    def normed(y: jax.Array, name: str) -> jax.Array:
+        return norm(y, block[name]["weight"], cfg.rms_norm_eps) if name in block else y
+
     num_heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads
-    return project_all(x, block, lora, "qkv_proj", FUSED["qkv_proj"], num_heads)
-
-
-def split_heads(y: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Splits a projection into heads, `[X, heads*H]` to `[X, heads, H]`."""
-    return y.reshape(len(y), -1, cfg.head_dim)
-
-
-def attend_with_cache(
-    q: jax.Array,  # [X, N, H]
-    k: jax.Array,  # [X, K, H]
-    v: jax.Array,
-    kv: KvState[jax.Array],
-    context: LayerContext,
-    cfg: ModelConfig,
-    sinks: jax.Array | None = None,  # [N]
-) -> LayerOutput:
-    """Rotates queries and keys, writes keys and values, then attends to the cache; outputs of heads are `[X, N*H]`."""
+    q, k, v = project_all(x, block, lora, "qkv_proj", ("q_proj", "k_proj", "v_proj"), num_heads)
+    if not cfg.qk_norm:
+        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+    q, k, v = (y.reshape(len(x), -1, cfg.head_dim) for y in (q, k, v))
+    if cfg.qk_norm:
+        q, k = normed(q, "q_norm"), normed(k, "k_norm")
     q, k = rotate(q, *context.rope), rotate(k, *context.rope)
     kv = state.write(kv, context.layer, *context.slot_mapping, k, v)
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
-    window, softcap = context.window, cfg.attn_logit_softcapping
+    mixed, weights = attend_rows(q, kv, context, scale, cfg.attn_logit_softcapping, block.get("sinks"))
+    return project(mixed, block, lora, "o_proj"), kv, weights
+
+
+def attend_rows(
+    q: jax.Array,  # [X, N, H]
+    kv: KvState[jax.Array],
+    context: LayerContext,
+    scale: float,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,  # [N]
+) -> tuple[jax.Array, Weights]:
+    """Attends to the cache, one group of rows after another: outputs of heads `[X, N*H]`, and captured weights."""
     outs, weights, start = [], [], 0
     for rows in context.batch.groups:
         size = rows.tokens.size
-        own = q[start : start + size].reshape(*rows.tokens.shape, -1, cfg.head_dim)
-        out = attend(
-            own, kv, context.layer, rows,
-            scale=scale, window=window, softcap=softcap, sinks=sinks, backend=context.backend,
-        )  # fmt: skip
+        own = q[start : start + size].reshape(*rows.tokens.shape, *q.shape[1:])
+        asked = {"scale": scale, "window": context.window, "softcap": softcap}
+        out = attend(own, kv, context.layer, rows, **asked, sinks=sinks, backend=context.backend)
         outs.append(out.reshape(size, -1))
         start += size
         if context.captures_weights:
-            weights.append(attention_weights(own, kv, context.layer, rows, scale=scale, window=window, softcap=softcap))
-    return jnp.concatenate(outs), kv, tuple(weights)
+            weights.append(attention_weights(own, kv, context.layer, rows, **asked))
+    return jnp.concatenate(outs), tuple(weights)

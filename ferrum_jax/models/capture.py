@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
@@ -76,23 +75,8 @@ def check_weights(spec: CaptureSpec, cfg: ModelConfig, *, has_window_cache: bool
             )
 
 
-def check_steering(steering: jax.Array | None, cfg: ModelConfig, num_tokens: int) -> jax.Array | None:
-    """Returns the vectors as `[L, 1 or X, D]`, given `[L, D]` or `[L, X, D]`.
-
-    Raises:
-        InvalidParameterError: the vectors have another shape.
-    """
-    if steering is None:
-        return None
-    layers, width = cfg.num_hidden_layers, cfg.hidden_size
-    if steering.shape not in ((layers, width), (layers, num_tokens, width)):
-        raise InvalidParameterError(
-            f"steering has shape {list(steering.shape)}, expected [L, D] or [L, X, D]: "
-            f"{[layers, width]} or {[layers, num_tokens, width]}"
-        )
-    return steering[:, None] if steering.ndim == 2 else steering
-
-
-def steer(x: jax.Array, vector: jax.Array | None) -> jax.Array:
-    """Adds a layer's vector `[1 or X, D]` to its output `[X, D]`, in float32, rounded once."""
-    return x if vector is None else (x.astype(jnp.float32) + vector.astype(jnp.float32)).astype(x.dtype)
+def check_shape(name: str, given: jax.Array, meaning: str, *shapes: tuple[int, ...]) -> None:
+    """Raises InvalidParameterError for an array of another shape, even one that a reshape would accept."""
+    if given.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise InvalidParameterError(f"{name} has shape {list(given.shape)}, expected {meaning}: {expected}")

@@ -1,12 +1,7 @@
-"""What every family shares: embeddings, positions, the loop over the layers, and logits.
-
-A family defines its layer: `layer(params, adapted, x, kv, context, cfg)` returns the new x `[X, D]`, the KV written and
-the attention weights. `adapted` maps each block of the layer, such as `mlp`, to the adapters of its projections. Most
-families are `pre_norm_layer` with blocks of their own.
-"""
+"""What every family shares: embeddings, positions, the layer and the loop over the layers, and logits."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -14,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import ExpertsConfig, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.attention import LayerContext, LayerOutput, Norm, attention_specs, self_attention
-from ferrum_jax.models.capture import Captured, CaptureSpec, check_capture, check_steering, check_weights, steer
-from ferrum_jax.models.feed_forward import gated_mlp
+from ferrum_jax.models.capture import Captured, CaptureSpec, check_capture, check_shape, check_weights
+from ferrum_jax.models.feed_forward import gated_mlp, mlp_specs
 from ferrum_jax.models.projections import Lora
 from ferrum_jax.models.rotary import frequencies_of_layers
-from ferrum_jax.models.sliding_window import split_tables, window_slot_mapping, window_tables
+from ferrum_jax.models.sliding_window import split_tables, window_tables
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
 from ferrum_jax.ops.batch import Batch, adapter_of_token, positions, slot_mapping
 from ferrum_jax.ops.linear import uses, vocabulary_logits
@@ -31,90 +26,170 @@ from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.quantised import activation_dtype, rows_of
 from ferrum_jax.ops.rope import rotations
 
-Adapted = dict[str, Lora]  # by block
-Layer = Callable[[ParamTree, Adapted, jax.Array, KvState[jax.Array], LayerContext, ModelConfig], LayerOutput]
-FeedForward = Callable[[ParamTree, Adapted, jax.Array, ModelConfig], jax.Array]  # of the layer's parameters, [X, D]
+Adapted = dict[str, Lora]  # adapters of each block of a layer: `self_attn` and `mlp`
 NO_WINDOW = 2**30  # wider than any sequence; for layers without a window beside layers with one, in one loop
 
 
-def decoder_specs(cfg: ModelConfig, layers: list[ParamTree], norm_init: str = "ones") -> ParamTree:
-    """Specs of every parameter, given those of the layers."""
-    specs: ParamTree = {
-        "model": {
-            "embed_tokens": {"weight": ParamSpec((cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"))},
-            "layers": layers,
-            "norm": norm_specs(cfg.hidden_size, init=norm_init),
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What sets a family's decoder apart from Llama's."""
+
+    # Names of the norms before and after attention, then before and after the feed-forward block; None: there is none.
+    norms: tuple[str | None, str | None, str | None, str | None] = (
+        "input_layernorm",
+        None,
+        "post_attention_layernorm",
+        None,
+    )
+    norm: Norm = rms_norm
+    norm_init: str = "ones"  # of the norms' weights
+    attention_specs: Callable[[ModelConfig, str], ParamTree] = attention_specs  # the string is `norm_init`
+    attention: Callable[..., LayerOutput] = self_attention
+    mlp: str = "mlp"  # name of the feed-forward block: a gated MLP or, if it has `experts`, a mixture of them
+    mlp_specs: Callable[[ModelConfig], ParamTree] = mlp_specs
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
+    expert_specs: Callable[[ModelConfig, ExpertsConfig], ParamTree] | None = None
+    mix_experts: Callable[[ParamTree, jax.Array, ExpertsConfig], jax.Array] | None = None
+
+    def param_specs(self, cfg: ModelConfig) -> ParamTree:
+        """Specs of every parameter, in a tree whose paths are the checkpoint's names."""
+        vocabulary = {"weight": ParamSpec((cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"))}
+        specs: ParamTree = {
+            "model": {
+                "embed_tokens": vocabulary,
+                "layers": [self._layer_specs(cfg, index) for index in range(cfg.num_hidden_layers)],
+                "norm": norm_specs(cfg.hidden_size, init=self.norm_init),
+            }
         }
-    }
-    if not cfg.tie_word_embeddings:
-        specs["lm_head"] = {"weight": ParamSpec((cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"))}
-    return specs
+        return specs if cfg.tie_word_embeddings else specs | {"lm_head": vocabulary}
+
+    def _layer_specs(self, cfg: ModelConfig, index: int) -> ParamTree:
+        experts = cfg.experts
+        if self.expert_specs is not None and experts is not None and experts.sparse_layers[index]:
+            block = self.expert_specs(cfg, experts)
+        else:
+            block = self.mlp_specs(cfg)
+        norms = {name: norm_specs(cfg.hidden_size, init=self.norm_init) for name in self.norms if name is not None}
+        return {"self_attn": self.attention_specs(cfg, self.norm_init), self.mlp: block, **norms}
+
+    def layer(
+        self,
+        layer: ParamTree,
+        adapted: Adapted,
+        x: jax.Array,
+        kv: KvState[jax.Array],
+        context: LayerContext,
+        cfg: ModelConfig,
+    ) -> LayerOutput:
+        """Adds attention to x `[X, D]`, then the feed-forward block.
+
+        `cfg.residual_multiplier` scales what each block adds, in float32, so that the factor is not rounded.
+        """
+
+        def normed(y: jax.Array, name: str | None) -> jax.Array:
+            return y if name is None else self.norm(y, layer[name]["weight"], cfg.rms_norm_eps)
+
+        def scaled(y: jax.Array) -> jax.Array:
+            factor = cfg.residual_multiplier
+            return y if factor == 1.0 else (y.astype(jnp.float32) * factor).astype(y.dtype)
+
+        before_attention, after_attention, before_mlp, after_mlp = self.norms
+        y, block = normed(x, before_attention), layer["self_attn"]
+        y, kv, weights = self.attention(block, adapted["self_attn"], y, kv, context, cfg, self.norm)
+        x = x + scaled(normed(y, after_attention))
+        y, block = normed(x, before_mlp), layer[self.mlp]
+        if "experts" in block:
+            assert self.mix_experts is not None
+            assert cfg.experts is not None
+            y = self.mix_experts(block, y, cfg.experts)
+        else:
+            y = gated_mlp(block, adapted["mlp"], y, self.activation)
+        return x + scaled(normed(y, after_mlp)), kv, weights
+
+    @jax.named_scope("head")
+    def head(self, params: ParamTree, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+        """Logits, float32 `[R, V]`, of the last layer's output `[R, D]`, after the last norm."""
+        x = self.norm(x, params["model"]["norm"]["weight"], cfg.rms_norm_eps)
+        table = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
+        logits = vocabulary_logits(x, table["weight"])
+        if cfg.logits_scaling != 1.0:
+            logits = logits / cfg.logits_scaling
+        cap = cfg.final_logit_softcapping
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def forward(
+        self,
+        params: ParamTree,
+        kv: KvState[jax.Array],
+        batch: Batch[jax.Array],
+        cfg: ModelConfig,
+        *,
+        inputs_embeds: jax.Array | None = None,
+        loras: ParamTree | None = None,
+        attention: str = "xla",
+        steering: jax.Array | None = None,
+        capture: CaptureSpec | None = None,
+    ) -> tuple[jax.Array, KvState[jax.Array], Captured[jax.Array]]:
+        """Runs all new tokens of a batch.
+
+        Args:
+            params: in any layout of models/layout.py.
+            kv: keys and values so far; donate it to have them written in place.
+            batch: X new tokens, and the R of them whose logits are returned.
+            cfg: the model's.
+            inputs_embeds: `[X, D]`, used instead of the tokens' embeddings and their factor.
+            loras: adapter stacks of models/adapters.py, in the parameters' dtype; used by rows that have adapters.
+            attention: the backend whose layout the KV has (ops/attention.py).
+            steering: `[L, D]` or, for each token, `[L, X, D]`: added to the output of each layer, in float32.
+            capture: layers whose hidden states or attention weights are returned.
+
+        Returns:
+            Logits, float32 `[R, V]`; the KV written; and what was captured.
+
+        Raises:
+            InvalidParameterError: rows have adapters but there are no `loras`, `steering` has another shape, or a
+                layer of `capture` does not exist.
+            UnsupportedError: attention weights that cannot be captured, or a sliding-window cache with stacked layers.
+        """
+        tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
+        at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
+        spec = CaptureSpec() if capture is None else check_capture(capture.hidden, capture.attention, cfg)
+        check_weights(spec, cfg, has_window_cache=kv.windowed is not None)
+        if steering is not None:
+            vectors = cfg.num_hidden_layers, cfg.hidden_size
+            each = cfg.num_hidden_layers, len(tokens), cfg.hidden_size
+            check_shape("steering", steering, "[L, D] or [L, X, D]", vectors, each)
+            steering = steering[:, None] if steering.ndim == 2 else steering
+        kinds, rope_of_layer = frequencies_of_layers(cfg)
+        ropes = [rotations(at, *kind) for kind in kinds]
+        adapted = _adapted(loras, batch, cfg)
+        x = _embed(params, tokens, cfg) if inputs_embeds is None else inputs_embeds
+        window_context = None
+        if kv.windowed is not None:
+            batch, windowed = split_tables(batch, kv.window_blocks)
+            widest = max(window for window in cfg.layer_windows if window is not None)
+            slots = _slots(windowed, kv.windowed, is_cyclic=True)
+            windowed = window_tables(windowed, widest, state.block_size(kv.windowed))
+            window_context = LayerContext(0, widest, ropes[0], slots, windowed, attention)
+        context = LayerContext(0, cfg.layer_windows[0], ropes[0], _slots(batch, kv), batch, attention)
+        step = _Step(self, cfg, context, window_context, ropes, rope_of_layer, adapted, steering, spec)
+        layers = params["model"]["layers"]
+        hidden = {0: x} if 0 in spec.hidden else {}
+        x, kv, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
+        logits = self.head(params, x[batch.logit_rows], cfg)
+        return logits, kv, replace(captured, hidden=hidden | captured.hidden)
 
 
-def pre_norm_specs(cfg: ModelConfig, attention: ParamTree | None = None, **feed_forward: ParamTree) -> ParamTree:
-    """Specs of a `pre_norm_layer`: norms, attention (`attention_specs` if None) and feed-forward block by name."""
-    return {
-        "input_layernorm": norm_specs(cfg.hidden_size),
-        "self_attn": attention_specs(cfg) if attention is None else attention,
-        "post_attention_layernorm": norm_specs(cfg.hidden_size),
-        **feed_forward,
-    }
-
-
-def dense(layer: ParamTree, adapted: Adapted, x: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """The gated MLP with SiLU, under the name `mlp`."""
-    return gated_mlp(layer["mlp"], adapted["mlp"], x)
-
-
-def pre_norm_layer(
-    layer: ParamTree,
-    adapted: Adapted,
-    x: jax.Array,
-    kv: KvState[jax.Array],
-    context: LayerContext,
-    cfg: ModelConfig,
-    *,
-    attention: Callable[..., LayerOutput] = self_attention,
-    feed_forward: FeedForward = dense,
-) -> LayerOutput:
-    """Computes `x + attention(norm(x))`, then the same with the feed-forward block, as in Llama.
-
-    `cfg.residual_multiplier` scales what each block adds, in float32, so that the factor is not rounded.
-    """
-
-    def scaled(y: jax.Array) -> jax.Array:
-        factor = cfg.residual_multiplier
-        return y if factor == 1.0 else (y.astype(jnp.float32) * factor).astype(y.dtype)
-
-    normed = rms_norm(x, layer["input_layernorm"]["weight"], cfg.rms_norm_eps)
-    mixed, kv, weights = attention(layer["self_attn"], adapted["self_attn"], normed, kv, context, cfg)
-    x = x + scaled(mixed)
-    normed = rms_norm(x, layer["post_attention_layernorm"]["weight"], cfg.rms_norm_eps)
-    return x + scaled(feed_forward(layer, adapted, normed, cfg)), kv, weights
-
-
-def embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
+def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Looks up token embeddings, int32 `[X]` to `[X, D]`; a factor on them is rounded to their dtype first."""
     x = rows_of(params["model"]["embed_tokens"]["weight"], tokens, activation_dtype(params))
     return x if cfg.embedding_multiplier == 1.0 else x * jnp.asarray(cfg.embedding_multiplier, x.dtype)
 
 
-@jax.named_scope("head")
-def head(params: ParamTree, x: jax.Array, cfg: ModelConfig, *, norm: Norm = rms_norm) -> jax.Array:
-    """Logits, float32 `[R, V]`, of the last layer's output `[R, D]`, after the family's norm."""
-    x = norm(x, params["model"]["norm"]["weight"], cfg.rms_norm_eps)
-    table = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
-    logits = vocabulary_logits(x, table["weight"])
-    if cfg.logits_scaling != 1.0:
-        logits = logits / cfg.logits_scaling
-    cap = cfg.final_logit_softcapping
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
 class _Step(NamedTuple):
     """What the loop over the layers needs beside the layers' parameters, activations and KV."""
 
-    layer: Layer
+    family: Family
     cfg: ModelConfig
     context: LayerContext  # of layers whose cache keeps all positions
     window_context: LayerContext | None  # of layers with a sliding-window cache
@@ -136,68 +211,10 @@ class _Step(NamedTuple):
     ) -> LayerOutput:
         """Runs one layer and adds its steering vector."""
         with jax.named_scope(name):
-            x, kv, weights = self.layer(params, adapted, x, kv, context, self.cfg)
-        return steer(x, vector), kv, weights
-
-
-def forward(
-    layer: Layer,
-    params: ParamTree,
-    kv: KvState[jax.Array],
-    batch: Batch[jax.Array],
-    cfg: ModelConfig,
-    *,
-    inputs_embeds: jax.Array | None = None,
-    loras: ParamTree | None = None,
-    attention: str = "xla",
-    steering: jax.Array | None = None,
-    capture: CaptureSpec | None = None,
-    norm: Norm = rms_norm,
-) -> tuple[jax.Array, KvState[jax.Array], Captured[jax.Array]]:
-    """Runs all new tokens of a batch.
-
-    Args:
-        layer: the family's.
-        params: in any layout of models/layout.py.
-        kv: keys and values so far; donate it to have them written in place.
-        batch: X new tokens, and the R of them whose logits are returned.
-        cfg: the model's.
-        inputs_embeds: `[X, D]`, used instead of the tokens' embeddings and their factor.
-        loras: adapter stacks of models/adapters.py, in the parameters' dtype; used by rows that have adapters.
-        attention: the backend whose layout the KV has (ops/attention.py).
-        steering: `[L, D]` or, for each token, `[L, X, D]`: added to the output of each layer.
-        capture: layers whose hidden states or attention weights are returned.
-        norm: the family's last norm.
-
-    Returns:
-        Logits, float32 `[R, V]`; the KV written; and what was captured.
-
-    Raises:
-        InvalidParameterError: rows have adapters but there are no `loras`, `steering` has another shape, or a layer of
-            `capture` does not exist.
-        UnsupportedError: attention weights that cannot be captured, or a sliding-window cache with stacked layers.
-    """
-    tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
-    at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
-    spec = CaptureSpec() if capture is None else check_capture(capture.hidden, capture.attention, cfg)
-    check_weights(spec, cfg, has_window_cache=kv.rings is not None)
-    vectors = check_steering(steering, cfg, len(tokens))
-    kinds, rope_of_layer = frequencies_of_layers(cfg)
-    ropes = [rotations(at, *kind) for kind in kinds]
-    adapted = _adapted(loras, batch, cfg)
-    x = embed(params, tokens, cfg) if inputs_embeds is None else inputs_embeds
-    windowed = None
-    if kv.rings is not None:
-        batch, windowed_batch = split_tables(batch, kv.ring_blocks)
-        windowed = _window_context(windowed_batch, kv.rings, cfg, ropes[0], attention)
-    slots = _slots([slot_mapping(rows, state.block_size(kv), state.num_blocks(kv)) for rows in batch.groups])
-    context = LayerContext(0, cfg.layer_windows[0], ropes[0], slots, batch, attention)
-    step = _Step(layer, cfg, context, windowed, ropes, rope_of_layer, adapted, vectors, spec)
-    layers = params["model"]["layers"]
-    hidden = {0: x} if 0 in spec.hidden else {}
-    x, kv, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
-    logits = head(params, x[batch.logit_rows], cfg, norm=norm)
-    return logits, kv, replace(captured, hidden=hidden | captured.hidden)
+            x, kv, weights = self.family.layer(params, adapted, x, kv, context, self.cfg)
+        if vector is not None:
+            x = (x.astype(jnp.float32) + vector.astype(jnp.float32)).astype(x.dtype)
+        return x, kv, weights
 
 
 def _unroll(
@@ -214,11 +231,11 @@ def _unroll(
             rope=step.ropes[step.rope_of_layer[index]],
             captures_weights=index in step.capture.attention,
         )
-        cache = kv.rings if windowed else kv
+        cache = kv.windowed if windowed else kv
         assert cache is not None
         vector = None if step.steering is None else step.steering[index]
         x, written, weights = step.run(f"layer_{index}", params, adapted, x, cache, context, vector)
-        kv = replace(kv, rings=written) if windowed else written
+        kv = replace(kv, windowed=written) if windowed else written
         if index + 1 in step.capture.hidden:
             hidden[index + 1] = x
         if index in step.capture.attention:
@@ -266,23 +283,11 @@ def _scan(
     return x, kv, captured
 
 
-def _window_context(
-    batch: Batch[jax.Array],
-    cache: KvState[jax.Array],
-    cfg: ModelConfig,
-    rope: tuple[jax.Array, jax.Array],
-    backend: str,
-) -> LayerContext:
-    """Returns the context of layers with a sliding-window cache, which is as wide as the widest window."""
-    widest = max(window for window in cfg.layer_windows if window is not None)
-    size = state.block_size(cache)
-    slots = _slots([window_slot_mapping(rows, size, state.num_blocks(cache)) for rows in batch.groups])
-    return LayerContext(0, widest, rope, slots, window_tables(batch, widest, size), backend)
-
-
-def _slots(groups: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """Concatenates blocks and offsets of the groups of rows to those of all tokens, `[X]` each."""
-    block_ids, offsets = (jnp.concatenate([slots[i].ravel() for slots in groups]) for i in (0, 1))
+def _slots(batch: Batch[jax.Array], kv: KvState[jax.Array], *, is_cyclic: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Returns the block and offset that each of the concatenated tokens is written to, `[X]` each."""
+    size, blocks = state.block_size(kv), state.num_blocks(kv)
+    groups = [slot_mapping(rows, size, blocks, is_cyclic=is_cyclic) for rows in batch.groups]
+    block_ids, offsets = (jnp.concatenate([side.ravel() for side in sides]) for sides in zip(*groups, strict=True))
     return block_ids, offsets
 
 

@@ -1,26 +1,28 @@
-"""The feed-forward blocks of a layer: the gated MLP, and a router with experts.
+"""The feed-forward blocks of a layer: the gated MLP, and each family's router with experts.
 
 Shazeer 2020, "GLU Variants Improve Transformer"; Shazeer et al. 2017, "Outrageously Large Neural Networks". The
 products of all experts are one leaf, `[E, out, in]`, named as one expert's in the checkpoint, without its number.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 
 from ferrum_jax.config import ExpertsConfig, ModelConfig
 from ferrum_jax.models.projections import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree
-from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.moe import route, swiglu_experts
+from ferrum_jax.ops.linear import linear, vocabulary_logits
+from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, swiglu_experts, weigh_experts
 
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}  # name of the joined weight, and its parts
 NAMES = "gate_proj", "up_proj", "down_proj"
+MIXTRAL_NAMES = "w1", "w3", "w2"  # gate, up and down
 
 
-def mlp_specs(cfg: ModelConfig) -> ParamTree:
-    """Specs of the three products of a gated MLP."""
-    model, wide = (cfg.hidden_size, "embed"), (cfg.intermediate_size, "mlp")
+def mlp_specs(cfg: ModelConfig, width: int | None = None) -> ParamTree:
+    """Specs of the three products of a gated MLP; `width` is F, `cfg.intermediate_size` if None."""
+    model, wide = (cfg.hidden_size, "embed"), (width or cfg.intermediate_size, "mlp")
     return {
         "gate_proj": linear_specs(wide, model, cfg.mlp_bias),
         "up_proj": linear_specs(wide, model, cfg.mlp_bias),
@@ -28,27 +30,32 @@ def mlp_specs(cfg: ModelConfig) -> ParamTree:
     }
 
 
+def fused_mlp_specs(cfg: ModelConfig) -> ParamTree:
+    """As `mlp_specs`, with gate and up fused in the checkpoint itself, as Phi-3 has them."""
+    model, wide = (cfg.hidden_size, "embed"), (cfg.intermediate_size, "mlp")
+    both = linear_specs((2 * cfg.intermediate_size, "fused"), model)
+    return {"gate_up_proj": both, "down_proj": linear_specs(model, wide)}
+
+
 @jax.named_scope("mlp")
 def gated_mlp(
     block: ParamTree, lora: Lora, x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
 ) -> jax.Array:
     """Computes `down(activation(gate(x)) * up(x))`, `[X, D]` to `[X, D]`."""
-    gate, up = project_all(x, block, lora, "gate_up_proj", FUSED["gate_up_proj"], (1, 1))
+    gate, up = project_all(x, block, lora, "gate_up_proj", NAMES[:2], (1, 1))
     return project(activation(gate) * up, block, lora, "down_proj")
 
 
-def router_specs(num_outputs: int, model_size: int) -> ParamTree:
-    """Specs of a router or gate: a product that is never quantised."""
-    return {"weight": ParamSpec((num_outputs, model_size), ("router", "embed"))}
-
-
-def expert_specs(experts: ExpertsConfig, model_size: int, names: tuple[str, str, str] = NAMES) -> ParamTree:
-    """Specs of the three products of all experts; `names` are those of gate, up and down."""
-    count, wide = experts.num_experts, experts.moe_intermediate_size
+def mixtral_specs(cfg: ModelConfig, experts: ExpertsConfig, names: tuple[str, str, str] = MIXTRAL_NAMES) -> ParamTree:
+    """Specs of a router and the three products of all experts; `names` are those of gate, up and down."""
+    count, wide, size = experts.num_experts, experts.moe_intermediate_size, cfg.hidden_size
     gate, up, down = names
-    into = ParamSpec((count, wide, model_size), ("expert", "mlp", "embed"))
-    back = ParamSpec((count, model_size, wide), ("expert", "embed", "mlp"))
-    return {gate: {"weight": into}, up: {"weight": into}, down: {"weight": back}}
+    into = ParamSpec((count, wide, size), ("expert", "mlp", "embed"))
+    back = ParamSpec((count, size, wide), ("expert", "embed", "mlp"))
+    return {
+        "gate": _router_specs(count, size),
+        "experts": {gate: {"weight": into}, up: {"weight": into}, down: {"weight": back}},
+    }
 
 
 def mix_experts(
@@ -57,5 +64,89 @@ def mix_experts(
     """Sends each token through the experts that the router `gate` chooses for it, `[X, D]` to `[X, D]`."""
     logits = linear(x, block["gate"]["weight"])
     chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
-    gate, up, down = (block["experts"][name]["weight"] for name in names)
-    return swiglu_experts(x, chosen, shares, gate, up, down)
+    return swiglu_experts(x, chosen, shares, *(block["experts"][name]["weight"] for name in names))
+
+
+def qwen_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
+    """Mixtral's under other names; Qwen2 has also an expert for every token, and its gate."""
+    specs, shared = mixtral_specs(cfg, experts, NAMES), experts.shared_expert_intermediate_size
+    if shared is None:
+        return specs
+    return specs | {"shared_expert": mlp_specs(cfg, shared), "shared_expert_gate": _router_specs(1, cfg.hidden_size)}
+
+
+def qwen_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    """As `mix_experts`; the shared expert's output is multiplied by the sigmoid of its gate."""
+    y = mix_experts(block, x, experts)
+    if "shared_expert" not in block:
+        return y
+    gate = jax.nn.sigmoid(linear(x, block["shared_expert_gate"]["weight"]))
+    return y + gate * gated_mlp(block["shared_expert"], None, x)
+
+
+def deepseek_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
+    """Qwen's, without a gate of the shared experts; V3's router has a bias."""
+    assert experts.shared_expert_intermediate_size is not None
+    specs = mixtral_specs(cfg, experts, NAMES)
+    if experts.scoring_func == "sigmoid":
+        bias = ParamSpec((experts.num_experts,), ("router",), "zeros", dtype="float32")
+        specs["gate"]["e_score_correction_bias"] = bias
+    return specs | {"shared_experts": mlp_specs(cfg, experts.shared_expert_intermediate_size)}
+
+
+def deepseek_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    """Chooses experts within the best groups, by scores in float32; a bias affects the choice, not the share.
+
+    DeepSeek-AI 2024, "DeepSeek-V2" (section 2.2) and "DeepSeek-V3" (section 2.1.2).
+    """
+    logits = vocabulary_logits(x, block["gate"]["weight"])
+    is_corrected = experts.scoring_func == "sigmoid"
+    scores = jax.nn.sigmoid(logits) if is_corrected else jax.nn.softmax(logits, axis=-1)
+    chosen = choose_in_groups(
+        scores + block["gate"]["e_score_correction_bias"] if is_corrected else scores,
+        experts.num_experts_per_tok,
+        num_groups=experts.n_group,
+        num_kept=experts.topk_group,
+        num_best=2 if is_corrected else 1,
+    )
+    shares = jnp.take_along_axis(scores, chosen, axis=1)
+    if experts.norm_topk_prob:
+        shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + 1e-20)
+    shares = shares * experts.routed_scaling_factor
+    routed = swiglu_experts(x, chosen, shares, *(block["experts"][name]["weight"] for name in NAMES))
+    return routed + gated_mlp(block["shared_experts"], None, x)
+
+
+def gpt_oss_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
+    """Experts with biases; the rows of their first product alternate between gate and up, as in the checkpoint."""
+    count, wide, size, transposed = experts.num_experts, experts.moe_intermediate_size, cfg.hidden_size, (0, 2, 1)
+    bias = ParamSpec((count,), ("router",), "zeros")
+    return {
+        "router": _router_specs(count, size) | {"bias": bias},
+        "experts": {
+            "gate_up_proj": ParamSpec((count, 2 * wide, size), ("expert", "mlp", "embed"), stored=transposed),
+            "gate_up_proj_bias": ParamSpec((count, 2 * wide), ("expert", "mlp"), "zeros", stored=(0, 1)),
+            "down_proj": ParamSpec((count, size, wide), ("expert", "embed", "mlp"), stored=transposed),
+            "down_proj_bias": ParamSpec((count, size), ("expert", "embed"), "zeros", stored=(0, 1)),
+        },
+    }
+
+
+@jax.named_scope("mlp")
+def gpt_oss_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig) -> jax.Array:
+    """Mixes experts with a clamped SwiGLU. OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2."""
+    logits = linear(x, block["router"]["weight"], block["router"]["bias"])
+    chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
+    return weigh_experts(x, chosen, shares, block["experts"], partial(_gpt_oss_expert, experts))
+
+
+def _gpt_oss_expert(experts: ExpertsConfig, own: ParamTree, x: jax.Array) -> jax.Array:
+    assert experts.swiglu_limit is not None
+    both = linear(x, own["gate_up_proj"], own["gate_up_proj_bias"])
+    inner = clamped_swiglu(both[:, ::2], both[:, 1::2], experts.swiglu_alpha, experts.swiglu_limit)
+    return linear(inner, own["down_proj"], own["down_proj_bias"])
+
+
+def _router_specs(num_outputs: int, model_size: int) -> ParamTree:
+    """Specs of a router or gate: a product that is never quantised."""
+    return {"weight": ParamSpec((num_outputs, model_size), ("router", "embed"))}

@@ -12,26 +12,25 @@ import jax.numpy as jnp
 from ferrum_jax.config import LatentConfig, ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.attention import LayerContext, LayerOutput
+from ferrum_jax.models.attention import LayerContext, LayerOutput, Norm, attend_rows
 from ferrum_jax.models.projections import Lora, linear_specs, project
 from ferrum_jax.models.specs import ParamTree, norm_specs
-from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.linear import linear, precision
-from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight
 from ferrum_jax.ops.rope import rotate
 
 EPSILON = 1e-6  # of the latents' norms, whatever `rms_norm_eps` is
 
 
-def latent_attention_specs(cfg: ModelConfig, latent: LatentConfig) -> ParamTree:
+def latent_attention_specs(cfg: ModelConfig, norm_init: str) -> ParamTree:
     """Specs of the down- and up-projections and of the latents' norms."""
-    model, heads = (cfg.hidden_size, "embed"), cfg.num_attention_heads
+    latent, model, heads = cfg.latent, (cfg.hidden_size, "embed"), cfg.num_attention_heads
+    assert latent is not None
     queries = (heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim), "heads")
     both = (heads * (latent.qk_nope_head_dim + latent.v_head_dim), "heads")
     specs = {
         "kv_a_proj_with_mqa": linear_specs((latent.cached_dim, "latent"), model, cfg.attention_bias),
-        "kv_a_layernorm": norm_specs(latent.kv_lora_rank, "latent"),
+        "kv_a_layernorm": norm_specs(latent.kv_lora_rank, "latent", norm_init),
         "kv_b_proj": linear_specs(both, (latent.kv_lora_rank, "latent")),
         "o_proj": linear_specs(model, (heads * latent.v_head_dim, "heads"), cfg.attention_bias),
     }
@@ -39,22 +38,28 @@ def latent_attention_specs(cfg: ModelConfig, latent: LatentConfig) -> ParamTree:
         return specs | {"q_proj": linear_specs(queries, model)}
     return specs | {
         "q_a_proj": linear_specs((latent.q_lora_rank, "latent"), model, cfg.attention_bias),
-        "q_a_layernorm": norm_specs(latent.q_lora_rank, "latent"),
+        "q_a_layernorm": norm_specs(latent.q_lora_rank, "latent", norm_init),
         "q_b_proj": linear_specs(queries, (latent.q_lora_rank, "latent")),
     }
 
 
 def latent_attention(
-    block: ParamTree, lora: Lora, x: jax.Array, kv: KvState[jax.Array], context: LayerContext, cfg: ModelConfig
+    block: ParamTree,
+    lora: Lora,
+    x: jax.Array,
+    kv: KvState[jax.Array],
+    context: LayerContext,
+    cfg: ModelConfig,
+    norm: Norm,
 ) -> LayerOutput:
     """Writes the new tokens' latents and attends to all, `[X, D]` to `[X, D]`."""
     latent, heads = cfg.latent, cfg.num_attention_heads
     assert latent is not None
     assert cfg.attention_multiplier is not None
     rank, fixed = latent.kv_lora_rank, latent.qk_nope_head_dim
-    q = _queries(block, lora, x).reshape(len(x), heads, -1)  # [X, N, fixed + rotated]
+    q = _queries(block, lora, x, norm).reshape(len(x), heads, -1)  # [X, N, fixed + rotated]
     down = linear(x, block["kv_a_proj_with_mqa"]["weight"], block["kv_a_proj_with_mqa"].get("bias"))
-    cached = rms_norm(down[:, :rank], block["kv_a_layernorm"]["weight"], EPSILON)
+    cached = norm(down[:, :rank], block["kv_a_layernorm"]["weight"], EPSILON)
     key = _rotate(down[:, None, rank:], latent, context)
     kv = state.write(kv, context.layer, *context.slot_mapping, jnp.concatenate([cached[:, None], key], axis=-1))
     weight = block["kv_b_proj"]["weight"]
@@ -64,25 +69,17 @@ def latent_attention(
     high = precision(x.dtype)
     absorbed = jnp.einsum("XNH,NHR->XNR", q[..., :fixed], weight[:, :fixed], precision=high)
     q = jnp.concatenate([absorbed, _rotate(q[..., fixed:], latent, context)], axis=-1)
-    outs, start = [], 0
-    for rows in context.batch.groups:
-        size = rows.tokens.size
-        own = q[start : start + size].reshape(*rows.tokens.shape, heads, -1)
-        out = attend(
-            own, kv, context.layer, rows,
-            scale=cfg.attention_multiplier, window=context.window, backend=context.backend,
-        )  # fmt: skip
-        outs.append(out.reshape(size, heads, -1)[..., :rank])
-        start += size
-    mixed = jnp.einsum("XNR,NHR->XNH", jnp.concatenate(outs), weight[:, fixed:], precision=high)
-    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv, ()
+    mixed, weights = attend_rows(q, kv, context, cfg.attention_multiplier)
+    latents = mixed.reshape(q.shape)[..., :rank]
+    mixed = jnp.einsum("XNR,NHR->XNH", latents, weight[:, fixed:], precision=high)
+    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv, weights
 
 
-def _queries(block: ParamTree, lora: Lora, x: jax.Array) -> jax.Array:
+def _queries(block: ParamTree, lora: Lora, x: jax.Array, norm: Norm) -> jax.Array:
     if "q_proj" in block:
         return project(x, block, lora, "q_proj")
     down = linear(x, block["q_a_proj"]["weight"], block["q_a_proj"].get("bias"))
-    return linear(rms_norm(down, block["q_a_layernorm"]["weight"], EPSILON), block["q_b_proj"]["weight"])
+    return linear(norm(down, block["q_a_layernorm"]["weight"], EPSILON), block["q_b_proj"]["weight"])
 
 
 def _rotate(x: jax.Array, latent: LatentConfig, context: LayerContext) -> jax.Array:

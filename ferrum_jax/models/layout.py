@@ -24,6 +24,10 @@ from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, name_of, na
 from ferrum_jax.ops.quantised import QuantisedWeight
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
+FUSED_PARTS = {  # by block: name of the joined weight, and its parts
+    "self_attn": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "mlp": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,10 @@ class Recipe:
 
 def recipes(cfg: ModelConfig, layout: str) -> ParamTree:
     """Returns the tree of a layout, with a `Recipe` for every leaf."""
-    module = family(cfg)
-    tree = map_specs(lambda name, _: Recipe(((name,),)), module.param_specs(cfg))
+    tree = map_specs(lambda name, _: Recipe(((name,),)), family(cfg).param_specs(cfg))
     if layout == CHECKPOINT:
         return tree
-    layers = [_fused(layer, module.FUSED) for layer in tree["model"]["layers"]]
+    layers = [_fused(layer) for layer in tree["model"]["layers"]]
     if layout == SCANNED:
         if len({jax.tree.structure(layer) for layer in layers}) > 1:
             raise UnsupportedError(f"layout {SCANNED!r}: the layers of this {cfg.model_type} have different parameters")
@@ -68,13 +71,14 @@ def recipes(cfg: ModelConfig, layout: str) -> ParamTree:
     return tree | {"model": tree["model"] | {"layers": layers}}
 
 
-def _fused(layer: ParamTree, groups: dict[str, dict[str, tuple[str, ...]]]) -> ParamTree:
+def _fused(layer: ParamTree) -> ParamTree:
+    """Joins parts where a block has all of them; layers with latent attention stay as they are."""
+    if "kv_b_proj" in layer["self_attn"]:
+        return layer
     made = dict(layer)
-    for block, fused in groups.items():
-        made[block] = dict(layer[block])
-        for name, parts in fused.items():
-            if not made[block].keys() >= set(parts):
-                continue  # a layer of another kind
+    for block, (name, parts) in FUSED_PARTS.items():
+        if made.get(block, {}).keys() >= set(parts):
+            made[block] = dict(made[block])
             taken = [made[block].pop(part) for part in parts]
             made[block][name] = {leaf: Recipe((tuple(one[leaf].layers[0][0] for one in taken),)) for leaf in taken[0]}
     return made

@@ -96,16 +96,16 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
 def formats_of(params: ParamTree) -> dict[str, Format]:
     """Returns the formats of the quantised weights of a tree, by name; leaves may be shapes."""
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
-    return {specs.name_of(path): _format_of(leaf) for path, leaf in paths if is_quantised(leaf)}
-
-
-def _format_of(leaf: Any) -> Format:
-    return Format(
-        dtype=UINT4 if is_packed(leaf) else leaf.values.dtype.name,
-        groups=leaf.scales.shape[-1],
-        scales=leaf.scales.dtype.name,
-        offsets=None if leaf.offsets is None else leaf.offsets.dtype.name,
-    )
+    return {
+        specs.name_of(path): Format(
+            dtype=UINT4 if is_packed(leaf) else leaf.values.dtype.name,
+            groups=leaf.scales.shape[-1],
+            scales=leaf.scales.dtype.name,
+            offsets=None if leaf.offsets is None else leaf.offsets.dtype.name,
+        )
+        for path, leaf in paths
+        if is_quantised(leaf)
+    }
 
 
 def quantise(

@@ -1,21 +1,77 @@
-"""Families by the `model_type` of their checkpoints."""
+"""Families by the `model_type` of their checkpoints: what each changes of Llama's decoder.
 
-from types import ModuleType
+| family | source |
+|---|---|
+| Llama 2 to 3.2 | Touvron et al. 2023, "Llama 2" |
+| Mistral, Mixtral | Jiang et al. 2023, "Mistral 7B"; 2024, "Mixtral of Experts" |
+| Qwen2, Qwen2-MoE | Yang et al. 2024, "Qwen2 Technical Report", section 2.2.2 (the shared expert) |
+| Qwen3, Qwen3-MoE | Yang et al. 2025, "Qwen3 Technical Report", section 2 |
+| Granite 3 | IBM 2024, section 3; factors as in Yang et al. 2022, "Tensor Programs V" |
+| SmolLM3 | layers without rotary embeddings |
+| Phi-3 to Phi-4 | Abdin et al. 2024, "Phi-3 Technical Report", section 2: projections fused in the checkpoint |
+| OLMo 2 | OLMo Team 2024, "2 OLMo 2 Furious", section 3.1: norms after the blocks, scaled in float32 |
+| Gemma 2, Gemma 3 | Gemma Team 2024, "Gemma 2", section 2; 2025, "Gemma 3", section 2: norms scale by 1 + weight |
+| DeepSeek V2, V3, R1 | DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3": latent attention |
+| GPT-OSS | OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", sections 2.2 and 2.3: attention with sinks |
+
+What is a setting (windows, biases, factors, soft caps, RoPE) is a field of `ModelConfig`.
+Parity with Hugging Face transformers: tests/models/test_parity.py.
+"""
+
+from functools import partial
+
+import jax
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models import deepseek, gemma, gpt_oss, llama, mixtral, olmo2, phi3, qwen_moe
+from ferrum_jax.models import feed_forward
+from ferrum_jax.models.attention import fused_attention_specs, wide_norm_attention_specs
+from ferrum_jax.models.decoder import Family
+from ferrum_jax.models.latent import latent_attention, latent_attention_specs
+from ferrum_jax.ops.norm import offset_rms_norm, wide_rms_norm
 
-_FAMILIES: dict[str, ModuleType] = {
-    "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama, "gemma2": gemma, "gemma3_text": gemma,
-    "phi3": phi3, "olmo2": olmo2, "granite": llama, "smollm3": llama,
-    "mixtral": mixtral, "qwen2_moe": qwen_moe, "qwen3_moe": qwen_moe,
-    "deepseek_v2": deepseek, "deepseek_v3": deepseek, "gpt_oss": gpt_oss,
-}  # fmt: skip
+_LLAMA = Family()
+_GEMMA = Family(
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    norm=offset_rms_norm,
+    norm_init="zeros",
+    activation=jax.nn.gelu,
+)
+_MIXTRAL = Family(
+    mlp="block_sparse_moe",
+    expert_specs=feed_forward.mixtral_specs,
+    mix_experts=partial(feed_forward.mix_experts, names=feed_forward.MIXTRAL_NAMES),
+)
+_QWEN_MOE = Family(expert_specs=feed_forward.qwen_specs, mix_experts=feed_forward.qwen_experts)
+_DEEPSEEK = Family(
+    attention_specs=latent_attention_specs,
+    attention=latent_attention,
+    expert_specs=feed_forward.deepseek_specs,
+    mix_experts=feed_forward.deepseek_experts,
+)
+_FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "granite", "smollm3"), _LLAMA),
+    **dict.fromkeys(("gemma2", "gemma3_text"), _GEMMA),
+    "phi3": Family(attention_specs=fused_attention_specs, mlp_specs=feed_forward.fused_mlp_specs),
+    "olmo2": Family(
+        norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        norm=wide_rms_norm,
+        attention_specs=wide_norm_attention_specs,
+    ),
+    "mixtral": _MIXTRAL,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe"), _QWEN_MOE),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _DEEPSEEK),
+    "gpt_oss": Family(expert_specs=feed_forward.gpt_oss_specs, mix_experts=feed_forward.gpt_oss_experts),
+}
 
 
-def family(cfg: ModelConfig) -> ModuleType:
-    """Returns the module with `param_specs`, `FUSED`, `forward` and `head` for a configuration.
+def family(cfg: ModelConfig) -> Family:
+    """Returns the family of a configuration.
 
     Raises:
         UnsupportedError: there is none.

@@ -11,9 +11,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
 
-from ferrum_jax.ops.batch import Batch, Rows, is_real, positions
+from ferrum_jax.ops.batch import Batch, Rows
 
 
 def num_window_blocks(window: int, step_tokens: int, block_size: int) -> int:
@@ -43,13 +42,3 @@ def _window_rows(rows: Rows[jax.Array], window: int, block_size: int) -> Rows[ja
     columns = lax.rem(first[:, None] + jnp.arange(num_blocks + 1, dtype=jnp.int32), jnp.int32(num_blocks))
     tables = jnp.take_along_axis(rows.tables, columns, axis=1, mode="promise_in_bounds")
     return replace(rows, tables=tables, lengths=rows.lengths - first * block_size)
-
-
-def window_slot_mapping(
-    rows: Rows[jax.Array], block_size: int, num_blocks: int
-) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Block id and offset each token is written to; padding gets block `num_blocks`, which drops the write."""
-    at = positions(rows)
-    columns = lax.rem(lax.div(at, jnp.int32(block_size)), jnp.int32(rows.tables.shape[1]))
-    block_ids = jnp.take_along_axis(rows.tables, columns, axis=1, mode="promise_in_bounds")
-    return jnp.where(is_real(rows), block_ids, num_blocks), lax.rem(at, jnp.int32(block_size))

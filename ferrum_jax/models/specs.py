@@ -72,14 +72,12 @@ def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = TE
 
 def num_parameters(specs: ParamTree) -> int:
     """Counts the numbers of all parameters."""
-    leaves = jax.tree.leaves(shapes(specs, "float32"))
-    return sum(int(leaf.size) for leaf in leaves)
+    return sum(int(leaf.size) for leaf in jax.tree.leaves(shapes(specs, "float32")))
 
 
 def num_bytes(specs: ParamTree, dtype: str) -> int:
     """Counts the bytes of all parameters, those without a dtype of their own in `dtype`."""
-    leaves = jax.tree.leaves(shapes(specs, dtype))
-    return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(specs, dtype)))
 
 
 def initialise(specs: ParamTree, key: jax.Array, dtype: str, scale: float = 0.02) -> ParamTree:

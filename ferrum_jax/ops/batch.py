@@ -46,11 +46,15 @@ def is_real(rows: Rows[jax.Array]) -> Bool[Array, "B T"]:
 
 
 def slot_mapping(
-    rows: Rows[jax.Array], block_size: int, num_blocks: int
+    rows: Rows[jax.Array], block_size: int, num_blocks: int, *, is_cyclic: bool = False
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Block id and offset each token is written to; padding gets block `num_blocks`, which drops the write."""
+    """Block id and offset each token is written to; padding gets block `num_blocks`, which drops the write.
+
+    Where `is_cyclic`, a row reuses the blocks of its table, as a sliding-window cache does.
+    """
     at = positions(rows)
-    columns = jnp.minimum(lax.div(at, jnp.int32(block_size)), rows.tables.shape[1] - 1)
+    columns, size = lax.div(at, jnp.int32(block_size)), rows.tables.shape[1]
+    columns = lax.rem(columns, jnp.int32(size)) if is_cyclic else jnp.minimum(columns, size - 1)
     block_ids = jnp.take_along_axis(rows.tables, columns, axis=1, mode="promise_in_bounds")
     return jnp.where(is_real(rows), block_ids, num_blocks), lax.rem(at, jnp.int32(block_size))
 
