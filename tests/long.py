@@ -5,4 +5,4 @@ import random
 
 SEED = int(os.environ.get("SEED") or random.SystemRandom().randrange(2**31))  # a failure prints it
 SECONDS = float(os.environ.get("SECONDS", "300"))
-OPERATIONS = int(os.environ.get("OPERATIONS", "20000"))
+OPERATIONS = int(os.environ.get("OPERATIONS", "200000"))

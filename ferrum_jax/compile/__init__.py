@@ -1,1 +1,1 @@
-"""Static shapes (`buckets`), the batch as one buffer (`packing`) and the compiled steps (`steps`)."""
+"""The shapes that steps are compiled for, the programs, which of them serve a batch, and where they are kept."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.monitoring
@@ -30,7 +30,7 @@ SUFFIX = ".step"
 PROGRAM = re.compile(r"[0-9a-f]{32}")  # what a program's folder is called
 FACTS = "program.json"  # what a folder's steps depend on, for people
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-# What JAX, pickle and a compressor raise for what they cannot write or read, as far as it is not the memory's end.
+# What JAX, pickle and a compressor raise for what they cannot write or read, unless the allocation failed.
 _UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, EOFError,
              pickle.PickleError, zlib.error)  # fmt: skip
 
@@ -122,7 +122,7 @@ class Artifacts:
         pool.shutdown(wait=False)
 
     def load(self, artifact: Artifact) -> jax.stages.Compiled | None:
-        """Makes a step callable, or says why it cannot be and gives None; waits for it if it is being preloaded."""
+        """Makes a step callable, or says why it cannot be and returns None; waits for it if it is being preloaded."""
         with self._lock:
             coming = self._coming.pop((artifact.program, artifact.name), None)
         try:
@@ -133,7 +133,7 @@ class Artifacts:
             return None
 
     def save(self, name: str, executable: jax.stages.Compiled) -> Artifact | None:
-        """Writes a step and gives it as it lies there; where that cannot be done, says so once and gives None."""
+        """Writes a step and returns it as it lies there; where that cannot be done, says so once and returns None."""
         program = self._program()
         folder = self._folder.child(program[:32])
         try:
@@ -193,31 +193,26 @@ class Artifacts:
         _log.warning(text)
 
 
-class Built(NamedTuple):
-    """What compiling a call gave."""
-
-    executable: jax.stages.Compiled
-    kept: Artifact | None  # as it lies on disk
-
-
 def build(name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None) -> jax.stages.Compiled:
     """Loads a call, or compiles and keeps it."""
     artifact = None if artifacts is None else artifacts.find(name)
     loaded = None if artifacts is None or artifact is None else artifacts.load(artifact)
-    return compile_and_save(name, lower, artifacts).executable if loaded is None else loaded
+    return compile_and_save(name, lower, artifacts)[0] if loaded is None else loaded
 
 
-def compile_and_save(name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None) -> Built:
-    """Compiles a call and keeps it."""
+def compile_and_save(
+    name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None
+) -> tuple[jax.stages.Compiled, Artifact | None]:
+    """Compiles a call and keeps it; returns it, and as it lies on disk."""
     hits = _HITS.count()
     executable = lower().compile()
     # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
     kept = artifacts.save(name, executable) if artifacts is not None and _HITS.count() == hits else None
-    return Built(executable, kept)
+    return executable, kept
 
 
 def clear(root: Path) -> int:
-    """Removes every step below a folder; gives the bytes that were freed.
+    """Removes every step below a folder; returns the bytes that were freed.
 
     Raises:
         PermissionError: somebody else owns or may write it.

@@ -17,9 +17,6 @@ class CopyKey:
 
     blocks: int
 
-    def __str__(self) -> str:
-        return f"copy {self.blocks} blocks"
-
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the KV is donated."""
         return jax.jit(state.copy_blocks, donate_argnums=0).lower(context.kv, _ints(self.blocks, 2), _ints())
@@ -30,9 +27,6 @@ class GatherKey:
     """One layer's keys and values of one sequence."""
 
     table_columns: int  # M blocks
-
-    def __str__(self) -> str:
-        return f"gather M{self.table_columns}"
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
@@ -45,9 +39,6 @@ class InstallKey:
 
     max_loras: int  # A
     max_rank: int  # R
-
-    def __str__(self) -> str:
-        return f"install A{self.max_loras} R{self.max_rank}"
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""

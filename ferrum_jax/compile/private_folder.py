@@ -106,7 +106,7 @@ class PrivateFolder:
 
     @contextlib.contextmanager
     def _opened(self, *, create: bool = False) -> Iterator[int]:
-        """Opens the folder, gives its descriptor."""
+        """Opens the folder, yields its descriptor."""
         if not hasattr(os, "geteuid"):
             raise PermissionError(f"{self.path}: this system does not tell who may write a folder")
         with contextlib.ExitStack() as stack:

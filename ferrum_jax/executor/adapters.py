@@ -101,7 +101,7 @@ class Adapters:
     def load(
         self, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, is_pinned: bool
     ) -> list[LoadedAdapter]:
-        """Puts an adapter on the device; gives those that made room for it.
+        """Puts an adapter on the device; returns those that made room for it.
 
         Raises:
             AlreadyExistsError: the name is in use.

@@ -96,7 +96,7 @@ def memory_usage(
     block = plan.cache.bytes_per_position * plan.cache.block_size
     allocated = weights + plan.cache.num_bytes
     used = weights + (table.pool.num_blocks - table.pool.num_free) * block
-    used += len(table.cache_ids) * plan.cache.ring_bytes
+    used += len(table.cache_ids) * plan.cache.window_bytes
     peak = (device.memory_stats() or {}).get("peak_bytes_in_use", allocated)
     return ExecutorMemoryUsage(
         allocated_bytes=allocated,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,14 @@ from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import MAX_STOP_IDS, ConfigureKey, SlotSettings
-from ferrum_jax.contract.checks import check_cache_id, check_distinct, check_int, check_position, check_tokens
+from ferrum_jax.contract.checks import (
+    check_cache_id,
+    check_distinct,
+    check_int,
+    check_items,
+    check_position,
+    check_tokens,
+)
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, Sampling
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.executor.adapters import NONE
@@ -52,7 +58,7 @@ def decode_n(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: b
     if not buckets.multi_step_tokens:
         raise UnsupportedError("this engine has no multi-step programs: set multi_step_tokens in its EngineConfig")
     pipeline.settle()  # penalties and recomputing need every token
-    checked = [_check_run(run, pipeline) for run in _listed("runs", runs, "DecodeRun")]
+    checked = [_check_run(run, pipeline) for run in check_items("runs", runs, DecodeRun)]
     check_distinct(run.cache_id for run in checked)
     if not checked:
         return []
@@ -130,9 +136,7 @@ def _run_group(
         going = {} if until_one_ends and len(left) < len(going) else left
 
 
-def _check_run(run: Any, pipeline: Pipeline) -> _Run:
-    if not isinstance(run, DecodeRun):
-        raise RequestValidationError(f"{safe_repr(run)} is a {type(run).__name__}, expected a DecodeRun")
+def _check_run(run: DecodeRun, pipeline: Pipeline) -> _Run:
     key, table = check_cache_id(run.cache_id), pipeline.table
     check_position(key, "pos", run.pos, table.length(key))
     live = table.get(key)
@@ -143,8 +147,8 @@ def _check_run(run: Any, pipeline: Pipeline) -> _Run:
     seed = check_int(f"{key!r}: seed", run.seed, 0)
     if seed > MAX_SEED:
         raise RequestValidationError(f"{key!r}: seed is {seed}, expected at most {MAX_SEED}")
-    listed = _listed(f"{key!r}: stop_ids", run.stop_ids, "token ids")
-    checked = [check_int(f"{key!r}: a stop id", stop, 0) for stop in listed]
+    name = f"{key!r}: stop_ids"
+    checked = [check_int(f"{name}[{at}]", stop, 0) for at, stop in enumerate(check_items(name, run.stop_ids, object))]
     stops = sorted({stop for stop in checked if stop < pipeline.plan.vocab_size})
     if len(stops) > MAX_STOP_IDS:
         raise RequestValidationError(f"{key!r}: {len(stops)} stop_ids, expected at most {MAX_STOP_IDS}")
@@ -161,12 +165,3 @@ def _check_run(run: Any, pipeline: Pipeline) -> _Run:
         seen=np.concatenate([live.tokens, token]) if how.repetition_penalty != 1.0 else None,
     )
     return _Run(key, token, check_int(f"{key!r}: max_tokens", run.max_tokens, 1), stops, settings)
-
-
-def _listed(name: str, given: Any, items: str) -> list[Any]:
-    try:
-        if isinstance(given, (str, bytes)):
-            raise TypeError("text")
-        return list(given)
-    except (LookupError, RuntimeError, TypeError, ValueError):  # RuntimeError: a deleted array
-        raise RequestValidationError(f"{name} are {safe_repr(given)}, expected a sequence of {items}") from None

@@ -1,15 +1,13 @@
 """Reservations: positions made writable before the steps that write them."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import ProgramKey
 from ferrum_jax.compile.sampler import ConfigureKey, SampleKey, VerifyKey
-from ferrum_jax.contract.checks import check_cache_id
-from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+from ferrum_jax.contract.checks import check_cache_id, check_items
 from ferrum_jax.contract.slots import KvSlotAllocation, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.kvcache.sequences import SequenceTable
@@ -21,8 +19,8 @@ def reserve(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> KvSlotRese
     table, pool = pipeline.table, pipeline.table.pool
     targets: dict[str, int] = {}
     admissions: dict[str, int] = {}
-    for request in _check_requests(requests):
-        key, admission = request.cache_id, request.admission_target_len or 0
+    for request in check_items("requests", requests, KvSlotRequest):
+        key, admission = check_cache_id(request.cache_id), request.admission_target_len or 0
         targets[key] = max(targets.get(key, 0), request.target_len)
         admissions[key] = max(admissions.get(key, 0), admission, targets[key])
     for key, target in admissions.items():
@@ -86,18 +84,3 @@ def prepare(pipeline: Pipeline, key: str, count: int) -> None:
 def _num_blocks(table: SequenceTable, cache_id: str) -> int:
     live = table.get(cache_id)
     return 0 if live is None else len(live.blocks)
-
-
-def _check_requests(requests: Iterable[Any]) -> list[KvSlotRequest]:
-    """Returns the requests as a list, or raises unless every one is a `KvSlotRequest` for a string id."""
-    try:
-        listed = list(requests)
-    except (RuntimeError, TypeError):
-        raise RequestValidationError(f"requests are a {type(requests).__name__}, expected a sequence") from None
-    for request in listed:
-        if not isinstance(request, KvSlotRequest):
-            raise RequestValidationError(
-                f"{safe_repr(request)} is a {type(request).__name__}, expected a KvSlotRequest"
-            )
-        check_cache_id(request.cache_id)
-    return listed

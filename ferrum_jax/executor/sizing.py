@@ -47,8 +47,8 @@ class EnginePlan:
     cache: CacheSpec
     buckets: Buckets
     vocab_size: int
-    seats: tuple[int | None, ...] = ()  # of each layer among those that keep everything; None: it keeps a ring
-    window: int = 1  # positions that a token sees in a ring, itself included
+    seats: tuple[int | None, ...] = ()  # of each layer among those that keep everything; None: it keeps its window
+    window: int = 1  # positions that a token sees in a sliding-window cache, itself included
     prefix_cache: bool = False
     loras: LoraSpec | None = None
     spec_tokens: int = 0  # drafted at a time; 0: no speculation
@@ -63,7 +63,7 @@ class EnginePlan:
         keys = self.buckets.declared(adapters=self.loras is not None, drafts=bool(self.spec_tokens))
         if self.loras is not None:
             keys.append(InstallKey(self.loras.max_loras, self.loras.max_rank))
-        # Of rings alone, nothing is gathered.
+        # Of sliding-window layers alone, nothing is gathered.
         return [key for key in keys if self.cache.num_layers or not isinstance(key, GatherKey)]
 
     def seat_of(self, layer: int) -> int:
@@ -71,7 +71,7 @@ class EnginePlan:
 
         Raises:
             RequestValidationError: the model has no such layer.
-            UnsupportedError: the layer keeps a ring.
+            UnsupportedError: the layer keeps its window alone.
         """
         if layer >= len(self.seats):
             raise RequestValidationError(f"layer is {layer}, the model has {len(self.seats)}")
@@ -117,17 +117,17 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     )
 
     blocks = _buckets(engine, max_seqs, capacity, columns, platform)
-    window, ring_blocks = _ring(engine, cfg, blocks, block_size, columns)
-    in_rings = [bool(ring_blocks) and seen is not None for seen in cfg.layer_windows]
-    whole = [layer for layer, is_ring in enumerate(in_rings) if not is_ring]
+    window, window_blocks = _window(engine, cfg, blocks, block_size, columns)
+    windowed = [bool(window_blocks) and seen is not None for seen in cfg.layer_windows]
+    whole = [layer for layer, is_windowed in enumerate(windowed) if not is_windowed]
 
     def spec(num_blocks: int) -> CacheSpec:
         return replace(
             cache_spec(cfg, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, attention=attention),
             num_layers=len(whole),
-            ring_layers=sum(in_rings),
-            ring_blocks=ring_blocks,
-            num_rings=max_seqs if ring_blocks else 0,
+            window_layers=sum(windowed),
+            window_blocks=window_blocks,
+            window_slots=max_seqs if window_blocks else 0,
         )
 
     loras = _lora_spec(engine)
@@ -142,13 +142,13 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         )
     free_bytes -= beside
     fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
-    block_bytes, rings_bytes = spec(1).num_bytes - spec(0).num_bytes, spec(0).num_bytes
-    for_blocks = int(free_bytes * fraction) - rings_bytes
+    block_bytes, windows_bytes = spec(1).num_bytes - spec(0).num_bytes, spec(0).num_bytes
+    for_blocks = int(free_bytes * fraction) - windows_bytes
     if for_blocks < 0:
         raise ResourceExhaustedError(
-            f"rings of {ring_blocks} blocks for {max_seqs} sequences take {rings_bytes:,} bytes; {fraction:.0%} of "
-            f"{free_bytes:,} bytes are free for them: ask for fewer max_seqs",
-            needed=rings_bytes,
+            f"sliding-window caches of {window_blocks} blocks for {max_seqs} sequences take {windows_bytes:,} bytes; "
+            f"{fraction:.0%} of {free_bytes:,} bytes are free for them: ask for fewer max_seqs",
+            needed=windows_bytes,
             free=int(free_bytes * fraction),
         )
     # Given as such, the pool may be smaller than all sequences together could fill: that is paging.
@@ -171,9 +171,9 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         max_seqs=max_seqs,
         kv_capacity=capacity,
         cache=spec(num_blocks),
-        buckets=_buckets(engine, max_seqs, capacity, -(-capacity // block_size) + ring_blocks, platform),
+        buckets=_buckets(engine, max_seqs, capacity, -(-capacity // block_size) + window_blocks, platform),
         vocab_size=cfg.vocab_size,
-        seats=tuple(None if is_ring else whole.index(layer) for layer, is_ring in enumerate(in_rings)),
+        seats=tuple(None if is_windowed else whole.index(layer) for layer, is_windowed in enumerate(windowed)),
         window=window,
         prefix_cache=bool(engine.prefix_cache),
         loras=loras,
@@ -235,7 +235,7 @@ def _temporary_bytes(
         )
 
     try:
-        return _beside(memory_of(compile_and_save(name, lowered, artifacts).executable))
+        return _beside(memory_of(compile_and_save(name, lowered, artifacts)[0]))
     except jax.errors.JaxRuntimeError as problem:
         raise BackendError(f"step {key} does not compile: {problem}") from problem
 
@@ -283,8 +283,8 @@ def _buckets(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
     )
 
 
-def _ring(engine: EngineConfig, cfg: ModelConfig, buckets: Buckets, block_size: int, columns: int) -> tuple[int, int]:
-    """Decides the window and the blocks of a sequence's ring, 1 and 0 where it has none."""
+def _window(engine: EngineConfig, cfg: ModelConfig, buckets: Buckets, block_size: int, columns: int) -> tuple[int, int]:
+    """Decides the window and the blocks of a sequence's sliding-window cache, 1 and 0 where it has none."""
     windows = [window for window in cfg.layer_windows if window is not None]
     if engine.window_kv is False or (engine.window_kv is None and (not windows or engine.prefix_cache)):
         return 1, 0

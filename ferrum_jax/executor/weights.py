@@ -1,5 +1,8 @@
 """What weights must be to be served, or to take the place of others in steps that are compiled."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -15,14 +18,10 @@ MOST_SHOWN = 3
 
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
     """Raises InvalidParameter unless two trees differ in nothing but values, naming what does."""
-    given, there = named_leaves(params), named_leaves(instead_of)
-    problems = [f"{name} is missing" for name in there.keys() - given.keys()]
-    problems += [f"{name} is unknown" for name in given.keys() - there.keys()]
-    for name in given.keys() & there.keys():
-        found, expected = _described(given[name]), _described(there[name])
-        if found != expected:
-            problems.append(f"{name} is {found}, expected {expected}")
-    _refuse("these weights cannot be set", problems)
+    given, there = (
+        {name: _described(leaf) for name, leaf in named_leaves(tree).items()} for tree in (params, instead_of)
+    )
+    _refuse("these weights cannot be set", _differences(given, there, "is"))
     if jax.tree.structure(params) != jax.tree.structure(instead_of):
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
 
@@ -31,22 +30,22 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
     """Raises InvalidParameter unless a tree has the parameters of a model, in a layout."""
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
-    given = {name_of(path): tuple(leaf.shape) for path, leaf in paths}
+    given = {name_of(path): list(leaf.shape) for path, leaf in paths}
     plain = {name_of(path): leaf.dtype for path, leaf in paths if not is_quantised(leaf)}
-    shapes = {name: spec.shape for name, spec in wanted.items()}
-    problems = [f"{name} is missing" for name in shapes.keys() - given.keys()]
-    problems += [f"{name} is unknown" for name in given.keys() - shapes.keys()]
-    problems += [
-        f"{name} has shape {list(given[name])}, expected {list(shapes[name])}"
-        for name in given.keys() & shapes.keys()
-        if given[name] != shapes[name]
-    ]
+    problems = _differences(given, {name: list(spec.shape) for name, spec in wanted.items()}, "has shape")
     problems += [
         f"{name} is {dtype}, expected floating-point numbers"
         for name, dtype in plain.items()
         if not jnp.issubdtype(dtype, jnp.floating)
     ]
     _refuse(f"these are not the parameters of this {cfg.model_type}", problems)
+
+
+def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], verb: str) -> list[str]:
+    problems = [f"{name} is missing" for name in wanted.keys() - given.keys()]
+    problems += [f"{name} is unknown" for name in given.keys() - wanted.keys()]
+    differing = [name for name in given.keys() & wanted.keys() if given[name] != wanted[name]]
+    return problems + [f"{name} {verb} {given[name]}, expected {wanted[name]}" for name in differing]
 
 
 def _refuse(what: str, problems: list[str]) -> None:

@@ -1,1 +1,1 @@
-"""The KV: its preallocated arrays (`state`), who owns which block (`blocks`), and cache id to slot (`slots`)."""
+"""The KV: its arrays (`state`), who holds which block (`blocks`), known prefixes, sequences, and `KvTransaction`."""

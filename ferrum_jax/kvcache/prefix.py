@@ -34,7 +34,7 @@ class PrefixIndex:
         return self._roots.get(adapter) or PrefixEntry()
 
     def add(self, adapter: Hashable, parent: PrefixEntry | None, tokens: bytes, block: int) -> PrefixEntry:
-        """Enters a block behind `parent` (None: at the beginning), or gives the entry that is there already."""
+        """Enters a block behind `parent` (None: at the beginning), or returns the entry that is there already."""
         above = self._roots.setdefault(adapter, PrefixEntry()) if parent is None else parent
         found = above.children.get(tokens)
         if found is None:
@@ -43,14 +43,14 @@ class PrefixIndex:
         return found
 
     def forget(self, block: int) -> list[int]:
-        """Drops a block's entry and all below it; gives their blocks."""
+        """Drops a block's entry and all below it; returns their blocks."""
         entry = self._by_block[block]
         assert entry.parent is not None
         del entry.parent.children[entry.tokens]
         return self._drop(_below(entry))
 
     def forget_adapter(self, adapter: Hashable) -> list[int]:
-        """Drops every entry under an adapter; gives their blocks."""
+        """Drops every entry under an adapter; returns their blocks."""
         root = self._roots.pop(adapter, None)
         return [] if root is None else self._drop(_below(root))
 

@@ -11,12 +11,12 @@
 `positions`: a token's heads lie together, so that it is written as one run, and a head's H values are one run to a
 reader, whatever the block size. `interleaved` is what the ragged kernel of TPUs reads.
 
-Layers that see no further than a window may keep no more: they have arrays of their own, in which each row of the block
-tables has a ring of blocks that it goes round in (models/sliding_window.py).
+Layers that see no further than a window may keep no more: they have arrays of their own, in which each slot has a fixed
+number of blocks that are reused modulo the window (models/sliding_window.py).
 """
 
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import flax.struct
 import jax
@@ -42,9 +42,9 @@ class CacheSpec:
     dtype: str
     layout: Layout = "products"
     attention: str = "xla"  # the backend that reads it (ops/attention.py)
-    ring_layers: int = 0  # that keep a ring of each sequence
-    ring_blocks: int = 0  # of one ring
-    num_rings: int = 0
+    window_layers: int = 0  # that keep their sliding window alone
+    window_blocks: int = 0  # of one sequence in each of those
+    window_slots: int = 0  # sequences that have such blocks
 
     @property
     def bytes_per_layer(self) -> int:
@@ -58,14 +58,14 @@ class CacheSpec:
         return self.num_layers * self.bytes_per_layer
 
     @property
-    def ring_bytes(self) -> int:
-        """Bytes of one ring over all its layers."""
-        return self.ring_layers * self.ring_blocks * self.block_size * self.bytes_per_layer
+    def window_bytes(self) -> int:
+        """Bytes of one sequence's sliding-window cache over all its layers."""
+        return self.window_layers * self.window_blocks * self.block_size * self.bytes_per_layer
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole KV."""
-        return self.bytes_per_position * self.block_size * self.num_blocks + self.num_rings * self.ring_bytes
+        return self.bytes_per_position * self.block_size * self.num_blocks + self.window_slots * self.window_bytes
 
 
 @flax.struct.dataclass
@@ -78,34 +78,32 @@ class KvState(Generic[Leaf]):
     k: Leaf  # [L, P, K, H, C], [L, P, C, K, H] or [L, P, C, 2K, H]
     v: Leaf | None = None  # [L, P, K, C, H], [L, P, C, K, H], or None where `k` holds both or is both
     layout: Layout = flax.struct.field(pytree_node=False, default="products")
-    rings: "KvState[Leaf] | None" = None  # of the layers that keep no more than a window; P is rings times their blocks
-    ring_blocks: int = flax.struct.field(pytree_node=False, default=0)  # of one of them
+    windowed: "KvState[Leaf] | None" = None  # of the sliding-window layers, if they are kept apart
+    window_blocks: int = flax.struct.field(pytree_node=False, default=0)  # of one sequence there
 
 
 def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
     """Returns the shapes and dtypes of the KV, for lowering."""
-    rings = None
-    if spec.ring_layers:
-        rings = shapes(
-            replace(spec, num_layers=spec.ring_layers, num_blocks=spec.num_rings * spec.ring_blocks, ring_layers=0)
+    size, heads, width = spec.block_size, spec.num_kv_heads, spec.head_dim
+    blocks = {
+        "products": ((heads, width, size), (heads, size, width)),
+        "positions": ((size, heads, width), (size, heads, width)),
+        "interleaved": ((size, 2 * heads, width), None),
+        "latent": ((heads, width, size), None),
+    }[spec.layout]
+
+    def pools(num_layers: int, num_blocks: int, **windowed: Any) -> KvState[jax.ShapeDtypeStruct]:
+        k, v = (
+            None if block is None else jax.ShapeDtypeStruct((num_layers, num_blocks, *block), np.dtype(spec.dtype))
+            for block in blocks
         )
-    pool, heads, ring = (spec.num_layers, spec.num_blocks), spec.num_kv_heads, spec.ring_blocks if rings else 0
-    size, width, dtype = spec.block_size, spec.head_dim, np.dtype(spec.dtype)
-    if spec.layout == "interleaved":
-        both = jax.ShapeDtypeStruct((*pool, size, 2 * heads, width), dtype)
-        return KvState(k=both, layout=spec.layout, rings=rings, ring_blocks=ring)
-    if spec.layout == "latent":
-        latents = jax.ShapeDtypeStruct((*pool, heads, width, size), dtype)
-        return KvState(k=latents, layout=spec.layout, rings=rings, ring_blocks=ring)
-    k = (heads, width, size) if spec.layout == "products" else (size, heads, width)
-    v = (heads, size, width) if spec.layout == "products" else (size, heads, width)
-    return KvState(
-        k=jax.ShapeDtypeStruct((*pool, *k), dtype),
-        v=jax.ShapeDtypeStruct((*pool, *v), dtype),
-        layout=spec.layout,
-        rings=rings,
-        ring_blocks=ring,
-    )
+        assert k is not None
+        return KvState(k=k, v=v, layout=spec.layout, **windowed)
+
+    if not spec.window_layers:
+        return pools(spec.num_layers, spec.num_blocks)
+    windowed = pools(spec.window_layers, spec.window_slots * spec.window_blocks)
+    return pools(spec.num_layers, spec.num_blocks, windowed=windowed, window_blocks=spec.window_blocks)
 
 
 def empty(spec: CacheSpec) -> KvState[jax.Array]:
@@ -142,25 +140,20 @@ def write(
 
     A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.)
     """
-    k = k.astype(kv.k.dtype)
+
+    def put(pool: jax.Array, index: tuple[Any, ...], values: jax.Array) -> jax.Array:
+        return pool.at[index].set(values.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
+
+    across, along = (layer, block_ids, slice(None), slice(None), offsets), (layer, block_ids, offsets)
     if kv.layout == "latent":
-        return replace(kv, k=kv.k.at[layer, block_ids, :, :, offsets].set(k, mode="drop", wrap_negative_indices=False))
+        return replace(kv, k=put(kv.k, across, k))
     assert v is not None
-    v = v.astype(kv.k.dtype)
     if kv.v is None:
         both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [X, 2K, H]
-        return replace(kv, k=kv.k.at[layer, block_ids, offsets].set(both, mode="drop", wrap_negative_indices=False))
+        return replace(kv, k=put(kv.k, along, both))
     if kv.layout == "positions":
-        return replace(
-            kv,
-            k=kv.k.at[layer, block_ids, offsets].set(k, mode="drop", wrap_negative_indices=False),
-            v=kv.v.at[layer, block_ids, offsets].set(v, mode="drop", wrap_negative_indices=False),
-        )
-    return replace(
-        kv,
-        k=kv.k.at[layer, block_ids, :, :, offsets].set(k, mode="drop", wrap_negative_indices=False),
-        v=kv.v.at[layer, block_ids, :, offsets, :].set(v, mode="drop", wrap_negative_indices=False),
-    )
+        return replace(kv, k=put(kv.k, along, k), v=put(kv.v, along, v))
+    return replace(kv, k=put(kv.k, across, k), v=put(kv.v, (layer, block_ids, slice(None), offsets), v))
 
 
 def read(
@@ -194,8 +187,8 @@ def rows_of_heads(kv: KvState[jax.Array]) -> tuple[Float[Array, "R K H"], Float[
     Raises:
         UnsupportedError: the KV has another layout.
     """
-    if kv.v is None or kv.layout != "positions":
-        raise UnsupportedError(f"layout {kv.layout} of the KV has no rows of heads, only `positions` has")
+    _check_layout(kv, "positions", "has rows of heads")
+    assert kv.v is not None
     return kv.k.reshape(-1, *kv.k.shape[3:]), kv.v.reshape(-1, *kv.v.shape[3:])
 
 
@@ -205,8 +198,7 @@ def pages(kv: KvState[jax.Array]) -> Float[Array, "pages C KK H"]:
     Raises:
         UnsupportedError: the KV has another layout.
     """
-    if kv.layout != "interleaved":
-        raise UnsupportedError(f"layout {kv.layout} of the KV has no interleaved pages, only `interleaved` has")
+    _check_layout(kv, "interleaved", "has pages")
     return kv.k.reshape(-1, *kv.k.shape[2:])
 
 
@@ -218,16 +210,22 @@ def read_positions(
     Raises:
         UnsupportedError: the KV's layout is not `positions`.
     """
-    if kv.v is None or kv.layout != "positions":
-        raise UnsupportedError(f"layout {kv.layout} of the KV cannot be read by position, only `positions` can")
-    return (
-        kv.k.at[layer, block_ids, offsets].get(mode="clip", wrap_negative_indices=False),
-        kv.v.at[layer, block_ids, offsets].get(mode="clip", wrap_negative_indices=False),
-    )
+    _check_layout(kv, "positions", "can be read by position")
+    assert kv.v is not None
+    k, v = (pool.at[layer, block_ids, offsets].get(mode="clip", wrap_negative_indices=False) for pool in (kv.k, kv.v))
+    return k, v
+
+
+def _check_layout(kv: KvState[jax.Array], wanted: Layout, what: str) -> None:
+    if kv.layout != wanted:
+        raise UnsupportedError(f"only a KV of layout {wanted} {what}, this one's is {kv.layout}")
 
 
 def copy_blocks(kv: KvState[jax.Array], pairs: Int[Array, "B 2"], count: Int[Array, ""]) -> KvState[jax.Array]:
-    """Copies whole blocks, one after another, the first `count` of (source, destination); rings have none to share."""
+    """Copies whole blocks, one after another, the first `count` of (source, destination).
+
+    Sliding-window layers share none.
+    """
 
     def copy(index: jax.Array, kv: KvState[jax.Array]) -> KvState[jax.Array]:
         source, destination = pairs[index, 0], pairs[index, 1]

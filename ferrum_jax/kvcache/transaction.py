@@ -61,9 +61,10 @@ class KvTransaction:
         """
         self._table = table
         self._requests = requests
-        self._lives = [table.get(request.cache_id) for request in requests]
+        # The sequence of each row; from `apply` on, there is one for each.
+        self.lives = [table.get(request.cache_id) for request in requests]
         self._changed: list[_Row] = []
-        for index, (request, live) in enumerate(zip(requests, self._lives, strict=True)):
+        for index, (request, live) in enumerate(zip(requests, self.lives, strict=True)):
             target = request.target
             if target is None:
                 target = len(request.tokens) + (0 if live is None else len(live.tokens))
@@ -117,7 +118,7 @@ class KvTransaction:
         """Takes slots and blocks; returns the (source, destination) of blocks to be copied now."""
         table, pool = self._table, self._table.pool
         for row in self._changed:  # all hits are held before any block is handed out anew
-            row.live = self._lives[row.index] = table.open(row.request.cache_id)
+            row.live = self.lives[row.index] = table.open(row.request.cache_id)
             row.num_blocks_before = len(row.live.blocks)
             for entry in row.hits:
                 pool.hold(_block(entry))
@@ -125,7 +126,7 @@ class KvTransaction:
 
     def live(self, index: int) -> CachedSequence:
         """Returns the sequence of a row; it lives from `apply` on."""
-        found = self._lives[index]
+        found = self.lives[index]
         assert found is not None
         return found
 
@@ -140,8 +141,9 @@ class KvTransaction:
             live = self.live(row.index)
             live.entries += row.hits
             table.pool.release(row.lost)
-        for index, request in enumerate(self._requests):
-            table.append(self.live(index), request.tokens.tolist() if written is None else written[index])
+        for index, (request, live) in enumerate(zip(self._requests, self.lives, strict=True)):
+            assert live is not None
+            table.append(live, request.tokens.tolist() if written is None else written[index])
         for row in self._changed:
             live = self.live(row.index)
             if written is not None:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.buckets import Buckets, bucket_sizes, choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.sampler import SampleKey, ScoreKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, ScoreKey, VerifyKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
 
@@ -132,12 +133,12 @@ def test_the_programs_of_some_buckets_by_name():
         "step D4 P6x8 M6 R4", "step D0 P6x8 M6 R4", "step D4 P2x8 M6 R4", "step D0 P2x8 M6 R4",
         "step D0 P1x8 M6 R1", "step D0 P1x8 M6 R8 all", "step D0 P2x3 M6 R6 all", "step D4 P0x0 M6 R4",
         "step D0 P1x3 M6 R3 all", "step D1 P0x0 M6 R1",
-        "sample R1", "sample R4", "score R3", "score R6", "score R8",
-        "configure 90", "copy 4 blocks", "gather M6",
+        *map(str, [SampleKey(1), SampleKey(4), ScoreKey(3), ScoreKey(6), ScoreKey(8)]),
+        *map(str, [ConfigureKey(90), CopyKey(4), GatherKey(6)]),
     ]  # fmt: skip
-    drafts = {str(key) for key in set(GOOD.declared(drafts=True)) - set(GOOD.declared())}
-    judged = {"verify P1x3", "verify P2x3"}
-    assert drafts == judged | {"distribution 1x8", "distribution 1x3", "distribution 2x3"}
+    judged = {VerifyKey(1, 3), VerifyKey(2, 3)}
+    drawn_from = {DistributionKey(1, 8), DistributionKey(1, 3), DistributionKey(2, 3)}
+    assert set(GOOD.declared(drafts=True)) - set(GOOD.declared()) == judged | drawn_from
 
 
 def test_adapters_double_the_steps_and_nothing_else():

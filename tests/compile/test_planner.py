@@ -11,23 +11,12 @@ from hypothesis import strategies as st
 
 from ferrum_jax.compile.buckets import Buckets, choose_bucket
 from ferrum_jax.compile.planner import StepPlan, cost, plan_all_logits, plan_steps
-from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor import plan_engine
 from tests.compile.test_buckets import GOOD, drawn_buckets
+from tests.shipped import SMOLLM2
 
 COUNTS = st.lists(st.one_of(st.just(1), st.integers(1, 50)), max_size=12)
-SMOLLM2 = ModelConfig(
-    model_type="llama",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    head_dim=64,
-    max_position_embeddings=8192,
-    layer_windows=(None,) * 30,
-)
 MOST_COMPUTED = 1.2  # token rows that steps compute, over those that were asked for
 RANDOM_BATCHES = 200
 

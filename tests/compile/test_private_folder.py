@@ -159,7 +159,7 @@ while True:
 def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_file(folder: PrivateFolder):
     rng, left = random.Random(5), 0
     folder.write("a", b"a" * 6_000_000)
-    for _ in range(12):
+    for _ in range(4):
         command = [sys.executable, "-c", WRITER, str(folder.path.parent)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as process:
             assert process.stdout is not None

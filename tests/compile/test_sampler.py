@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.sampler import (
     MAX_TOP_LOGPROBS,
+    Sampled,
     SampleKey,
     SamplerSpec,
     SamplerState,
@@ -103,6 +104,17 @@ def configured(programs: dict[str, Callable[..., Any]], settings: list[SlotSetti
     return state
 
 
+def sampled(
+    programs: dict[str, Callable[..., Any]], state: SamplerState[jax.Array], logits: NDArray[Any], rows: list[list[int]]
+) -> tuple[SamplerState[jax.Array], Sampled[Any]]:
+    """Samples rows of (slot, position), filled up with rows of nobody: one program does for all tests."""
+    count = len(rows)
+    padded, full = np.full((SLOTS, 2), NOBODY, np.int32), np.zeros((SLOTS, V), np.float32)
+    padded[:count], full[:count] = rows, logits
+    after, found = programs["sample"](state, full, padded)
+    return after, jax.tree.map(lambda leaf: np.asarray(leaf)[:count], found)
+
+
 def logits_of(seed: int, rows: int = SLOTS) -> NDArray[np.float32]:
     return (np.random.default_rng(seed).normal(size=(rows, V)) * 2).astype(np.float32)
 
@@ -136,8 +148,8 @@ def test_alternatives_are_of_the_distribution_that_was_asked_for(programs: dict[
     ]
     state = configured(programs, settings)
     logits = np.repeat(logits_of(1, 1), 2, axis=0)
-    _, found = programs["sample"](state, logits, np.array([[0, 4], [1, 4]], np.int32))
-    top_ids, top = np.asarray(found.top_ids), np.asarray(found.top_logprobs)
+    _, found = sampled(programs, state, logits, [[0, 4], [1, 4]])
+    top_ids, top = found.top_ids, found.top_logprobs
     raw = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
     np.testing.assert_allclose(top[0], np.sort(raw)[::-1][:MAX_TOP_LOGPROBS], atol=1e-5)
     _, _, scaled = reference(logits[0], settings[1], 4)
@@ -153,7 +165,7 @@ def test_chosen_tokens_are_counted_for_the_penalties_of_their_own_slot(programs:
     logits, answer = logits_of(4, 2), []
     for position in range(10):
         expected, _, _ = reference(logits[0], replace(settings[0], generated=np.array(answer, int)), position)
-        state, found = programs["sample"](state, logits, np.array([[0, position], [1, position]], np.int32))
+        state, found = sampled(programs, state, logits, [[0, position], [1, position]])
         answer.append(int(found.packed[0, 0]))
         assert answer[-1] == expected == int(state.last_tokens[0])
         assert int(found.packed[1, 0]) == logits[1].argmax()
@@ -162,7 +174,7 @@ def test_chosen_tokens_are_counted_for_the_penalties_of_their_own_slot(programs:
 
 def test_rows_of_nobody_change_nothing(programs: dict[str, Callable[..., Any]]):
     state = configured(programs, [SlotSettings(temperature=1.0, seed=at) for at in range(SLOTS)])
-    after, _ = programs["sample"](state, logits_of(0, 3), np.full((3, 2), NOBODY, np.int32))
+    after, _ = sampled(programs, state, logits_of(0, 3), [[NOBODY, NOBODY]] * 3)
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -176,7 +188,7 @@ def test_verifying_chooses_and_counts_as_sampling_token_by_token(
     plain = configured(programs, [settings])
     answer = []
     for at in range(4):
-        plain, found = programs["sample"](plain, logits[at : at + 1], np.array([[0, 6 + at]], np.int32))
+        plain, found = sampled(programs, plain, logits[at : at + 1], [[0, 6 + at]])
         answer.append(int(found.packed[0, 0]))
     for agreeing in range(4):  # drafted tokens that are right
         drafted = [*answer[:agreeing], *((token + 1) % V for token in answer[agreeing:3])]
@@ -189,21 +201,17 @@ def test_verifying_chooses_and_counts_as_sampling_token_by_token(
         np.testing.assert_array_equal(np.asarray(after.counts)[0], counts)
 
 
-def test_the_programs_serialise_after_they_have_run():
-    shapes = jax.tree.map(jnp.asarray, sampler.initial(SPEC))
-    context = ProgramContext(cfg=None, params=None, kv=None, sampler=shapes)
-    settings = SlotSettings(temperature=1.0, top_k=5, top_p=0.5)
-    for key in (SampleKey(2), VerifyKey(1, 2)):
-        program = key.lower(context).compile()
-        state: Any = jax.device_put(sampler.initial(SPEC))
-        state = sampler.configure(state, jnp.asarray(sampler.pack_settings(0, settings, SPEC)), vocab_size=V)
-        rows = np.array([[0, 3], [0, 4]] if isinstance(key, SampleKey) else [[0, 3, 2, 1, 1]], np.int32)
-        jax.block_until_ready(program(state, *jax.device_put((logits_of(0, 2), rows))))
-        payload, in_tree, out_tree = serialize_executable.serialize(program)
-        loaded = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
-        again: Any = sampler.configure(
-            jax.device_put(sampler.initial(SPEC)),
-            jnp.asarray(sampler.pack_settings(0, settings, SPEC)),
-            vocab_size=V,
-        )
-        assert jax.block_until_ready(loaded(again, *jax.device_put((logits_of(0, 2), rows))))
+@pytest.mark.parametrize("key", [SampleKey(2), pytest.param(VerifyKey(1, 2), marks=pytest.mark.slow)])
+def test_the_programs_serialise_after_they_have_run(
+    key: SampleKey | VerifyKey, programs: dict[str, Callable[..., Any]]
+):
+    settings = [SlotSettings(temperature=1.0, top_k=5, top_p=0.5)]
+    shapes: Any = sampler.initial(SPEC)
+    lowered = key.lower(ProgramContext(cfg=None, params=None, kv=None, sampler=jax.device_put(shapes)))
+    program = lowered.compile()
+    rows = np.array([[0, 3], [0, 4]] if isinstance(key, SampleKey) else [[0, 3, 2, 1, 1]], np.int32)
+    _, before = program(configured(programs, settings), *jax.device_put((logits_of(0, 2), rows)))
+    payload, in_tree, out_tree = serialize_executable.serialize(program)
+    loaded = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+    _, after = loaded(configured(programs, settings), *jax.device_put((logits_of(0, 2), rows)))
+    np.testing.assert_array_equal(after.packed, before.packed)

@@ -126,7 +126,11 @@ MIXED, VERIFY = StepKey(2, 1, 8, 2, 2), StepKey(0, 1, 5, 2, 5, "all")
 
 @pytest.mark.parametrize(
     ("key", "block_size", "num_blocks"),
-    [(MIXED, 4, 1), (MIXED, 8, 3), (MIXED, 64, 1), (MIXED, 64, 200), (VERIFY, 64, 200)],
+    [
+        (MIXED, 64, 200),
+        (VERIFY, 64, 200),
+        *(pytest.param(MIXED, *sizes, marks=pytest.mark.slow) for sizes in [(4, 1), (8, 3), (64, 1)]),
+    ],
 )
 def test_a_step_of_any_kind_writes_the_kv_in_place(key: StepKey, block_size: int, num_blocks: int):
     spec = cache(block_size, num_blocks)

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from ferrum_jax import models
+from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.executor import ModelRunner, plan_engine
 from ferrum_jax.models import adapters
@@ -38,6 +39,12 @@ ENGINE = EngineConfig(
     dtype="float32", max_seqs=4, kv_capacity=CAPACITY, block_size=8, kv_blocks=18, max_step_tokens=24,
     decode_rows=(1, 2, 4), query_blocks=(1, 3), block_tokens=8, verify_tokens=6,
 )  # fmt: skip
+REUSING = replace(
+    ENGINE, prefix_cache=True, max_loras=2, max_lora_rank=4, multi_step_tokens=4, decode_rows=(4,), query_blocks=(3,),
+    verify_blocks=(2,),
+)  # fmt: skip
+WINDOWED = replace(ENGINE, window_kv=True, multi_step_tokens=4, decode_rows=(1, 4), query_blocks=(1,))
+NARROW = replace(ENGINE, multi_step_tokens=4, decode_rows=(1,), query_blocks=(1,))
 Oracle = Callable[[Sequence[int]], NDArray[np.float32]]
 
 
@@ -47,20 +54,26 @@ def params() -> ParamTree:
 
 
 @pytest.fixture(scope="session")
-def oracle(params: ParamTree) -> Oracle:
+def oracle_of(params: ParamTree) -> Callable[[ParamTree], Oracle]:
+    """Makes the forward that keeps no cache, for any weights of the tiny model; compiled once."""
+    run = jax.jit(models.forward, static_argnames="cfg")
+    compiled = run.lower(params, np.zeros((1, CAPACITY), np.int32), cfg=CFG).compile()
+
+    def make(weights: ParamTree) -> Oracle:
+        def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
+            padded = np.zeros((1, CAPACITY), np.int32)
+            padded[0, : len(tokens)] = tokens
+            return np.asarray(compiled(weights, padded))[0, : len(tokens)]
+
+        return logits
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def oracle(params: ParamTree, oracle_of: Callable[[ParamTree], Oracle]) -> Oracle:
     """Logits of every token of a sequence, by the forward that keeps no cache."""
-    return _oracle(params)
-
-
-def _oracle(params: ParamTree) -> Oracle:
-    run = jax.jit(lambda tokens: models.forward(params, tokens, CFG))
-
-    def logits(tokens: Sequence[int]) -> NDArray[np.float32]:
-        padded = np.zeros((1, CAPACITY), np.int32)
-        padded[0, : len(tokens)] = tokens
-        return np.asarray(run(padded))[0, : len(tokens)]
-
-    return logits
+    return oracle_of(params)
 
 
 ADAPTER_NAMES = ("one", "two", "three")  # one more than fit
@@ -107,9 +120,9 @@ def merged(params: ParamTree, name: str) -> ParamTree:
 
 
 @pytest.fixture(scope="session")
-def oracles(params: ParamTree) -> dict[str | None, Oracle]:
+def oracles(params: ParamTree, oracle_of: Callable[[ParamTree], Oracle]) -> dict[str | None, Oracle]:
     """The cache-free forward of the bare model, and of the model with each adapter merged into its weights."""
-    return {None: _oracle(params)} | {name: _oracle(merged(params, name)) for name in ADAPTER_NAMES}
+    return {None: oracle_of(params)} | {name: oracle_of(merged(params, name)) for name in ADAPTER_NAMES}
 
 
 def make_runner(params: ParamTree, engine: EngineConfig = ENGINE, *, strict: bool = False) -> ModelRunner:
@@ -120,20 +133,61 @@ def make_runner(params: ParamTree, engine: EngineConfig = ENGINE, *, strict: boo
 
 def poison(runner: ModelRunner) -> None:
     """Fills the whole KV with NaN: whatever was not written must not matter."""
-    kv = runner._device.kv
-    runner._device._kv = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), kv)
+    shapes = runner._device.kv
+    nothing = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), shapes)  # which JAX would compile
+    runner._device._kv = jax.device_put(nothing, runner.device)
+
+
+def emptied(runner: ModelRunner) -> ModelRunner:
+    """Drops every sequence and adapter of a shared runner, and fills its KV with NaN."""
+    runner.reset()
+    for name in list(runner._adapters._loaded):
+        runner.unload_lora(name)
+    poison(runner)
+    return runner
+
+
+def late_compiles(runner: ModelRunner) -> int:
+    return runner.compile_stats()["compiles_after_warmup"]
 
 
 @pytest.fixture(scope="session")
 def shared_runner(params: ParamTree) -> Iterator[ModelRunner]:
-    with make_runner(params) as runner:
-        runner.warmup()
+    with make_runner(params, WINDOWED) as runner:
+        declared = runner.plan.declared()
+        runner._programs.warmup([key for key in declared if not isinstance(key, MultiStepKey)])
         yield runner
 
 
 @pytest.fixture
 def runner(shared_runner: ModelRunner) -> ModelRunner:
-    """A warm runner with no sequence in it, its KV full of NaN."""
-    shared_runner.reset()
-    poison(shared_runner)
-    return shared_runner
+    """A runner without prefixes and adapters, whose layer 0 keeps its sliding window alone.
+
+    It is warm but for multi-step programs, and its KV is full of NaN.
+    """
+    return emptied(shared_runner)
+
+
+@pytest.fixture(scope="session")
+def reusing_runner(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, REUSING) as runner:
+        runner.warmup(progress=False)
+        yield runner
+
+
+@pytest.fixture
+def reusing(reusing_runner: ModelRunner) -> ModelRunner:
+    """A warm runner with prefixes, adapters and multi-step programs, its KV full of NaN."""
+    return emptied(reusing_runner)
+
+
+@pytest.fixture(scope="session")
+def narrow_runner(params: ParamTree) -> Iterator[ModelRunner]:
+    with make_runner(params, NARROW) as runner:
+        yield runner
+
+
+@pytest.fixture
+def narrow(narrow_runner: ModelRunner) -> ModelRunner:
+    """A runner of four sequences whose steps have room for one, its KV full of NaN."""
+    return emptied(narrow_runner)

@@ -2,11 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -18,10 +15,8 @@ from ferrum_jax.contract import (
     DecodeRun,
     FullLogits,
     GreedyArgmax,
-    GreedyRepetitionPenalty,
     KvSlotRequest,
     LogitsReturnPolicy,
-    TokenSelectionMask,
 )
 from ferrum_jax.contract.errors import (
     AlreadyExistsError,
@@ -36,7 +31,6 @@ from ferrum_jax.executor.batch import (
     LAST_LOGITS,
     NO_OUTPUT,
     AllLogits,
-    NoOutput,
     Output,
     SampledToken,
     ScheduledRow,
@@ -44,81 +38,9 @@ from ferrum_jax.executor.batch import (
     TokenChoice,
 )
 from ferrum_jax.executor.pipeline import PendingStep
-from ferrum_jax.ops import sampling
-from ferrum_jax.ops.sampling import SampleInputs
-from tests.executor.conftest import ADAPTER_NAMES, CAPACITY, CFG, Oracle, poison
-
-NAMES = "abcdef"  # more than the 4 slots
-V = CFG.vocab_size
-TOLERANCE = 1e-4  # float32 sums in another order; logits are of order 10
-BASES = [[(7 * i + 11 * base) % V for i in range(CAPACITY)] for base in range(3)]  # prompts share their beginnings
-IDS = st.sampled_from(NAMES)
-TOKENS = st.one_of(
-    st.builds(lambda base, n, tail: base[:n] + tail, st.sampled_from(BASES), st.integers(1, CAPACITY), st.just([])),
-    st.builds(
-        lambda base, n, tail: base[:n] + tail,
-        st.sampled_from(BASES),
-        st.integers(0, 30),
-        st.lists(st.integers(0, V - 1), min_size=1, max_size=12),
-    ),
-)
-PICK = st.integers(0, 11)
-POLICIES = st.one_of(
-    st.just(FullLogits()),
-    st.just(GreedyArgmax()),
-    st.builds(
-        lambda mask, penalty, ids: GreedyArgmax(
-            token_mask=TokenSelectionMask(fingerprint=len(mask), valid_token_mask=[*mask, 1]),
-            repetition_penalty=GreedyRepetitionPenalty(penalty=penalty, token_ids=ids),
-        ),
-        st.lists(st.integers(0, 1), max_size=V - 1),
-        st.sampled_from([0.5, 1.7]),
-        st.lists(st.integers(0, V - 1), max_size=4),
-    ),
-)
-SETTINGS = st.builds(
-    SlotSettings,
-    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
-    top_k=st.sampled_from([0, 3]),
-    min_p=st.sampled_from([0.0, 0.1]),
-    seed=st.integers(0, 2**32 - 1),
-    repetition_penalty=st.sampled_from([1.0, 1.7]),
-    presence_penalty=st.sampled_from([0.0, 2.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.9]),
-    min_position=st.sampled_from([0, 12]),
-    stop_ids=st.just((5, 11)),
-    num_logprobs=st.sampled_from([-1, 0, 3]),
-    bias=st.dictionaries(st.integers(0, V - 1), st.sampled_from([-4.0, 2.5]), max_size=3),
-    allowed_ids=st.one_of(st.none(), st.sets(st.integers(12, V - 1), min_size=2).map(tuple)),
-    seen=st.one_of(st.none(), st.lists(st.integers(0, V - 1), min_size=1, max_size=5).map(np.array)),
-    generated=st.one_of(st.none(), st.lists(st.integers(0, V - 1), min_size=1, max_size=5).map(np.array)),
-)
-WANTED = st.sampled_from(["nothing", "last", "all", "scores", "sampled", "sampled", "sampled"])
-
-
-@dataclass(eq=False)
-class Chosen:
-    """A token that was chosen on the device, which the host may not know yet."""
-
-    token: int | None = None
-
-
-class Begun(NamedTuple):
-    """A row of a batch that was begun, and what its answer depends on."""
-
-    output: Output
-    num_tokens: int
-    text: list[int | Chosen]  # of its sequence, the row included
-    adapter: str | None
-    generated: list[int | Chosen]  # what the slot has counted, beside what its settings say
-    chosen: Chosen
-
-
-def known(tokens: list[int | Chosen]) -> list[int]:
-    """The tokens themselves, all of which have been read."""
-    found = [one.token if isinstance(one, Chosen) else one for one in tokens]
-    assert None not in found
-    return found  # pyright: ignore[reportReturnType]
+from tests.executor.answers import TOLERANCE, Begun, Chosen, V, choose_score, expect_output, known
+from tests.executor.conftest import ADAPTER_NAMES, CAPACITY, CFG, Oracle, emptied, poison
+from tests.executor.drawn import IDS, NAMES, PICK, POLICIES, SETTINGS, TOKENS, WANTED
 
 
 def everything(
@@ -132,8 +54,7 @@ def everything(
     class Machine(RuleBasedStateMachine):
         def __init__(self):
             super().__init__()
-            runner.reset()
-            poison(runner)
+            emptied(runner)
             self.sequences: dict[str, list[int | Chosen]] = {}
             self.sampled: dict[str, tuple[int, int | Chosen]] = {}  # for which position, and which token
             self.using: dict[str, tuple[SlotSettings, list[int | Chosen]]] = {}  # and what was counted since
@@ -141,6 +62,7 @@ def everything(
             self.bound: dict[str, str] = {}  # to adapters
             counts = runner.cache_metrics_snapshot()
             self.lookups = counts["hits"] + counts["misses"]
+            self.late_compiles = runner._programs._compiled_late
 
         def expect(self, answer: Any, key: str, policy: LogitsReturnPolicy) -> None:
             expected = oracles[self.bound.get(key)](self.text(key))[-1]
@@ -203,10 +125,10 @@ def everything(
                 if wanted == "sampled":
                     using[key] = settings, [*generated, row.chosen]
             if refused:
-                before = self.books()
+                before = self.records()
                 with pytest.raises(RequestValidationError, match="no token was sampled"):
                     runner.execute(rows)
-                assert self.books() == before
+                assert self.records() == before
                 return
             pending = self.attempt(grown, lambda: runner.execute(rows))
             if pending is None:
@@ -222,13 +144,13 @@ def everything(
                 self.read_late(False)
 
         def attempt(self, grown: dict[str, Any], call: Callable[[], Any]) -> Any:
-            """Runs a call that appends tokens; gives None if it was refused, which must have changed nothing."""
+            """Runs a call that appends tokens; returns None if it was refused, which must have changed nothing."""
             progress()
-            before = self.books()
+            before = self.records()
             if any(len(self.sequences.get(key, [])) + len(new) > CAPACITY for key, new in grown.items()):
                 with pytest.raises(RequestValidationError, match="capacity"):
                     call()
-                assert self.books() == before
+                assert self.records() == before
                 return None
             try:
                 answers = call()
@@ -241,7 +163,7 @@ def everything(
             assert refusal.needed is not None
             assert refusal.free is not None
             assert refusal.needed > refusal.free
-            assert self.books() == before
+            assert self.records() == before
             newcomers = sum(key not in self.sequences for key in grown)
             assert newcomers > 4 - len(self.sequences) or self.could_be_short(grown)
             return None
@@ -258,7 +180,7 @@ def everything(
         def num_blocks(self, key: str) -> int:
             return len(live(runner, key).blocks) if key in self.sequences else 0
 
-        def books(self) -> tuple[Any, ...]:
+        def records(self) -> tuple[Any, ...]:
             table = runner._pipeline.table
             held = {key: one for key in NAMES if (one := table.get(key)) is not None}
             if self.waiting:  # reading, which any call may do, fills in tokens and shares blocks
@@ -315,11 +237,11 @@ def everything(
             runs = [
                 DecodeRun(cache_id=key, token=3, pos=self.at(key), max_tokens=count) for key, count in counts.items()
             ]
-            before = self.books()
+            before = self.records()
             try:
                 found = runner.decode_n(runs, until_one_ends=first)
             except (RequestValidationError, ResourceExhaustedError):
-                assert self.books() == before
+                assert self.records() == before
                 return
             for (key, count), run in zip(counts.items(), found, strict=True):
                 assert len(run.token_ids) == (min(counts.values()) if first else count)
@@ -365,7 +287,7 @@ def everything(
         def fork(self, pick: int, new: str):
             progress()
             key = self.live_id(pick)
-            before = self.books()
+            before = self.records()
             elsewhere = new in self.bound and self.bound[new] != self.bound.get(key)
             if key not in self.sequences or new in self.sequences or elsewhere:
                 with pytest.raises(RequestValidationError):
@@ -380,7 +302,7 @@ def everything(
                 if key in self.bound:
                     self.bound[new] = self.bound[key]
                 return
-            assert self.books() == before
+            assert self.records() == before
 
         @rule(wanted=st.dictionaries(IDS, st.tuples(st.integers(0, CAPACITY), st.integers(0, CAPACITY)), max_size=3))
         def reserve(self, wanted: dict[str, tuple[int, int]]):
@@ -388,12 +310,12 @@ def everything(
                 KvSlotRequest(cache_id=key, target_len=target, admission_target_len=admission)
                 for key, (target, admission) in wanted.items()
             ]
-            before = self.books()
+            before = self.records()
             progress()
             try:
                 done = runner.reserve_kv_slots(requests)
             except ResourceExhaustedError:
-                assert self.books() == before
+                assert self.records() == before
                 return
             assert done.free_blocks_before - done.free_blocks_after == sum(one.new_blocks for one in done.allocations)
             assert done.free_blocks_after == runner.kv_slot_capacity_snapshot().free_blocks
@@ -413,7 +335,7 @@ def everything(
         def interrupt(self, work: dict[str, list[int]]):
             """An interrupt before anything changes leaves everything as it was."""
             progress()
-            before = self.books()
+            before = self.records()
             items = [(key, tokens, self.at(key), True) for key, tokens in work.items()]
 
             def stop(*_: object) -> None:
@@ -423,7 +345,7 @@ def everything(
                 patch.setattr("ferrum_jax.executor.pipeline.planner.plan_steps", stop)
                 with pytest.raises((KeyboardInterrupt, ResourceExhaustedError, RequestValidationError)):
                     runner.unified_forward(items)
-            assert self.books() == before
+            assert self.records() == before
 
         @rule(pick=PICK, back=st.integers(0, 12))
         def prepare(self, pick: int, back: int):
@@ -432,10 +354,10 @@ def everything(
             if key not in self.sequences or self.at(key) == CAPACITY:
                 return
             self.truncate(key, max(0, self.at(key) - back))
-            before = self.books()
+            before = self.records()
             runner.prepare(key, 1)
             runner.reserve_kv_slots([KvSlotRequest(cache_id=key, target_len=self.at(key))])
-            assert self.books() == before
+            assert self.records() == before
 
         @rule(key=IDS)
         def look_at_the_kv(self, key: str):
@@ -456,7 +378,7 @@ def everything(
         @rule(key=IDS, name=st.sampled_from([None, *ADAPTER_NAMES]))
         def bind(self, key: str, name: str | None):
             progress()
-            before = self.books()
+            before = self.records()
             adapter = None if name is None else ActiveLoraAdapter(name=name, path=folders[name])
             loaded = runner._adapters._loaded
             pinned = {one for one in loaded if loaded[one].is_pinned}
@@ -472,12 +394,12 @@ def everything(
                 if name is not None:
                     self.bound[key] = name
                 return
-            assert self.books() == before
+            assert self.records() == before
 
         @rule(name=st.sampled_from(ADAPTER_NAMES))
         def load(self, name: str):
             progress()
-            before, loaded = self.books(), runner._adapters._loaded
+            before, loaded = self.records(), runner._adapters._loaded
             idle = [one for one in loaded if not loaded[one].is_pinned and one not in self.bound.values()]
             if name in loaded:
                 with pytest.raises(AlreadyExistsError):
@@ -488,12 +410,12 @@ def everything(
             else:
                 runner.load_lora(name, folders[name])
                 return
-            assert self.books() == before
+            assert self.records() == before
 
         @rule(name=st.sampled_from(ADAPTER_NAMES))
         def unload(self, name: str):
             progress()
-            before = self.books()
+            before = self.records()
             if name not in runner._adapters._loaded:
                 with pytest.raises(NotFoundError):
                     runner.unload_lora(name)
@@ -503,17 +425,17 @@ def everything(
             else:
                 runner.unload_lora(name)
                 return
-            assert self.books() == before
+            assert self.records() == before
 
         @rule(key=IDS, off=st.integers(1, 5), token=st.sampled_from([-1, V, 2**40]))
         def refuse(self, key: str, off: int, token: int):
             progress()
-            before = self.books()
+            before = self.records()
             with pytest.raises(RequestValidationError, match="positions"):
                 runner.decode(key, 0, self.at(key) + off)
             with pytest.raises(RequestValidationError, match=str(token)):
                 runner.prefill(key, [1, token])
-            assert self.books() == before
+            assert self.records() == before
 
         @rule(often=st.integers(0, 9))
         def reset(self, often: int):
@@ -524,7 +446,7 @@ def everything(
                 self.sequences, self.bound, self.sampled, self.using = {}, {}, {}, {}
 
         @invariant()
-        def the_books_are_right(self):
+        def the_records_are_right(self):
             table = runner._pipeline.table
             pool, prefixes = table.pool, table.prefixes
             assert prefixes is not None
@@ -553,7 +475,7 @@ def everything(
             assert names == [self.bound.get(key) for key in self.sequences if self.at(key)]
             counts = runner.cache_metrics_snapshot()
             assert counts["hits"] + counts["misses"] == self.lookups
-            assert runner._programs._compiled_late == 0
+            assert runner._programs._compiled_late == self.late_compiles
 
         def teardown(self):
             self.read_late(True)
@@ -568,102 +490,8 @@ def everything(
     return Machine
 
 
-def expect_output(answer: Any, row: Begun, logits: np.ndarray) -> None:
-    """Fails unless an answer is what a row wants, by the logits of its sequence."""
-    logits = logits[-row.num_tokens :]
-    if isinstance(row.output, TargetScores):
-        whole = logprobs_of(logits)
-        np.testing.assert_allclose(answer.logprobs, whole[range(len(whole)), row.output.targets], atol=TOLERANCE)
-        np.testing.assert_allclose(logits[range(len(logits)), answer.greedy_ids], logits.max(-1), atol=TOLERANCE)
-        assert (answer.top_ids is not None) == row.output.with_alternatives
-    elif isinstance(row.output, SampledToken):
-        generated = known(row.generated)
-        expect_choice(answer, logits[-1], row.output.settings, generated, len(row.text))
-    elif isinstance(row.output, NoOutput):
-        assert answer is None
-    else:
-        expected = logits if isinstance(row.output, AllLogits) else logits[-1]
-        np.testing.assert_allclose(answer, expected, atol=TOLERANCE, rtol=0)
-
-
-def expect_choice(
-    answer: TokenChoice, logits: np.ndarray, settings: SlotSettings, generated: list[int], position: int
-) -> None:
-    """Fails unless a token is the one that settings choose at a position, or as good but for rounding."""
-    scores = adjusted(logits, settings, generated, position)
-    inputs = SampleInputs(
-        temperature=jnp.float32([settings.temperature]),
-        top_k=jnp.int32([settings.top_k]),
-        top_p=jnp.float32([settings.top_p]),
-        min_p=jnp.float32([settings.min_p]),
-        seed=jnp.uint32([settings.seed]),
-        position=jnp.int32([position]),
-    )
-    best = int(np.asarray(CHOOSE(jnp.asarray(scores[None]), inputs)[0])[0]) if settings.temperature else scores.argmax()
-    if answer.token_id != best:
-        two = [answer.token_id, best]
-        scaled = (scores - scores.max()) / (settings.temperature or 1.0)
-        near = 8 * TOLERANCE / (settings.temperature or 1.0)
-        noise = threshold = np.zeros(V)
-        if settings.temperature:
-            noise = np.asarray(sampling.gumbel(inputs.seed, inputs.position, jnp.arange(V, dtype=jnp.int32)))
-            kept = sampling.filter_threshold(jnp.asarray(scaled[None]), inputs.top_k, inputs.top_p, inputs.min_p)
-            threshold = np.full(V, np.asarray(kept)[0])
-        is_filtered = bool(settings.temperature) and bool((np.abs(scaled - threshold)[two] <= near).any())
-        assert is_filtered or abs((scaled + noise)[two[0]] - (scaled + noise)[two[1]]) <= near
-    if settings.num_logprobs < 0:
-        assert answer[1:] == (0.0, 0.0, ())
-        return
-    whole = logprobs_of(logits)
-    assert abs(answer.logprob - whole[answer.token_id]) <= 2 * TOLERANCE
-    if not settings.temperature:
-        assert abs(answer.processed_logprob - logprobs_of(scores)[answer.token_id]) <= 2 * TOLERANCE
-    assert len(answer.alternatives) == settings.num_logprobs
-    found = [logprob for _, logprob in answer.alternatives]
-    np.testing.assert_allclose(found, np.sort(whole)[::-1][: settings.num_logprobs], atol=2 * TOLERANCE, rtol=0)
-
-
-CHOOSE = jax.jit(sampling.choose)
-
-
-def adjusted(logits: np.ndarray, settings: SlotSettings, generated: list[int], position: int) -> np.ndarray:
-    """The scores after bias, masks and penalties."""
-    scores = logits.copy()
-    for token, value in settings.bias.items():
-        scores[token] += np.float32(value)
-    if position < settings.min_position:
-        scores[list(settings.stop_ids)] = -np.inf
-    if settings.allowed_ids is not None:
-        scores[[token for token in range(V) if token not in settings.allowed_ids]] = -np.inf
-    before = [] if settings.generated is None else settings.generated.tolist()
-    counts = np.bincount([*before, *generated], minlength=V).astype(np.float32)
-    seen = counts > 0
-    seen[[] if settings.seen is None else settings.seen] = True
-    penalty = np.float32(settings.repetition_penalty)
-    scores = np.where(seen, np.where(scores > 0, scores / penalty, scores * penalty), scores)
-    return (
-        scores - (counts > 0) * np.float32(settings.presence_penalty) - counts * np.float32(settings.frequency_penalty)
-    )
-
-
-def logprobs_of(logits: np.ndarray) -> np.ndarray:
-    return logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-
-
 def live(runner: ModelRunner, key: str):
     """Returns the runner's own record of a sequence that must be there."""
     found = runner._pipeline.table.get(key)
     assert found is not None
     return found
-
-
-def choose_score(logits: np.ndarray, policy: LogitsReturnPolicy, token: Any) -> float:
-    """What a token is worth under a policy; one that is not allowed is worth nothing."""
-    assert isinstance(policy, GreedyArgmax)
-    mask, penalty = policy.token_mask, policy.repetition_penalty
-    if mask is not None and (token >= len(mask.valid_token_mask) or not mask.valid_token_mask[token]):
-        return -np.inf
-    score = float(logits[token])
-    if penalty is not None and token in penalty.token_ids:
-        score = score / penalty.penalty if score > 0 else score * penalty.penalty
-    return score

@@ -16,9 +16,9 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
 )
 from ferrum_jax.executor import ModelRunner
+from tests.executor.answers import V
 from tests.executor.asking import batch, item, prompt, token
 from tests.executor.conftest import ADAPTER_NAMES
-from tests.executor.machine import V
 from tests.executor.streams import STREAMS, Client, Known
 
 

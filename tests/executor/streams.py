@@ -18,8 +18,8 @@ from ferrum_jax.contract import (
     TokenSelectionMask,
 )
 from ferrum_jax.contract.llm import choose
+from tests.executor.answers import TOLERANCE, V, choose_score
 from tests.executor.conftest import ADAPTER_NAMES, CAPACITY, Oracle
-from tests.executor.machine import TOLERANCE, V, choose_score
 
 FAMILIES, BRANCHES = 3, 4
 STREAMS = [  # the branches of a family part at positions 7, 14, 21 and 28
@@ -85,6 +85,9 @@ class Client:
         self.truth, self.folders, self.name = truth, folders, name
         self.draw = random.Random(f"{seed} {name}")
         self.counts: Counter[str] = Counter()
+
+    def release_all(self) -> None:
+        """Frees what it holds."""
 
     def policy(self) -> LogitsReturnPolicy:
         kind = self.draw.randrange(4)

@@ -1,6 +1,6 @@
 """A whole engine over the GPU kernel, interpreted on the CPU, answers as over XLA."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import jax
@@ -25,11 +25,17 @@ ENGINE = EngineConfig(
     window_kv=False,  # every layer's keys and values are compared
 )  # fmt: skip
 PROMPTS = {"a": list(range(1, 14)), "b": [5, 3, 9]}
+Forward = Callable[..., jax.Array]
 
 
 @pytest.fixture(scope="module")
 def wide() -> ParamTree:
     return models.specs.initialise(models.family(WIDE).param_specs(WIDE), jax.random.key(0), "float32", scale=0.4)
+
+
+@pytest.fixture(scope="module")
+def forward() -> Forward:
+    return jax.jit(models.forward, static_argnames=("cfg", "attention"))
 
 
 def _runner(params: ParamTree, attention: str) -> ModelRunner:
@@ -41,38 +47,54 @@ def _runner(params: ParamTree, attention: str) -> ModelRunner:
 
 
 @pytest.fixture(scope="module")
-def runners(wide: ParamTree) -> Iterator[tuple[ModelRunner, ModelRunner]]:
-    with _runner(wide, "xla") as reference, _runner(wide, "triton") as runner:
-        yield reference, runner
+def triton(wide: ParamTree) -> Iterator[ModelRunner]:
+    with _runner(wide, "triton") as runner:
+        yield runner
 
 
-def test_chunks_decoding_mixed_steps_and_going_back_answer_as_xla_does(runners: tuple[ModelRunner, ModelRunner]):
+def test_chunks_beside_decoding_rows_answer_as_the_cache_free_forward(
+    triton: ModelRunner, wide: ParamTree, forward: Forward
+):
+    texts = {"a": [7, 2], "b": [*PROMPTS["a"], 11], "c": PROMPTS["b"]}
+    padded = jnp.asarray([text + [0] * (14 - len(text)) for text in texts.values()], jnp.int32)
+    wanted = np.asarray(forward(wide, padded, cfg=WIDE))
+    first = triton.unified_forward([("b", texts["b"][:13], 0, True), ("a", [7], 0, True)])  # two chunks
+    second = triton.unified_forward([("c", texts["c"], 0, True), ("a", [2], 1, True), ("b", [11], 13, True)])
+    found = np.asarray([*first, *second], np.float32)
+    np.testing.assert_allclose(found, wanted[[1, 0, 2, 0, 1], [12, 0, 2, 1, 13]], rtol=0, atol=TOLERANCE)
+    triton.reset()
+
+
+@pytest.mark.slow
+def test_decoding_and_going_back_answer_as_xla_does(triton: ModelRunner, wide: ParamTree):
     steps = [
-        [("a", PROMPTS["a"], 0, True)],  # two chunks
-        [("b", PROMPTS["b"], 0, True), ("a", [7], 13, True)],  # a chunk beside a decoding row
+        [("a", PROMPTS["a"], 0, True)],
+        [("b", PROMPTS["b"], 0, True), ("a", [7], 13, True)],
         [("a", [2], 14, True), ("b", [11], 3, True)],
     ]
-    for step in steps:
-        wanted, found = (np.asarray(runner.unified_forward(step), np.float32) for runner in runners)
-        assert np.isfinite(found).all()
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
-    for layer in range(2):
-        for wanted, found in zip(*(runner.kv_cache("a", layer) for runner in runners), strict=True):
+    with _runner(wide, "xla") as reference:
+        runners = reference, triton
+        for step in steps:
+            wanted, found = (np.asarray(runner.unified_forward(step), np.float32) for runner in runners)
             np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
-    for runner in runners:
-        runner.truncate_kv("a", 9)
-    wanted, found = (np.asarray(runner.unified_forward([("a", [4, 8], 9, True)])) for runner in runners)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
-    runs = [
-        DecodeRun(cache_id="a", token=3, pos=11, max_tokens=5),
-        DecodeRun(cache_id="b", token=6, pos=4, max_tokens=3),
-    ]
-    wanted, found = (runner.decode_n(runs) for runner in runners)
-    assert [run.token_ids for run in found] == [run.token_ids for run in wanted]
+        for layer in range(2):
+            for wanted, found in zip(*(runner.kv_cache("a", layer) for runner in runners), strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+        for runner in runners:
+            runner.truncate_kv("a", 9)
+        wanted, found = (np.asarray(runner.unified_forward([("a", [4, 8], 9, True)])) for runner in runners)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+        runs = [
+            DecodeRun(cache_id="a", token=3, pos=11, max_tokens=5),
+            DecodeRun(cache_id="b", token=6, pos=4, max_tokens=3),
+        ]
+        wanted, found = (runner.decode_n(runs) for runner in runners)
+        assert [run.token_ids for run in found] == [run.token_ids for run in wanted]
+    triton.reset()
 
 
-def test_the_whole_forward_takes_a_backend(wide: ParamTree):
+@pytest.mark.slow
+def test_the_whole_forward_takes_a_backend(wide: ParamTree, forward: Forward):
     tokens = jnp.asarray([PROMPTS["a"], PROMPTS["a"][::-1]], jnp.int32)
-    run = jax.jit(models.forward, static_argnames=("cfg", "attention"))
-    wanted, found = (run(wide, tokens, cfg=WIDE, attention=name) for name in ("xla", "triton"))
+    wanted, found = (forward(wide, tokens, cfg=WIDE, attention=name) for name in ("xla", "triton"))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)

@@ -13,7 +13,15 @@ from tests import tiny
 
 TOLERANCE = 2e-4  # float32 sums in another order; logits are of the order of one
 REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
-MODELS = ("gemma2", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "granite", "smollm3_window_biases", "gpt_oss")
+MODELS = [
+    "deepseek3",  # experts, and attention over latents
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (
+            "gemma2", "gemma3_rope_by_kind", "phi3_beyond", "olmo2", "granite", "smollm3_window_biases", "gpt_oss",
+        )
+    ),
+]  # fmt: skip
 CHUNKS = (16, 3, 1, 9, 1, 1, 8, 2, 4)  # tokens, which end within the prompt; single ones are decoded
 ENGINE = ferrum_jax.EngineConfig(
     max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(3,), block_tokens=16, prefix_cache=False
@@ -44,6 +52,7 @@ def test_sequences_that_pass_the_original_positions_of_longrope_are_asked_for(tm
             assert scaling.is_long is is_long
 
 
+@pytest.mark.slow
 def test_chunks_and_single_tokens_give_the_reference(served: tuple[ModelRunner, list[int], NDArray[np.float32]]):
     model, prompt, expected = served
     for start, end in ends(0):

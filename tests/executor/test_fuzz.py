@@ -5,7 +5,6 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +15,12 @@ from hypothesis import strategies as st
 from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import ExecutorState, FerrumError
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.models.specs import ParamTree
 from tests.executor.asking import prompt
-from tests.executor.conftest import ENGINE, make_runner
 from tests.executor.junk import JSON, spoiled
 from tests.executor.malformed import CALLS, HELD, Asked, Scene
 from tests.long import SECONDS, SEED
 
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
-
-
-@pytest.fixture(scope="module")
-def fuzzed(params: ParamTree) -> Iterator[ModelRunner]:
-    """A warm runner with few steps."""
-    engine = replace(
-        ENGINE,
-        prefix_cache=True,
-        max_loras=2,
-        max_lora_rank=4,
-        decode_rows=(2,),
-        query_blocks=(1,),
-        block_tokens=8,
-        multi_step_tokens=3,
-    )
-    with make_runner(params, engine) as runner:
-        runner.warmup()
-        yield runner
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +30,9 @@ def loop() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def scene(fuzzed: ModelRunner, loop: asyncio.Runner, adapter_folders: dict[str, str]) -> Scene:
-    foreign = loop.run(LlmExecutor(fuzzed).prefill(prompt([1]))).kv_cache
-    return Scene(fuzzed, LlmExecutor(fuzzed), {"foreign": foreign}, adapter_folders["one"])
+def scene(reusing_runner: ModelRunner, loop: asyncio.Runner, adapter_folders: dict[str, str]) -> Scene:
+    foreign = loop.run(LlmExecutor(reusing_runner).prefill(prompt([1]))).kv_cache
+    return Scene(reusing_runner, LlmExecutor(reusing_runner), {"foreign": foreign}, adapter_folders["one"])
 
 
 def _books(scene: Scene) -> Any:
@@ -120,7 +99,7 @@ def _fuzz(scene: Scene, loop: asyncio.Runner, examples: int, nth: int = 0) -> No
 
 
 def test_a_malformed_call_is_refused_and_changes_nothing(scene: Scene, loop: asyncio.Runner):
-    _fuzz(scene, loop, 300)
+    _fuzz(scene, loop, 100)
 
 
 PEFT = {
@@ -147,7 +126,7 @@ def _fuzz_folders(scene: Scene, loop: asyncio.Runner, folder: Path, examples: in
 
 
 def test_a_damaged_adapter_is_refused_and_changes_nothing(scene: Scene, loop: asyncio.Runner, tmp_path: Path):
-    _fuzz_folders(scene, loop, tmp_path, 200)
+    _fuzz_folders(scene, loop, tmp_path, 40)
 
 
 @pytest.mark.slow

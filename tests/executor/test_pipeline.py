@@ -1,8 +1,6 @@
 """`execute`: rows of any output in one batch, and steps that are begun before the last ones are read."""
 
 import random
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,7 +28,7 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.models.capture import CaptureSpec
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CAPACITY, ENGINE, Oracle, make_runner, poison
+from tests.executor.conftest import CAPACITY, REUSING, Oracle, emptied, make_runner
 
 TOLERANCE = 1e-4  # float32 sums in another order; logits are of order 10
 TEXT = [(5 * at + 3) % 37 for at in range(CAPACITY)]
@@ -40,19 +38,9 @@ WARM = SlotSettings(temperature=1.3, top_k=9, seed=5, num_logprobs=2)
 PENALISED = SlotSettings(repetition_penalty=1.4, frequency_penalty=0.8, num_logprobs=0, seen=np.array(TEXT[:9]))
 
 
-@pytest.fixture(scope="module")
-def pipelined(params: ParamTree) -> Iterator[ModelRunner]:
-    """A runner that reuses prefixes."""
-    engine = replace(ENGINE, prefix_cache=True, multi_step_tokens=3, decode_rows=(4,))
-    with make_runner(params, engine) as runner:
-        yield runner
-
-
 @pytest.fixture
-def runner(pipelined: ModelRunner) -> ModelRunner:
-    pipelined.reset()
-    poison(pipelined)
-    return pipelined
+def runner(reusing: ModelRunner) -> ModelRunner:
+    return reusing
 
 
 def row(key: str, tokens: list[int] | None, start: int, output: Output = LAST_LOGITS) -> ScheduledRow:
@@ -140,7 +128,9 @@ def one_by_one(runner: ModelRunner, keys: str, settings: dict[str, SlotSettings]
     return found
 
 
-@pytest.mark.parametrize("order", ["as begun", "backwards", "last alone", "shuffled"])
+@pytest.mark.parametrize(
+    "order", ["as begun", "backwards", "last alone", pytest.param("shuffled", marks=pytest.mark.slow)]
+)
 def test_steps_begun_before_the_last_is_read_sample_as_token_by_token(order: str, runner: ModelRunner):
     settings = {"a": PENALISED, "b": WARM, "c": GREEDY}
     expected = one_by_one(runner, "abc", settings, 7)
@@ -342,36 +332,34 @@ def test_a_token_that_the_host_knows_already_is_written_as_any_other(runner: Mod
 
 
 def test_sequences_whose_window_was_evicted_are_recomputed_with_tokens_sampled_in_flight(
-    params: ParamTree, oracle: Oracle
+    shared_runner: ModelRunner, oracle: Oracle
 ):
-    engine = replace(ENGINE, window_kv=True, query_blocks=(1,), block_tokens=8)
-    with make_runner(params, engine) as runner:
-        poison(runner)
-        runner.prefill("a", TEXT[:30])
-        steps = [runner.execute([row("a", [4], 30, SampledToken(GREEDY))])]
-        steps += [runner.execute([row("a", None, 31 + at, SampledToken(GREEDY))]) for at in range(4)]
-        runner.truncate_kv("a", 33)
-        runner.fork("a", "twin")  # whose own cache is empty
-        text = [*TEXT[:30], 4, *(step.result()[0].token_id for step in steps)][:33]
-        first = runner.execute([row("twin", [8], 33, SampledToken(GREEDY))])
-        runner.fork("a", "third")
-        second = runner.execute([row("twin", None, 34, LAST_LOGITS), row("third", [9], 33, LAST_LOGITS)])
-        sampled = first.result()[0].token_id
-        wanted = [oracle([*text, 8, sampled])[-1], oracle([*text, 9])[-1]]
-        np.testing.assert_allclose(second.result(), wanted, atol=TOLERANCE, rtol=0)
+    windowed = emptied(shared_runner)
+    windowed.prefill("a", TEXT[:30])
+    steps = [windowed.execute([row("a", [4], 30, SampledToken(GREEDY))])]
+    steps += [windowed.execute([row("a", None, 31 + at, SampledToken(GREEDY))]) for at in range(4)]
+    windowed.truncate_kv("a", 33)
+    windowed.fork("a", "twin")  # whose own cache is empty
+    text = [*TEXT[:30], 4, *(step.result()[0].token_id for step in steps)][:33]
+    first = windowed.execute([row("twin", [8], 33, SampledToken(GREEDY))])
+    windowed.fork("a", "third")
+    second = windowed.execute([row("twin", None, 34, LAST_LOGITS), row("third", [9], 33, LAST_LOGITS)])
+    sampled = first.result()[0].token_id
+    wanted = [oracle([*text, 8, sampled])[-1], oracle([*text, 9])[-1]]
+    np.testing.assert_allclose(second.result(), wanted, atol=TOLERANCE, rtol=0)
 
 
-def test_more_rows_than_one_step_has_room_for_sample_in_several(params: ParamTree, oracle: Oracle):
-    with make_runner(params, replace(ENGINE, decode_rows=(1,), query_blocks=(1,))) as narrow:
-        settings = SampledToken(GREEDY)
-        steps = [narrow.execute([row(key, [at, 4], 0, settings) for at, key in enumerate("abcd")])]
-        steps += [narrow.execute([row(key, None, 2 + at, settings) for key in "abcd"]) for at in range(3)]
-        found = [[choice.token_id for choice in step.result()] for step in steps]
-        for at, tokens in enumerate(zip(*found, strict=True)):
-            text = [at, 4]
-            for token in tokens:
-                assert token == int(oracle(text)[-1].argmax())
-                text.append(token)
+@pytest.mark.slow
+def test_more_rows_than_one_step_has_room_for_sample_in_several(narrow: ModelRunner, oracle: Oracle):
+    settings = SampledToken(GREEDY)
+    steps = [narrow.execute([row(key, [at, 4], 0, settings) for at, key in enumerate("abcd")])]
+    steps += [narrow.execute([row(key, None, 2 + at, settings) for key in "abcd"]) for at in range(3)]
+    found = [[choice.token_id for choice in step.result()] for step in steps]
+    for at, tokens in enumerate(zip(*found, strict=True)):
+        text = [at, 4]
+        for token in tokens:
+            assert token == int(oracle(text)[-1].argmax())
+            text.append(token)
 
 
 def test_a_failure_while_a_step_is_read_is_an_error_until_reset_and_what_was_begun_before_is_lost(
@@ -398,8 +386,9 @@ def test_a_failure_while_a_step_is_read_is_an_error_until_reset_and_what_was_beg
     np.testing.assert_allclose(runner.decode("a", 8, 9), oracle([*HELD["a"], 8])[-1], atol=TOLERANCE, rtol=0)
 
 
-def test_a_step_cannot_be_read_after_close(params: ParamTree):
-    with make_runner(params) as closing:
+def test_a_step_cannot_be_read_after_close(params: ParamTree, reusing_runner: ModelRunner):
+    with make_runner(params, REUSING) as closing:
+        closing._programs._steps.update(reusing_runner._programs._steps)
         step = closing.execute([row("a", [4], 0, SampledToken(GREEDY))])
     with pytest.raises(CancelledError, match="closed"):
         step.result()

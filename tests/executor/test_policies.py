@@ -15,7 +15,7 @@ from ferrum_jax.contract import (
 from ferrum_jax.contract.llm import choose
 from ferrum_jax.executor import ModelRunner
 from tests.executor.conftest import CFG, Oracle
-from tests.executor.machine import POLICIES
+from tests.executor.drawn import POLICIES
 
 V = CFG.vocab_size
 PROMPTS = {"a": [1, 2, 3], "b": [9, 8, 7, 6, 5], "c": [4] * 11, "d": [30, 20, 10]}
@@ -33,7 +33,7 @@ def same(answer: object, expected: np.ndarray, policy: LogitsReturnPolicy) -> No
 
 
 def test_ids_equal_the_arg_max_of_full_logits_in_every_mix_of_rows(shared_runner: ModelRunner, oracle: Oracle):
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(policies=st.lists(POLICIES, min_size=4, max_size=4), unified=st.booleans())
     def law(policies: list[LogitsReturnPolicy], unified: bool):
         shared_runner.reset()
@@ -56,10 +56,10 @@ def test_ids_equal_the_arg_max_of_full_logits_in_every_mix_of_rows(shared_runner
     law()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3, 4])
 def test_of_greedy_rows_one_id_each_crosses_to_the_host(count: int, runner: ModelRunner):
     batch = [(key, 1, 0) for key in "abcd"[:count]]
-    bucket = {1: 1, 2: 2, 3: 4, 4: 4}[count]
+    bucket = {1: 1, 3: 4, 4: 4}[count]
     ids = runner.decode_batch_with_logits_policy(batch, [GreedyArgmax()] * count)
     assert all(type(token) is int for token in ids)
     assert last_bytes(runner) == 12 * bucket

@@ -2,8 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,26 +10,10 @@ from ferrum_jax.contract import ActiveLoraAdapter, KvSlotRequest
 from ferrum_jax.contract.errors import ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG, ENGINE, Oracle, make_runner, poison
+from tests.executor.conftest import CFG, Oracle
 
 PROMPT = [(5 * i + 3) % CFG.vocab_size for i in range(44)]
 Oracles = dict[str | None, Oracle]
-
-
-@pytest.fixture(scope="module")
-def reusing_runner(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(ENGINE, prefix_cache=True, max_loras=2, max_lora_rank=4)
-    with make_runner(params, engine) as runner:
-        runner.warmup()
-        yield runner
-
-
-@pytest.fixture
-def reusing(reusing_runner: ModelRunner) -> ModelRunner:
-    reusing_runner.reset()
-    poison(reusing_runner)
-    return reusing_runner
 
 
 def tokens_computed(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -55,12 +37,12 @@ def saved(runner: ModelRunner) -> tuple[int, int, int]:
     return counts["hits"], counts["misses"], counts["saved_prefill_tokens"]
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("families", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_logits_of_families_that_share_prefixes_equal_those_without_reuse(
-    number: int, reusing: ModelRunner, oracle: Oracle
+    families: int, reusing: ModelRunner, oracle: Oracle
 ):
-    rng = random.Random(number)
-    for family in range(100):
+    rng, before = random.Random(0), saved(reusing)[2]
+    for family in range(families):
         base = [rng.randrange(CFG.vocab_size) for _ in range(rng.randint(9, 36))]
         for member in range(3):
             cut = rng.randint(8, len(base))
@@ -75,7 +57,7 @@ def test_logits_of_families_that_share_prefixes_equal_those_without_reuse(
             assert logits is not None
             np.testing.assert_allclose(logits, oracle(tokens)[-1], atol=1e-4, rtol=0)
             reusing.release(key)
-    assert saved(reusing)[2] > 1000
+    assert saved(reusing)[2] - before > 5 * families
 
 
 def test_a_hit_computes_only_what_is_not_reused(reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch):
@@ -208,8 +190,6 @@ def test_an_adapter_that_is_loaded_anew_finds_no_prefix_of_the_old_one(
     reusing.set_lora_adapter_for_cache("b", adapter)
     reusing.prefill("b", PROMPT[:20])
     assert computed == [20]
-    reusing.release("b")
-    reusing.unload_lora("one")
 
 
 def test_what_writes_nothing_forgets_nothing(reusing: ModelRunner, oracle: Oracle):

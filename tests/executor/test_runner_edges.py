@@ -17,6 +17,7 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, Oracle, make_runner
 
@@ -166,11 +167,13 @@ REFUSALS = {
         "need 3 slots",
     ),
     "a reservation that is none": Refusal(
-        lambda r: r.reserve_kv_slots([wrong(("a", 3))]), RequestValidationError, "expected a KvSlotRequest"
+        lambda r: r.reserve_kv_slots([wrong(("a", 3))]),
+        RequestValidationError,
+        "requests[0] is a tuple, expected a KvSlotRequest",
     ),
     "a fork of an unknown id": Refusal(lambda r: r.fork("n", "m"), RequestValidationError, "'n' is unknown"),
     "a fork onto a live id": Refusal(lambda r: r.fork("a", "b"), RequestValidationError, "'b' is a live sequence"),
-    "a KV of an unknown id": Refusal(lambda r: r.kv_cache("n", 0), RequestValidationError, "'n' is unknown"),
+    "a KV of an unknown id": Refusal(lambda r: r.kv_cache("n", 1), RequestValidationError, "'n' is unknown"),
     "a KV of a layer that is not there": Refusal(lambda r: r.kv_cache("a", 2), RequestValidationError, "layer is 2"),
     "verifying an id twice": Refusal(
         lambda r: r.forward_verify_batch([("a", [1]), ("a", [2])]), RequestValidationError, "'a' occurs twice"
@@ -306,12 +309,12 @@ def test_reset_drops_every_sequence_and_keeps_the_steps(runner: ModelRunner):
     assert runner.compile_stats()["compiled"] == compiled
 
 
-def test_batches_are_counted_by_size(params: ParamTree):
-    with make_runner(params) as runner:
-        runner.decode("a", 1, 0)
-        runner.decode_batch([("a", 1, 1), ("b", 1, 0), ("c", 1, 0)])
-        runner.decode_batch_with_full_logits([("a", 1, 2), ("b", 1, 1)], True)
-        counts = runner.cache_metrics_snapshot()["decode_batch"]
+def test_batches_are_counted_by_size(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runner, "_decode_batches", DecodeBatchCounters())
+    runner.decode("a", 1, 0)
+    runner.decode_batch([("a", 1, 1), ("b", 1, 0), ("c", 1, 0)])
+    runner.decode_batch_with_full_logits([("a", 1, 2), ("b", 1, 1)], True)
+    counts = runner.cache_metrics_snapshot()["decode_batch"]
     assert (counts["calls"], counts["total_items"], counts["max_items"], counts["last_items"]) == (2, 5, 3, 2)
     assert counts["avg_items_per_call"] == 2.5
     assert counts["force_full_logits_calls"] == 1

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 PROGRAM = """
     import jax, json, sys
     from tests.executor.conftest import CFG, ENGINE
@@ -29,6 +31,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_adapters_policies_and_copies_run_where_the_model_is(adapter_folders: dict[str, str]):
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), adapter_folders["one"]]
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}

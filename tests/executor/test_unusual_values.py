@@ -43,7 +43,7 @@ def _deleted() -> Any:
         (lambda r: r.decode("a", 1, HUGE), "pos is a int that cannot be shown"),
         (lambda r: r.decode("a", 1, _deleted()), "that cannot be shown, expected an integer"),
         (lambda r: r.truncate_kv("a", -HUGE), "a int that cannot be shown"),
-        (lambda r: r.reserve_kv_slots(None), "requests are a NoneType"),
+        (lambda r: r.reserve_kv_slots(None), "requests is a NoneType"),
         (lambda r: KvSlotRequest(cache_id="a", target_len=WRONG["target_len"]), "target_len is 1.5"),
         (lambda r: r.load_lora([], "a"), r"adapter name \[\]"),
         (lambda r: r.unload_lora({}), "adapter name {}"),

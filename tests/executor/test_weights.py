@@ -1,7 +1,6 @@
 """Other weights in a runner that goes on: nothing compiles, no old prefix is found, the KV may be away meanwhile."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +12,10 @@ from ferrum_jax.contract import ExecutorState
 from ferrum_jax.contract.errors import CancelledError, InvalidParameterError, RequestValidationError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG, ENGINE, make_runner
+from tests.executor.conftest import CFG, Oracle, make_runner
 
 TOKENS = list(range(1, 21))
+OracleOf = Callable[[ParamTree], Oracle]
 
 
 @pytest.fixture(scope="module")
@@ -23,33 +23,22 @@ def others(params: ParamTree) -> ParamTree:
     return jax.tree.map(lambda leaf: (leaf * 1.1).block_until_ready(), params)
 
 
-@pytest.fixture(scope="module")
-def shared(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(ENGINE, prefix_cache=True, decode_rows=(4,), query_blocks=(3,), block_tokens=8)
-    with make_runner(params, engine) as runner:
-        yield runner
-
-
 @pytest.fixture
-def runner(shared: ModelRunner, params: ParamTree) -> ModelRunner:
-    shared.reset()
-    shared.set_params(params)
-    return shared
-
-
-def logits_of(params: ParamTree, tokens: list[int]) -> np.ndarray:
-    return np.asarray(models.forward(params, jnp.array([tokens]), CFG))[0, -1]
+def runner(reusing: ModelRunner, params: ParamTree) -> Iterator[ModelRunner]:
+    yield reusing
+    reusing.reset()
+    reusing.set_params(params)
 
 
 def test_new_weights_answer_at_once_compile_nothing_and_find_no_old_prefix(
-    runner: ModelRunner, params: ParamTree, others: ParamTree, compiles: list[str]
+    runner: ModelRunner, params: ParamTree, others: ParamTree, oracle_of: OracleOf, compiles: list[str]
 ):
-    expected = [logits_of(weights, TOKENS) for weights in (params, others, params)]
+    expected = [oracle_of(weights)(TOKENS)[-1] for weights in (params, others, params)]
+    hits, version = runner.cache_metrics_snapshot()["hits"], runner.params_version
     runner.prefill("a", TOKENS)
     runner.release("a")
-    version = runner.params_version
     runner.prefill("warm", TOKENS)
-    assert runner.cache_metrics_snapshot()["hits"] == 1
+    assert runner.cache_metrics_snapshot()["hits"] == hits + 1
     runner.release("warm")
     compiles.clear()
     for weights, wanted in zip((params, others, params), expected, strict=True):
@@ -58,7 +47,7 @@ def test_new_weights_answer_at_once_compile_nothing_and_find_no_old_prefix(
         runner.release("a")
     assert compiles == []
     assert runner.params_version == version + 3
-    assert runner.cache_metrics_snapshot()["hits"] == 1
+    assert runner.cache_metrics_snapshot()["hits"] == hits + 1
     assert runner.params is params
 
 
@@ -73,7 +62,9 @@ def _changed(params: ParamTree, leaf: object) -> ParamTree:
     return models.specs.from_names(models.family(CFG).param_specs(CFG), leaves)
 
 
-def test_weights_that_differ_in_more_than_values_are_refused_and_change_nothing(runner: ModelRunner, params: ParamTree):
+def test_weights_that_differ_in_more_than_values_are_refused_and_change_nothing(
+    runner: ModelRunner, params: ParamTree, oracle: Oracle
+):
     gone = jnp.ones(24)
     gone.delete()
     wrong = [
@@ -90,22 +81,22 @@ def test_weights_that_differ_in_more_than_values_are_refused_and_change_nothing(
     with pytest.raises(InvalidParameterError, match=r"model\.\S+ is missing.* and \d+ more"):
         runner.set_params({})
     assert runner.params is params
-    np.testing.assert_allclose(runner.prefill("a", TOKENS), logits_of(params, TOKENS), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
 
 
-def test_weights_are_refused_while_a_sequence_is_live(runner: ModelRunner, params: ParamTree, others: ParamTree):
+def test_weights_are_refused_while_a_sequence_is_live(runner: ModelRunner, others: ParamTree, oracle: Oracle):
     runner.prefill("a", TOKENS)
     for refused in (lambda: runner.set_params(others), runner.free_kv):
         with pytest.raises(RequestValidationError, match="1 sequences are live, 'a' among them"):
             refused()
     assert runner.kv_len("a") == len(TOKENS)
-    np.testing.assert_allclose(runner.decode("a", 30, len(TOKENS)), logits_of(params, [*TOKENS, 30]), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(runner.decode("a", 30, len(TOKENS)), oracle([*TOKENS, 30])[-1], rtol=0, atol=1e-4)
     runner.reset()
     runner.set_params(others)
 
 
 def test_the_kv_can_be_away_while_weights_are_set(
-    runner: ModelRunner, params: ParamTree, others: ParamTree, compiles: list[str]
+    runner: ModelRunner, others: ParamTree, oracle_of: OracleOf, compiles: list[str]
 ):
     runner.prefill("a", TOKENS)
     runner.release("a")
@@ -125,7 +116,7 @@ def test_the_kv_can_be_away_while_weights_are_set(
     assert executor.status().is_ready
     found = runner.prefill("a", TOKENS)
     assert compiles == []
-    np.testing.assert_allclose(found, logits_of(others, TOKENS), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found, oracle_of(others)(TOKENS)[-1], rtol=0, atol=1e-4)
     runner.release("a")
     runner.free_kv()
     runner.reset()

@@ -22,8 +22,9 @@ SPEC = CacheSpec(
 
 
 layouts = st.sampled_from([layout for layout in get_args(Layout) if layout != "latent"])  # whose values are its keys
-read_layer = jax.jit(state.read, static_argnums=1)
-write_layer = jax.jit(state.write, static_argnums=1)
+read_layer = jax.jit(state.read)
+write_layer = jax.jit(state.write)
+COUNT = 5  # tokens of a write
 
 
 @functools.cache
@@ -39,34 +40,34 @@ def logical(kv: KvState[jax.Array]) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values as `[L, P, C, K, H]`, whatever their physical order."""
     layers, blocks = kv.k.shape[:2]
     everything = jnp.asarray(np.arange(blocks, dtype=np.int32))
-    read = [read_layer(kv, layer, everything) for layer in range(layers)]
+    read = [read_layer(kv, np.int32(layer), everything) for layer in range(layers)]
     k = np.stack([np.asarray(one).transpose(0, 3, 1, 2) for one, _ in read])
     v = np.stack([np.asarray(one).transpose(0, 2, 1, 3) for _, one in read])
     return k, v
 
 
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), layout=layouts, layer=st.integers(0, LAYERS - 1), count=st.sampled_from([1, 4, 9]))
-def test_a_write_lands_where_it_says_and_nowhere_else(data: st.DataObject, layout: Layout, layer: int, count: int):
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), layout=layouts, layer=st.integers(0, LAYERS - 1))
+def test_a_write_lands_where_it_says_and_nowhere_else(data: st.DataObject, layout: Layout, layer: int):
     places = st.tuples(st.integers(0, BLOCKS - 1), st.integers(0, BLOCK - 1))
-    at = data.draw(st.lists(places, min_size=count, max_size=count, unique=True))
-    padding = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
+    at = data.draw(st.lists(places, min_size=COUNT, max_size=COUNT, unique=True))
+    padding = data.draw(st.lists(st.booleans(), min_size=COUNT, max_size=COUNT))
     ids = np.array([BLOCKS if skipped else block for (block, _), skipped in zip(at, padding, strict=True)], np.int32)
     offsets = np.array([offset for _, offset in at], np.int32)
     rng = np.random.default_rng(0)
-    k, v = (rng.standard_normal((count, HEADS, WIDTH), np.float32) for _ in "kv")
+    k, v = (rng.standard_normal((COUNT, HEADS, WIDTH), np.float32) for _ in "kv")
     before = full(replace(SPEC, layout=layout))
     expected = [side.copy() for side in logical(before)]
     for token, ((block, offset), skipped) in enumerate(zip(at, padding, strict=True)):
         if not skipped:
             expected[0][layer, block, offset] = k[token]
             expected[1][layer, block, offset] = v[token]
-    after = write_layer(before, layer, ids, offsets, k, v)
+    after = write_layer(before, np.int32(layer), ids, offsets, k, v)
     for found, wanted in zip(logical(after), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     sizes=st.tuples(*[st.integers(1, 5)] * 5),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
@@ -87,7 +88,7 @@ def test_what_is_written_is_read_for_any_shape(sizes: tuple[int, int, int, int, 
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.standard_normal((count, heads, width), np.float32)) for _ in "kv")
     ids, offsets = (jnp.asarray(part) for part in np.divmod(np.arange(count, dtype=np.int32), block))
-    kv = write_layer(state.empty(spec), layers - 1, ids, offsets, k, v)
+    kv = write_layer(state.empty(spec), np.int32(layers - 1), ids, offsets, k, v)
     found = logical(kv)
     for side, given_ in zip(found, (k, v), strict=True):
         np.testing.assert_array_equal(side[layers - 1].reshape(count, heads, width), given_.astype(dtype))

@@ -46,7 +46,7 @@ def test_rings_of_the_layers_with_a_window_give_the_same_logits(tmp_path: Path, 
         max_seqs=2, kv_capacity=64, block_size=4, decode_rows=(2,), query_blocks=(1,), block_tokens=8, window_kv=True
     )
     with ferrum_jax.load(tiny.write_folder(tmp_path, CONFIG), engine=engine, progress=False) as runner:
-        assert runner.plan.cache.ring_layers == 1
+        assert runner.plan.cache.window_layers == 1
         np.testing.assert_allclose(runner.prefill("a", TOKENS[:30]), expected[29], atol=TOLERANCE)
         runner.prefill("b", TOKENS[:11])
         for at in range(11, 24):

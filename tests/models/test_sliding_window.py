@@ -40,7 +40,7 @@ def test_rows_of_one_sequence_in_a_step_equal_the_forward_without_a_cache(size: 
     spec = CacheSpec(
         num_layers=CFG.layer_windows.count(None), num_blocks=blocks, block_size=BLOCK, dtype="float32",
         num_kv_heads=CFG.num_key_value_heads, head_dim=CFG.head_dim,
-        ring_layers=3 - CFG.layer_windows.count(None), ring_blocks=window_blocks, num_rings=1,
+        window_layers=3 - CFG.layer_windows.count(None), window_blocks=window_blocks, window_slots=1,
     )  # fmt: skip
     order = np.random.default_rng(0).permutation
     table = [*order(blocks).tolist(), *order(window_blocks).tolist()]
