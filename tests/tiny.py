@@ -287,6 +287,11 @@ SERVED = (  # one of each `model_type`, with its own mechanisms, and one that cr
 )  # fmt: skip
 
 
+QUICK = (  # one of each family of models/registry.py: the tier of tests that runs by default
+    "llama31", "phi3_beyond", "olmo2", "gemma3", "mixtral", "qwen2_moe", "deepseek3", "gpt_oss",
+)  # fmt: skip
+
+
 def model_config(name: str) -> ModelConfig:
     """Configuration of a tiny model as this package reads it."""
     return ModelConfig.from_hf(CONFIGS[name])

@@ -64,6 +64,7 @@ def test_every_tiny_adapter_has_a_reference(references: dict[str, Logits]):
     assert references.keys() == ADAPTERS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_gives_the_logits_of_peft(name: str, references: dict[str, Logits], tmp_path: Path):
     model = ADAPTERS[name][0]
@@ -100,6 +101,7 @@ def test_rows_of_none_equal_the_forward_without_stacks(bare: Logits, mixed: Logi
         np.testing.assert_allclose(logits, bare, rtol=0, atol=SAME)
 
 
+@pytest.mark.slow
 def test_a_larger_rank_and_more_rows_change_nothing(params: ParamTree, tmp_path: Path):
     tokens, row = jnp.asarray([prompt("every")]), jnp.asarray([0])
     small, large = (
@@ -147,6 +149,7 @@ def serve(params: ParamTree, stacks: ParamTree, tokens: NDArray[np.int32], first
     return np.asarray(logits[0]), np.asarray(logits[1:])
 
 
+@pytest.mark.slow
 def test_a_served_mix_of_a_decode_and_a_chunk_equals_the_forward_over_the_whole_prompt(
     params: ParamTree, stacks: ParamTree, bare: Logits, references: dict[str, Logits]
 ):
@@ -201,6 +204,7 @@ def test_stacks_that_no_row_uses_compute_nothing_more(params: ParamTree, stacks:
     assert str(jax.make_jaxpr(lambda: forward(params, kv, batch, CFG, loras=stacks))()) == str(without)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_biases", "qwen3_tied"])
 def test_the_gradient_of_tuning_predicts_a_small_step(name: str):
     cfg, spec = tiny.model_config(name), LoraSpec(max_loras=2, max_rank=3)
@@ -227,6 +231,7 @@ def test_the_gradient_of_tuning_predicts_a_small_step(name: str):
     np.testing.assert_allclose(float(loss(ahead) - loss(behind)), 2 * 1e-3 * (1e-3 / length), rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_model_takes_bfloat16_adapters(stacks: ParamTree, bare: Logits, references: dict[str, Logits]):
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (tiny.tiny_params(tiny.CONFIGS[MODEL]), stacks))
     tokens = jnp.asarray([prompt("every")])

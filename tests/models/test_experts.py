@@ -16,6 +16,7 @@ from ferrum_jax.models.adapters import LoraSpec, stack_specs
 from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import ParamTree, initialise, named_leaves
 from tests import tiny
+from tests.tiers import by_default
 
 TOLERANCE = 1e-4  # float32 sums in another order
 ENGINE = ferrum_jax.EngineConfig(
@@ -33,6 +34,7 @@ def logits_of(params: ParamTree, tokens: list[int], cfg: ferrum_jax.ModelConfig 
     return np.asarray(jax.jit(models.forward, static_argnums=2)(params, jnp.asarray([tokens]), cfg)[0])
 
 
+@pytest.mark.slow
 def test_chunks_batches_and_mixed_steps_give_the_logits_of_one_forward(tmp_path: Path):
     expected = logits_of(tiny.tiny_params(CONFIG), TOKENS)
     with ferrum_jax.load(tiny.write_folder(tmp_path, CONFIG), engine=ENGINE, progress=False) as runner:
@@ -47,6 +49,7 @@ def test_chunks_batches_and_mixed_steps_give_the_logits_of_one_forward(tmp_path:
             np.testing.assert_allclose(logits, expected[position], atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "layout"), [(CONFIG, "fused"), (MIXTRAL, "scanned")], ids=["fused", "scanned"])
 def test_other_layouts_give_the_same_logits(config: dict[str, Any], layout: str):
     params, cfg = tiny.tiny_params(config), ferrum_jax.ModelConfig.from_hf(config)
@@ -59,6 +62,7 @@ def test_layers_that_differ_are_not_stacked():
         lay_out(tiny.tiny_params(CONFIG), CFG, "scanned")
 
 
+@pytest.mark.slow
 def test_quantised_experts_give_the_logits_of_what_they_stand_for_and_the_router_stays(tmp_path: Path):
     kept = models.quantise(tiny.tiny_params(CONFIG), CFG, "int8")
     np.testing.assert_allclose(logits_of(kept, TOKENS), logits_of(models.dequantise(kept), TOKENS), atol=TOLERANCE)
@@ -70,7 +74,7 @@ def test_quantised_experts_give_the_logits_of_what_they_stand_for_and_the_router
     tiny.assert_same_tree(loaded, kept)
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", by_default([None, "int8"], None))
 def test_a_converted_checkpoint_has_the_same_tree_and_configuration(quantize: str | None, tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "model", CONFIG, shards=2)
     made = conversion.convert(folder, tmp_path / "converted", progress=False, quantize=quantize)
@@ -94,6 +98,7 @@ def test_an_expert_that_is_missing_or_of_another_shape_is_named(tmp_path: Path):
     assert "model.layers.0.mlp.experts.7.gate_proj.weight is unknown" in message
 
 
+@pytest.mark.slow
 def test_adapters_change_attention_and_blocks_without_experts():
     spec, tokens = LoraSpec(max_loras=1, max_rank=2), jnp.asarray([TOKENS[:9]])
     blocks = stack_specs(CFG, spec)["model"]["layers"]
@@ -122,8 +127,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_mixture_that_cannot_be_is_refused(case: str):
-    name, change, message = WRONG[case]
-    with pytest.raises(ConfigError, match=message):
-        ferrum_jax.ModelConfig.from_hf(tiny.CONFIGS[name] | change)
+def test_a_mixture_that_cannot_be_is_refused():
+    for name, change, message in WRONG.values():
+        with pytest.raises(ConfigError, match=message):
+            ferrum_jax.ModelConfig.from_hf(tiny.CONFIGS[name] | change)

@@ -16,6 +16,7 @@ from ferrum_jax.models.adapters import LoraSpec, stack_specs
 from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import ParamTree, initialise, named_leaves
 from tests import tiny
+from tests.tiers import by_default
 
 TOLERANCE = 1e-4  # float32 sums in another order
 CONFIG = tiny.CONFIGS["gpt_oss"] | {"num_hidden_layers": 2}  # a layer with a window and one without
@@ -35,12 +36,14 @@ def expected() -> NDArray[np.float32]:
     return logits_of(tiny.tiny_params(CONFIG))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fused", "scanned"])
 def test_other_layouts_give_the_same_logits(layout: str, expected: NDArray[np.float32]):
     params = lay_out(tiny.tiny_params(CONFIG), CFG, layout)
     np.testing.assert_allclose(logits_of(params), expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_rings_of_the_layers_with_a_window_give_the_same_logits(tmp_path: Path, expected: NDArray[np.float32]):
     engine = ferrum_jax.EngineConfig(
         max_seqs=2, kv_capacity=64, block_size=4, decode_rows=(2,), query_blocks=(1,), block_tokens=8, window_kv=True
@@ -66,7 +69,7 @@ def test_each_part_counts(expected: NDArray[np.float32]):
             assert np.abs(logits_of(params) - expected).max() > 1e-2, name
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("quantize", by_default([None, "int8"], "int8"))
 def test_a_converted_checkpoint_has_the_same_tree_and_configuration(quantize: str | None, tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "model", CONFIG, shards=2)
     made = conversion.convert(folder, tmp_path / "converted", progress=False, quantize=quantize)
@@ -78,6 +81,7 @@ def test_a_converted_checkpoint_has_the_same_tree_and_configuration(quantize: st
         tiny.assert_same_tree(found, tiny.tiny_params(CONFIG))
 
 
+@pytest.mark.slow
 def test_an_orbax_checkpoint_of_plain_weights_is_quantised_as_it_is_read(tmp_path: Path):
     folder = tiny.write_folder(tmp_path / "model", CONFIG)
     made = conversion.convert(folder, tmp_path / "converted", progress=False)
@@ -85,6 +89,7 @@ def test_an_orbax_checkpoint_of_plain_weights_is_quantised_as_it_is_read(tmp_pat
     tiny.assert_same_tree(found, ferrum_jax.load_params(folder, quantize="int8")[0])
 
 
+@pytest.mark.slow
 def test_quantised_experts_give_the_logits_of_what_they_stand_for_and_biases_stay():
     kept = models.quantise(tiny.tiny_params(CONFIG), CFG, "int8")
     np.testing.assert_allclose(logits_of(kept), logits_of(models.dequantise(kept)), atol=TOLERANCE)
@@ -109,6 +114,7 @@ def test_experts_that_are_missing_or_of_another_shape_are_named(tmp_path: Path):
         assert f"{EXPERTS}.{problem}" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_adapters_of_attention_are_added_to_its_weights():
     spec = LoraSpec(max_loras=1, max_rank=2)
     specs = stack_specs(CFG, spec)
@@ -129,6 +135,7 @@ def test_adapters_of_attention_are_added_to_its_weights():
     assert np.abs(adapted - logits_of(params)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_parameter():
     config = CONFIG | {"num_hidden_layers": 1}
 
@@ -168,8 +175,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_configuration_that_cannot_be_is_refused(case: str):
-    change, kind, message = WRONG[case]
-    with pytest.raises(kind, match=message):
-        ferrum_jax.ModelConfig.from_hf(CONFIG | change)
+def test_a_configuration_that_cannot_be_is_refused():
+    for change, kind, message in WRONG.values():
+        with pytest.raises(kind, match=message):
+            ferrum_jax.ModelConfig.from_hf(CONFIG | change)

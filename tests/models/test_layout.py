@@ -21,6 +21,7 @@ from ferrum_jax.ops.quantised import quantise_weight
 from ferrum_jax.weights import orbax
 from tests import tiny
 from tests.adapters import ADAPTERS, stacks_of
+from tests.tiers import by_default
 
 SAME = 2e-5  # the same sums in another order; logits are of the order of one
 MODEL = "qwen2_window"  # biases on q, k and v, and layers with and without a window
@@ -28,8 +29,8 @@ CFG = tiny.model_config(MODEL)
 TOKENS = jnp.asarray([tiny.prompt(MODEL)])
 
 run = jax.jit(models.forward, static_argnums=2)
-OTHERS = [name for name in tiny.CONFIGS if name not in tiny.SERVED]
 other_layouts = pytest.mark.parametrize("layout", LAYOUTS[1:])
+either_layout = pytest.mark.parametrize("layout", by_default(LAYOUTS[1:], "scanned"))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_an_unknown_layout_is_refused(params: ParamTree):
         ferrum_jax.EngineConfig(layout="stacked")
 
 
-@pytest.mark.parametrize("name", [*tiny.SERVED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, MODEL))
 def test_every_model_gives_the_same_logits_in_every_layout(name: str):
     params, cfg = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name)
     tokens = jnp.asarray([tiny.prompt(name)])
@@ -84,6 +85,7 @@ def test_every_model_gives_the_same_logits_in_every_layout(name: str):
         np.testing.assert_allclose(found, expected, rtol=0, atol=SAME, err_msg=layout)
 
 
+@pytest.mark.slow
 @other_layouts
 def test_rows_keep_their_adapters_in_every_layout(layout: str, tmp_path: Path):
     name = "llama3"
@@ -97,6 +99,7 @@ def test_rows_keep_their_adapters_in_every_layout(layout: str, tmp_path: Path):
     assert np.abs(expected[0] - expected[1]).max() > 100 * SAME
 
 
+@pytest.mark.slow
 @other_layouts
 def test_gradients_are_the_same_in_every_layout(layout: str, params: ParamTree):
     def loss(tree: ParamTree) -> jax.Array:
@@ -109,6 +112,7 @@ def test_gradients_are_the_same_in_every_layout(layout: str, params: ParamTree):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=SAME), found, expected)
 
 
+@pytest.mark.slow
 @other_layouts
 def test_an_engine_serves_the_same_in_every_layout_and_writes_its_kv_in_place(layout: str, tmp_path: Path):
     folder = tiny.write_folder(tmp_path, tiny.CONFIGS[MODEL], shards=2)
@@ -136,8 +140,8 @@ def test_an_engine_serves_the_same_in_every_layout_and_writes_its_kv_in_place(la
     np.testing.assert_allclose(answers[1], answers[0], rtol=0, atol=SAME)
 
 
-@other_layouts
-@pytest.mark.parametrize("dtype", [None, "int8"])
+@either_layout
+@pytest.mark.parametrize("dtype", by_default([None, "int8"], "int8"))
 def test_an_orbax_checkpoint_is_laid_out_without_compiling(
     layout: str, dtype: str | None, params: ParamTree, tmp_path: Path, compiles: list[str]
 ):
@@ -150,7 +154,7 @@ def test_an_orbax_checkpoint_is_laid_out_without_compiling(
     tiny.assert_same_tree(found, expected)
 
 
-@other_layouts
+@either_layout
 def test_parts_of_different_kinds_are_not_joined(layout: str, params: ParamTree, tmp_path: Path):
     mixed = jax.tree.map(lambda leaf: leaf, params)
     attention = mixed["model"]["layers"][1]["self_attn"]
@@ -173,6 +177,7 @@ def test_scanned_temporaries_hold_no_copy_of_the_layers(params: ParamTree):
     assert memory.temp_size_in_bytes < weights
 
 
+@pytest.mark.slow
 @other_layouts
 @pytest.mark.parametrize("group_size", [None, 6])
 def test_quantised_weights_are_laid_out_like_others(layout: str, group_size: int | None, params: ParamTree):
@@ -183,7 +188,7 @@ def test_quantised_weights_are_laid_out_like_others(layout: str, group_size: int
     np.testing.assert_allclose(run(found, TOKENS, CFG), run(quantised, TOKENS, CFG), rtol=0, atol=SAME)
 
 
-@other_layouts
+@either_layout
 def test_a_folder_is_quantised_and_laid_out_while_it_is_read(layout: str, params: ParamTree, tmp_path: Path):
     folder = tiny.write_folder(tmp_path, tiny.CONFIGS[MODEL], shards=2)
     found, cfg = ferrum_jax.load_params(folder, layout=layout, quantize="int8")

@@ -27,6 +27,7 @@ from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.rope import rotations
 from tests import tiny
+from tests.tiers import by_default
 
 LAYERS, BLOCKS, BLOCK, COLUMNS = 3, 500, 128, 64
 CFG = ModelConfig(
@@ -81,8 +82,8 @@ def moved(text: str, least: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (8, 1), (1, 512), (3, 70)])
+@pytest.mark.parametrize("dtype", by_default(["bfloat16", "float16", "float32"], "bfloat16"))
+@pytest.mark.parametrize(("rows", "tokens"), by_default([(1, 1), (8, 1), (1, 512), (3, 70)], (8, 1), (3, 70)))
 def test_the_kernel_lowers_for_cuda_and_its_operand_is_the_pool(dtype: str, rows: int, tokens: int):
     group = Rows(tokens=ints(rows, tokens), lengths=ints(rows), counts=ints(rows), tables=ints(rows, COLUMNS))
     call = functools.partial(attend, scale=0.1, window=1000, backend="triton")
@@ -114,7 +115,7 @@ def check(text: str, leaves: int) -> None:
     assert not moved(text, BLOCKS * BLOCK * 8 * 128)
 
 
-@pytest.mark.parametrize("key", STEPS, ids=str)
+@pytest.mark.parametrize("key", by_default(STEPS, STEPS[1]), ids=str)
 def test_a_whole_step_lowers_for_cuda(key: StepKey):
     text = engine_step(key, "triton", "cuda")
     check(text, leaves=2)
@@ -123,8 +124,10 @@ def test_a_whole_step_lowers_for_cuda(key: StepKey):
     assert len(re.findall(r"call @_call\w*\(", text)) == groups * LAYERS
 
 
-@pytest.mark.parametrize("key", [StepKey(2, 0, 0, 4, 2), StepKey(1, 1, 40, 4, 2)], ids=str)
-@pytest.mark.parametrize(("name", "kinds"), [("llama31", 1), ("gemma3", 2)])
+@pytest.mark.parametrize(
+    "key", by_default([StepKey(2, 0, 0, 4, 2), StepKey(1, 1, 40, 4, 2)], StepKey(1, 1, 40, 4, 2)), ids=str
+)
+@pytest.mark.parametrize(("name", "kinds"), by_default([("llama31", 1), ("gemma3", 2)], ("gemma3", 2)))
 def test_a_step_on_a_cpu_computes_the_rotation_of_a_kind_of_layer_once(name: str, kinds: int, key: StepKey):
     cfg = tiny.model_config(name)
     params = specs.shapes(family(cfg).param_specs(cfg), "float32")
@@ -142,7 +145,7 @@ def test_a_rotation_is_a_branch_on_a_cpu_alone():
     assert {platform for platform, lines in text.items() if "stablehlo.compare GE" in lines} == {"cpu"}
 
 
-@pytest.mark.parametrize("key", STEPS, ids=str)
+@pytest.mark.parametrize("key", by_default(STEPS, STEPS[1]), ids=str)
 def test_a_whole_step_lowers_for_tpu(key: StepKey):
     text = engine_step(key, "tpu", "tpu")
     check(text, leaves=1)

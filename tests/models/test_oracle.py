@@ -9,6 +9,7 @@ from ferrum_jax import models
 from tests import tiny
 from tests.models.test_parity import REFERENCES, TOLERANCE
 from tests.oracle import oracle
+from tests.tiers import by_default
 
 SAME = 5e-5  # float32 sums in another order; logits are of the order of one
 NAMES = (
@@ -17,7 +18,7 @@ NAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", by_default(NAMES, "qwen3_window_biases"))
 def test_the_oracle_equals_the_reference_and_the_serving_forward(name: str):
     params, tokens, cfg = tiny.tiny_params(tiny.CONFIGS[name]), jnp.asarray(tiny.prompt(name)), tiny.model_config(name)
     found = oracle(params, tokens, cfg)

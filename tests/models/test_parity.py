@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 import ferrum_jax
 from ferrum_jax import models
 from tests import tiny
+from tests.tiers import by_default
 
 TOLERANCE = 2e-4  # float32 sums in another order, over three layers; logits are of the order of one
 REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
 
-OTHERS = [name for name in tiny.CONFIGS if name not in tiny.SERVED]
-
-every_model = pytest.mark.parametrize("name", tiny.CONFIGS)
+every_model = pytest.mark.parametrize("name", by_default(tiny.CONFIGS, *tiny.QUICK))
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +30,12 @@ def test_every_tiny_model_has_a_reference(references: dict[str, NDArray[np.float
     assert {name: logits.shape for name, logits in references.items()} == shapes
 
 
-def test_the_served_models_have_every_model_type():
+def test_the_served_models_have_every_model_type_and_the_quick_ones_every_family():
     types = {tiny.CONFIGS[name]["model_type"] for name in tiny.SERVED}
     assert types == {config["model_type"] for config in tiny.CONFIGS.values()}
+    families = [models.family(tiny.model_config(name)) for name in tiny.QUICK]
+    assert set(families) == {models.family(tiny.model_config(name)) for name in tiny.CONFIGS}
+    assert len(set(families)) == len(families)
 
 
 @every_model
@@ -45,7 +47,8 @@ def test_the_pure_forward_equals_the_reference_at_every_position(name: str, refe
     np.testing.assert_allclose(logits[0], references[name], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [*tiny.SERVED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tiny.CONFIGS)
 def test_a_loaded_folder_equals_the_reference_at_every_position(
     name: str, references: dict[str, NDArray[np.float32]], tmp_path: Path
 ):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,27 @@ from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.norm import rms_norm
 from tests import tiny
+from tests.tiers import by_default
 
 TOLERANCE = 2e-5  # the same sums in another order; logits are of the order of one
-FAMILIES = ("llama31", "mistral", "qwen2_window", "qwen3_tied")
+FAMILIES = ("one_layer", "llama31", "mistral", "qwen2_window", "qwen3_tied")
 
 run = jax.jit(models.forward, static_argnums=2)
-every_family = pytest.mark.parametrize("name", FAMILIES)
+every_family = pytest.mark.parametrize("name", by_default(FAMILIES, "one_layer"))
+
+
+def config_of(name: str) -> dict[str, Any]:
+    return tiny.CONFIGS["mistral"] | {"num_hidden_layers": 1} if name == "one_layer" else tiny.CONFIGS[name]
+
+
+def model_of(name: str) -> tuple[ParamTree, ModelConfig]:
+    return tiny.tiny_params(config_of(name)), ModelConfig.from_hf(config_of(name))
 
 
 def tokens_of(name: str, rows: int = 3, length: int = 13) -> jax.Array:
-    return jnp.asarray(tiny.prompt(name)[: rows * length], jnp.int32).reshape(rows, length)
+    return jnp.asarray(tiny.prompt("mistral" if name == "one_layer" else name)[: rows * length], jnp.int32).reshape(
+        rows, length
+    )
 
 
 def log_probability(params: ParamTree, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -34,16 +46,17 @@ def log_probability(params: ParamTree, tokens: jax.Array, cfg: ModelConfig) -> j
     return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1).sum()
 
 
+@pytest.mark.slow
 def test_a_jitted_forward_equals_the_plain_one():
-    name = "qwen2_window"
-    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+    name = "one_layer"
+    (params, cfg), tokens = model_of(name), tokens_of(name)
     plain = models.forward(params, tokens, cfg)
     np.testing.assert_allclose(run(params, tokens, cfg), plain, rtol=0, atol=TOLERANCE)
 
 
 @every_family
 def test_vmap_and_scan_over_prompts_equal_a_batch_and_each_prompt_alone(name: str):
-    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+    (params, cfg), tokens = model_of(name), tokens_of(name)
 
     def one(row: jax.Array) -> jax.Array:
         return models.forward(params, row[None], cfg)[0]
@@ -56,6 +69,7 @@ def test_vmap_and_scan_over_prompts_equal_a_batch_and_each_prompt_alone(name: st
         np.testing.assert_allclose(other, batch, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_vmap_over_parameters_equals_each_model_alone():
     cfg, tokens = tiny.model_config("llama31"), tokens_of("llama31")
     several = [tiny.tiny_params(tiny.CONFIGS["llama31"], seed) for seed in (1, 2)]
@@ -67,7 +81,7 @@ def test_a_vmap_over_parameters_equals_each_model_alone():
 
 @every_family
 def test_the_gradient_predicts_a_small_step(name: str):
-    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name, rows=1)
+    (params, cfg), tokens = model_of(name), tokens_of(name, rows=1)
     loss = jax.jit(lambda params: log_probability(params, tokens, cfg))
     gradient = jax.jit(jax.grad(loss))(params)
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient)), "a parameter has no influence"
@@ -78,6 +92,7 @@ def test_the_gradient_predicts_a_small_step(name: str):
     np.testing.assert_allclose(float(loss(ahead) - loss(behind)), predicted, rtol=2e-2)
 
 
+@pytest.mark.slow
 def test_gradients_per_example_by_vmap_sum_to_the_gradient_of_the_batch():
     params, cfg, tokens = (
         tiny.tiny_params(tiny.CONFIGS["qwen3_tied"]),
@@ -93,16 +108,16 @@ def test_gradients_per_example_by_vmap_sum_to_the_gradient_of_the_batch():
 
 
 def test_given_embeddings_take_the_place_of_the_tokens_own():
-    name = "qwen3_tied"
-    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+    name = "one_layer"
+    (params, cfg), tokens = model_of(name), tokens_of(name)
     embeddings = params["model"]["embed_tokens"]["weight"][tokens]
     other = run(params, jnp.zeros_like(tokens), cfg, inputs_embeds=embeddings)
     np.testing.assert_allclose(other, run(params, tokens, cfg), rtol=0, atol=TOLERANCE)
 
 
 def test_a_later_token_does_not_influence_an_earlier_one():
-    name = "mistral"
-    params, cfg, tokens = tiny.tiny_params(tiny.CONFIGS[name]), tiny.model_config(name), tokens_of(name)
+    name = "one_layer"
+    (params, cfg), tokens = model_of(name), tokens_of(name)
     embeddings = params["model"]["embed_tokens"]["weight"][tokens]
 
     def logit(embeddings: jax.Array) -> jax.Array:
@@ -112,8 +127,9 @@ def test_a_later_token_does_not_influence_an_earlier_one():
     assert influence.tolist() == [[row == 1 and position <= 5 for position in range(13)] for row in range(3)]
 
 
+@pytest.mark.slow
 def test_a_window_bounds_what_a_token_can_see():
-    config = tiny.CONFIGS["mistral"] | {"sliding_window": 3}
+    config = tiny.CONFIGS["mistral"] | {"sliding_window": 3, "num_hidden_layers": 2}
     cfg, tokens = ModelConfig.from_hf(config), tokens_of("mistral", rows=1)
     params = tiny.tiny_params(config)
     embeddings = params["model"]["embed_tokens"]["weight"][tokens]
@@ -126,13 +142,14 @@ def test_a_window_bounds_what_a_token_can_see():
     assert influence.tolist() == [10 - reach <= position <= 10 for position in range(13)]
 
 
+@pytest.mark.slow
 @every_family
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", by_default(["float32", "bfloat16"], "bfloat16"))
 def test_drawn_parameters_have_the_shapes_of_a_checkpoint_and_run(name: str, dtype: str):
-    cfg = tiny.model_config(name)
+    cfg = ModelConfig.from_hf(config_of(name))
     params = models.init_params(cfg, jax.random.key(0), dtype)
     shapes = {name: leaf.shape for name, leaf in named_leaves(params).items()}
-    assert shapes == {name: tensor.shape for name, tensor in tiny.tensors(tiny.CONFIGS[name]).items()}
+    assert shapes == {name: tensor.shape for name, tensor in tiny.tensors(config_of(name)).items()}
     assert {leaf.dtype.name for leaf in jax.tree.leaves(params)} == {dtype}
     logits = run(params, tokens_of(name), cfg)
     assert logits.dtype == jnp.float32
@@ -153,8 +170,8 @@ def test_a_call_against_the_shapes_of_a_signature_is_refused_while_testing():
         rms_norm(jnp.ones((3, 4)), jnp.ones(5), 1e-5)
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 4)])
-def test_tokens_of_no_row_or_no_column_are_refused(shape: tuple[int, int]):
-    cfg = tiny.model_config("llama3")
-    with pytest.raises(InvalidParameterError, match=re.escape(f"shape {list(shape)}")):
-        models.forward(tiny.tiny_params(tiny.CONFIGS["llama3"]), jnp.zeros(shape, jnp.int32), cfg)
+def test_tokens_of_no_row_or_no_column_are_refused():
+    params, cfg = tiny.tiny_params(tiny.CONFIGS["llama3"]), tiny.model_config("llama3")
+    for shape in ((1, 0), (0, 4)):
+        with pytest.raises(InvalidParameterError, match=re.escape(f"shape {list(shape)}")):
+            models.forward(params, jnp.zeros(shape, jnp.int32), cfg)

@@ -3,11 +3,14 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import ferrum_jax
+from ferrum_jax import models
 
 TOLERANCE = 2e-3  # float32 sums in another order, over thirty layers; logits reach 30
 NEARLY_EQUAL = 1e-3  # logits so close may change places
@@ -46,20 +49,26 @@ def references() -> Reference:
         return dict(file)
 
 
+def test_one_forward_with_the_layers_in_one_loop_equals_the_reference(smollm2_path: Path, references: Reference):
+    params, cfg = ferrum_jax.load_params(smollm2_path, "float32", layout="scanned")
+    prompt, greedy = references["english/tokens"].tolist(), references["english/greedy"].tolist()
+    count = _comparable("english", references)
+    tokens = jnp.asarray([prompt + greedy[: count - 1]])
+    logits = np.asarray(jax.jit(models.forward, static_argnums=2)(params, tokens, cfg)[0])
+    _assert_logits("english", logits[: len(prompt)], references)
+    assert logits[len(prompt) - 1 :].argmax(axis=-1).tolist() == greedy[:count]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTS)
 def test_the_logits_equal_the_reference_at_every_position(
     name: str, empty: ferrum_jax.ModelRunner, references: Reference
 ):
     logits = empty.forward_verify(name, references[f"{name}/tokens"].tolist())
-    found = {
-        "logits": logits[:, references["columns"]],
-        "best_logits": np.take_along_axis(logits, references[f"{name}/best_ids"], axis=1),
-        "logsumexp": np.logaddexp.reduce(logits, axis=1, dtype=np.float64),
-    }
-    for part, values in found.items():
-        np.testing.assert_allclose(values, references[f"{name}/{part}"], rtol=0, atol=TOLERANCE, err_msg=part)
+    _assert_logits(name, logits, references)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTS)
 def test_prefill_and_decode_continue_as_the_reference(name: str, empty: ferrum_jax.ModelRunner, references: Reference):
     tokens = references[f"{name}/tokens"].tolist()
@@ -69,6 +78,7 @@ def test_prefill_and_decode_continue_as_the_reference(name: str, empty: ferrum_j
     assert chosen == references[f"{name}/greedy"][: len(chosen)].tolist()
 
 
+@pytest.mark.slow
 def test_decode_batch_continues_all_three_as_the_reference(empty: ferrum_jax.ModelRunner, references: Reference):
     prompts = {name: references[f"{name}/tokens"].tolist() for name in SHORT}
     chosen = {name: [int(empty.prefill(name, tokens).argmax())] for name, tokens in prompts.items()}
@@ -79,6 +89,7 @@ def test_decode_batch_continues_all_three_as_the_reference(empty: ferrum_jax.Mod
     _assert_greedy(chosen, references)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [SHORT, ("license",)], ids=["all_three", "license"])
 def test_unified_forward_in_chunks_of_five_continues_as_the_reference(
     names: tuple[str, ...], empty: ferrum_jax.ModelRunner, references: Reference
@@ -98,6 +109,7 @@ def test_unified_forward_in_chunks_of_five_continues_as_the_reference(
     _assert_greedy(chosen, references)
 
 
+@pytest.mark.slow
 def test_generate_continues_all_prompts_together_as_the_reference(empty: ferrum_jax.ModelRunner, references: Reference):
     llm = ferrum_jax.LLM.from_model(empty, max_rows=3, chunk_tokens=64)  # four prompts for three slots
     prompts = [references[f"{name}/tokens"].tolist() for name in PROMPTS]
@@ -105,6 +117,16 @@ def test_generate_continues_all_prompts_together_as_the_reference(empty: ferrum_
     outs = llm.generate(prompts, ferrum_jax.SamplingParams(max_tokens=length))
     assert [len(out.token_ids) for out in outs] == [length] * len(PROMPTS)
     _assert_greedy({name: out.token_ids for name, out in zip(PROMPTS, outs, strict=True)}, references)
+
+
+def _assert_logits(name: str, logits: NDArray[np.float32], references: Reference) -> None:
+    found = {
+        "logits": logits[:, references["columns"]],
+        "best_logits": np.take_along_axis(logits, references[f"{name}/best_ids"], axis=1),
+        "logsumexp": np.logaddexp.reduce(logits, axis=1, dtype=np.float64),
+    }
+    for part, values in found.items():
+        np.testing.assert_allclose(values, references[f"{name}/{part}"], rtol=0, atol=TOLERANCE, err_msg=part)
 
 
 def _assert_greedy(chosen: dict[str, list[int]], references: Reference) -> None:

@@ -15,6 +15,7 @@ from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.weights.gguf_file import GgufFile
 
+pytestmark = pytest.mark.slow
 REFERENCES = Path(__file__).parents[1] / "references" / "smollm2.npz"
 PROMPT = "license"  # 600 tokens, the longest of the references
 EXACT = 1e-3  # a product against its dequantised twin; measured 2.1e-4, over thirty layers and logits up to 30

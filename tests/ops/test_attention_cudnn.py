@@ -10,6 +10,7 @@ import pytest
 from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.attention_cudnn import attend_cudnn, local_log_sums
 from tests.ops.paged import LAYER, Case, expected, fill
+from tests.tiers import by_default
 
 TOLERANCE = 2e-6  # float32 sums in another order
 HALF_TOLERANCE = 2e-2  # two roundings to bfloat16: of the softmax weights and of each part's output
@@ -34,8 +35,11 @@ def local_xla(
     return jnp.where(real[..., None], out, jnp.nan).astype(q.dtype), jnp.where(real, lse.transpose(0, 2, 1), 3.0)
 
 
-@pytest.mark.parametrize("window", [None, 1, 8, 20])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", TOLERANCE), ("bfloat16", HALF_TOLERANCE)])
+@pytest.mark.parametrize("window", by_default([None, 1, 8, 20], 8))
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    by_default([("float32", TOLERANCE), ("bfloat16", HALF_TOLERANCE)], ("float32", TOLERANCE)),
+)
 def test_a_chunk_and_its_prefix_merge_to_the_whole(window: int | None, dtype: str, tolerance: float):
     case = replace(CHUNK, window=window, dtype=dtype)
     filled = fill(case, "positions")
@@ -45,7 +49,7 @@ def test_a_chunk_and_its_prefix_merge_to_the_whole(window: int | None, dtype: st
     np.testing.assert_allclose(np.asarray(found, np.float32), expected(case, filled), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 1, 8, 20])
+@pytest.mark.parametrize("window", by_default([None, 1, 8, 20], 8))
 def test_log_sums_of_a_chunk_are_those_of_its_scores(window: int | None):
     q, k = (jax.random.normal(jax.random.key(at), (2, 11, heads, 16)) for at, heads in enumerate((6, 2)))
     counts = jnp.array([11, 4])

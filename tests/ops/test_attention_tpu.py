@@ -16,6 +16,7 @@ from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.attention_tpu import attend_tpu
 from tests.ops.paged import LAYER, Case, expected, fill
+from tests.tiers import by_default
 
 TOLERANCE = 2e-6  # float32 sums in another order
 DECODE = Case(lengths=(37, 0, 5, 79), counts=(1, 0, 1, 1), tokens=1, head_dim=128)
@@ -30,8 +31,8 @@ def stated(q: jax.Array, pages: jax.Array, *rest: Any, sm_scale: float, sliding_
     return jnp.pad(found, ((0, len(q) - len(found)), (0, 0), (0, 0)))
 
 
-@pytest.mark.parametrize("case", [DECODE, CHUNK], ids=["decode", "chunk"])
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("case", by_default([DECODE, CHUNK], CHUNK), ids=["decode", "chunk"])
+@pytest.mark.parametrize("window", by_default([None, 8], 8))
 def test_rows_packed_one_after_another_equal_float64(case: Case, window: int | None):
     case = replace(case, window=window)
     filled = fill(case, "interleaved")
@@ -39,7 +40,7 @@ def test_rows_packed_one_after_another_equal_float64(case: Case, window: int | N
     np.testing.assert_allclose(found, expected(case, filled), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("case", [DECODE, CHUNK], ids=["decode", "chunk"])
+@pytest.mark.parametrize("case", by_default([DECODE, CHUNK], CHUNK), ids=["decode", "chunk"])
 def test_xla_reads_the_interleaved_layout_as_any_other(case: Case):
     filled = fill(case, "interleaved")
     found = attend(filled.q, filled.kv, LAYER, filled.rows, scale=case.head_dim**-0.5, window=None)

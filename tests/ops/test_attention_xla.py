@@ -1,6 +1,7 @@
 """Attention in plain JAX against float64: soft caps, sinks, and prompts in query blocks."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import jax
@@ -14,25 +15,26 @@ from ferrum_jax.ops import attention_xla
 from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.attention_xla import BATCHED_TOKENS
 from tests.ops.paged import LAYER, Case, Filled, as_query_blocks, expected, fill
+from tests.tiers import by_default
 
 TOLERANCE = 2e-6  # float32 sums in another order; outputs are of the order of one
 CASE = Case(lengths=(37, 0, 5, 0), counts=(3, 0, 1, 7), tokens=7, softcap=0.7, window=33)
+CAPS_AND_SINKS = itertools.product([0.7, None], [True, False])
 SINKS = np.array([-3.0, -1.0, 0.0, 1.0, 2.5, 30.0], np.float32)  # some nothing, some almost all
 
 attend_jitted = jax.jit(attend, static_argnames=("scale", "window", "softcap", "backend"))
 
 
-@pytest.mark.parametrize("softcap", [0.7, None])
-@pytest.mark.parametrize("sinks", [SINKS, None], ids=["sinks", "none"])
-def test_soft_caps_and_sinks_are_those_of_the_papers(softcap: float | None, sinks: np.ndarray | None):
+@pytest.mark.parametrize(("softcap", "has_sinks"), by_default(CAPS_AND_SINKS, (0.7, True)))
+def test_soft_caps_and_sinks_are_those_of_the_papers(softcap: float | None, has_sinks: bool):
     case = replace(CASE, softcap=softcap)
     filled = fill(case, "products")
     call = functools.partial(attend_jitted, scale=case.head_dim**-0.5, window=case.window, softcap=softcap)
-    found = call(filled.q, filled.kv, LAYER, filled.rows, sinks=None if sinks is None else jnp.asarray(sinks))
-    np.testing.assert_allclose(found, expected(case, filled, sinks), rtol=0, atol=TOLERANCE)
+    found = call(filled.q, filled.kv, LAYER, filled.rows, sinks=jnp.asarray(SINKS) if has_sinks else None)
+    np.testing.assert_allclose(found, expected(case, filled, SINKS if has_sinks else None), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4, 7])
+@pytest.mark.parametrize("size", by_default([1, 3, 4, 7], 3))
 def test_blocks_of_queries_of_any_size_give_the_same(size: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention_xla, "QUERY_BLOCK", size)
     filled = fill(CASE, "products")
@@ -57,7 +59,7 @@ def call(case: Case, filled: Filled, sinks: jax.Array | None = None) -> jax.Arra
     [("products", None, None, None), ("positions", 23, None, SINKS), ("latent", 1, 0.7, SINKS)],
     ids=["plain", "window and sinks", "latent"],
 )
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", by_default(SIZES, SIZES[1]))
 def test_a_prompt_in_query_blocks_equals_the_prompt_in_one_row(
     size: int, layout: Layout, window: int | None, softcap: float | None, sinks: np.ndarray | None
 ):
@@ -74,13 +76,14 @@ def test_a_prompt_in_query_blocks_equals_the_prompt_in_one_row(
     assert not found[case.tokens :].any()  # padding
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", by_default([None, 9], 9))
 def test_long_rows_of_any_lengths_equal_float64(window: int | None):
     case = Case(lengths=(37, 0, 5, 0), counts=(20, 0, 1, 19), tokens=20, window=window)
     filled = fill(case, "products")
     np.testing.assert_allclose(call(case, filled), expected(case, filled), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_query_blocks_have_the_gradients_of_one_row_also_under_vmap():
     filled = fill(PROMPT, "products")
     whole = jax.tree.map(jnp.nan_to_num, filled.kv)

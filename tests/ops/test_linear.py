@@ -1,5 +1,7 @@
 """Products with weights: every form gives the same numbers, and is what the platform and the tokens call for."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,13 @@ from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from ferrum_jax.ops.linear import FEW_TOKENS, linear, vocabulary_logits
+from tests.tiers import by_default
 
 TOKENS = (1, 2, 3, FEW_TOKENS, FEW_TOKENS + 1)
 ROWS = (128, 100)  # whole registers in every part, and not
 COLUMNS = 48
+FORMS = list(itertools.product(ROWS, TOKENS))
+QUICK = (128, 1), (100, 1), (100, 3), (128, FEW_TOKENS + 1)  # one of each form
 
 
 def operands(tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -19,18 +24,16 @@ def operands(tokens: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     return draw.randn(tokens, COLUMNS).astype(np.float32), draw.randn(rows, COLUMNS).astype(np.float32)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_every_form_is_the_product(tokens: int, rows: int):
+@pytest.mark.parametrize(("rows", "tokens"), by_default(FORMS, *QUICK))
+def test_every_form_is_the_product(rows: int, tokens: int):
     x, weight = operands(tokens, rows)
     expected = x.astype(np.float64) @ weight.T.astype(np.float64)
     np.testing.assert_allclose(jax.jit(linear)(x, weight), expected, rtol=0, atol=2e-5)
     np.testing.assert_allclose(jax.jit(vocabulary_logits)(x, weight), expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_every_form_has_the_gradients_of_the_product(tokens: int, rows: int):
+@pytest.mark.parametrize(("rows", "tokens"), by_default(FORMS, *QUICK))
+def test_every_form_has_the_gradients_of_the_product(rows: int, tokens: int):
     x, weight = operands(tokens, rows)
     back = np.random.RandomState(7).randn(tokens, rows).astype(np.float32)
     found = jax.jit(jax.grad(lambda *operands: jnp.vdot(linear(*operands), back), (0, 1)))(x, weight)

@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.moe import _outputs, _swiglu, clamped_swiglu, route, swiglu_experts, weigh_experts
 from ferrum_jax.ops.quantised import dequantise_weight, quantise_weight
+from tests.tiers import by_default
 
 TOLERANCE = 1e-5  # float32 sums of up to 12 products of the order of one, in another order
 EXPERTS, WIDE, MODEL, CHOSEN = 7, 12, 10, 3
 
 Arrays = tuple[NDArray[np.float32], ...]
-forms = pytest.mark.parametrize("at_once", [1, 3, 1000], ids=["a loop over tiles", "several at once", "all at once"])
+FORMS = {1: "a loop over tiles", 3: "several at once", 1000: "all at once"}
+forms = pytest.mark.parametrize("at_once", by_default(FORMS, 1, 3), ids=FORMS.values())
 
 
 def weights(seed: int = 0) -> Arrays:
@@ -41,7 +43,7 @@ def by_every_expert(x: NDArray, chosen: NDArray, gate: NDArray, up: NDArray, dow
 
 
 @forms
-@pytest.mark.parametrize("count", [1, 5, 60])
+@pytest.mark.parametrize("count", by_default([1, 5, 60], 60))
 def test_each_choice_gives_its_experts_output(count: int, at_once: int):
     x, chosen = tokens(count)
     found = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))(x, chosen, weights())
@@ -116,7 +118,7 @@ def test_vmapped_and_scanned_is_one_after_another():
     np.testing.assert_allclose(scanned(x, logits), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", by_default([1, 2], 2))
 def test_quantised_experts_are_what_they_stand_for(groups: int):
     x, logits = (leaf[0] for leaf in batch(1))
     kept = [quantise_weight(jnp.asarray(weight), "int8", groups) for weight in weights()]
