@@ -126,10 +126,10 @@ class Pipeline:
         while len(self._pending) >= MOST_IN_FLIGHT:
             self.collect(self._pending[0])
         table, used = self.table, self.adapters.are_used()
-        self._check(batch)
-        if any(self._needs_known_tokens(row) for row in batch):
+        lives = self._check(batch)
+        if self._needs_known_tokens(batch, lives):
             self.settle()
-        requests = [self._request(row, used) for row in batch]
+        requests = [self._request(row, live, used) for row, live in zip(batch, lives, strict=True)]
         transaction = KvTransaction(table, requests)
         reused = transaction.reused()
         counts = [len(request.tokens) - skip for request, skip in zip(requests, reused, strict=True)]
@@ -157,7 +157,8 @@ class Pipeline:
             self.begin(transaction, recompute)
             rows = []
             for at, (row, skip, use) in enumerate(zip(batch, reused, uses, strict=True)):
-                tokens, live = requests[at].tokens, transaction.live(at)
+                tokens, live = requests[at].tokens, transaction.lives[at]
+                assert live is not None
                 rows.append(ActiveRow(at, row.output, tokens[skip:] if skip else tokens, row.start + skip, live, use))
                 if isinstance(row.output, _WITH_SETTINGS):
                     self.install_settings(live, row.output.settings)
@@ -191,9 +192,9 @@ class Pipeline:
         while self._pending:
             self.collect(self._pending[-1])
 
-    def _check(self, batch: ScheduledBatch) -> None:
-        """Raises RequestValidationError for a batch whose rows are not where their sequences end."""
-        table, seen = self.table, set()
+    def _check(self, batch: ScheduledBatch) -> list[CachedSequence | None]:
+        """Returns the sequence of each row; raises RequestValidationError where one does not start at its end."""
+        table, seen, lives = self.table, set(), []
         for row in batch:
             live = table.get(row.cache_id)
             length = 0 if live is None else len(live.tokens)
@@ -202,6 +203,7 @@ class Pipeline:
             if row.cache_id in seen:
                 raise RequestValidationError(f"{row.cache_id!r} occurs twice in one batch, a sequence can have one row")
             seen.add(row.cache_id)
+            lives.append(live)
             if isinstance(row.output, _ONE_OUTPUT):
                 pass
             elif isinstance(row.output, VerifiedTokens) and row.num_tokens > self.plan.buckets.verify_tokens:
@@ -214,6 +216,7 @@ class Pipeline:
                 raise RequestValidationError(
                     f"{row.cache_id!r}: no token was sampled for it that the device could take"
                 )
+        return lives
 
     def begin(self, transaction: KvTransaction, recompute: Sequence[tuple[list[ActiveRow], StepPlan]]) -> None:
         """Takes slots and blocks, copies what is shared, and computes anew what sliding windows have lost."""
@@ -224,18 +227,17 @@ class Pipeline:
         for live in {id(row.live): row.live for rows, _ in recompute for row in rows}.values():
             self.table.recomputed(live)
 
-    def _needs_known_tokens(self, row: ScheduledRow) -> bool:
-        """True of a row before which the host must read what was sampled: it is computed by more than a decode row."""
-        if row.tokens is None and not isinstance(row.output, _ONE_OUTPUT):
+    def _needs_known_tokens(self, batch: ScheduledBatch, lives: Sequence[CachedSequence | None]) -> bool:
+        """True where the host must read what was sampled: a row is computed by more than a decode row."""
+        if any(row.tokens is None and not isinstance(row.output, _ONE_OUTPUT) for row in batch):
             return True
-        live = self.table.get(row.cache_id) if self.table.window_size else None
-        return live is not None and self.table.needs_recompute(live)
+        known = [live for live in lives if live is not None] if self.table.window_size else []
+        return any(self.table.needs_recompute(live) for live in known)
 
-    def _request(self, row: ScheduledRow, used: bool) -> AllocationRequest:
+    def _request(self, row: ScheduledRow, live: CachedSequence | None, used: bool) -> AllocationRequest:
         """Returns what a row needs of the KV; of the token sampled last for its sequence what is known, or UNKNOWN."""
         tokens, reusable = row.tokens, 0
         if tokens is None:
-            live = self.table.get(row.cache_id)
             assert live is not None
             tokens = _UNREAD if live.sampled == UNKNOWN else np.array([live.sampled], np.int32)
         if isinstance(row.output, _ONE_OUTPUT):

@@ -183,7 +183,7 @@ class Scheduler:
             if isinstance(row.output, SampledToken):
                 request.num_in_flight += 1
             if not isinstance(row.output, TargetScores):  # which counts what it reads when it takes the scores
-                request.num_read += row.num_tokens
+                request.num_read += 1 if row.tokens is None else len(row.tokens)
         return _Step(requests, rows, pending)
 
     def _collect(self, step: _Step) -> None:
@@ -232,8 +232,8 @@ class Scheduler:
             row = self._row(request, budget)
             if row is None:
                 continue
-            if row.num_tokens > 1 or isinstance(row.output, TargetScores):
-                budget -= row.num_tokens
+            if row.tokens is not None and (len(row.tokens) > 1 or isinstance(row.output, TargetScores)):
+                budget -= len(row.tokens)
             if request.num_read == 0 and request.adapter is not None and not self._bind(request):
                 continue
             requests.append(request)
@@ -247,7 +247,7 @@ class Scheduler:
             return self._scoring_row(request, budget)
         unread = request.unread
         if not unread:
-            if not request.num_in_flight or request.num_left < 1 or request.needs_every_token:
+            if not request.num_in_flight or request.num_left < 1 or (request.bad_words and request.needs_every_token):
                 return None
             return ScheduledRow(request.cache_id, None, start, request.output_wanted())
         count = len(unread)
@@ -264,11 +264,18 @@ class Scheduler:
     def _scoring_row(self, request: Request, budget: int) -> ScheduledRow | None:
         start = request.num_read
         end = start + min(request.num_unscored, budget)
-        if end <= start:
+        if end <= start or self._is_scored_in_flight(request):
             return None
         tokens = np.array(request.prompt[start : end + 1], np.int32)
         with_alternatives = request.params.num_prompt_logprobs > 0
         return ScheduledRow(request.cache_id, tokens[:-1], start, TargetScores(tokens[1:], with_alternatives))
+
+    def _is_scored_in_flight(self, request: Request) -> bool:
+        """True while scores are on their way: what they read is counted when they come."""
+        step = self._in_flight
+        if step is None or request not in step.requests:
+            return False
+        return isinstance(step.rows[step.requests.index(request)].output, TargetScores)
 
     def _bind(self, request: Request) -> bool:
         try:
