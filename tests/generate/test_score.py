@@ -1,6 +1,6 @@
 """`LLM.score`, log-probabilities of prompts and answers, and several answers of one prompt."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -16,17 +16,13 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.batch import ScheduledBatch, TargetScores
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CAPACITY, CFG, ENGINE, make_runner
+from tests.executor.conftest import CAPACITY, CFG
 from tests.fake import CountingLLM, SummingLLM, answer
+from tests.generate.conftest import is_empty
 
 Oracle = Callable[[Sequence[int]], NDArray[np.floating]]
 TOLERANCE = 1e-5  # float32 sums in another order
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2, 7], [8] * 20, [36, 0, 1], [5], [9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 11]]
-
-
-@pytest.fixture(scope="module")
-def params() -> ParamTree:
-    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +38,8 @@ def oracle(params: ParamTree) -> Oracle:
     return logprobs
 
 
-@pytest.fixture(scope="module")
-def runner(params: ParamTree) -> Iterator[ModelRunner]:
-    engine = replace(
-        ENGINE, decode_rows=(4,), query_blocks=(3,), block_tokens=8, multi_step_tokens=4, prefix_cache=True
-    )
-    with make_runner(params, engine) as runner:
-        yield runner
-
-
 @pytest.fixture
 def llm(runner: ModelRunner) -> LLM:
-    runner.reset()
     return LLM.from_model(runner, max_rows=4, chunk_tokens=11)
 
 
@@ -75,7 +61,7 @@ def test_score_targets_any_batch_are_those_of_the_forward(llm: LLM, oracle: Orac
             assert score.greedy_ids == best.tolist()
             assert score.is_greedy == (best.tolist() == after)
     assert llm.runner.cache_metrics_snapshot()["hits"] > 0
-    assert llm.runner.kv_slot_capacity_snapshot().free_blocks == 18
+    assert is_empty(llm.runner)
 
 
 def test_a_greedy_answer_scores_as_greedy_and_with_its_own_logprobs(llm: LLM):
@@ -194,15 +180,6 @@ def test_asking_for_logprobs_of_the_prompt_changes_no_answer(llm: LLM):
     assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == [out.token_ids for out in plain]
 
 
-def test_the_same_seed_gives_the_same_text_alone_and_in_a_batch(llm: LLM):
-    seeded = [replace(ALL, seed=at) for at in range(len(PROMPTS))]
-    together = llm.generate(PROMPTS, seeded)
-    for prompt, how, out in zip(PROMPTS, seeded, together, strict=True):
-        (alone,) = llm.generate([prompt], how)
-        assert alone.token_ids == out.token_ids
-        assert alone.logprobs == pytest.approx(out.logprobs, abs=TOLERANCE)
-
-
 def test_several_answers_are_those_of_their_seeds_and_the_prompt_is_read_once(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ):
@@ -236,7 +213,7 @@ def test_answers_for_which_there_is_no_room_come_later(max_rows: int, runner: Mo
     alone = llm.generate([PROMPTS[0]] * 5 + [PROMPTS[1]] + [PROMPTS[2]] * 3, [*seeds, asked[1], *later])
     assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
     assert [out.prompt_logprobs is None for out in outs] == [out.prompt_logprobs is None for out in alone]
-    assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+    assert is_empty(runner)
 
 
 def test_several_answers_of_a_model_that_cannot_fork_or_drafts(runner: ModelRunner):

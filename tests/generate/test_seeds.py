@@ -1,19 +1,14 @@
 """A seed gives the same text alone, in any batch, with a step in flight or not, in multi-step programs, preempted."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-import jax
 import pytest
 
-from ferrum_jax import LLM, SamplingParams, models
+from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG, ENGINE, make_runner
+from tests.generate.conftest import MakeRunner, crowded
 from tests.generate.test_request import letters
 
-SIZES = replace(ENGINE, max_seqs=8, kv_blocks=48, decode_rows=(1, 8), query_blocks=(1, 3))
 PROMPTS = [[3, 1, 4], [1] * 11, [5, 9], [2, 6, 5, 3, 5], [8, 9, 7, 9, 3, 2, 3, 8], [6], [2, 2, 2], [7, 1, 8, 2]]
 COUNT = 12
 OPTIONS: list[dict[str, Any]] = [
@@ -36,20 +31,10 @@ ALL = [asked(at) for at in range(8)]
 
 
 @pytest.fixture(scope="module")
-def params() -> ParamTree:
-    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)
-
-
-@pytest.fixture(scope="module")
-def runner(params: ParamTree) -> Iterator[ModelRunner]:
-    with make_runner(params, SIZES) as runner:
-        yield runner
-
-
-@pytest.fixture(scope="module")
-def alone(runner: ModelRunner) -> list[list[int]]:
+def alone(common_runner: ModelRunner) -> list[list[int]]:
     """Each prompt answered by itself."""
-    llm = LLM.from_model(runner, letters(), max_rows=8, chunk_tokens=24)
+    common_runner.reset()
+    llm = LLM.from_model(common_runner, letters(), max_rows=8, chunk_tokens=24)
     return [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(PROMPTS, ALL, strict=True)]
 
 
@@ -67,16 +52,16 @@ def test_without_a_step_in_flight(runner: ModelRunner, alone: list[list[int]]):
     assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == alone
 
 
-def test_after_preemption(params: ParamTree, alone: list[list[int]]):
-    with make_runner(params, replace(SIZES, kv_blocks=5)) as small:
-        llm = LLM.from_model(small, letters(), max_rows=8, chunk_tokens=24)
-        outs = llm.generate(PROMPTS, ALL)
-        assert [out.token_ids for out in outs] == alone
-        assert small.kv_slot_capacity_snapshot().free_blocks == 5
+def test_after_preemption(runner: ModelRunner, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch):
+    llm, released, release = LLM.from_model(runner, letters(), max_rows=8, chunk_tokens=24), [], runner.release
+    monkeypatch.setattr(runner, "release", lambda cache_id: (released.append(cache_id), release(cache_id))[1])
+    with crowded(runner, 5):
+        assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == alone
+        assert len(released) > len(PROMPTS)  # some were released before they were done
 
 
-def test_in_multi_step_programs(params: ParamTree, alone: list[list[int]]):
-    with make_runner(params, replace(SIZES, multi_step_tokens=4)) as many:
+def test_in_multi_step_programs(new_runner: MakeRunner, alone: list[list[int]]):
+    with new_runner(multi_step_tokens=4, decode_rows=(8,)) as many:
         llm = LLM.from_model(many, letters(), max_rows=8, chunk_tokens=24)
         found = [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(PROMPTS, ALL, strict=True)]
         assert found == alone

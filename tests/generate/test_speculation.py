@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ferrum_jax import LLM, EngineConfig, SamplingParams, models
+from ferrum_jax import LLM, EngineConfig, SamplingParams
 from ferrum_jax.contract.errors import (
     CancelledError,
     ConfigError,
@@ -25,40 +24,30 @@ from ferrum_jax.generate.model_draft import ModelDraft
 from ferrum_jax.generate.speculation import Speculation
 from ferrum_jax.models.specs import ParamTree
 from tests import tiny
-from tests.executor.conftest import CFG, make_runner
 from tests.fake import CountingLLM
+from tests.generate.conftest import MakeRunner, is_empty
 from tests.generate.drafting import RollingLLM
 from tests.generate.test_request import letters
 
-ENGINE = EngineConfig(
-    dtype="float32", max_seqs=4, kv_capacity=40, block_size=8, kv_blocks=16, max_step_tokens=16,
-    decode_rows=(4,), query_blocks=(2,), block_tokens=8, verify_blocks=(4,), verify_tokens=4, spec_tokens=3,
-)  # fmt: skip
 COUNT = 20
 
 
 @pytest.fixture(scope="module")
-def params() -> ParamTree:
-    # Small weights: the answers repeat themselves, so that lookup finds something.
-    return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.2)
-
-
-@pytest.fixture(scope="module")
-def runner(params: ParamTree) -> Iterator[ModelRunner]:
-    with make_runner(params, ENGINE, strict=True) as runner:
-        runner.warmup()
+def drafting(repeating_params: ParamTree, new_runner: MakeRunner) -> Iterator[ModelRunner]:
+    with new_runner(repeating_params, strict=True, spec_tokens=3) as runner:
+        runner.warmup(progress=False)
         yield runner
 
 
 @pytest.fixture(scope="module")
-def twin(params: ParamTree) -> Iterator[ModelRunner]:
-    with make_runner(params, ENGINE, strict=True) as runner:
-        runner.warmup()
+def twin(repeating_params: ParamTree, new_runner: MakeRunner) -> Iterator[ModelRunner]:
+    with new_runner(repeating_params, strict=True) as runner:
+        runner.warmup(progress=False, distributions=True)
         yield runner
 
 
 @pytest.fixture(scope="module")
-def llms(runner: ModelRunner, twin: ModelRunner) -> dict[str, LLM]:
+def llms(drafting: ModelRunner, twin: ModelRunner) -> dict[str, LLM]:
     """The same model without speculation, with prompt lookup, and with its twin as the draft."""
     asked = {
         "plain": None,
@@ -67,7 +56,7 @@ def llms(runner: ModelRunner, twin: ModelRunner) -> dict[str, LLM]:
         "own": Speculation(draft=twin, num_tokens=3, drawing="own"),
     }
     return {
-        name: LLM.from_model(runner, letters(), max_rows=4, chunk_tokens=16, speculation=one)
+        name: LLM.from_model(drafting, letters(), max_rows=4, chunk_tokens=16, speculation=one)
         for name, one in asked.items()
     }
 
@@ -75,7 +64,7 @@ def llms(runner: ModelRunner, twin: ModelRunner) -> dict[str, LLM]:
 PROMPTS = st.lists(st.lists(st.integers(0, 22), min_size=1, max_size=12), min_size=1, max_size=6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(prompts=PROMPTS, temperature=st.sampled_from([0.0, 0.0, 0.7]), penalty=st.sampled_from([1.0, 1.0, 1.2]))
 def test_answers_are_those_without_speculation(
     llms: dict[str, LLM], twin: ModelRunner, prompts: list[list[int]], temperature: float, penalty: float
@@ -98,8 +87,8 @@ def test_answers_are_those_without_speculation(
             changed = {name: getattr(out, name) for name in same}
             assert out == replace(expected, **changed)
     for llm in llms.values():
-        assert llm.runner.kv_slot_capacity_snapshot().free_blocks == 16
-    assert twin.kv_slot_capacity_snapshot().free_blocks == 16
+        assert is_empty(llm.runner)
+    assert is_empty(twin)
 
 
 @pytest.mark.parametrize(("name", "temperature"), [("twin", 0.0), ("twin", 0.8), ("own", 0.8)])
@@ -147,18 +136,23 @@ def test_an_abandoned_stream_frees_the_draft_too(llms: dict[str, LLM], twin: Mod
     next(stream)
     stream.close()
     llms["twin"].engine.settle()
-    assert twin.kv_slot_capacity_snapshot().free_blocks == 16
+    assert is_empty(twin)
 
 
-def test_preparing_compiles_what_verifying_needs_and_leaves_no_trace(params: ParamTree):
-    with make_runner(params, ENGINE) as runner:
-        llm = LLM.from_model(runner, max_rows=1, speculation=Speculation(num_tokens=3))
-        llm.prepare([1, 2], SamplingParams(temperature=1.0))
-        assert runner.kv_slot_capacity_snapshot().free_blocks == 16
-        assert not runner._pipeline.table.cache_ids
-        count = runner.compile_stats()["compiled"]
-        llm.generate([[1, 2]], SamplingParams(max_tokens=COUNT))
-        assert runner.compile_stats()["compiled"] == count
+def test_preparing_makes_sure_of_what_verifying_needs_and_leaves_no_trace(
+    drafting: ModelRunner, monkeypatch: pytest.MonkeyPatch
+):
+    programs, prepared, used = drafting._programs, set(), set()
+    ensure, get = programs.ensure, programs.get
+    monkeypatch.setattr(programs, "ensure", lambda keys: (prepared.update(keys := list(keys)), ensure(keys))[1])
+    monkeypatch.setattr(programs, "get", lambda key: (used.add(key), get(key))[1])
+    llm = LLM.from_model(drafting, max_rows=1, speculation=Speculation(num_tokens=3))
+    llm.prepare([1, 2], SamplingParams(temperature=1.0))
+    assert is_empty(drafting)
+    assert not drafting._pipeline.table.cache_ids
+    llm.generate([[1, 2]], SamplingParams(max_tokens=COUNT))
+    assert llm.acceptance_rate > 0
+    assert prepared >= used > set()
 
 
 CONFIG = {
@@ -186,13 +180,11 @@ def test_the_variable_alone_means_prompt_lookup(folder: Path, monkeypatch: pytes
     with LLM(folder, **SIZES) as llm:
         assert source_of(llm) is None
         assert llm.acceptance_rate == 0
-        plain = llm.generate("cab", SamplingParams(max_tokens=COUNT))[0]
     monkeypatch.setenv("FERRUM_SPEC_N", "5")
     with LLM(folder, **SIZES) as llm:
         assert isinstance(source_of(llm), PromptLookup)
         assert source_of(llm).num_tokens == 5
         assert llm.runner.plan.buckets.verify_tokens == 6
-        assert llm.generate("cab", SamplingParams(max_tokens=COUNT))[0].text == plain.text
     with LLM(folder, speculation=Speculation(num_tokens=2), **SIZES) as llm:
         assert source_of(llm).num_tokens == 2  # an argument goes before the variable
     monkeypatch.setenv("FERRUM_SPEC_N", "0")
@@ -204,14 +196,24 @@ def test_a_path_loads_a_draft_that_goes_with_the_llm(folder: Path):
     with LLM(folder, speculation=Speculation(draft=folder), **SIZES) as llm:
         source = source_of(llm)
         assert isinstance(source, ModelDraft)
-        out = llm.generate("cab", SamplingParams(max_tokens=11))[0]
-        assert (out.drafted, out.accepted) == (8, 8)  # 4 at a time where nothing is said
+        assert source.num_tokens == 4  # where nothing is said
     with pytest.raises(CancelledError, match="closed"):
         source.model.prefill("a", [1])
 
 
-def test_a_model_that_was_given_is_not_closed(twin: ModelRunner, params: ParamTree):
-    with make_runner(params, ENGINE) as runner:
+@pytest.mark.slow
+def test_a_draft_and_a_lookup_of_a_path_answer_as_the_model_alone(folder: Path):
+    asked = {"alone": None, "lookup": Speculation(num_tokens=5), "draft": Speculation(draft=folder)}
+    outs = {}
+    for name, speculation in asked.items():
+        with LLM(folder, speculation=speculation, **SIZES) as llm:
+            outs[name] = llm.generate("cab", SamplingParams(max_tokens=11))[0]
+    assert outs["alone"].text == outs["lookup"].text == outs["draft"].text
+    assert (outs["draft"].drafted, outs["draft"].accepted) == (8, 8)
+
+
+def test_a_model_that_was_given_is_not_closed(twin: ModelRunner, new_runner: MakeRunner):
+    with new_runner() as runner:
         LLM.from_model(runner, speculation=Speculation(draft=twin)).close()
     assert twin.kv_len("anything") is None
 

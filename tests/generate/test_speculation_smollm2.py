@@ -79,6 +79,7 @@ def prompts_of(llm: LLM, tasks: Sequence[str], variants: Sequence[str]) -> list[
     ]
 
 
+@pytest.mark.slow
 def test_prompt_lookup_answers_as_plain_greedy(model: ferrum_jax.ModelRunner, llm: LLM):
     compare(model, llm, prompts_of(llm, TASKS[:2], VARIANTS[:1]), 24)
     assert llm.acceptance_rate > 0.1
