@@ -200,7 +200,7 @@ def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_pool_that_leaves_little_makes_room_for_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"])
+    folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"] | {"num_hidden_layers": 2})
     free = 4_000_000  # bytes
     monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: free)
     sizes = {"max_seqs": 64, "block_size": 8, "engine": ONE_STEP, "progress": False}

@@ -56,7 +56,8 @@ def test_a_native_weight_stands_for_the_same_numbers(kind: str, tmp_path: Path):
     assert cfg == tiny.model_config(NAME)
 
 
-@pytest.mark.parametrize("kind", ["gptq", pytest.param("int8_zeros", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gptq", "int8_zeros"])
 def test_a_forward_of_native_weights_equals_that_of_the_dequantised_ones(kind: str, tmp_path: Path):
     path = test_packed.write(tmp_path, kind)
     tokens = jnp.asarray(tiny.prompt(NAME)[:14]).reshape(2, 7)

@@ -36,8 +36,6 @@ LOGITS = 1e-4  # the forward's own tolerance between buckets: float32 sums in an
 
 slow = pytest.mark.slow
 every_format = pytest.mark.parametrize("dtype", FORMATS)
-# Runs compiled steps: what differs between the formats is in the tests of `every_format`.
-one_format = pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=slow)])
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +102,17 @@ def test_a_narrow_checkpoint_is_quantised_from_its_own_numbers(tmp_path: Path):
     assert found["model"]["norm"]["weight"].dtype == jnp.float16
 
 
-@one_format
+def test_a_prompt_and_a_token_have_the_logits_of_the_dequantised_forward(folder: Path):
+    prompt = tiny.prompt(NAME)[:9]
+    forward = jax.jit(models.forward, static_argnums=2)
+    expected = forward(models.dequantise(expected_params("int8")), jnp.array([prompt]), CFG)[0, 7:]
+    with ferrum_jax.load(folder, engine=ENGINE, quantize="int8", progress=False) as runner:
+        found = [runner.prefill("a", prompt[:8]), runner.decode("a", prompt[8], 8)]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=LOGITS)
+
+
+@slow
+@every_format
 def test_every_path_of_the_runner_gives_the_logits_of_the_dequantised_forward(folder: Path, dtype: str):
     prompt = tiny.prompt(NAME)[:21]
     plain, cfg = models.dequantise(expected_params(dtype)), CFG
@@ -167,8 +175,8 @@ def test_memory_is_values_and_scales(folder: Path, dtype: str, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("dtype", "group_size"),
-    [("int8", None), ("float8_e4m3fn", 4), pytest.param("int8", 4, marks=slow),
-     pytest.param("float8_e4m3fn", None, marks=slow)],
+    [("int8", None), *(pytest.param(*form, marks=slow) for form in (
+        ("float8_e4m3fn", 4), ("int8", 4), ("float8_e4m3fn", None)))],
 )  # fmt: skip
 def test_a_saved_quantised_tree_is_loaded_as_it_was(dtype: str, group_size: int | None, tmp_path: Path):
     cfg = CFG
@@ -187,6 +195,7 @@ def test_a_saved_quantised_tree_is_loaded_as_it_was(dtype: str, group_size: int 
         tiny.assert_same_tree(ferrum_jax.load_params(tmp_path / "kept", quantize=dtype)[0], kept)
 
 
+@slow
 def test_a_converted_model_is_the_quantised_one_and_runs_from_disk(folder: Path, steps: Path, tmp_path: Path):
     made = ferrum_jax.convert(folder, tmp_path / "made", quantize="int8", progress=False)
     tiny.assert_same_tree(ferrum_jax.load_params(made)[0], expected_params("int8"))
@@ -214,6 +223,7 @@ def test_a_damaged_list_of_formats_is_refused_by_name(formats: Any, checkpoint: 
         ferrum_jax.load_params(tmp_path)
 
 
+@slow
 def test_steps_on_disk_are_of_one_way_to_keep_the_weights(folder: Path, tmp_path: Path):
     prompt, places, answers = tiny.prompt(NAME)[:7], [], []
     for quantize, compiled in ((None, 1), ("int8", 1), ("int8", 0), (None, 0)):

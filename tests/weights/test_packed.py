@@ -103,7 +103,8 @@ def test_a_packed_weight_is_rounded_once_to_the_dtype_asked_for(kind: str, tmp_p
     np.testing.assert_array_equal(np.asarray(leaf), expected, strict=True)
 
 
-@pytest.mark.parametrize("layout", ["scanned", pytest.param("checkpoint", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["scanned", "checkpoint"])
 def test_a_packed_model_may_be_quantised_anew_and_laid_out(layout: str, tmp_path: Path):
     path = write(tmp_path, "awq")
     params, cfg = ferrum_jax.load_params(path)
