@@ -43,16 +43,28 @@ def save_with_transformers(
 
 
 @every_model
-@pytest.mark.parametrize("max_shard_size", ["40KB", "5GB"], ids=["many_shards", "one_shard"])
-def test_what_transformers_saved_gives_its_logits_at_every_position(name: str, max_shard_size: str, tmp_path: Path):
-    expected = logits_of(save_with_transformers(name, tmp_path, max_shard_size), tiny.prompt(name))
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1 or max_shard_size == "5GB"
-    params, cfg = ferrum_jax.load_params(tmp_path, dtype="float32")
-    logits = jax.jit(models.forward, static_argnums=2)(params, jnp.asarray([tiny.prompt(name)]), cfg)
+def test_what_transformers_saved_in_many_files_gives_its_logits_at_every_position(name: str, tmp_path: Path):
+    tokens = tiny.prompt(name)
+    expected = logits_of(save_with_transformers(name, tmp_path, "40KB"), tokens)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    _check_forward(tmp_path, tokens, expected)
+    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=32)
+    with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
+        np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
+
+
+def test_what_transformers_saved_in_one_file_gives_its_logits_at_every_position(tmp_path: Path):
+    tokens = tiny.prompt("llama31")
+    _check_forward(tmp_path, tokens, logits_of(save_with_transformers("llama31", tmp_path), tokens))
+
+
+def _check_forward(folder: Path, tokens: list[int], expected: np.ndarray) -> None:
+    params, cfg = ferrum_jax.load_params(folder, dtype="float32")
+    logits = jax.jit(models.forward, static_argnums=2)(params, jnp.asarray([tokens]), cfg)
     np.testing.assert_allclose(logits[0], expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("name", [name for name in tiny.CONFIGS if name.startswith(NEW)])
 def test_other_seeds_give_its_logits_in_chunks_and_single_tokens(name: str, seed: int, tmp_path: Path):
     tokens = tiny.prompt(name)
@@ -64,15 +76,6 @@ def test_other_seeds_give_its_logits_in_chunks_and_single_tokens(name: str, seed
         for at in range(20, len(tokens)):
             decoded = model.decode("b", tokens[at], at)
             np.testing.assert_allclose(decoded, expected[at], rtol=0, atol=TOLERANCE)
-
-
-@every_model
-def test_serving_what_transformers_saved_gives_its_logits_at_every_position(name: str, tmp_path: Path):
-    tokens = tiny.prompt(name)
-    expected = logits_of(save_with_transformers(name, tmp_path, "40KB"), tokens)
-    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=160, block_size=8, verify_tokens=32)
-    with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
-        np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(("kind", "factor"), [("yarn", 4.0), ("yarn", None), ("llama3", 4.0)])
