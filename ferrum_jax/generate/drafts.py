@@ -3,12 +3,12 @@
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.contract.checks import check_int
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 
@@ -67,13 +67,6 @@ class DraftSource(abc.ABC):
         return None
 
 
-def checked_count(name: str, value: Any) -> int:
-    """Returns a number of tokens, or raises unless it is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InvalidParameterError(f"{name} is {value!r}, expected an integer of at least 1")
-    return value
-
-
 class PromptLookup(DraftSource):
     """Proposes what followed the last tokens where they stood before, in the prompt or in the answer.
 
@@ -82,8 +75,8 @@ class PromptLookup(DraftSource):
     """
 
     def __init__(self, max_ngram: int = 3, num_tokens: int = 4):
-        self.max_ngram = checked_count("max_ngram", max_ngram)
-        self.num_tokens = checked_count("num_tokens", num_tokens)
+        self.max_ngram = check_int("max_ngram", max_ngram, 1, InvalidParameterError)
+        self.num_tokens = check_int("num_tokens", num_tokens, 1, InvalidParameterError)
 
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
         """Returns each sequence's continuation after the n-gram that it ends in."""

@@ -51,13 +51,14 @@ class HostSampler:
         """Forgets a sequence."""
         self._states.pop(cache_id, None)
 
-    def choose(self, rows: Sequence[SettledRow], logits: Sequence[NDArray[np.float32]]) -> list[list[TokenChoice]]:
-        """Chooses tokens from the logits `[n, V]` of each row: after its last token, or after each of its tokens.
+    def choose(self, rows: Sequence[SettledRow], logits: Sequence[Any]) -> list[Any]:
+        """Chooses from the logits `[n, V]` of each row a token after its last one, or a list after each of its tokens.
 
         What is chosen is counted, up to the first of the choices that was not drafted.
         """
         if all(_is_plain(settings) for _, settings in rows):
-            return [[TokenChoice(best, 0.0, 0.0) for best in one.argmax(axis=1).tolist()] for one in logits]
+            best = [[TokenChoice(token, 0.0, 0.0) for token in one.argmax(axis=1).tolist()] for one in logits]
+            return [_as_wanted(row, mine) for (row, _), mine in zip(rows, best, strict=True)]
         found = self._run(_choose, self._places(rows), np.concatenate(logits))
         figures = found.packed[:, 1:].copy().view(np.float32).tolist()
         choices, at = [], 0
@@ -68,7 +69,7 @@ class HostSampler:
                 raw, processed = figures[place]
                 mine.append(TokenChoice(int(found.packed[place, 0]), raw, processed, tuple(top)))
             at += len(one)
-            choices.append(mine)
+            choices.append(_as_wanted(row, mine))
             _, state = self._states[row.cache_id]
             for choice, drafted in zip(mine, [*_ids(row)[1:], None][-len(mine) :], strict=True):
                 state.counts[0, choice.token_id] += 1
@@ -76,7 +77,7 @@ class HostSampler:
                     break
         return choices
 
-    def distributions(self, rows: Sequence[SettledRow], logits: Sequence[NDArray[np.float32]]) -> list[Any]:
+    def distributions(self, rows: Sequence[SettledRow], logits: Sequence[Any]) -> list[Any]:
         """Returns what is drawn from after each token of each row, `[n, V]`."""
         found = self._run(_distributions, self._places(rows), np.concatenate(logits))
         return np.split(found, np.cumsum([len(one) for one in logits])[:-1])
@@ -205,86 +206,86 @@ class HostModel:
         if self._is_unified is not False:
             items = [(row.cache_id, _ids(row), row.start, not isinstance(row.output, NoOutput)) for row in rows]
             try:
-                given = list(self.model.unified_forward(items))
+                given = self._call("unified_forward", items, rows, advanced)
             except UnsupportedError:
                 if self._is_unified:
                     raise
                 self._is_unified = False
             else:
                 self._is_unified = True
-                self._advance("unified_forward", rows, given, advanced)
         if given is None:
             given = self._run_singly(rows, advanced)
-        answers: list[Any] = [None] * len(rows)
-        sampled = {at: row.output.settings for at, row in enumerate(rows) if isinstance(row.output, SampledToken)}
-        if sampled:
-            logits = [self._checked(given[at])[None] for at in sampled]
-            choices = self.sampler.choose([(rows[at], settings) for at, settings in sampled.items()], logits)
-            for at, (choice,) in zip(sampled, choices, strict=True):
-                answers[at] = choice
-        return answers
+        pairs = zip(rows, given, strict=True)
+        logits = [self._checked(one)[None] if isinstance(row.output, SampledToken) else None for row, one in pairs]
+        return self._choose(rows, logits)
 
     def _run_singly(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
         decoding = [row for row in rows if row.num_tokens == 1 and row.start > 0]
         found: dict[str, Any] = {}
         if decoding:
-            try:
-                given = list(self.model.decode_batch([(row.cache_id, _ids(row)[0], row.start) for row in decoding]))
-            except BaseException:
-                advanced += decoding  # some may have advanced
-                raise
-            self._advance("decode_batch", decoding, given, advanced)
+            items = [(row.cache_id, _ids(row)[0], row.start) for row in decoding]
+            given = self._call("decode_batch", items, decoding, advanced, may_stop_half_way=True)
             found = {row.cache_id: one for row, one in zip(decoding, given, strict=True)}
         for row in rows:
             if row.cache_id not in found:
                 found[row.cache_id] = self.model.prefill(row.cache_id, _ids(row))
-                self._advance("prefill", [row], [None], advanced)
+                self._advance([row], advanced)
         return [found[row.cache_id] for row in rows]
 
     def _score(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
         items = [(row.cache_id, _ids(row), row.output.targets.tolist()) for row in rows]  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            found = list(self.model.score_batch(items))
-        except BaseException:
-            if type(self.model).score_batch is DecoderOnlyLLM.score_batch:
-                advanced += rows  # they ran one by one: some may have advanced
-            raise
-        self._advance("score_batch", rows, found, advanced)
+        found = self._call("score_batch", items, rows, advanced, may_stop_half_way=True)
         return [Scores(logprobs=one.logprobs, greedy_ids=one.greedy_ids) for one in found]
 
     def _verify(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
+        items = [(row.cache_id, _ids(row)) for row in rows]
+        given = self._call("forward_verify_batch", items, rows, advanced, may_stop_half_way=True)
+        logits = [np.asarray(one, np.float32) for one in given]
+        for row, one in zip(rows, logits, strict=True):
+            if one.shape != (row.num_tokens, self.sampler.vocab_size):
+                raise ModelError(f"{self._name}.forward_verify gave logits of shape {list(one.shape)}")
+        return self._choose(rows, logits)
+
+    def _call(
+        self,
+        method: str,
+        items: list[Any],
+        rows: Sequence[ScheduledRow],
+        advanced: list[ScheduledRow],
+        *,
+        may_stop_half_way: bool = False,
+    ) -> list[Any]:
+        """Returns what a method of the model answers, one for each row, which has then advanced."""
         try:
-            given = list(self.model.forward_verify_batch([(row.cache_id, _ids(row)) for row in rows]))
+            given = list(getattr(self.model, method)(items))
         except BaseException:
-            for row in rows:  # it may have come through some of them
+            for row in rows if may_stop_half_way else ():
                 try:
                     self.model.truncate_kv(row.cache_id, row.start)
                 except FerrumError:
                     advanced.append(row)
             raise
-        self._advance("forward_verify_batch", rows, given, advanced)
-        logits = [np.asarray(one, np.float32) for one in given]
-        for row, one in zip(rows, logits, strict=True):
-            if one.shape != (row.num_tokens, self.sampler.vocab_size):
-                raise ModelError(f"{self._name}.forward_verify gave logits of shape {list(one.shape)}")
+        self._advance(rows, advanced)
+        if len(given) != len(rows):
+            raise ModelError(f"{self._name}.{method} gave {len(given)} answers for {len(rows)} rows")
+        return given
+
+    def _advance(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> None:
+        for row in rows:
+            self._lengths[row.cache_id] = row.start + row.num_tokens
+        advanced += rows
+
+    def _choose(self, rows: Sequence[ScheduledRow], logits: Sequence[NDArray[np.float32] | None]) -> list[Any]:
+        """Returns the tokens or distributions that rows want, from the logits of each."""
         answers: list[Any] = [None] * len(rows)
-        for kind, answer in ((VerifiedTokens, self.sampler.choose), (Distributions, self.sampler.distributions)):
+        kinds = (SampledToken, VerifiedTokens), (Distributions,)
+        for kind, answer in zip(kinds, (self.sampler.choose, self.sampler.distributions), strict=True):
             asked = {at: row.output.settings for at, row in enumerate(rows) if isinstance(row.output, kind)}
             if asked:
                 found = answer([(rows[at], settings) for at, settings in asked.items()], [logits[at] for at in asked])
                 for at, one in zip(asked, found, strict=True):
                     answers[at] = one
         return answers
-
-    def _advance(
-        self, method: str, rows: Sequence[ScheduledRow], given: Sequence[Any], advanced: list[ScheduledRow]
-    ) -> None:
-        """Counts what a method has read, and raises ModelError where it gave another number of answers."""
-        for row in rows:
-            self._lengths[row.cache_id] = row.start + row.num_tokens
-        advanced += rows
-        if len(given) != len(rows):
-            raise ModelError(f"{self._name}.{method} gave {len(given)} answers for {len(rows)} rows")
 
     def _checked(self, given: Any) -> NDArray[np.float32]:
         """Returns a model's answer, or raises ModelError where it is no row of logits."""
@@ -311,6 +312,10 @@ Backend: TypeAlias = ModelRunner | HostModel  # what the scheduler runs batches 
 def _ids(row: ScheduledRow) -> list[int]:
     assert row.tokens is not None
     return row.tokens.tolist()
+
+
+def _as_wanted(row: ScheduledRow, choices: list[TokenChoice]) -> Any:
+    return choices[0] if isinstance(row.output, SampledToken) else choices
 
 
 def _is_plain(settings: SlotSettings) -> bool:

@@ -19,6 +19,7 @@ from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.params import (
     RequestOutput,
     SamplingParams,
+    Score,
     check_stop_ids,
     params_of_each,
     params_of_one,
@@ -26,7 +27,6 @@ from ferrum_jax.generate.params import (
 from ferrum_jax.generate.prompts import Prompt, as_adapters, as_ids, as_prompts
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
-from ferrum_jax.generate.score import Score, score_of, split_text
 from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
@@ -231,7 +231,15 @@ class LLM:
         for first, *others in groups:
             first.copies = others
         self._finish(groups, Track("scoring") if progress else None)
-        return [score_of(request) for request in requests]
+        return [
+            Score(
+                prompt_token_ids=request.prompt[: request.score_from],
+                token_ids=request.prompt[request.score_from :],
+                logprobs=request.scores,
+                greedy_ids=request.greedy_ids,
+            )
+            for request in requests
+        ]
 
     def _finish(self, groups: Sequence[Sequence[Request]], track: Track | None, *, return_errors: bool = False) -> None:
         """Runs groups of requests that begin alike, of which the first has the others as its copies."""
@@ -384,18 +392,17 @@ class LLM:
 
     def _scored(self, prompt: str | Sequence[int], continuation: str | Sequence[int]) -> Request:
         """Returns the request that scores a continuation and generates nothing."""
+        before, note = self._ids(prompt), ""
         if isinstance(prompt, str) and isinstance(continuation, str):
-            before, after = split_text(self._need_tokenizer(), prompt, continuation)
+            joined, note = self._ids(prompt + continuation), ", both texts being tokenised as one"
+            pairs = zip(before, joined, strict=False)
+            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            before, after = joined[:shared], joined[shared:]
         else:
-            before, after = self._ids(prompt), self._ids(continuation, is_first=False)
+            after = self._ids(continuation, is_first=False)
         if not before or not after:
-            joined = (
-                ", both texts being tokenised as one"
-                if isinstance(prompt, str) and isinstance(continuation, str)
-                else ""
-            )
             raise RequestValidationError(
-                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{joined}"
+                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{note}"
             )
         needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
         if needed > capacity:

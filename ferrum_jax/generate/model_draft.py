@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.contract.checks import check_int
 from ferrum_jax.contract.errors import (
     ConfigError,
     FerrumError,
@@ -20,7 +21,7 @@ from ferrum_jax.contract.errors import (
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import Distributions, Output, SampledToken, ScheduledRow, TokenChoice
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant, checked_count
+from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.rejection import Purpose, draw, uniform
 
@@ -72,7 +73,7 @@ class ModelDraft(DraftSource):
         if drawing not in ("best", "shared", "own"):
             raise InvalidParameterError(f"drawing is {drawing!r}, expected 'best', 'shared' or 'own'")
         self.model = model
-        self.num_tokens = checked_count("num_tokens", num_tokens)
+        self.num_tokens = check_int("num_tokens", num_tokens, 1, InvalidParameterError)
         self.drawing = drawing
         self.has_probabilities = drawing == "own"
         self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
@@ -179,14 +180,13 @@ class ModelDraft(DraftSource):
             answers = self._backend.collect(pending)
         except ResourceExhaustedError:
             self.release(rows[-1].want.cache_id)  # who came last gives way
-            self._drop_moved(rows)
+            for key in [row.want.cache_id for row in rows[:-1]]:
+                if (self._backend.kv_len(self._id(key)) or 0) != len(self._held[key]):
+                    self.release(key)  # the batch that failed has advanced it
             self._room = len(self._held)
             left = [row for row in rows[:-1] if row.want.cache_id in self._held]
             return self._feed(left) if left else []
         except BaseException as problem:
-            if len(rows) > 1 and isinstance(problem, FerrumError) and problem.is_client_error:
-                self._drop_moved(rows)
-                return [found for row in rows if row.want.cache_id in self._held for found in self._feed([row])]
             for row in rows:
                 self.release(row.want.cache_id)
             if isinstance(problem, FerrumError):
@@ -196,13 +196,6 @@ class ModelDraft(DraftSource):
             assert item.tokens is not None
             self._held[row.want.cache_id] += item.tokens.tolist()
         return list(zip(rows, answers, strict=True))
-
-    def _drop_moved(self, rows: Sequence[_Row]) -> None:
-        """Releases sequences that a failed batch advanced."""
-        for row in rows:
-            key = row.want.cache_id
-            if key in self._held and (self._backend.kv_len(self._id(key)) or 0) != len(self._held[key]):
-                self.release(key)
 
     def _item(self, row: _Row) -> ScheduledRow:
         held, known = len(self._held[row.want.cache_id]), row.all_tokens

@@ -146,9 +146,7 @@ def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, coun
 
 def params_of_one(given: SamplingParams | None) -> SamplingParams:
     """Returns the params of a single answer; raises RequestValidationError where they ask for several."""
-    if not isinstance(given, SamplingParams | None):
-        raise RequestValidationError(f"params are {safe_repr(given)}, expected SamplingParams")
-    params = SamplingParams() if given is None else given
+    (params,) = params_of_each([SamplingParams() if given is None else given], 1)
     if params.n != 1:
         raise RequestValidationError(f"n is {params.n}: `generate` gives several answers, this call gives one")
     return params
@@ -201,3 +199,23 @@ class RequestOutput:
     def outputs(self) -> list["RequestOutput"]:
         """This answer as the only one of a list, for code that was written for vLLM."""
         return [self]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """How likely the model finds a continuation of a prompt."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]  # of the continuation
+    logprobs: list[float]  # natural logarithms, one for each of them
+    greedy_ids: list[int]  # the likeliest token at each of their places
+
+    @property
+    def total(self) -> float:
+        """Log-probability of the whole continuation."""
+        return sum(self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if greedy decoding would have given this continuation."""
+        return self.token_ids == self.greedy_ids

@@ -4,10 +4,11 @@ import os
 from dataclasses import dataclass, replace
 
 from ferrum_jax.config import EngineConfig
+from ferrum_jax.contract.checks import check_int
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.drafts import DraftSource, PromptLookup, checked_count
+from ferrum_jax.generate.drafts import DraftSource, PromptLookup
 from ferrum_jax.generate.model_draft import Drawing, ModelDraft
 from ferrum_jax.loading import load
 from ferrum_jax.weights.hub import resolve
@@ -39,9 +40,9 @@ class Speculation:
             raise InvalidParameterError(
                 f"draft is a {type(self.draft).__name__}, expected {PROMPT_LOOKUP!r}, a path, a model or a DraftSource"
             )
-        checked_count("max_ngram", self.max_ngram)
-        if self.num_tokens is not None:
-            checked_count("num_tokens", self.num_tokens)
+        for name in ("max_ngram", "num_tokens"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1, InvalidParameterError)
         if isinstance(self.draft, DraftSource) and self.num_tokens not in (None, self.draft.num_tokens):
             raise ConfigError(f"num_tokens is {self.num_tokens}, the draft's own is {self.draft.num_tokens}")
 
@@ -78,11 +79,7 @@ def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: in
         return ModelDraft(draft, num_tokens, drawing=drawing)
     if draft == PROMPT_LOOKUP:
         return PromptLookup(speculation.max_ngram, num_tokens)
-    if isinstance(target, ModelRunner):  # as many sequences as the target, and as long
-        plan, device = target.plan, target.device
-        model = load(
-            resolve(draft), max_seqs=plan.max_seqs, kv_capacity=plan.kv_capacity, device=device, engine=NO_SPECULATION
-        )
-    else:
-        model = load(resolve(draft), max_seqs=max_rows, kv_capacity=target.kv_capacity(), engine=NO_SPECULATION)
+    seqs, device = (target.plan.max_seqs, target.device) if isinstance(target, ModelRunner) else (max_rows, None)
+    capacity = target.kv_capacity()
+    model = load(resolve(draft), max_seqs=seqs, kv_capacity=capacity, device=device, engine=NO_SPECULATION)
     return ModelDraft(model, num_tokens, drawing=drawing, is_owner=True)

@@ -15,9 +15,14 @@ from tests.executor.conftest import CAPACITY, CFG, make_runner
 
 ENGINE = EngineConfig(
     dtype="float32", max_seqs=16, kv_capacity=CAPACITY, block_size=8, kv_blocks=48, max_step_tokens=16,
-    decode_rows=(1, 8), query_blocks=(4,), block_tokens=4, verify_blocks=(4,), verify_tokens=4,
+    decode_rows=(1, 8), query_blocks=(4,), block_tokens=4, verify_blocks=(1,), verify_tokens=4,
 )  # fmt: skip
 MakeRunner = Callable[..., ModelRunner]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten_executables() -> None:
+    """Keeps what a file has compiled, against the whole suite's custom: the files here use the same few programs."""
 
 
 @pytest.fixture(scope="session")

@@ -611,7 +611,7 @@ def test_a_closed_model_says_so(new_runner: MakeRunner):
 
 def test_the_real_model_names_paris_and_streams_what_it_says(smollm2_path: Path):
     one_bucket = EngineConfig(decode_rows=(2,), query_blocks=(1,), block_tokens=64, verify_tokens=64)
-    with LLM(smollm2_path, max_seqs=2, kv_capacity=256, engine=one_bucket, progress=False) as llm:
+    with LLM(smollm2_path, max_seqs=2, kv_capacity=256, engine=one_bucket, layout="scanned", progress=False) as llm:
         question = [{"role": "user", "content": "What is the capital of France?"}]
         params = SamplingParams(max_tokens=24)
         out = llm.chat(question, params)

@@ -46,8 +46,10 @@ def test_it_gives_what_the_engine_gives_with_the_same_seeds(how: Sampling, param
         SamplingParams(**vars(how), max_tokens=11, seed=seed, logprobs=True, stop_token_ids=(30, 36))
         for seed in SEEDS.tolist()
     ]
-    run = jax.jit(partial(generate_fn, cfg=CFG, max_tokens=11, sampling=how, stop_ids=(30, 36)))
-    found, _ = run(params, None, TOKENS, LENGTHS, SEEDS)
+    padded = np.where(np.arange(7) < LENGTHS[:, None], TOKENS, -1)  # padding may be anything, and arrays lists
+    lists: dict[str, Any] = {"tokens": padded.tolist(), "lengths": LENGTHS.tolist(), "seeds": SEEDS.tolist()}
+    run = jax.jit(partial(generate_fn, kv=None, cfg=CFG, max_tokens=11, sampling=how, stop_ids=(30, 36), **lists))
+    found, _ = run(params)
     for at, out in enumerate(llm.generate(PROMPTS, asked)):
         count = len(out.token_ids)
         assert found.token_ids[at, :count].tolist() == out.token_ids
@@ -64,14 +66,23 @@ def test_a_kv_that_held_anything_gives_the_same_and_is_written_in_place(params: 
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= spec.num_bytes
-    padded = np.where(np.arange(7) < LENGTHS[:, None], TOKENS, -1)  # padding may be anything, and arrays lists
-    lists: dict[str, Any] = {"tokens": padded.tolist(), "lengths": LENGTHS.tolist(), "seeds": SEEDS.tolist()}
-    expected, _ = jax.jit(lambda params: generate_fn(params, None, **lists, cfg=CFG, max_tokens=5))(params)
+    expected, _ = compiled(params, state.empty(spec), TOKENS, LENGTHS, SEEDS)
     for _ in range(2):
         found, dirty = compiled(params, dirty, TOKENS, LENGTHS, SEEDS)
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
 
 
+def test_it_can_be_differentiated_and_mapped(params: ParamTree):
+    def logprob(params: ParamTree, seed: jax.Array) -> jax.Array:
+        return generate_fn(params, None, TOKENS, LENGTHS, SEEDS + seed, CFG, max_tokens=3)[0].logprobs.sum()
+
+    seeds = jnp.arange(4, dtype=jnp.uint32)
+    found = jax.eval_shape(jax.vmap(jax.grad(logprob), in_axes=(None, 0)), params, seeds)
+    assert jax.tree.map(lambda leaf: leaf.shape[1:], found) == jax.tree.map(lambda leaf: leaf.shape, params)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(found)} == {4}
+
+
+@pytest.mark.slow
 def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
     def through_the_rollout(params: ParamTree) -> tuple[jax.Array, jax.Array]:
         found, _ = generate_fn(params, None, TOKENS[:1], LENGTHS[:1], SEEDS[:1], CFG, max_tokens=3)
