@@ -10,8 +10,9 @@ from ferrum_jax.contract.execution import ExecutorState
 class Lifecycle:
     """The lock of an object that lives on a device, and the state it is in.
 
-    `with life:` lets one thread in at a time, and none unless the state is Ready; an error that lost what is on the
-    device leaves the state Error.
+    `with life.lock, life:` lets one thread in at a time, and none unless the state is Ready; an error that lost what is
+    on the device leaves the state Error. The lock is taken on its own because no interrupt can come between taking it
+    and the body, as one could within a method of this class: it would stay taken.
     """
 
     def __init__(self, noun: str, is_lost: Callable[[], bool]):
@@ -29,19 +30,11 @@ class Lifecycle:
         self._failure = ""
 
     def __enter__(self) -> None:
-        self.lock.acquire()
-        try:
-            self.check_ready()
-        except BaseException:
-            self.lock.release()
-            raise
+        self.check_ready()
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
-        try:
-            if problem is not None and not self.paused and self._is_lost():
-                self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
-        finally:
-            self.lock.release()
+        if problem is not None and not self.paused and self._is_lost():
+            self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
 
     def check_not_closed(self) -> None:
         """Raises CancelledError after `close`."""

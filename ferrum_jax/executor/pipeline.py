@@ -1,10 +1,9 @@
 """The one way to run a step: check, allocate, pack, dispatch, commit; and later, copy what was asked for."""
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +32,7 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
+from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import UNKNOWN, CachedSequence, SequenceTable
@@ -59,7 +59,8 @@ class PendingStep:
         Raises:
             DeviceError: the device failed, then or since; the KV is lost until `reset`.
         """
-        with self.pipeline.guard:
+        life = self.pipeline.life
+        with life.lock, life:
             self.pipeline.collect(self)
         return self.answers
 
@@ -76,7 +77,7 @@ class Pipeline:
     programs: ProgramCache
     plan: EnginePlan
     adapters: Adapters
-    guard: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)  # of every call
+    life: Lifecycle  # of every call
     prefixes: PrefixCounters = field(default_factory=PrefixCounters)
 
     def __post_init__(self):

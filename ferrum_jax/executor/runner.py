@@ -118,7 +118,7 @@ class ModelRunner(DecoderOnlyLLM):
                 does not start where its sequence ends, or an id occurs twice.
             ResourceExhaustedError: slots or blocks are short.
         """
-        with self._life:
+        with self._life.lock, self._life:
             check.check_batch(batch, self._vocab_size)
             return self._pipeline.execute(batch)
 
@@ -128,12 +128,12 @@ class ModelRunner(DecoderOnlyLLM):
 
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
         """Appends `tokens` (creating the sequence if it is unknown); returns the last one's logits, `[vocab]`."""
-        with self._life:
+        with self._life.lock, self._life:
             return self._pipeline.execute([self._appended(cache_id, tokens, LAST_LOGITS)]).result()[0]
 
     def decode(self, cache_id: str, token: int, pos: int) -> Logits:
         """Appends one token at position `pos`, which must be the cache's length; returns `[vocab]`."""
-        with self._life:
+        with self._life.lock, self._life:
             return self._pipeline.execute(self._decode_rows([(cache_id, token, pos)])).result()[0]
 
     def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Logits]:
@@ -142,7 +142,7 @@ class ModelRunner(DecoderOnlyLLM):
 
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
         """As `decode_batch`, which always computes all logits; the flag is counted."""
-        with self._life:
+        with self._life.lock, self._life:
             forced = check_flag("force_full_logits", force_full_logits)
             logits = self._pipeline.execute(self._decode_rows(batch)).result()
             self._count_decodes(len(logits), forced=forced)
@@ -152,7 +152,7 @@ class ModelRunner(DecoderOnlyLLM):
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
         """As `decode_batch`; of greedy rows only the token id crosses to the host."""
-        with self._life:
+        with self._life.lock, self._life:
             check_given("policies", policies)
             answers = self._pipeline.execute(self._decode_rows(batch, policies)).result()
             self._count_decodes(len(answers))
@@ -160,12 +160,12 @@ class ModelRunner(DecoderOnlyLLM):
 
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends `tokens` and returns `[n, vocab]`: row i is the distribution after token i."""
-        with self._life:
+        with self._life.lock, self._life:
             return self._pipeline.execute([self._appended(cache_id, tokens, ALL_LOGITS)]).result()[0]
 
     def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
         """As `forward_verify` for several sequences, as many in one step as `verify_blocks` allow."""
-        with self._life:
+        with self._life.lock, self._life:
             batch = check.verify_rows(rows, self._vocab_size, self._pipeline.table.length)
             return self._pipeline.execute(batch).result()
 
@@ -174,7 +174,7 @@ class ModelRunner(DecoderOnlyLLM):
 
         Known prefixes are not reused.
         """
-        with self._life:
+        with self._life.lock, self._life:
             batch = check.score_rows(rows, self._vocab_size, self._pipeline.table.length)
             found = self._pipeline.execute(batch).result()
             return [TokenScores(logprobs=one.logprobs, greedy_ids=one.greedy_ids) for one in found]
@@ -183,20 +183,20 @@ class ModelRunner(DecoderOnlyLLM):
         self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
     ) -> Captured:
         """Appends `tokens`; returns what is asked of each. A step for other layers compiles when it is first needed."""
-        with self._life:
+        with self._life.lock, self._life:
             wanted = check_capture(hidden, attention_weights, self.model_config)
             return self._pipeline.execute([self._appended(cache_id, tokens, Capture(wanted))]).result()[0]
 
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
-        with self._life:
+        with self._life.lock, self._life:
             return self._pipeline.execute(self._unified_rows(items)).result()
 
     def unified_forward_with_logits_policy(
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
         """As `unified_forward`; of greedy rows only the token id crosses to the host."""
-        with self._life:
+        with self._life.lock, self._life:
             check_given("policies", policies)
             answers = self._pipeline.execute(self._unified_rows(items, policies)).result()
             return [_answer(one) for one in answers]
@@ -207,7 +207,7 @@ class ModelRunner(DecoderOnlyLLM):
         What it returns is what `decode` token by token and `ops.sampling.sample` give. The KV of all tokens is
         allocated first, so that a call that runs short of blocks changes nothing.
         """
-        with self._life:
+        with self._life.lock, self._life:
             until_one_ends = check_flag("until_one_ends", until_one_ends)
             return multi_step.decode_n(self._pipeline, runs, until_one_ends=until_one_ends)
 
@@ -218,12 +218,12 @@ class ModelRunner(DecoderOnlyLLM):
 
     def unified_forward_can_return_full_logits(self) -> bool:
         """Says that it can."""
-        with self._life:
+        with self._life.lock, self._life:
             return True
 
     def release(self, cache_id: str) -> None:
         """Frees the sequence's slot and blocks; an unknown id is no error."""
-        with self._life:
+        with self._life.lock, self._life:
             key = check_cache_id(cache_id)
             with self._device.changing():
                 self._pipeline.table.release(key)
@@ -231,7 +231,7 @@ class ModelRunner(DecoderOnlyLLM):
 
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
-        with self._life:
+        with self._life.lock, self._life:
             key, length = check_cache_id(cache_id), check_int("new_len", new_len, 0)
             self._pipeline.settle()
             with self._device.changing():
@@ -244,7 +244,7 @@ class ModelRunner(DecoderOnlyLLM):
             RequestValidationError: `cache_id` is unknown, or `new_cache_id` is not.
             ResourceExhaustedError: no slot is free.
         """
-        with self._life:
+        with self._life.lock, self._life:
             old, new = check_cache_id(cache_id), check_cache_id(new_cache_id)
             adapters = self._adapters
             if adapters.of(new) not in (None, adapters.of(old)):
@@ -269,13 +269,13 @@ class ModelRunner(DecoderOnlyLLM):
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
         """Takes the slot, and compiles what prompts of at most `max_tokens` tokens and decoding after them need."""
-        with self._life:
+        with self._life.lock, self._life:
             key, count = check_cache_id(cache_id), check_int("max_tokens", max_tokens, 1)
             reservations.prepare(self._pipeline, key, count)
 
     def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
         """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
-        with self._life:
+        with self._life.lock, self._life:
             hint = check_int("capacity_hint", capacity_hint, 0)
             self._pipeline.table.check_capacity(check_cache_id(cache_id), hint)
 
@@ -288,7 +288,7 @@ class ModelRunner(DecoderOnlyLLM):
             RequestValidationError: a target is past the capacity.
             ResourceExhaustedError: slots or blocks are short, for the targets or for the admission targets.
         """
-        with self._life:
+        with self._life.lock, self._life:
             return reservations.reserve(self._pipeline, requests)
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
@@ -300,7 +300,7 @@ class ModelRunner(DecoderOnlyLLM):
             RequestValidationError: the sequence holds positions of another adapter, or of none.
             NotFoundError, InvalidFormatError, UnsupportedError, …: it is not loaded and cannot be.
         """
-        with self._life:
+        with self._life.lock, self._life:
             if adapter is not None and not isinstance(adapter, ActiveLoraAdapter):
                 raise RequestValidationError(f"adapter {safe_repr(adapter)}: expected an ActiveLoraAdapter or None")
             key, adapters = check_cache_id(cache_id), self._adapters
@@ -319,10 +319,10 @@ class ModelRunner(DecoderOnlyLLM):
             ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
             NotFoundError, InvalidFormatError, UnsupportedError, RequestValidationError: as its files deserve.
         """
-        with self._life:
+        with self._life.lock, self._life:
             self._adapters.check_free_row(name)
         read = self._adapters.read(path)  # which takes a while, and concerns nobody else
-        with self._life:
+        with self._life.lock, self._life:
             self._install(name, read, path, is_pinned=True)
 
     def unload_lora(self, name: str) -> None:
@@ -331,7 +331,7 @@ class ModelRunner(DecoderOnlyLLM):
         Raises:
             NotFoundError, RequestValidationError: it is not loaded, or a sequence is bound to it.
         """
-        with self._life:
+        with self._life.lock, self._life:
             self._pipeline.table.forget_adapter(self._adapters.unload(name))
 
     def warmup(self, *, progress: bool = True, load: bool = False, distributions: bool = False) -> None:
@@ -340,7 +340,7 @@ class ModelRunner(DecoderOnlyLLM):
         A program on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
         `distributions`: also those for the output of that name, as a draft model whose probabilities count needs them.
         """
-        with self._life:
+        with self._life.lock, self._life:
             track = Track("compiling steps") if progress else None
             more = self.plan.buckets.distributions() if distributions else []
             self._programs.warmup([*self.plan.declared(), *more], track, load=load)
@@ -369,7 +369,7 @@ class ModelRunner(DecoderOnlyLLM):
         Raises:
             RequestValidationError: a sequence is live.
         """
-        with self._life:
+        with self._life.lock, self._life:
             self._pipeline.forget_prefixes("the KV is freed")
             self._device.free()
             self._life.paused = "the KV is freed: allocate_kv() first"
@@ -389,7 +389,7 @@ class ModelRunner(DecoderOnlyLLM):
 
     def compile_stats(self) -> dict[str, Any]:
         """Counts programs: compiled, loaded, on_disk (not yet loaded), their seconds, compiles_after_warmup, steps."""
-        with self._life:
+        with self._life.lock, self._life:
             return self._programs.stats()
 
     def close(self) -> None:
@@ -401,12 +401,12 @@ class ModelRunner(DecoderOnlyLLM):
 
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions."""
-        with self._life:
+        with self._life.lock, self._life:
             return self.plan.kv_capacity
 
     def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""
-        with self._life:
+        with self._life.lock, self._life:
             key, index = check_cache_id(cache_id), check_int("layer", layer, 0)
             live, pool_layer = self._pipeline.table.get(key), self.plan.seat_of(index)
             if live is None:
@@ -415,13 +415,13 @@ class ModelRunner(DecoderOnlyLLM):
 
     def kv_len(self, cache_id: str) -> int | None:
         """Positions held for `cache_id`, or None for an unknown id."""
-        with self._life:
+        with self._life.lock, self._life:
             live = self._pipeline.table.get(check_cache_id(cache_id))
             return None if live is None else live.length
 
     def kv_block_table(self, cache_id: str) -> BlockTable | None:
         """Where a sequence's positions lie, reserved ones left out; None for an unknown id."""
-        with self._life:
+        with self._life.lock, self._life:
             table = self._pipeline.table
             live = table.get(check_cache_id(cache_id))
             if live is None:
@@ -431,7 +431,7 @@ class ModelRunner(DecoderOnlyLLM):
 
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
         """Counts the pool's blocks; those that only a prefix could want are free."""
-        with self._life:
+        with self._life.lock, self._life:
             pool = self._pipeline.table.pool
             return KvSlotCapacitySnapshot(
                 block_size=self.plan.cache.block_size, total_blocks=pool.num_blocks, free_blocks=pool.num_free
@@ -439,7 +439,7 @@ class ModelRunner(DecoderOnlyLLM):
 
     def cache_metrics_snapshot(self) -> dict[str, Any]:
         """Counters of KV reuse, of decode batches and of what crossed to the host."""
-        with self._life:
+        with self._life.lock, self._life:
             return describe.cache_metrics(self._pipeline) | {
                 "source": type(self).__name__,
                 "decode_batch": self._decode_batches.snapshot(),
@@ -447,22 +447,22 @@ class ModelRunner(DecoderOnlyLLM):
 
     def lora_metrics_snapshot(self) -> dict[str, Any]:
         """Counters of adapters; an application is one row of one call through one projection."""
-        with self._life:
+        with self._life.lock, self._life:
             return self._adapters.metrics() | {"source": type(self).__name__}
 
     def model_info(self) -> ModelInfo:
         """Identity and size of the model as it was loaded."""
-        with self._life:
+        with self._life.lock, self._life:
             return describe.model_info(self.name, self.model_config, self.plan, self.params, self.device)
 
     def capabilities(self) -> ExecutorCapabilities:
         """What was built for this model on this device."""
-        with self._life:
+        with self._life.lock, self._life:
             return describe.capabilities(self.model_config, self.plan, self.params, self.device)
 
     def memory_usage(self) -> ExecutorMemoryUsage:
         """Bytes of the parameters and the KV, and how much of them is in use."""
-        with self._life:
+        with self._life.lock, self._life:
             return describe.memory_usage(self._pipeline.table, self.plan, self.model_config, self.params, self.device)
 
     def _install(self, name: str, read: Any, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
