@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ferrum_jax import LLM, EngineConfig, SamplingParams, models
+from ferrum_jax import LLM, EngineConfig, SamplingParams
 from ferrum_jax.contract.errors import (
     CancelledError,
     DeviceError,
@@ -26,8 +26,6 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
-from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG
 from tests.fake import CountingLLM, SummingLLM, answer
 from tests.generate.conftest import MakeRunner, is_empty
 from tests.generate.test_request import letters, spell
@@ -538,21 +536,6 @@ def test_requests_without_a_seed_differ(llm: LLM):
     assert len({tuple(out.token_ids) for out in outs}) == 4
 
 
-def test_logprobs_are_those_of_the_forward_without_a_cache(llm: LLM, params: ParamTree):
-    asked = [SamplingParams(temperature=t, repetition_penalty=p, max_tokens=8, seed=1, logprobs=True)
-             for t, p in ((0.0, 1.0), (1.0, 1.0), (0.0, 1.5), (1.0, 1.5), (0.0, 1.0))]  # fmt: skip
-    forward = jax.jit(lambda tokens: jax.nn.log_softmax(models.forward(params, tokens, CFG)))
-    for out, prompt in zip(llm.generate(IDS, asked), IDS, strict=True):
-        assert out.logprobs is not None
-        assert len(out.logprobs) == len(out.token_ids) == 8
-        padded = np.zeros((1, 24), np.int32)
-        tokens = [*prompt, *out.token_ids]
-        padded[0, : len(tokens)] = tokens
-        rows = np.asarray(forward(jnp.asarray(padded)))[0, len(prompt) - 1 : len(tokens) - 1]
-        expected = rows[np.arange(8), out.token_ids]
-        np.testing.assert_allclose(out.logprobs, expected, atol=1e-4)  # float32 sums in another order
-
-
 def test_a_prompt_can_be_prepared_without_a_trace(llm: LLM, runner: ModelRunner):
     before = runner.cache_metrics_snapshot(), runner.kv_slot_capacity_snapshot()
     llm.prepare(IDS[1])
@@ -609,6 +592,7 @@ def test_a_closed_model_says_so(new_runner: MakeRunner):
         llm.__enter__()
 
 
+@pytest.mark.slow
 def test_the_real_model_names_paris_and_streams_what_it_says(smollm2_path: Path):
     one_bucket = EngineConfig(decode_rows=(2,), query_blocks=(1,), block_tokens=64, verify_tokens=64)
     with LLM(smollm2_path, max_seqs=2, kv_capacity=256, engine=one_bucket, layout="scanned", progress=False) as llm:

@@ -51,7 +51,7 @@ class WatchedDraft(MarkovLLM):
             raise ModelError("now and then")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     work=st.lists(
         st.tuples(st.lists(st.integers(0, V - 1), min_size=1, max_size=12), st.integers(1, 12)), min_size=1, max_size=6

@@ -112,7 +112,7 @@ SOURCES: dict[str, Callable[[], DraftSource]] = {
 
 @pytest.mark.parametrize(
     ("name", "draws"),
-    [("noise of its own", 1500)] + [pytest.param(name, 6000, marks=pytest.mark.slow) for name in SOURCES],
+    [("noise of its own", 800)] + [pytest.param(name, 6000, marks=pytest.mark.slow) for name in SOURCES],
 )
 def test_answers_have_the_targets_distribution(name: str, draws: int):
     model, prompt = MarkovLLM(V, seed=5), [1, 2, 0, 1]

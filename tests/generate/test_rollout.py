@@ -74,7 +74,7 @@ def test_a_kv_that_held_anything_gives_the_same_and_is_written_in_place(params: 
 
 def test_it_can_be_differentiated_and_mapped(params: ParamTree):
     def logprob(params: ParamTree, seed: jax.Array) -> jax.Array:
-        return generate_fn(params, None, TOKENS, LENGTHS, SEEDS + seed, CFG, max_tokens=3)[0].logprobs.sum()
+        return generate_fn(params, None, TOKENS, LENGTHS, SEEDS + seed, CFG, max_tokens=2)[0].logprobs.sum()
 
     seeds = jnp.arange(4, dtype=jnp.uint32)
     found = jax.eval_shape(jax.vmap(jax.grad(logprob), in_axes=(None, 0)), params, seeds)

@@ -163,7 +163,11 @@ ALL = SamplingParams(max_tokens=7, temperature=0.9, seed=11, logprobs=True, prom
 
 def test_logprobs_of_prompts_and_answers_are_those_of_the_forward(llm: LLM, oracle: Oracle):
     for _ in range(2):  # known prefixes do not hide what was asked for
-        for out in llm.generate(PROMPTS, [replace(ALL, logprobs=at % 3 > 0) for at in range(len(PROMPTS))]):
+        asked = [
+            replace(ALL, logprobs=at % 3 > 0, temperature=0.9 * (at % 2), repetition_penalty=1 + at % 4 / 2)
+            for at in range(len(PROMPTS))
+        ]  # the model's own are reported, whatever changes the choice
+        for out in llm.generate(PROMPTS, asked):
             tokens = out.prompt_token_ids + out.token_ids
             expected = chosen(oracle, tokens, 1)
             count = len(out.prompt_token_ids)
