@@ -83,14 +83,21 @@ class LLM:
         model: DecoderOnlyLLM,
         tokenizer: Tokenizer | None = None,
         *,
-        max_rows: int = 8,
-        chunk_tokens: int = 512,
+        max_rows: int | None = None,
+        chunk_tokens: int | None = None,
         speculation: Speculation | None = None,
     ) -> Self:
         """Generates with any `DecoderOnlyLLM`; without a tokenizer, prompts are token ids and texts stay empty.
 
-        Two LLMs of one model take its slots and blocks from each other, and do not wait for each other.
+        `max_rows` sequences run at a time, and `chunk_tokens` tokens of prompts go into one step: as many as a
+        `ModelRunner` has slots and as its largest step takes, 8 and 512 of any other model. Two LLMs of one model take
+        its slots and blocks from each other, and do not wait for each other.
         """
+        plan = model.plan if isinstance(model, ModelRunner) else None
+        if max_rows is None:
+            max_rows = 8 if plan is None else plan.max_seqs
+        if chunk_tokens is None:
+            chunk_tokens = 512 if plan is None else plan.buckets.max_step_tokens
         made = cls.__new__(cls)
         tokens = 0 if speculation is None else speculation.asked_tokens or DEFAULT_TOKENS
         drafts = make_drafts(speculation or Speculation(), model, tokens, max_rows)

@@ -171,7 +171,8 @@ class RequestOutput:
     one it was drawn from, `top_logprobs` the likeliest ids there; None where it was not asked for. Those of the prompt
     have None for the first id, which nothing predicts. `error` is what ended a generation whose `finish_reason` is
     `error`: the rest is then what there was before it. With speculation, `drafted` counts the tokens that were
-    proposed and verified, and `accepted` those of them that stand in the answer.
+    proposed and verified, and `accepted` those of them that stand in the answer. `preemptions` counts how often the
+    request lost its slot and blocks because the KV ran short, and was recomputed.
     """
 
     prompt_token_ids: list[int]
@@ -187,6 +188,7 @@ class RequestOutput:
     error: FerrumError | None = None
     drafted: int = 0
     accepted: int = 0
+    preemptions: int = 0
     request_id: str = ""
     prompt: str | None = field(default=None, repr=False)  # the text, where one was given
 

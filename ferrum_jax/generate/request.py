@@ -48,7 +48,7 @@ class Request:
     accepted: int = 0  # of those, the ones that stand in the answer
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
-    preemptions: int = 0  # times it gave its place up and was recomputed
+    preemptions: int = 0  # times it lost its slot and blocks to others, and was recomputed
     submitted: float = field(default_factory=time.perf_counter)
     first_token_after: float = 0.0  # seconds
     notify: Callable[["Request"], None] | None = None  # called by the engine's thread when there is something new
@@ -207,6 +207,7 @@ class Request:
             error=self.error,
             drafted=self.drafted,
             accepted=self.accepted,
+            preemptions=self.preemptions,
             request_id=self.cache_id,
             prompt=self.text_prompt,
         )

@@ -48,8 +48,8 @@ class _Step:
 class Scheduler:
     """Runs requests on any `DecoderOnlyLLM`; `step` advances all of them.
 
-    When slots or blocks run short, the request that joined last is preempted: it gives its place up and is recomputed
-    later, so that its answer stays the same.
+    When slots or blocks run short, the request that joined last is preempted: it loses what it holds of the KV, waits
+    until a request ends, and is then recomputed from its tokens; its answer stays the same, but for rounding.
     """
 
     def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
@@ -280,6 +280,10 @@ class Scheduler:
     def _bind(self, request: Request) -> bool:
         try:
             self.model.set_lora_adapter_for_cache(request.cache_id, request.adapter)
+        except ResourceExhaustedError as problem:  # every adapter is in use: it waits while others run
+            if not any(one.num_read for one in self._running):
+                self._fail([request], problem)
+            return False
         except FerrumError as problem:
             self._fail([request], problem)
             return False
@@ -351,7 +355,10 @@ class Scheduler:
             self._running[self._waiting.popleft()] = None
 
     def _make_room(self, problem: ResourceExhaustedError) -> None:
-        """Preempts the request that joined last, or fails it if it is alone."""
+        """Preempts the request that joined last (copies of a prompt join late), or fails it if it is alone.
+
+        One that had read nothing yet was never admitted, and is not counted as preempted.
+        """
         last = next(reversed(self._running))
         if len(self._running) == 1:
             self._resynchronise()
@@ -360,9 +367,20 @@ class Scheduler:
         del self._running[last]
         self._waiting.appendleft(last)
         self._room = len(self._running)
+        if last.num_read:
+            level = logging.DEBUG if last.preemptions else logging.INFO
+            _log.log(
+                level,
+                "preempted %s, whose %d positions are recomputed once one of %d other requests ends: %s; "
+                "more kv_blocks or fewer max_seqs avoid it",
+                last.cache_id,
+                last.num_read,
+                self._room,
+                problem,
+            )
+            last.preemptions += 1
         self._release(last.cache_id)
         last.restart()
-        last.preemptions += 1
         self._resynchronise()
 
     def _resynchronise(self, *, failed: bool = False) -> None:
