@@ -172,7 +172,6 @@ def choose_rows(
     is_anyones = slots < len(state.settings)
     inputs = _inputs(rows, is_anyones, positions)
     wanted = jnp.where(is_anyones, _number(rows, "num_logprobs"), -1)
-    is_filtered = (inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0)
     is_adjusted = (_number(rows, "is_adjusted") != 0) & is_anyones
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
     no_alternatives = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
@@ -194,7 +193,7 @@ def choose_rows(
         return ids, *lax.cond(jnp.any(wanted >= 0), logprobs, lambda: none)
 
     # Most steps only take the best token, or only draw: nothing else is computed or copied for them.
-    needs_all = jnp.any(is_adjusted | (wanted >= 0) | (is_filtered & (inputs.temperature > 0)))
+    needs_all = jnp.any(is_adjusted | (wanted >= 0) | sampling.is_filtered(inputs))
     which = jnp.where(needs_all, 2, jnp.any(inputs.temperature > 0).astype(jnp.int32))
     ways = (lambda: (sampling.argmax(logits), *none), lambda: (sampling.draw(logits, inputs), *none), choose_by_all)
     ids, raw, processed, top_ids, top = lax.switch(which, ways)

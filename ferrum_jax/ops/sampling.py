@@ -23,7 +23,7 @@ _SMALLEST = -(2**31)  # int32
 
 @flax.struct.dataclass
 class SampleInputs(Generic[Leaf]):
-    """How each row is sampled. `None` leaves an adjustment out for all rows."""
+    """How each row is sampled. Without a penalty and what was seen (None), no row is penalised."""
 
     temperature: Leaf  # float32 [B]; 0: greedy
     top_k: Leaf  # int32 [B]; 0: off
@@ -63,7 +63,6 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
     """
     scores = lax.stop_gradient(scores)
     is_drawn = inputs.temperature > 0
-    is_filtered = is_drawn & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
     unfiltered = jnp.full(len(scores), -jnp.inf)
 
     def take_best() -> tuple[jax.Array, jax.Array]:
@@ -74,19 +73,24 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
 
     def filter_and_draw() -> tuple[jax.Array, jax.Array]:
         scaled = _scaled(scores, inputs.temperature)
-        near, threshold, is_near = _draw_from_best(scaled, inputs)
-        threshold = jnp.where(is_filtered, threshold, -jnp.inf)
-        is_near &= is_filtered
+        among_best, threshold, is_among_best = _draw_from_best(scaled, inputs)
+        threshold = jnp.where(is_filtered(inputs), threshold, -jnp.inf)
+        is_among_best &= is_filtered(inputs)
 
         def draw_from_all() -> jax.Array:
             kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
             found = argmax(jnp.where(is_drawn[:, None], kept + _noise(scores, inputs), scores))
-            return jnp.where(is_near, near, found)
+            return jnp.where(is_among_best, among_best, found)
 
-        return lax.cond(jnp.all(is_near), lambda: near, draw_from_all), threshold
+        return lax.cond(jnp.all(is_among_best), lambda: among_best, draw_from_all), threshold
 
-    which = jnp.any(is_drawn).astype(jnp.int32) + jnp.any(is_filtered).astype(jnp.int32)
+    which = jnp.any(is_drawn).astype(jnp.int32) + jnp.any(is_filtered(inputs)).astype(jnp.int32)
     return lax.switch(which, (take_best, draw_unfiltered, filter_and_draw))
+
+
+def is_filtered(inputs: SampleInputs[jax.Array]) -> Bool[Array, " B"]:
+    """True of rows that are drawn from fewer than all tokens."""
+    return (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
 
 
 def draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:

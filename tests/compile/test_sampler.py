@@ -120,7 +120,7 @@ def logits_of(seed: int, rows: int = SLOTS) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("name", EVERY_OPTION)
-@pytest.mark.parametrize("beside", ["alone", "among all"])
+@pytest.mark.parametrize("beside", ["alone", "among eight"])
 def test_every_option_chooses_what_its_definition_says(name: str, beside: str, programs: dict[str, Callable[..., Any]]):
     settings = SlotSettings(seed=3, num_logprobs=2, **EVERY_OPTION[name])
     others = [SlotSettings(seed=at, **one) for at, one in enumerate(list(EVERY_OPTION.values())[: SLOTS - 1])]
@@ -139,6 +139,19 @@ def test_every_option_chooses_what_its_definition_says(name: str, beside: str, p
         model = logits[0].astype(np.float64)
         assert raw == pytest.approx(model[token] - np.log(np.exp(model).sum()), abs=1e-4)
         assert np.asarray(found.top_ids)[0, :2].tolist() == np.argsort(-model, kind="stable")[:2].tolist()
+
+
+@pytest.mark.parametrize("name", EVERY_OPTION)
+def test_every_option_chooses_the_same_where_nothing_but_the_token_is_wanted(
+    name: str, programs: dict[str, Callable[..., Any]]
+):
+    settings = SlotSettings(seed=3, **EVERY_OPTION[name])
+    state = configured(programs, [settings])
+    rows = np.array([[0, 8], *([NOBODY, 8] for _ in range(SLOTS - 1))], np.int32)
+    for seed in range(5):
+        logits = logits_of(seed)
+        _, found = programs["sample"](state, logits, rows)
+        assert np.asarray(found.packed)[0].tolist() == [reference(logits[0], settings, 8)[0], 0, 0]
 
 
 def test_alternatives_are_of_the_distribution_that_was_asked_for(programs: dict[str, Callable[..., Any]]):
