@@ -37,6 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("repeatable")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps what shares compiled runners in one process (`--dist loadgroup`): a file, or one of two whole folders."""
+    if importlib.util.find_spec("xdist") is None:
+        return
+    for item in items:
+        folder, name = item.path.parent.relative_to(Path(__file__).parent), item.path.name
+        shared = str(folder) in ("executor", "generate")
+        item.add_marker(pytest.mark.xdist_group(str(folder) if shared else f"{folder}/{name}"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_executables() -> Iterator[None]:
     """Lets go of what a file has compiled: an executable holds dozens of memory maps, of which a process has 65,530."""
