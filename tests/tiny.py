@@ -280,13 +280,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-SERVED = (  # one of each `model_type`, with its own mechanisms, and one that crosses a query block of attention
-    "llama31", "mistral", "qwen2_layer_types", "qwen3_window_biases", "phi3_beyond", "olmo2", "granite",
-    "smollm3_window_biases", "gemma2", "gemma3", "mixtral", "qwen2_moe", "qwen3_moe_tied", "deepseek2", "deepseek3",
-    "gpt_oss", "llama_long",
-)  # fmt: skip
-
-
 QUICK = (  # one of each family of models/registry.py: the tier of tests that runs by default
     "llama31", "phi3_beyond", "olmo2", "gemma3", "mixtral", "qwen2_moe", "deepseek3", "gpt_oss",
 )  # fmt: skip

@@ -112,7 +112,7 @@ class GgufSource:
         module = name.split(".")[-2]
         if self._architecture.interleaves and module in heads:
             return jax.tree.map(lambda values: _unpermute(values, heads[module]), made)
-        if self._architecture.norm_offset and module.endswith("norm"):
+        if self._architecture.norm_offset and name.endswith("norm.weight"):
             return made - np.float32(self._architecture.norm_offset)
         return made
 

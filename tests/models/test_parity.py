@@ -30,12 +30,11 @@ def test_every_tiny_model_has_a_reference(references: dict[str, NDArray[np.float
     assert {name: logits.shape for name, logits in references.items()} == shapes
 
 
-def test_the_served_models_have_every_model_type_and_the_quick_ones_every_family():
-    types = {tiny.CONFIGS[name]["model_type"] for name in tiny.SERVED}
-    assert types == {config["model_type"] for config in tiny.CONFIGS.values()}
+def test_the_quick_models_have_one_of_every_family():
     families = [models.family(tiny.model_config(name)) for name in tiny.QUICK]
-    assert set(families) == {models.family(tiny.model_config(name)) for name in tiny.CONFIGS}
     assert len(set(families)) == len(families)
+    missing = [name for name in tiny.CONFIGS if models.family(tiny.model_config(name)) not in families]
+    assert missing == [], "add one of these to tiny.QUICK"
 
 
 @every_model

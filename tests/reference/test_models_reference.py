@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.models.rotary import frequencies
+from ferrum_jax.models.specs import named_leaves
 from scripts.make_references import load_tiny, logits_of
 from tests import tiny
 
@@ -33,10 +34,13 @@ def save_with_transformers(
     config = AutoConfig.for_model(tiny.CONFIGS[name]["model_type"], **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     torch.manual_seed(seed)
+    cfg = tiny.model_config(name)
+    specs = named_leaves(models.family(cfg).param_specs(cfg))
+    scales = {key for key, spec in specs.items() if key.endswith("norm.weight") and spec.init == "ones"}
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             spread = 0.2 if parameter.ndim == 1 else 1.2 * parameter.shape[1] ** -0.5
-            centre = 1.0 if "norm" in parameter_name and not name.startswith("gemma") else 0.0
+            centre = 1.0 if parameter_name in scales else 0.0
             parameter.copy_(torch.randn_like(parameter) * spread + centre)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
