@@ -141,6 +141,7 @@ def test_generate_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Pa
     refused(run("generate", "cab", "--model", tmp_path), "InvalidFormat", "config.json is not JSON")
 
 
+@pytest.mark.slow
 def test_a_model_without_a_tokenizer_of_its_own_takes_another(run: Run, folder: Path, tmp_path: Path):
     file = write_gguf(tmp_path / "m.gguf", CONFIG)
     refused(run("generate", "-m", file, *SMALL), "Unsupported", "tokenizer.ggml.model is None")
@@ -247,6 +248,7 @@ def test_an_interrupt_ends_quietly(run: Run, monkeypatch: pytest.MonkeyPatch):
     assert run("devices") == (130, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compile_keeps_the_steps_says_where_and_clears_them(
     whole: bool, run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -282,6 +284,7 @@ def test_compile_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Pat
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_compile_fails_where_there_is_no_place_for_a_step(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

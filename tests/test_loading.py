@@ -199,6 +199,7 @@ def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert ferrum_jax.load_params(f"~/{NAME}")[1].model_type == "qwen3"
 
 
+@pytest.mark.slow
 def test_a_pool_that_leaves_little_makes_room_for_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"] | {"num_hidden_layers": 2})
     free = 4_000_000  # bytes

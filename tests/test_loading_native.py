@@ -115,6 +115,7 @@ def test_a_native_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_a_native_model_is_converted_laid_out_and_served(tmp_path: Path):
     every, prompt = test_packed.write(tmp_path / "whole", "awq", whole=True), tiny.prompt(NAME)[:7]
     expected, cfg = ferrum_jax.load_params(every, "float32", quantize="keep")

@@ -102,6 +102,7 @@ def test_a_narrow_checkpoint_is_quantised_from_its_own_numbers(tmp_path: Path):
     assert found["model"]["norm"]["weight"].dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_a_prompt_and_a_token_have_the_logits_of_the_dequantised_forward(folder: Path):
     prompt = tiny.prompt(NAME)[:9]
     forward = jax.jit(models.forward, static_argnums=2)

@@ -31,7 +31,7 @@ def loop() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def scene(reusing_runner: ModelRunner, loop: asyncio.Runner, adapter_folders: dict[str, str]) -> Scene:
-    foreign = loop.run(LlmExecutor(reusing_runner).prefill(prompt([1]))).kv_cache
+    foreign = loop.run(LlmExecutor(emptied(reusing_runner)).prefill(prompt([1]))).kv_cache
     return Scene(reusing_runner, LlmExecutor(reusing_runner), {"foreign": foreign}, adapter_folders["one"])
 
 

@@ -58,6 +58,7 @@ def test_it_gives_what_the_engine_gives_with_the_same_seeds(how: Sampling, param
         assert not found.logprobs[at, count:].any()
 
 
+@pytest.mark.slow
 def test_a_kv_that_held_anything_gives_the_same_and_is_written_in_place(params: ParamTree):
     spec = kv_spec(params, CFG, rows=3, positions=12)
     dirty = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), state.shapes(spec))
@@ -72,6 +73,7 @@ def test_a_kv_that_held_anything_gives_the_same_and_is_written_in_place(params: 
         np.testing.assert_array_equal(found.token_ids, expected.token_ids)
 
 
+@pytest.mark.slow
 def test_it_can_be_differentiated_and_mapped(params: ParamTree):
     def logprob(params: ParamTree, seed: jax.Array) -> jax.Array:
         return generate_fn(params, None, TOKENS, LENGTHS, SEEDS + seed, CFG, max_tokens=2)[0].logprobs.sum()

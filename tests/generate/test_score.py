@@ -64,6 +64,7 @@ def test_score_targets_any_batch_are_those_of_the_forward(llm: LLM, oracle: Orac
     assert is_empty(llm.runner)
 
 
+@pytest.mark.slow
 def test_a_greedy_answer_scores_as_greedy_and_with_its_own_logprobs(llm: LLM):
     outs = llm.generate(PROMPTS, SamplingParams(max_tokens=6, logprobs=True))
     for score, out in zip(llm.score(PROMPTS, [out.token_ids for out in outs]), outs, strict=True):
@@ -220,6 +221,7 @@ def test_answers_for_which_there_is_no_room_come_later(max_rows: int, runner: Mo
     assert is_empty(runner)
 
 
+@pytest.mark.slow
 def test_several_answers_of_a_model_that_cannot_fork_or_drafts(runner: ModelRunner):
     counting = CountingLLM()
     outs = LLM.from_model(counting).generate([[1, 2], [3]], SamplingParams(max_tokens=4, n=3))

@@ -57,6 +57,7 @@ def test_the_names_cover_every_kind_of_decoder():
     assert covered == {models.family(model_config(name)) for name in CONFIGS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name"), by_default(BOTH, (SCANNED, "qwen3_window_biases")))
 def test_captured_hidden_states_explain_the_logits(layout: str, name: str):
     params, cfg = model(name)
@@ -216,6 +217,7 @@ def test_tokens_are_integers():
         models.forward(params, jnp.array([[1.7]]), cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_lists_do_as_well_as_arrays():
     config = CONFIGS["mistral"] | {"num_hidden_layers": 1}

@@ -93,6 +93,7 @@ def test_the_bias_of_the_choice_stays_in_float32_and_a_checkpoint_of_it_comes_ba
     tiny.assert_same_tree(found, params)
 
 
+@pytest.mark.slow
 def test_quantised_latent_attention_gives_the_logits_of_what_it_stands_for():
     config = CONFIG | {"num_hidden_layers": 1}  # a layer without experts
     cfg = ferrum_jax.ModelConfig.from_hf(config)

@@ -43,6 +43,7 @@ def relative(found: jax.Array, expected: jax.Array) -> float:
     return float(np.abs(wide[0] - wide[1]).max() / np.abs(wide[1]).max())
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     dtype=st.sampled_from(sorted(LARGEST)),
@@ -89,6 +90,7 @@ def test_a_narrow_weight_is_quantised_as_the_numbers_it_holds():
     np.testing.assert_array_equal(kept.scales, wide.scales)
 
 
+@pytest.mark.slow
 @every_format
 def test_channels_of_zeros_and_of_what_is_no_number(dtype: str):
     weight = drawn(5, 6)
@@ -119,6 +121,7 @@ def test_a_product_equals_that_of_what_the_weight_stands_for(
     assert relative(vocabulary_logits(x, kept), vocabulary_logits(x, plain)) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block", "shape"), by_default([(50, (97, 10)), (10, (7, 10)), (1, (23, 10)), (200, (64, 10))], (50, (97, 10)))
 )
@@ -147,6 +150,7 @@ def test_a_narrow_product_is_rounded_once(dtype: str, groups: int):
     assert vocabulary_logits(x, kept).dtype == jnp.float32
 
 
+@pytest.mark.slow
 @one_format
 @pytest.mark.parametrize("groups", by_default([1, 4], 4))
 def test_gradients_flow_to_the_activations(dtype: str, groups: int):
@@ -161,6 +165,7 @@ def test_gradients_flow_to_the_activations(dtype: str, groups: int):
     assert relative(*forward) < SAME
 
 
+@pytest.mark.slow
 def test_a_stack_of_weights_is_mapped_and_scanned_like_arrays():
     kept = quantise_weight(jnp.asarray(drawn(3, 12, 12)), "int8", 2)
     x = jnp.asarray(drawn(5, 12))
@@ -233,6 +238,7 @@ def test_what_cannot_be_quantised_is_refused():
         quantise_weight(drawn(7, 12), "int4")
 
 
+@pytest.mark.slow
 @one_format
 def test_the_specs_of_a_quantised_tree_are_its_shapes(dtype: str):
     name = "qwen2_window"

@@ -169,6 +169,7 @@ def clamped_dense(x: jax.Array, logits: jax.Array, stacks: dict[str, jax.Array])
     return jnp.einsum("xe,xed->xd", shares, jnp.einsum("xef,edf->xed", inner, stacks["back"]) + stacks["back_bias"])
 
 
+@pytest.mark.slow
 def test_clamped_experts_with_biases_and_their_gradients_are_those_of_every_expert():
     (x, logits), stacks = (leaf[0] for leaf in batch(1)), clamped_stacks()
     (found, mine), (expected, theirs) = (
@@ -182,6 +183,7 @@ def test_clamped_experts_with_biases_and_their_gradients_are_those_of_every_expe
         np.testing.assert_allclose(own, other, atol=1e-5 * np.abs(other).max())
 
 
+@pytest.mark.slow
 @forms
 def test_clamped_experts_of_any_load_mapped_over_are_every_experts_output(at_once: int):
     x, chosen = tokens(29)

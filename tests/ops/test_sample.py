@@ -48,6 +48,7 @@ def penalised(logits: NDArray[Any], seen: NDArray[np.bool_], penalty: float) -> 
     return out
 
 
+@pytest.mark.slow
 def test_temperature_0_takes_the_best_token_whatever_the_other_settings():
     logits = noise(8)
     found = run(logits, inputs(8, top_k=3, top_p=0.1, min_p=0.9, seed=np.arange(8)))
@@ -114,6 +115,7 @@ DRAWS = 4000
 LIMIT = 22.46
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("vary", ["seed", "position"])
 def test_draws_are_distributed_as_the_softmax_says(temperature: float, vary: str):
@@ -124,6 +126,7 @@ def test_draws_are_distributed_as_the_softmax_says(temperature: float, vary: str
     assert np.sum((counts - expected) ** 2 / expected) < LIMIT
 
 
+@pytest.mark.slow
 def test_filtered_draws_are_distributed_as_the_softmax_of_what_is_left():
     logits = np.array([1.0, 0.5, -np.inf, -0.5, 1.5, 0.2, -1.0, -3.0, 0.9, 0.1])
     counts = _draws(logits, DRAWS, temperature=1.0, top_k=7, seed=np.arange(DRAWS))
@@ -134,6 +137,7 @@ def test_filtered_draws_are_distributed_as_the_softmax_of_what_is_left():
     assert np.sum((counts[left] - expected) ** 2 / expected) < LIMIT
 
 
+@pytest.mark.slow
 def test_another_seed_or_position_gives_another_draw():
     logits = np.zeros(50)
     same = {"temperature": 1.0, "seed": 9, "position": 4}

