@@ -16,6 +16,7 @@ from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import ExecutorState, FerrumError
 from ferrum_jax.executor import ModelRunner
 from tests.executor.asking import prompt
+from tests.executor.conftest import emptied
 from tests.executor.junk import JSON, spoiled
 from tests.executor.malformed import CALLS, HELD, Asked, Scene
 from tests.long import SECONDS, SEED
