@@ -73,6 +73,7 @@ def test_a_quantised_model_is_converted_and_generates_the_same(run: Run, folder:
     assert answers[0] == answers[1] != ""
 
 
+@pytest.mark.slow
 def test_a_quantised_model_is_converted_and_inspected(
     run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -85,6 +86,7 @@ def test_a_quantised_model_is_converted_and_inspected(
     refused(run("generate", "-m", tmp_path / "made", "cab"), "Config", "quantised already (int8)")
 
 
+@pytest.mark.slow
 def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
     with LLM(folder, max_seqs=1, kv_capacity=32, engine=EngineConfig(block_tokens=32), progress=False) as llm:
         greedy = llm.generate("cab", SamplingParams(max_tokens=9))[0].text

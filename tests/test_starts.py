@@ -187,6 +187,7 @@ def test_source_edited_under_a_running_process_turns_it_off(
     assert "source has changed since the process began" in caplog.messages[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_of_adapters_are_kept_as_well(warm: bool, folder: Path, tmp_path: Path, work: list[str]):
     adapter = tmp_path / "adapter"
@@ -219,6 +220,7 @@ def test_steps_of_adapters_are_kept_as_well(warm: bool, folder: Path, tmp_path: 
     assert np.abs(rows[0][0] - rows[0][1]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_pool_larger_than_half_the_memory_is_sized_without_compiling(
     folder: Path, tmp_path: Path, work: list[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -17,6 +17,7 @@ from tests.executor.conftest import CFG, ENGINE, Oracle
 TOKENS = [5, 30, 2, 2, 17]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["checkpoint", SCANNED])
 def test_parameters_are_served_as_they_are(layout: str, params: ParamTree, oracle: Oracle):
     mine = lay_out(params, CFG, layout)

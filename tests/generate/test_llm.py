@@ -287,6 +287,7 @@ def ask_in_a_thread(llm: LLM, outs: list[Any]) -> None:
     worker.join(timeout=60)
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_collected_is_in_nobodys_way(runner: ModelRunner):
     llm = LLM.from_model(runner, letters(), max_rows=5, chunk_tokens=16)
     lose_a_stream(llm)

@@ -111,6 +111,7 @@ def test_a_larger_rank_and_more_rows_change_nothing(params: ParamTree, tmp_path:
     np.testing.assert_allclose(large, small, rtol=0, atol=SAME)
 
 
+@pytest.mark.slow
 def test_what_another_adapter_makes_of_a_row_is_dropped_were_it_infinite(params: ParamTree, stacks: ParamTree):
     def poison(path: tuple, leaf: jax.Array) -> jax.Array:
         return leaf.at[1].set(jnp.inf) if specs.name_of(path[-1:]) == "down" else leaf

@@ -100,6 +100,7 @@ def test_attention_weights_of_latents_are_refused():
         capture(params, tokens_of("deepseek3"), cfg, attention_weights=(0,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(NAMES, "gemma2"))
 def test_attention_mixes_values_by_the_captured_weights(name: str):
     """One value is set apart: what it adds to the output is its weight."""
@@ -275,6 +276,7 @@ def test_each_group_of_a_batch_has_weights_of_its_own():
     np.testing.assert_allclose(found.attention[0][1][..., :3], weights[0], atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "layer"), [(CHECKPOINT, "layer_1"), (SCANNED, "layer")])
 def test_profiles_name_the_parts_of_a_layer(layout: str, layer: str):
     params, cfg = model("mistral")

@@ -140,6 +140,7 @@ def test_an_engine_serves_the_same_in_every_layout_and_writes_its_kv_in_place(la
     np.testing.assert_allclose(answers[1], answers[0], rtol=0, atol=SAME)
 
 
+@pytest.mark.slow
 @either_layout
 @pytest.mark.parametrize("dtype", by_default([None, "int8"], "int8"))
 def test_an_orbax_checkpoint_is_laid_out_without_compiling(

@@ -70,6 +70,7 @@ def test_no_number_moves_by_more_than_half_a_step(
     assert np.abs(kept.values.astype(np.float32)).max() == LARGEST[dtype]
 
 
+@pytest.mark.slow
 @every_format
 @pytest.mark.parametrize("groups", [1, 3])
 def test_numpy_and_jax_quantise_to_the_same_numbers(dtype: str, groups: int):
@@ -177,6 +178,7 @@ def test_a_stack_of_weights_is_mapped_and_scanned_like_arrays():
     assert relative(last, linear(linear(linear(x, each[0]), each[1]), each[2])) < SAME
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 3])
 def test_rows_are_looked_up_as_they_are_multiplied(groups: int):
     kept, ids = quantise_weight(jnp.asarray(drawn(97, 48)), "int8", groups), jnp.array([3, 96, 3, 0])
@@ -224,6 +226,7 @@ def test_a_tree_says_what_is_quantised_and_computes_in_the_dtype_of_the_rest():
     assert quantisation.formats_of(inner).keys() == names - {"model.embed_tokens.weight"}
 
 
+@pytest.mark.slow
 def test_what_cannot_be_quantised_is_refused():
     cfg, plain = tiny.model_config("llama31"), tiny.tiny_params(tiny.CONFIGS["llama31"])
     with pytest.raises(InvalidParameterError, match="int8 or float8_e4m3fn, not 'int4'"):
@@ -314,6 +317,7 @@ def test_a_packed_block_of_gguf_is_packed_the_same_way():
     np.testing.assert_array_equal(high[:, 16:], numbers[:, 48:])
 
 
+@pytest.mark.slow
 def test_every_byte_of_fp8_is_widened_to_its_number():
     every = np.arange(256, dtype=np.uint8)
     expected = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32)

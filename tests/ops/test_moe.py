@@ -92,6 +92,7 @@ def batch(count: int) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal((count, 6, size)), jnp.float32) for size in (MODEL, EXPERTS)]
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_every_expert_on_every_token():
     x, logits = (leaf[0] for leaf in batch(1))
     every = tuple(range(5))
@@ -118,6 +119,7 @@ def test_vmapped_and_scanned_is_one_after_another():
     np.testing.assert_allclose(scanned(x, logits), expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", by_default([1, 2], 2))
 def test_quantised_experts_are_what_they_stand_for(groups: int):
     x, logits = (leaf[0] for leaf in batch(1))

@@ -146,6 +146,7 @@ def test_another_seed_or_position_gives_another_draw():
     assert np.count_nonzero(_draws(logits, 64, **(same | {"position": np.arange(64)}))) > 20
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     row=st.lists(st.floats(-20, 20, width=32, allow_subnormal=False), min_size=V, max_size=V),
@@ -160,6 +161,7 @@ def test_the_repetition_penalty_divides_positive_and_multiplies_negative_logits(
     np.testing.assert_allclose(found, penalised(logits, np.asarray(seen), penalty), rtol=1e-6, atol=1e-30)
 
 
+@pytest.mark.slow
 def test_greedy_choice_is_of_the_penalised_logits():
     logits = jnp.full((8, V), -9.0).at[:, :3].set(jnp.array([[4.0, 3.0, -1.0], [-3.0, -2.0, -2.5]] * 4))
     seen = (jnp.arange(V) == 0) | ((jnp.arange(V) == 1) & (jnp.arange(8) % 2 == 1)[:, None])
@@ -179,6 +181,7 @@ def test_logprobs_are_those_of_the_unchanged_logits(penalty: float, temperature:
     np.testing.assert_allclose(found.logprobs, chosen, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sampling_is_the_same_row_by_row_under_vmap():
     logits = noise(8)
     asked = inputs(

