@@ -5,6 +5,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 
@@ -37,14 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps what shares compiled runners in one process (`--dist loadgroup`): a file, or one of two whole folders."""
-    if importlib.util.find_spec("xdist") is None:
-        return
-    for item in items:
-        folder, name = item.path.parent.relative_to(Path(__file__).parent), item.path.name
-        shared = str(folder) in ("executor", "generate")
-        item.add_marker(pytest.mark.xdist_group(str(folder) if shared else f"{folder}/{name}"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps what shares compiled runners in one process: with `--dist loadfile` a file, or one of two whole folders."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByRunner(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return file.parent.name if file.parent.name in ("executor", "generate") else str(file)
+
+    return ByRunner(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
