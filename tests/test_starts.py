@@ -73,7 +73,7 @@ def _answers(runner: ModelRunner) -> list[Any]:
     runner.release("b")
     runner.fork("a", "b")
     rows += [row for row in runner.unified_forward([("a", [1], 7, True), ("b", [2, 3], 7, True)]) if row is not None]
-    rows += [runner.forward_verify("a", [4, 5]), *runner.kv_cache("a", 1)]
+    rows += [runner.forward_verify("a", [4, 5]), *runner.kv_cache("a", 0)]
     runner.reset()
     return rows
 
