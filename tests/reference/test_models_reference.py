@@ -52,7 +52,7 @@ def test_what_transformers_saved_in_many_files_gives_its_logits_at_every_positio
     expected = logits_of(save_with_transformers(name, tmp_path, "40KB"), tokens)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     _check_forward(tmp_path, tokens, expected)
-    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=320, block_size=8, verify_tokens=32)
+    engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=max(160, len(tokens)), block_size=8, verify_tokens=32)
     with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
         np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
 
