@@ -154,8 +154,12 @@ class LLM:
         return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
 
     def warmup(self, *, progress: bool = True, load: bool = False) -> None:
-        """Compiles everything that serving may need; `load` as for `ModelRunner.warmup`."""
-        self.runner.warmup(progress=progress, load=load)
+        """Compiles everything that serving may need; `load` as for `ModelRunner.warmup`, which other models lack."""
+        self._engine.settle()
+        if isinstance(self.model, ModelRunner):
+            self.model.warmup(progress=progress, load=load)
+        else:
+            self.model.warmup(progress=progress)
         self._engine.scheduler.warmup(progress=progress)
 
     def reset(self) -> None:

@@ -232,10 +232,10 @@ class Scheduler:
             row = self._row(request, budget)
             if row is None:
                 continue
-            if row.tokens is not None and (len(row.tokens) > 1 or isinstance(row.output, TargetScores)):
-                budget -= len(row.tokens)
             if request.num_read == 0 and request.adapter is not None and not self._bind(request):
                 continue
+            if row.tokens is not None and (len(row.tokens) > 1 or isinstance(row.output, TargetScores)):
+                budget -= len(row.tokens)
             requests.append(request)
             rows.append(row)
         return requests, rows

@@ -580,6 +580,15 @@ def test_warmup_leaves_nothing_to_compile(runner: ModelRunner, compiles: list[st
     assert runner.compile_stats()["compiles_after_warmup"] == 0
 
 
+def test_warmup_of_any_other_model_compiles_what_chooses_its_tokens(compiles: list[str]):
+    llm = LLM.from_model(CountingLLM(vocab_size=19))
+    llm.warmup(progress=False)
+    assert compiles  # nothing else has a vocabulary of this size
+    compiles.clear()
+    assert len(llm.generate(IDS[:2], SamplingParams(max_tokens=3, temperature=0.8, seed=1))) == 2
+    assert compiles == []
+
+
 def test_a_closed_model_says_so(new_runner: MakeRunner):
     with LLM.from_model(new_runner()) as llm:
         pass
