@@ -14,13 +14,13 @@ import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.models.rotary import frequencies
 from ferrum_jax.models.specs import named_leaves
-from scripts.make_references import load_tiny, logits_of
+from scripts.make_references import logits_of
 from tests import tiny
+from tests.tiers import by_default
 
 pytestmark = pytest.mark.reference
 
 TOLERANCE = 2e-4  # float32 sums in another order, over three layers; logits are of the order of one
-REFERENCES = Path(__file__).parents[1] / "references" / "tiny.npz"
 
 NEW = ("gemma", "phi3", "olmo2", "granite", "smollm3")  # families that are compared at three seeds each
 every_model = pytest.mark.parametrize("name", tiny.CONFIGS)
@@ -52,6 +52,12 @@ def test_what_transformers_saved_in_many_files_gives_its_logits_at_every_positio
     expected = logits_of(save_with_transformers(name, tmp_path, "40KB"), tokens)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     _check_forward(tmp_path, tokens, expected)
+
+
+@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, *tiny.QUICK, "llama_long"))
+def test_serving_what_transformers_saved_gives_its_logits_at_every_position(name: str, tmp_path: Path):
+    tokens = tiny.prompt(name)
+    expected = logits_of(save_with_transformers(name, tmp_path), tokens)
     engine = ferrum_jax.EngineConfig(max_seqs=1, kv_capacity=max(160, len(tokens)), block_size=8, verify_tokens=32)
     with ferrum_jax.load(tmp_path, dtype="float32", engine=engine, progress=False) as model:
         np.testing.assert_allclose(model.forward_verify("a", tokens), expected, rtol=0, atol=TOLERANCE)
@@ -91,10 +97,3 @@ def test_an_outer_original_length_is_taken_as_transformers_takes_it(kind: str, f
     theirs = LlamaRotaryEmbedding(LlamaConfig(**settings))
     np.testing.assert_allclose(found, theirs.inv_freq, rtol=1e-6)
     assert magnitude == pytest.approx(theirs.attention_scaling)
-
-
-@every_model
-def test_the_committed_references_are_what_transformers_gives(name: str, tmp_path: Path):
-    expected = logits_of(load_tiny(tiny.write_folder(tmp_path, tiny.CONFIGS[name])), tiny.prompt(name))
-    with np.load(REFERENCES) as file:
-        np.testing.assert_allclose(file[name], expected, rtol=0, atol=1e-4)
