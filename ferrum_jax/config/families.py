@@ -316,7 +316,7 @@ def _deepseek_experts(s: Settings, methods: Mapping[str, str], first_dense: int)
 
 
 @dataclass(frozen=True)
-class Family:
+class ConfigReader:
     """How a `config.json` is read, and which of `CHANGES_ARITHMETIC` the forward computes."""
 
     read: Callable[[Settings], Fields]
@@ -325,23 +325,23 @@ class Family:
 
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq")
 _LATENT = ("n_routed_experts", *_EXPERT_COUNTS, "kv_lora_rank")
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(_llama),
-    "mistral": Family(_mistral),
-    "qwen2": Family(_qwen2),
-    "qwen3": Family(_qwen3),
-    "gemma2": Family(_gemma2, _CAPS),
-    "gemma3_text": Family(_gemma3, _CAPS),
-    "phi3": Family(_phi3),
-    "olmo2": Family(_olmo2),
-    "granite": Family(_granite, _MULTIPLIERS),
-    "smollm3": Family(_smollm3, ("no_rope_layers",)),
-    "mixtral": Family(_mixtral, _EXPERT_COUNTS),
-    "qwen2_moe": Family(_qwen2_moe, _EXPERT_COUNTS),
-    "qwen3_moe": Family(_qwen3_moe, _EXPERT_COUNTS),
-    "deepseek_v2": Family(_deepseek2, _LATENT),
-    "deepseek_v3": Family(_deepseek3, _LATENT),
-    "gpt_oss": Family(_gpt_oss, ("num_local_experts", "swiglu_limit", "swiglu_alpha")),
+FAMILIES: Mapping[str, ConfigReader] = {
+    "llama": ConfigReader(_llama),
+    "mistral": ConfigReader(_mistral),
+    "qwen2": ConfigReader(_qwen2),
+    "qwen3": ConfigReader(_qwen3),
+    "gemma2": ConfigReader(_gemma2, _CAPS),
+    "gemma3_text": ConfigReader(_gemma3, _CAPS),
+    "phi3": ConfigReader(_phi3),
+    "olmo2": ConfigReader(_olmo2),
+    "granite": ConfigReader(_granite, _MULTIPLIERS),
+    "smollm3": ConfigReader(_smollm3, ("no_rope_layers",)),
+    "mixtral": ConfigReader(_mixtral, _EXPERT_COUNTS),
+    "qwen2_moe": ConfigReader(_qwen2_moe, _EXPERT_COUNTS),
+    "qwen3_moe": ConfigReader(_qwen3_moe, _EXPERT_COUNTS),
+    "deepseek_v2": ConfigReader(_deepseek2, _LATENT),
+    "deepseek_v3": ConfigReader(_deepseek3, _LATENT),
+    "gpt_oss": ConfigReader(_gpt_oss, ("num_local_experts", "swiglu_limit", "swiglu_alpha")),
 }
 
 
