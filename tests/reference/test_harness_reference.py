@@ -15,6 +15,7 @@ import ferrum_jax
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.generate.tokenizer import Tokenizer
 from scripts.make_references import load_smollm2
+from tests.tiers import by_default
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra `eval`")
 pytestmark = [pytest.mark.reference, pytest.mark.filterwarnings("default")]  # the harness and its libraries have theirs
@@ -53,7 +54,7 @@ def theirs(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory, offline
     return huggingface.HFLM(pretrained=load_smollm2(smollm2_path), tokenizer=tokenizer, max_length=64, batch_size=4)
 
 
-def evaluate(model: Any) -> Results:
+def evaluate(model: Any, limit: int | None) -> Results:
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
@@ -61,6 +62,7 @@ def evaluate(model: Any) -> Results:
         model=model,
         tasks=["capitals", "capitals_text", "capitals_generated"],
         task_manager=manager,
+        limit=limit,
         bootstrap_iters=0,
         log_samples=True,
     )
@@ -68,8 +70,9 @@ def evaluate(model: Any) -> Results:
     return found
 
 
-def test_accuracies_and_log_likelihoods_are_those_of_the_harness_own_backend(ours: Any, theirs: Any):
-    mine, reference = evaluate(ours), evaluate(theirs)
+@pytest.mark.parametrize("limit", by_default((4, None), 4))
+def test_accuracies_and_log_likelihoods_are_those_of_the_harness_own_backend(limit: int | None, ours: Any, theirs: Any):
+    mine, reference = evaluate(ours, limit), evaluate(theirs, limit)
     for task, figures in reference["results"].items():
         for name, value in figures.items():
             if isinstance(value, float):

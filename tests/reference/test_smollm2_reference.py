@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import ferrum_jax
 from scripts.make_references import GREEDY, continue_greedily, load_smollm2, logits_of
+from tests.tiers import by_default
 
 pytestmark = pytest.mark.reference
 
@@ -54,7 +55,7 @@ def test_every_logit_of_every_position_equals_that_of_transformers(
     np.testing.assert_allclose(ours.forward_verify(name, prompts[name]), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.parametrize("name", by_default(PROMPTS, "french", "license"))
 def test_greedy_tokens_are_those_of_transformers(
     name: str, theirs: PreTrainedModel, ours: ferrum_jax.ModelRunner, prompts: dict[str, list[int]]
 ):
