@@ -26,11 +26,6 @@ class Generation:
         """Tokens a second of `LLM.generate`, prompts apart."""
         return self.rows / self.call_us * 1e6
 
-    @property
-    def bare_rate(self) -> float:
-        """Tokens a second of the compiled step alone."""
-        return self.rows / self.bare_us * 1e6
-
 
 def measure_generation(
     runner: ModelRunner, rows: int, *, context: int, tokens: int, temperature: float, rounds: int

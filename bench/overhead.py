@@ -60,7 +60,9 @@ def main() -> None:
     _show(rows)
     _show_loops(loops)
     _show_generated(generated)
-    aims = [_judge("decode_batch", row) for row in rows if row["rows"] in AIMS and row["leaves"] == rows[0]["leaves"]]
+    ends = {rows[0]["leaves"], rows[-1]["leaves"]}
+    judged = [row for row in rows if row["rows"] in AIMS and row["leaves"] in ends]
+    aims = [_judge(f"decode_batch of {row['leaves']} leaves", row) for row in judged]
     aims += [_judge("LLM.generate", row) for row in generated if row["rows"] in AIMS]
     by_leaf = _by_leaf(rows)
     if by_leaf is not None:

@@ -5,7 +5,7 @@ through it in this process, greedily. Prompts have 32 to 256 tokens and answers 
 what is finished in a second when all requests are there at once; the rates are shares of it. Time to first token (TTFT)
 counts from the arrival, time per output token (TPOT) is the mean over an answer, and goodput is the requests a second
 that kept within both limits, `--ttft-limit` and `--tpot-limit`. Before that, with all rows decoding, the rate of
-`LLM.generate` stands beside that of the compiled decode step alone.
+`LLM.generate`, greedy and drawn, stands beside that of the compiled decode step, alone and with the sampler after it.
 """
 
 import argparse
@@ -34,7 +34,8 @@ SMOKE_ENGINE = EngineConfig(
     max_step_tokens=SMOKE_CHUNK,
     decode_rows=(4,),
 )
-ROUNDS = 5  # of `LLM.generate` and the bare step
+ROUNDS = 5  # of `LLM.generate` and its programs
+TEMPERATURES = (0.0, 0.8)
 
 
 def main() -> None:
@@ -45,7 +46,7 @@ def main() -> None:
     count = (8 if found.smoke else 100) if found.requests is None else found.requests
     if count < 1:
         raise SystemExit(f"--requests is {count}, expected at least 1")
-    beside = _generate(runner, smoke=found.smoke)
+    beside = [_generate(runner, temperature, smoke=found.smoke) for temperature in TEMPERATURES]
     scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=chunk)
     at_once = _arrivals(runner, [0.0] * count, smoke=found.smoke)
     serve(scheduler, at_once[: runner.plan.max_seqs])  # warms
@@ -83,21 +84,24 @@ def _engine() -> EngineConfig:
     )
 
 
-def _generate(runner: ModelRunner, *, smoke: bool) -> dict[str, float]:
-    """Prints how near `LLM.generate` comes to the compiled decode step, with all rows busy, and returns that."""
+def _generate(runner: ModelRunner, temperature: float, *, smoke: bool) -> dict[str, float]:
+    """Prints how near `LLM.generate` comes to its compiled programs, with all rows busy, and returns that."""
     (_, context), (_, tokens) = (SMOKE_PROMPTS, SMOKE_ANSWERS) if smoke else (PROMPTS, ANSWERS)
     rounds, rows = 1 if smoke else ROUNDS, runner.plan.max_seqs
-    found = measure_generation(runner, rows, context=context, tokens=tokens, temperature=0.0, rounds=rounds)
-    share = found.rate / found.bare_rate
+    found = measure_generation(runner, rows, context=context, tokens=tokens, temperature=temperature, rounds=rounds)
+    over_step, over_both = found.bare_us / found.call_us, found.sampled_us / found.call_us
     print(
-        f"{rows} rows: LLM.generate decodes {found.rate:.0f} tokens/s, {share:.1%} of the {found.bare_rate:.0f} of the "
-        "compiled step alone"
+        f"{rows} rows at temperature {temperature:g}: LLM.generate decodes {found.rate:.0f} tokens/s, {over_step:.1%} "
+        f"of the rate of the compiled step alone, {over_both:.1%} of that of the step and the sampler after it"
     )
     return {
         "rows": rows,
+        "temperature": temperature,
         "tokens_per_second": found.rate,
-        "bare_tokens_per_second": found.bare_rate,
-        "over_bare": share,
+        "step_us": found.bare_us,
+        "step_and_sampler_us": found.sampled_us,
+        "over_step": over_step,
+        "over_step_and_sampler": over_both,
     }
 
 

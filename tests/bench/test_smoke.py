@@ -81,8 +81,11 @@ def test_layouts_end_in_a_json_line(records: Path):
 
 def test_serve_ends_in_a_json_line(records: Path):
     result = smoke("serve", records)
-    beside = result["generate"]
-    assert beside["over_bare"] == pytest.approx(beside["tokens_per_second"] / beside["bare_tokens_per_second"])
+    assert [beside["temperature"] for beside in result["generate"]] == [0, 0.8]
+    for beside in result["generate"]:
+        step = beside["rows"] / beside["tokens_per_second"] * 1e6
+        assert beside["over_step"] == pytest.approx(beside["step_us"] / step)
+        assert beside["over_step_and_sampler"] == pytest.approx(beside["step_and_sampler_us"] / step)
     for row in result["rows"]:
         assert row["requests"] == 8
         assert row["ttft_p50_ms"] <= row["ttft_p90_ms"] <= row["ttft_p99_ms"]
