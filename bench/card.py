@@ -5,9 +5,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,8 @@ def show_card(subject: Subject, cache: CacheSpec | None = None, machine: Machine
     """Prints the conditions of a run and gives them back, by name and unit."""
     device = jax.local_devices()[0]
     card: dict[str, Any] = {
+        "commit": _commit(),
+        "date": datetime.now(UTC).date().isoformat(),
         "device": f"{device.platform} {device.device_kind}",
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -91,6 +95,7 @@ def show_card(subject: Subject, cache: CacheSpec | None = None, machine: Machine
 
 def _described(card: dict[str, Any]) -> dict[str, str]:
     texts = {
+        "commit": f"{card['commit'] or 'no repository'}, {card['date']}",
         "device": f"{card['device']}, {card['processor']}, {card['cores']} cores, load average {card['load_average']}",
         "versions": ", ".join(f"{name} {version}" for name, version in card["versions"].items()),
         "model": f"{card['model']} in {card['dtype']}, {card['weight_bytes'] / 1e6:,.1f} MB of weights",
@@ -125,6 +130,20 @@ def finish(name: str, found: argparse.Namespace, card: dict[str, Any], rows: lis
     if found.json is not None:
         found.json.write_text(line + "\n", encoding="utf-8")
     print(line, flush=True)
+
+
+def _commit() -> str | None:
+    """Names the commit that is measured, with a plus sign where files differ from it; None outside a repository."""
+    folder = Path(__file__).parent
+    try:
+        done = [
+            subprocess.run(["git", *command.split()], cwd=folder, capture_output=True, text=True, check=True)
+            for command in ("rev-parse --short HEAD", "status --porcelain --untracked-files=no")
+        ]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    head, changes = (one.stdout.strip() for one in done)
+    return head + "+" * bool(changes)
 
 
 def _versions() -> dict[str, str]:

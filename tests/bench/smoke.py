@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-CARD = {"device", "processor", "cores", "load_average", "versions", "model", "dtype", "weight_bytes",
+CARD = {"commit", "date", "device", "processor", "cores", "load_average", "versions", "model", "dtype", "weight_bytes",
         "kv_bytes_per_position", "kv_bytes"}  # fmt: skip
 CEILING = {"product_rate", "read_rate"}
 PLACE = {"operations", "num_bytes"} | CEILING
