@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.checks import check_flag, is_integer
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.contract.execution import (
@@ -27,12 +28,12 @@ from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import Checkpoint, load, open_checkpoint, plan_ahead
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import num_parameters
-from ferrum_jax.sharding.devices import find_device
+from ferrum_jax.sharding.devices import JaxDevice, find_device
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
 _TYPES = (ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative)
 _ENGINE_OPTIONS = ("attention", "kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout", "quantize")
-_OPTIONS = (*_ENGINE_OPTIONS, "kv_dtype", "engine", "strict", "progress", "executor_type")
+_OPTIONS = (*_ENGINE_OPTIONS, "kv_dtype", "compiler_options", "engine", "strict", "progress", "executor_type")
 _FIELD_OF = {  # settings of `load` that have a field of their own
     "path": "model_info.model_id",
     "dtype": "dtype",
@@ -43,22 +44,12 @@ _FIELD_OF = {  # settings of `load` that have a field of their own
     "prefix_cache": "memory_config.enable_kv_cache_sharing",
     "memory_fraction": "memory_config.max_memory_usage",
 }
-_FIXED = (  # part, field, the one value there is, why, and what to do instead
-    ("attention_config", "enable_paged_attention", True, "the KV is always paged; block_size sets the size of a page"),
-    ("memory_config", "enable_memory_pooling", True, "the KV is always one pool; memory_pool_size sets its bytes"),
-    (
-        "optimization_config", "enable_cuda_graphs", False,
-        "XLA decides on command buffers: set XLA_FLAGS=--xla_gpu_enable_command_buffer=... for the process",
-    ),
-    (
-        "optimization_config", "enable_kernel_fusion", True,
-        "XLA always fuses: set XLA_FLAGS=--xla_disable_hlo_passes=fusion for the process",
-    ),
-    (
-        "optimization_config", "optimization_level", 2,
-        "it stands for XLA's own choice: set XLA_FLAGS=--xla_backend_optimization_level=N for the process",
-    ),
-)  # fmt: skip
+_FIXED = (  # part, field that can only be True, and why
+    ("attention_config", "enable_paged_attention", "the KV is always paged; block_size sets the size of a page"),
+    ("memory_config", "enable_memory_pooling", "the KV is always one pool; memory_pool_size sets its bytes"),
+)
+_FUSION_PASSES = "fusion,priority-fusion,multi_output_fusion"  # of XLA for CPUs and GPUs
+_GRAPH_COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
 _PARTS = {
     "model_info": ModelInfo,
     "device": Device,
@@ -141,19 +132,16 @@ def _check(config: ExecutorConfig) -> tuple[Checkpoint, EngineConfig, ModelInfo]
     for name, kind in _PARTS.items():
         if not isinstance(getattr(config, name), kind):
             raise ConfigError(f"{name} is {safe_repr(getattr(config, name))}, expected a {kind.__name__}")
-    for part, name, only, why in _FIXED:
-        value = getattr(getattr(config, part), name)
-        if type(value) is not type(only):
-            raise ConfigError(f"{part}.{name} is {safe_repr(value)}, expected a {type(only).__name__}")
-        if value != only:
-            raise UnsupportedError(f"{part}.{name} is {safe_repr(value)}, only {only!r} can be honoured: {why}")
+    for part, name, why in _FIXED:
+        if not check_flag(f"{part}.{name}", getattr(getattr(config, part), name), ConfigError):
+            raise UnsupportedError(f"{part}.{name} is False, only True can be honoured: {why}")
     _check_numerics(config)
     _check_options(config)
     device = find_device(config.device)
     source = open_checkpoint(config.model_info.model_id)
     info = _check_info(config, source.config)
     _check_attention(config.attention_config, source.config)
-    engine = _engine(config).over_environment()
+    engine = _engine(config, device).over_environment()
     if config.memory_config.memory_pool_size is not None:
         engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
     plan_ahead(engine, source, device)
@@ -161,11 +149,7 @@ def _check(config: ExecutorConfig) -> tuple[Checkpoint, EngineConfig, ModelInfo]
 
 
 def _check_numerics(config: ExecutorConfig) -> None:
-    flags, is_mixed = config.optimization_config.custom_flags, config.optimization_config.enable_mixed_precision
-    if not isinstance(flags, Mapping):
-        raise ConfigError(f"custom_flags is {safe_repr(flags)}, expected a mapping")
-    if flags:
-        raise UnsupportedError(f"custom_flags {safe_repr(flags)}: flags of XLA are the process's, set XLA_FLAGS")
+    is_mixed = config.optimization_config.enable_mixed_precision
     if check_flag("enable_mixed_precision", is_mixed, ConfigError) and config.dtype is DataType.FP32:
         raise ConfigError(
             "enable_mixed_precision is True and dtype FP32: set dtype BF16 or FP16, with which "
@@ -250,7 +234,32 @@ def _check_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> No
         raise ConfigError(f"sliding_window_size is {safe_repr(size)}, the model has {sorted(windows)}")
 
 
-def _engine(config: ExecutorConfig) -> EngineConfig:
+def _compiler_options(config: ExecutorConfig, device: JaxDevice) -> CompilerOptions:
+    """Returns what XLA is asked for, None where all is as it would have it."""
+    wanted, options = config.optimization_config, dict[str, Any]()
+    level, flags = wanted.optimization_level, wanted.custom_flags
+    if not is_integer(level) or not 0 <= level <= 3:
+        raise ConfigError(f"optimization_level is {safe_repr(level)}, expected an integer from 0 to 3")
+    if level != 2:
+        options["xla_backend_optimization_level"] = level
+    if not check_flag("enable_kernel_fusion", wanted.enable_kernel_fusion, ConfigError):
+        options["xla_disable_hlo_passes"] = _FUSION_PASSES
+    if options and device.platform not in ("cpu", "gpu"):
+        raise UnsupportedError(f"{' and '.join(options)}: XLA for {config.device} has no such option")
+    if check_flag("enable_cuda_graphs", wanted.enable_cuda_graphs, ConfigError):
+        if device.platform != "gpu":
+            raise UnsupportedError(f"enable_cuda_graphs is True, {config.device} has no graphs: set it to False")
+        options["xla_gpu_enable_command_buffer"] = _GRAPH_COMMANDS
+    if not isinstance(flags, Mapping) or not all(isinstance(flag, bool) for flag in flags.values()):
+        raise ConfigError(f"custom_flags is {safe_repr(flags)}, expected options of XLA that are True or False")
+    for given in (flags, config.executor_options.get("compiler_options")):
+        for name, value in dict(EngineConfig(compiler_options=given).compiler_options or ()).items():
+            if options.setdefault(name, value) != value:
+                raise ConfigError(f"{name} is {safe_repr(value)}, another field makes it {safe_repr(options[name])}")
+    return options or None
+
+
+def _engine(config: ExecutorConfig, device: JaxDevice) -> EngineConfig:
     memory, options = config.memory_config, config.executor_options
     check_flag("enable_kv_cache_sharing", memory.enable_kv_cache_sharing, ConfigError)
     if memory.memory_pool_size is not None and options.get("kv_blocks") is not None:
@@ -264,6 +273,7 @@ def _engine(config: ExecutorConfig) -> EngineConfig:
         block_size=config.attention_config.block_size,
         prefix_cache=memory.enable_kv_cache_sharing,
         memory_fraction=memory.max_memory_usage,
+        compiler_options=_compiler_options(config, device),
         **{name: options.get(name) for name in _ENGINE_OPTIONS},
     ).joined(options.get("engine"))
 

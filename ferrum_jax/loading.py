@@ -9,11 +9,12 @@ from pathlib import Path
 import jax
 from platformdirs import user_cache_dir
 
-from ferrum_jax.compile.artifacts import Artifacts
+from ferrum_jax.compile.artifacts import Artifacts, check_compiler_options
 from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_edited
 from ferrum_jax.compile.program_cache import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.checks import check_flag
+from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, safe_repr
 from ferrum_jax.contract.values import Device
@@ -130,14 +131,15 @@ def load(
     memory = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # on a CPU its zeros take seconds, too
         if target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken:
-            memory = pool.submit(_allocate_ahead, ahead.cache, target, early)
+            memory = pool.submit(_allocate_ahead, ahead.cache, target, early, settings.compiler_options)
         params, cfg = _read(source, settings, target, progress)
     memory = None if memory is None else memory.result()
 
     def open_artifacts(plan: EnginePlan) -> Artifacts | None:
         if root is None:
             return None
-        found = Artifacts(root, describe_program(cfg, params, plan.cache, plan.loras, target))
+        facts = describe_program(cfg, params, plan.cache, plan.loras, target)
+        found = Artifacts(root, facts, settings.compiler_options)
         return early if early is not None and early.facts == found.facts else found
 
     free = free_bytes(target) if memory is None else max(0, free - taken)
@@ -151,12 +153,15 @@ def load(
         name=Path(source.path).name,
         artifacts=open_artifacts(plan),
         memory=memory if memory is not None and memory.spec == plan.cache else None,
+        compiler_options=settings.compiler_options,
     )
 
 
-def _allocate_ahead(spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None) -> KvMemory | None:
+def _allocate_ahead(
+    spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None, options: CompilerOptions
+) -> KvMemory | None:
     try:
-        memory = KvMemory(spec, device, artifacts)
+        memory = KvMemory(spec, device, artifacts, options)
         memory.allocate_ahead()
     except ResourceExhaustedError:  # said again, if it is still so when the parameters are there
         return None
@@ -171,7 +176,8 @@ def _open_artifacts(
     laid = layout_specs(param_specs(source, settings.quantize), source.config, settings.layout or CHECKPOINT)
     shapes = specs.shapes(laid, settings.dtype or default_dtype(device))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
-    return Artifacts(root, describe_program(source.config, params, plan.cache, plan.loras, device))
+    facts = describe_program(source.config, params, plan.cache, plan.loras, device)
+    return Artifacts(root, facts, settings.compiler_options)
 
 
 def artifacts_folder(settings: EngineConfig) -> Path | None:
@@ -241,9 +247,10 @@ def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice, fr
     The dtype is the device's own if not set, and so many bytes are free as the device says if `free` is None.
 
     Raises:
-        ConfigError: as `param_specs`.
+        ConfigError: as `param_specs`, or the compiler refuses an option.
         FerrumError: as `plan_engine`.
     """
+    check_compiler_options(settings.compiler_options, device)
     taken = num_bytes(param_specs(source, settings.quantize), settings.dtype or default_dtype(device))
     left = max(0, (free_bytes(device) if free is None else free) - taken)
     return plan_engine(settings, source.config, platform=device.platform, free_bytes=left)

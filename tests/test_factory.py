@@ -5,6 +5,7 @@ import re
 import threading
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 import ferrum_jax
-from ferrum_jax import EngineConfig, LlmExecutor, LlmExecutorFactory, ModelRunner, models
+from ferrum_jax import EngineConfig, LlmExecutor, LlmExecutorFactory, ModelRunner, factory, models
+from ferrum_jax.compile.artifacts import check_compiler_options
 from ferrum_jax.contract import (
     AttentionType,
     DataType,
@@ -129,6 +131,9 @@ def test_a_sequential_executor_runs_one_sequence_and_is_no_batch_executor(config
         ("attention_config.sliding_window_size", 9),
         ("memory_config.max_memory_usage", 0.1),
         ("memory_config.max_memory_usage", 1),
+        *(("optimization_config.optimization_level", level) for level in (0, 1, 2, 3)),
+        ("optimization_config.enable_kernel_fusion", False),
+        ("optimization_config.custom_flags", {"xla_cpu_enable_fast_math": True}),
         ("executor_options", {}),
         ("executor_options", {"kv_blocks": 3, "kv_dtype": "bf16", "max_step_tokens": 16, "engine": None}),
         ("executor_options", {"strict": True, "progress": True, "max_loras": 0, "max_lora_rank": 0}),
@@ -185,13 +190,25 @@ def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: st
         ("memory_config.max_memory_usage", 0, ConfigError, "memory_fraction is 0"),
         ("memory_config.max_memory_usage", 1.5, ConfigError, "memory_fraction is 1.5"),
         ("optimization_config", None, ConfigError, "expected a OptimizationConfig"),
-        ("optimization_config.enable_cuda_graphs", True, UnsupportedError, "XLA_FLAGS=--xla_gpu_enable_command"),
-        ("optimization_config.enable_kernel_fusion", False, UnsupportedError, "XLA_FLAGS=--xla_disable_hlo"),
+        ("optimization_config.enable_cuda_graphs", True, UnsupportedError, "enable_cuda_graphs is True, cpu"),
+        ("optimization_config.enable_cuda_graphs", 0, ConfigError, "enable_cuda_graphs is 0"),
+        ("optimization_config.enable_kernel_fusion", "no", ConfigError, "enable_kernel_fusion is 'no'"),
         ("optimization_config.enable_mixed_precision", True, ConfigError, "set dtype BF16 or FP16"),
         ("optimization_config.enable_mixed_precision", "yes", ConfigError, "expected True or False"),
-        ("optimization_config.optimization_level", 3, UnsupportedError, "only 2.*XLA_FLAGS=--xla_backend_optim"),
-        ("optimization_config.optimization_level", 2.0, ConfigError, "expected a int"),
-        ("optimization_config.custom_flags", {"fast": True}, UnsupportedError, "fast.*XLA_FLAGS"),
+        *(
+            ("optimization_config.optimization_level", level, ConfigError, "expected an integer from 0 to 3")
+            for level in (-1, 4, 2.0, True)
+        ),
+        ("optimization_config.custom_flags", {"fast": True}, ConfigError, "compiler_options .*cpu.*option: 'fast'"),
+        (
+            "optimization_config.custom_flags",
+            {"xla_cpu_enable_fast_math": 1},
+            ConfigError,
+            "custom_flags is .* True",
+        ),
+        ("optimization_config.custom_flags", ["fast"], ConfigError, "custom_flags is"),
+        ("executor_options", {"compiler_options": {"": 1}}, ConfigError, "compiler_options has"),
+        ("executor_options", {"compiler_options": {"xla_cpu_enable_fast_math": "?"}}, ConfigError, "fast_math, '.'"),
         ("executor_options", [], ConfigError, "expected a Mapping"),
         ("executor_options", {"typo": 1}, ConfigError, "'typo'.* is unknown, known are"),
         ("executor_options", {"dtype": "float32"}, ConfigError, "set dtype instead"),
@@ -224,6 +241,80 @@ def test_a_device_that_is_not_there_is_refused(config: ExecutorConfig):
     wrong: Any = {"device": "cpu"}
     with pytest.raises(ConfigError, match="dict, expected an ExecutorConfig"):
         LlmExecutorFactory().validate_config(wrong)
+
+
+def test_what_the_compiler_may_do_reaches_xla(config: ExecutorConfig, monkeypatch: pytest.MonkeyPatch):
+    seen: list[dict[str, Any] | None] = []
+    compile_it = jax.stages.Lowered.compile
+
+    def compile_and_note(lowered: jax.stages.Lowered, **settings: Any) -> jax.stages.Compiled:
+        seen.append(settings["compiler_options"])
+        return compile_it(lowered, **settings)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
+    asked = OptimizationConfig(
+        optimization_level=1, enable_kernel_fusion=False, custom_flags={"xla_cpu_enable_fast_math": False}
+    )
+    options = {**config.executor_options, "compiler_options": {"xla_cpu_use_fusion_emitters": True}}
+    tokens, counts, answers = tiny.prompt(NAME)[:8], [], []
+    engine = replace(LADDERS, artifacts=False)
+    for changed in (config, replace(config, optimization_config=asked, executor_options=options)):
+        seen.clear()
+        given = {**changed.executor_options, "engine": engine}
+        executor = run(LlmExecutorFactory().create_executor(replace(changed, executor_options=given)))
+        answers.append(run(executor.prefill(prompt(tokens))).logits)
+        counts.append(_num_thunks(executor))
+        run(executor.shutdown())
+        wanted = None
+        if changed is not config:
+            wanted = {
+                "xla_backend_optimization_level": 1,
+                "xla_disable_hlo_passes": "fusion,priority-fusion,multi_output_fusion",
+                "xla_cpu_enable_fast_math": False,
+                "xla_cpu_use_fusion_emitters": True,  # the older ones of tests/conftest.py compute nonsense unfused
+            }
+        assert len(seen) > 1  # the step and the empty KV, say
+        assert all(one == wanted for one in seen)
+    assert counts[1] > 1.2 * counts[0]
+    np.testing.assert_allclose(answers[0], answers[1], atol=1e-4)
+
+
+def _num_thunks(executor: LlmExecutor) -> int:
+    """Counts what XLA runs one after another, which fusion makes fewer."""
+    model: Any = executor._model
+    texts = [(step.as_text() or "").partition("\nENTRY ")[2] for step in model._programs._steps.values()]
+    return sum(text.count(" = ") for text in texts)
+
+
+def test_two_fields_that_give_one_option_must_agree(config: ExecutorConfig):
+    levelled = _with(config, "optimization_config.optimization_level", 1)
+    for level in (1, 3):
+        both = _with(levelled, "executor_options", {"compiler_options": {"xla_backend_optimization_level": level}})
+        if level == 1:
+            LlmExecutorFactory().validate_config(both)
+        else:
+            with pytest.raises(ConfigError, match="xla_backend_optimization_level is 3, another field makes it 1"):
+                LlmExecutorFactory().validate_config(both)
+    other = EngineConfig(compiler_options={"xla_cpu_enable_fast_math": True})
+    with pytest.raises(ConfigError, match=r"compiler_options is .* as an argument"):
+        LlmExecutorFactory().validate_config(_with(levelled, "executor_options", {"engine": other}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "platform"),
+    [("enable_cuda_graphs", True, "tpu"), ("enable_kernel_fusion", False, "tpu"), ("optimization_level", 0, "tpu")],
+)
+def test_a_compiler_without_the_option_is_named(config: ExecutorConfig, name: str, value: Any, platform: str):
+    changed = _with(_with(config, f"optimization_config.{name}", value), "device", Device(platform))
+    with pytest.raises(UnsupportedError, match="tpu:0"):
+        factory._compiler_options(changed, SimpleNamespace(platform=platform))  # pyright: ignore[reportArgumentType]
+
+
+def test_graphs_of_a_gpu_are_an_option_that_xla_knows(config: ExecutorConfig):
+    changed = _with(config, "optimization_config.enable_cuda_graphs", True)
+    options = factory._compiler_options(changed, SimpleNamespace(platform="gpu"))  # pyright: ignore[reportArgumentType]
+    assert set(options or ()) == {"xla_gpu_enable_command_buffer"}
+    check_compiler_options(options, jax.devices()[0])  # every backend parses it
 
 
 def test_a_pool_is_as_large_as_its_bytes(config: ExecutorConfig):

@@ -23,6 +23,9 @@ from jax.experimental import serialize_executable
 
 from ferrum_jax.compile.fingerprint import Facts, describe_settings, digest
 from ferrum_jax.compile.private_folder import TEMPORARY, PrivateFolder
+from ferrum_jax.config.engine import CompilerOptions
+from ferrum_jax.contract.errors import ConfigError, safe_repr
+from ferrum_jax.sharding.devices import JaxDevice
 
 _log = logging.getLogger(__name__)
 MAGIC = b"ferrum_jax step 1\n"
@@ -64,15 +67,16 @@ class Artifact:
 class Artifacts:
     """The compiled steps of one program in a folder of this user's."""
 
-    def __init__(self, root: Path, facts: Facts):
+    def __init__(self, root: Path, facts: Facts, options: CompilerOptions = None):
         """Reads and makes nothing yet.
 
         Args:
             root: folder of all programs.
-            facts: what this one's steps depend on, beside JAX's settings.
+            facts: what this one's steps depend on, beside JAX's settings and the next.
+            options: of the compiler, with which every step is compiled.
         """
         self.root = root
-        self.facts = facts
+        self.facts = facts | {"compiler_options": dict(options or ())}
         self._folder = PrivateFolder(root)
         self.num_saved = 0  # in this process
         self.num_unwritten = 0  # for which the disk had no place, say
@@ -193,19 +197,33 @@ class Artifacts:
         _log.warning(text)
 
 
-def build(name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None) -> jax.stages.Compiled:
+def check_compiler_options(options: CompilerOptions, device: JaxDevice) -> None:
+    """Raises ConfigError for options that the compiler refuses, before what matters is compiled."""
+    if not options:
+        return
+    nothing = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    try:
+        jax.jit(jax.numpy.negative).lower(nothing).compile(compiler_options=dict[str, Any](options))
+    except (jax.errors.JaxRuntimeError, TypeError) as problem:  # TypeError: JAX's own, and what its binding cannot take
+        given = safe_repr(dict(options))
+        raise ConfigError(f"compiler_options {given} on {device}: {_first_line(problem)}") from problem
+
+
+def build(
+    name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None, options: CompilerOptions = None
+) -> jax.stages.Compiled:
     """Loads a call, or compiles and keeps it."""
     artifact = None if artifacts is None else artifacts.find(name)
     loaded = None if artifacts is None or artifact is None else artifacts.load(artifact)
-    return compile_and_save(name, lower, artifacts)[0] if loaded is None else loaded
+    return compile_and_save(name, lower, artifacts, options)[0] if loaded is None else loaded
 
 
 def compile_and_save(
-    name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None
+    name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None, options: CompilerOptions = None
 ) -> tuple[jax.stages.Compiled, Artifact | None]:
-    """Compiles a call and keeps it; returns it, and as it lies on disk."""
+    """Compiles a call and keeps it, in artifacts of these options; returns it, and as it lies on disk."""
     hits = _HITS.count()
-    executable = lower().compile()
+    executable = lower().compile(compiler_options=dict[str, Any](options) if options else None)
     # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
     kept = artifacts.save(name, executable) if artifacts is not None and _HITS.count() == hits else None
     return executable, kept

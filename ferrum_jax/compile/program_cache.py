@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of
+from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.errors import BackendError
 
 _log = logging.getLogger(__name__)
@@ -28,11 +29,17 @@ class ProgramCache:
     """
 
     def __init__(
-        self, lower: Callable[[Key], jax.stages.Lowered], *, strict: bool = False, artifacts: Artifacts | None = None
+        self,
+        lower: Callable[[Key], jax.stages.Lowered],
+        *,
+        strict: bool = False,
+        artifacts: Artifacts | None = None,
+        options: CompilerOptions = None,
     ):
         self._lower = lower
         self._strict = strict  # but what was compiled here and cannot be loaded is compiled once more
         self._artifacts = artifacts
+        self._options = options
         self._lock = threading.Lock()
         self._steps: dict[Key, jax.stages.Compiled] = {}
         self._held: dict[Key, Artifact] = {}  # verified by `warmup`, loaded when first asked for
@@ -151,7 +158,7 @@ class ProgramCache:
             _log.warning("compiling step %s after warmup: declare it in the buckets", key)
         started = time.perf_counter()
         try:
-            built = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts)
+            built = compile_and_save(repr(key), lambda: self._lower(key), self._artifacts, self._options)
         except jax.errors.JaxRuntimeError as problem:
             raise BackendError(f"step {key} does not compile: {problem}") from problem
         with self._lock:

@@ -16,6 +16,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_OF = {
     **dict.fromkeys(("fp32", "f32"), "float32"), **dict.fromkeys(("fp16", "f16", "half"), "float16"), "bf16": "bfloat16"
 }  # fmt: skip
+CompilerOptions = Mapping[str, str | int | float | bool] | tuple[tuple[str, str | int | float | bool], ...] | None
 QUANTISED = ("int8", "float8_e4m3fn", "keep", "none")
 _COUNTS = {  # from, to
     **dict.fromkeys(
@@ -59,6 +60,7 @@ class EngineConfig:
     verify_tokens: int | None = None  # their C
     layout: str | None = None  # of the parameters: `checkpoint`, `fused` or `scanned`
     artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
+    compiler_options: CompilerOptions = None  # of XLA, for every step, by name; held as sorted pairs
 
     def __post_init__(self):
         for field in fields(self):
@@ -132,9 +134,25 @@ def _checked(name: str, value: Any) -> Any:
     elif name == "memory_fraction":
         if check_number(name, value) > 1:
             raise ConfigError(f"{name} is {safe_repr(value)}, expected at most 1")
+    elif name == "compiler_options":
+        return _checked_options(value)
     elif not (isinstance(value, bool) or (isinstance(value, str) and value and value.isprintable())):
         raise ConfigError(f"{name} is {safe_repr(value)}, expected a folder, True or False")
     return value
+
+
+def _checked_options(value: Any) -> CompilerOptions:
+    """Returns a mapping, or the pairs of one, as sorted pairs: what a frozen config can hold."""
+    options: dict[str, Any] = {}
+    for pair in value.items() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,):
+        match pair:
+            case (str(name), str() | int() | float() | np.integer() | np.floating() as one) if (
+                name and name.isprintable() and name not in options
+            ):
+                options[name] = _plain(one)
+            case _:
+                raise ConfigError(f"compiler_options has {safe_repr(pair)}, expected a name and a str, bool or number")
+    return tuple(sorted(options.items()))
 
 
 def _flag(text: str) -> bool:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from ferrum_jax.compile.artifacts import check_compiler_options
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.runner import ModelRunner
@@ -62,9 +63,10 @@ def from_params(
             )
     check_fits_config(params, cfg, layout)
     asked = theirs.over(given).over_environment()
+    check_compiler_options(asked.compiler_options, device)
     cfg = cfg.reaching(asked.kv_capacity or 0)
     plan = plan_beside(params, asked, cfg, platform=device.platform, free_bytes=free_bytes(device))
-    return ModelRunner(params, cfg, plan, device=device, strict=strict)
+    return ModelRunner(params, cfg, plan, device=device, strict=strict, compiler_options=asked.compiler_options)
 
 
 def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.answers import Captured, TokenScores
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_given, check_int
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy
@@ -62,6 +63,7 @@ class ModelRunner(DecoderOnlyLLM):
         name: str = "",
         artifacts: Artifacts | None = None,
         memory: KvMemory | None = None,
+        compiler_options: CompilerOptions = None,
     ):
         """Allocates the KV, unless `memory`, which is of the plan's size, has one ready."""
         self.params_version = 0  # how often they were set anew
@@ -70,9 +72,11 @@ class ModelRunner(DecoderOnlyLLM):
         self.device = device
         self.name = name or model_config.model_type
         self.artifacts = artifacts
-        programs = ProgramCache(lambda key: key.lower(self._device.context()), strict=strict, artifacts=artifacts)
+        programs = ProgramCache(
+            lambda key: key.lower(self._device.context()), strict=strict, artifacts=artifacts, options=compiler_options
+        )
         adapters = Adapters(model_config, plan.loras, activation_dtype(params).name, device, programs)
-        memory = memory or KvMemory(plan.cache, device, artifacts)
+        memory = memory or KvMemory(plan.cache, device, artifacts, compiler_options)
         self._device = DeviceState(params, model_config, memory, plan.sampler, device, programs, adapters)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
         self._pipeline = Pipeline(self._device, programs, plan, adapters, self._life)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,15 @@ import numpy as np
 import pytest
 from jax.experimental import serialize_executable
 
+import ferrum_jax
 from ferrum_jax.compile import artifacts as artifacts_module
 from ferrum_jax.compile.artifacts import FACTS, MAGIC, Artifacts, clear, memory_of
 from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.compile.step import StepKey
-from ferrum_jax.contract.errors import BackendError
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.contract.errors import BackendError, ConfigError
+from ferrum_jax.executor.from_params import from_params
+from tests import tiny
 
 ONE, TWO, THREE = (StepKey(rows, 0, 0, 2, rows) for rows in (1, 2, 3))
 FACTS_HERE = {"model": "toy"}
@@ -201,6 +206,66 @@ def test_another_program_compiles_its_own(kept: Path):
     cache.warmup([ONE, TWO])
     assert _counts(cache) == (2, 0, 2, 0)
     assert json.loads((Artifacts(kept, FACTS_HERE).folder.path / FACTS).read_text())["model"] == "toy"
+
+
+def test_steps_of_other_compiler_options_are_not_loaded(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["qwen3_tied"])
+    counts: list[tuple[int, int]] = []
+    for more in ({}, {"xla_disable_hlo_passes": "fusion"}, {}):
+        options = {"xla_backend_optimization_level": 3} | more
+        engine = EngineConfig(compiler_options=options, block_tokens=8, query_blocks=(1,))
+        settings = {"max_seqs": 1, "kv_capacity": 16, "block_size": 8, "progress": False}
+        with ferrum_jax.load(folder, engine=engine, artifacts=tmp_path / "artifacts", **settings) as runner:
+            runner.prefill("a", [1, 2, 3])
+            stats = runner.compile_stats()
+            counts.append((stats["compiled"], stats["loaded"]))
+            assert runner.artifacts is not None
+            facts = json.loads((runner.artifacts.folder.path / FACTS).read_text())
+            assert facts["compiler_options"] == options
+    num = counts[0][0]
+    assert num > 0
+    assert counts == [(num, 0), (num, 0), (0, num)]
+
+
+def test_parameters_at_hand_are_served_with_the_options_too(monkeypatch: pytest.MonkeyPatch):
+    """So is what is compiled only to learn how much memory it takes, where the pool is most of what is free."""
+    seen: list[dict[str, bool] | None] = []
+    compile_it = jax.stages.Lowered.compile
+
+    def compile_and_note(lowered: jax.stages.Lowered, **settings: Any) -> jax.stages.Compiled:
+        seen.append(settings["compiler_options"])
+        return compile_it(lowered, **settings)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
+    monkeypatch.setattr("ferrum_jax.executor.from_params.free_bytes", lambda _: 2**20)
+    params = jax.device_put(tiny.tiny_params(tiny.CONFIGS["qwen3_tied"]))
+    options = {"xla_cpu_enable_fast_math": False}
+    engine = EngineConfig(memory_fraction=0.9, max_seqs=64, block_tokens=8, query_blocks=(1,), decode_rows=(1,))
+    with from_params(params, tiny.model_config("qwen3_tied"), engine=engine, compiler_options=options) as runner:
+        assert len(seen) > 3  # what is checked, measured, and the empty KV
+        runner.prefill("a", [1, 2, 3])
+    assert all(given == options for given in seen)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"xla_typo": 1}, "No such compile option: 'xla_typo'"),
+        ({"xla_backend_optimization_level": "many"}, "'many' is not a valid int32"),
+        ({"optimization_level": "high"}, "incompatible function arguments"),
+        ({"xla_backend_optimization_level": 10**400}, "incompatible function arguments"),
+    ],
+)
+def test_an_option_that_the_compiler_refuses_is_a_config_error_before_anything_is_compiled(
+    options: dict[str, str | int], match: str, tmp_path: Path
+):
+    folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["qwen3_tied"])
+    engine = EngineConfig(compiler_options=options)
+    with pytest.raises(ConfigError, match=f"compiler_options .*{match}"):
+        ferrum_jax.load(folder, engine=engine, progress=False)
+    params, cfg = ferrum_jax.load_params(folder)
+    with pytest.raises(ConfigError, match=f"compiler_options .*{match}"):
+        from_params(params, cfg, engine=engine)
 
 
 def test_a_step_that_verifies_but_does_not_load_is_rebuilt_and_counted(

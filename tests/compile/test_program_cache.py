@@ -115,6 +115,19 @@ def test_what_the_compiler_refuses_is_a_backend_error_that_names_the_step():
         ProgramCache(refuse).get(SMALL)
 
 
+def test_every_step_is_compiled_with_the_options_of_the_cache():
+    def lower(key: StepKey) -> jax.stages.Lowered:
+        return jax.jit(lambda x: jnp.sin(x) * key.decode_rows + jnp.exp(x)).lower(jnp.zeros(3))
+
+    plain, unfused = (
+        ProgramCache(lower, options=options) for options in (None, (("xla_disable_hlo_passes", "fusion"),))
+    )
+    unfused.warmup([LARGE])
+    for key in (SMALL, LARGE):
+        fewer, more = ((cache.get(key).as_text() or "").partition("\nENTRY ")[2] for cache in (plain, unfused))
+        assert more.count(" = ") > fewer.count(" = ") > 0
+
+
 def test_two_threads_get_one_executable(lowering: Lowering):
     barrier = threading.Barrier(2)
 
