@@ -132,6 +132,20 @@ def check_captured(
     return Captured(logits=logits, hidden=states, attention_weights=weights)
 
 
+def check_scores(model: "DecoderOnlyLLM", scores: Any, num_targets: int) -> TokenScores:
+    """Returns a model's scores of `num_targets` tokens; a target may be impossible, but no score is NaN or +inf."""
+    if not isinstance(scores, TokenScores):
+        raise ModelError(f"{type(model).__name__}.score_batch returned {safe_repr(scores)}, expected TokenScores")
+    logprobs = _check_shape(model, "log-probabilities", scores.logprobs, (num_targets,))
+    ids = _check_shape(model, "greedy ids", scores.greedy_ids, (num_targets,), np.int64)
+    limit = model.config.vocab_size - 1
+    if not (logprobs < np.inf).all():
+        raise ModelError(f"{type(model).__name__} returned log-probabilities that are NaN or infinite")
+    if num_targets and not 0 <= ids.min() <= ids.max() <= limit:
+        raise ModelError(f"{type(model).__name__} returned the greedy ids {ids[:8]}…, expected ids from 0 to {limit}")
+    return TokenScores(logprobs=logprobs, greedy_ids=ids.astype(np.int32))
+
+
 def check_kind(model: "DecoderOnlyLLM", method: str, value: Any, kind: type[T]) -> T | None:
     """Returns what a method returned, which must be None or of one type."""
     if value is not None and not isinstance(value, kind):
@@ -149,18 +163,25 @@ def check_length(model: "DecoderOnlyLLM", method: str, value: Any) -> int:
 
 
 def _check_array(model: "DecoderOnlyLLM", what: str, given: Any, shape: tuple[int, ...]) -> NDArray[np.float32]:
-    name = type(model).__name__
+    array = _check_shape(model, what, given, shape)
+    if not np.isfinite(array.max(axis=-1)).all():  # a NaN is the maximum of its row
+        raise ModelError(f"{type(model).__name__} returned {what} that are not finite")
+    return array
+
+
+def _check_shape(
+    model: "DecoderOnlyLLM", what: str, given: Any, shape: tuple[int, ...], dtype: Any = np.float32
+) -> NDArray[Any]:
+    name, kinds = type(model).__name__, "fiu" if dtype is np.float32 else "iu"
     try:
         array = np.asarray(given)
-        if array.dtype.kind in "fiu" or array.dtype.name == "bfloat16":
+        if array.dtype.kind in kinds or (array.dtype.name == "bfloat16" and dtype is np.float32):
             with np.errstate(over="ignore"):  # an infinity is found below
-                array = array.astype(np.float32, copy=False)
+                array = array.astype(dtype, copy=False)
     except (RuntimeError, TypeError, ValueError) as problem:
         raise ModelError(f"{name} returned {what} that are no array: {problem}") from None
-    if array.dtype != np.float32:
-        raise ModelError(f"{name} returned {what} of dtype {array.dtype}, expected float32")
+    if array.dtype != dtype:
+        raise ModelError(f"{name} returned {what} of dtype {array.dtype}, expected {np.dtype(dtype)}")
     if array.shape != shape:
         raise ModelError(f"{name} returned {what} of shape {list(array.shape)}, expected {list(shape)}")
-    if not np.isfinite(array.max(axis=-1)).all():  # a NaN is the maximum of its row
-        raise ModelError(f"{name} returned {what} that are not finite")
     return array

@@ -11,7 +11,6 @@ from ferrum_jax.contract.checks import check_count, check_setting, check_tokens,
 from ferrum_jax.contract.errors import RequestValidationError, safe_repr
 
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
-MOST_STOP_IDS = 16  # of one run
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

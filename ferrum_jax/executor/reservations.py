@@ -1,12 +1,13 @@
 """Reservations: positions made writable before the steps that write them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import ProgramKey
-from ferrum_jax.compile.sampler import ConfigureKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
 from ferrum_jax.contract.checks import check_cache_id, check_items
 from ferrum_jax.contract.slots import KvSlotAllocation, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor.pipeline import Pipeline
@@ -69,11 +70,14 @@ def prepare(pipeline: Pipeline, key: str, count: int) -> None:
     pipeline.table.check_capacity(key, pipeline.table.length(key) + count)
     nothing = np.zeros(0, np.int32)
     transaction = KvTransaction(pipeline.table, [AllocationRequest(key, nothing, 0, pipeline.adapters.of(key))])
-    steps = buckets.needed(count, adapters=pipeline.adapters.of(key) is not None)
+    is_adapted = pipeline.adapters.of(key) is not None
+    steps = buckets.needed(count, adapters=is_adapted)
     chained: list[ProgramKey] = [SampleKey(step.logit_rows) for step in steps]
+    chained += [replace(many, adapters=is_adapted) for many in buckets.multi_steps()[:1]]  # of the fewest rows
     if pipeline.plan.spec_tokens:
-        verify = buckets.all_logits(buckets.verify_blocks[0], buckets.verify_tokens)
-        chained += [verify, VerifyKey(verify.blocks, verify.block_tokens)]
+        blocks, tokens = buckets.verify_blocks[0], buckets.verify_tokens
+        verify = replace(buckets.all_logits(blocks, tokens), adapters=is_adapted)
+        chained += [verify, VerifyKey(blocks, tokens), DistributionKey(blocks, tokens)]
     beside = [ConfigureKey(pipeline.plan.kv_capacity), CopyKey(buckets.max_copies)]
     pipeline.programs.ensure([*steps, *chained, *beside])
     with pipeline.device.changing():

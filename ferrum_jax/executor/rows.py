@@ -6,16 +6,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SlotSettings
 from ferrum_jax.contract.checks import (
     check_cache_id,
     check_distinct,
     check_flag,
+    check_int,
     check_policy_count,
     check_position,
     check_rows,
     check_single_tokens,
     check_tokens,
+    is_real,
 )
 from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy, check_mask, check_policy
 from ferrum_jax.contract.errors import RequestValidationError, safe_repr
@@ -32,6 +34,14 @@ from ferrum_jax.executor.batch import (
 
 Policies = Sequence[LogitsReturnPolicy] | None
 Length = Callable[[str], int]  # positions of a cache id
+_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_RANGES = {
+    "top_k": (0, 2**31 - 1),
+    "seed": (0, 2**32 - 1),
+    "min_position": (0, 2**31 - 1),
+    "num_logprobs": (-1, MAX_TOP_LOGPROBS),
+}
+_LARGEST = float(np.finfo(np.float32).max)
 _FULL = FullLogits()
 _GREEDY = SampledToken(SlotSettings())
 
@@ -51,6 +61,43 @@ def check_batch(batch: ScheduledBatch, vocab_size: int) -> None:
         if joined.min() < 0 or joined.max() >= vocab_size:
             wrong = joined[(joined < 0) | (joined >= vocab_size)][0]
             raise RequestValidationError(f"token id {wrong}: ids go from 0 to {vocab_size - 1}")
+
+
+def check_settings(settings: SlotSettings, position: int, vocab_size: int) -> None:
+    """Raises RequestValidationError for settings that no slot holds, or that forbid every token at `position`."""
+    for name, (least, most) in _RANGES.items():
+        if check_int(name, getattr(settings, name), least) > most:
+            raise RequestValidationError(f"{name} is {getattr(settings, name)}, expected at most {most}")
+    for name, size in (("bias", MAX_BIAS), ("stop_ids", MAX_STOP_IDS)):
+        if (count := len(getattr(settings, name))) > size:
+            raise RequestValidationError(f"{name} has {count} tokens, a slot holds {size}")
+    numbers = [(name, getattr(settings, name)) for name in _FLOATS]
+    numbers += [("bias", value) for value in settings.bias.values() if value != -np.inf]
+    for name, value in numbers:
+        if not is_real(value) or not abs(value) <= _LARGEST:
+            raise RequestValidationError(f"{name} is {safe_repr(value)}, expected a finite number")
+    for name in ("bias", "stop_ids", "allowed_ids", "seen", "generated"):
+        ids: Any = getattr(settings, name)
+        if ids is not None and len(ids):
+            check_tokens(name, list(ids) if isinstance(ids, dict) else ids, vocab_size)
+    if settings.generated is not None and len(settings.generated) > position:
+        raise RequestValidationError(f"generated has {len(settings.generated)} tokens before position {position}")
+    allowed: Sequence[int] | NDArray[np.intp] = range(vocab_size)
+    mask = settings.allowed
+    if mask is not None and (mask.shape != (vocab_size,) or mask.dtype != np.bool_):
+        raise RequestValidationError(f"allowed is {mask.dtype} {list(mask.shape)}, expected bool [{vocab_size}]")
+    forbidden = {token for token, value in settings.bias.items() if value == -np.inf}
+    if position < settings.min_position:
+        forbidden.update(settings.stop_ids)
+    if settings.allowed_ids is not None:
+        allowed = settings.allowed_ids
+    elif mask is not None and (forbidden or not mask.any()):  # else it allows one
+        allowed = np.flatnonzero(mask)
+    if all(token in forbidden for token in allowed):
+        raise RequestValidationError(
+            f"no token may be chosen at position {position}: all {len(allowed)} that are allowed have a bias of -inf, "
+            "complete a bad word, or would stop before min_tokens"
+        )
 
 
 def appended_row(cache_id: str, tokens: Sequence[int], output: Output, vocab_size: int, length: Length) -> ScheduledRow:

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from ferrum_jax.contract.errors import AlreadyExistsError
 from ferrum_jax.generate.llm import LLM
-from ferrum_jax.generate.params import RequestOutput, SamplingParams
+from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of
 from ferrum_jax.generate.prompts import Prompt, as_adapters
 from ferrum_jax.generate.request import Request
 
@@ -20,6 +21,7 @@ class AsyncLLM:
         self._is_owner = not isinstance(llm, LLM)
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
         self._live: dict[str, Request] = {}  # by the caller's id
+        self._tokenising = ThreadPoolExecutor(max_workers=1)  # one thread keeps the order of the calls
 
     async def __aenter__(self) -> Self:
         return self
@@ -32,6 +34,7 @@ class AsyncLLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         lora_request: Any = None,
     ) -> AsyncIterator[RequestOutput]:
@@ -43,6 +46,7 @@ class AsyncLLM:
         Args:
             prompt: a text or token ids.
             params: how to answer; greedy if None.
+            sampling_params: another name of `params`.
             request_id: for `abort`; a new one if None.
             lora_request: an adapter, as for `LLM.generate`.
 
@@ -51,11 +55,11 @@ class AsyncLLM:
             FerrumError: the prompt is refused, or the request failed.
         """
         (adapter,) = as_adapters(lora_request, 1)
-        request = self.llm.request(prompt, params, adapter)
+        loop, changed, params = asyncio.get_running_loop(), asyncio.Event(), one_of(params, sampling_params)
+        request = await loop.run_in_executor(self._tokenising, self.llm.request, prompt, params, adapter)
         name = request.cache_id if request_id is None else request_id
         if name in self._live:
             raise AlreadyExistsError(f"a request {name!r} runs already")
-        loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def notify(_: Request) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
@@ -79,6 +83,8 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request after the step that runs; its iterator raises CancelledError. An unknown id is no error."""
+        if request_id not in self._live:  # it may be one whose prompt is being tokenised: it is known after that
+            await asyncio.get_running_loop().run_in_executor(self._tokenising, lambda: None)
         request = self._live.get(request_id)
         if request is not None:
             await asyncio.to_thread(self.llm.engine.cancel, request)

@@ -89,8 +89,10 @@ def named_token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     """Returns the id under `tokenizer.ggml.<name>_token_id`, or None where the file names none."""
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
     size = len(_require(metadata, "tokens"))
-    if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < size):
-        raise InvalidFormatError(f"tokenizer.ggml.{name}_token_id is {token_id!r}; the file has {size} tokens")
+    if token_id is not None and not (type(token_id) is int and 0 <= token_id < size):
+        raise InvalidFormatError(
+            f"tokenizer.ggml.{name}_token_id is {safe_repr(token_id)}, expected an id from 0 to {size - 1}"
+        )
     return token_id
 
 
@@ -137,7 +139,7 @@ def frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | Non
 
 
 def _framing_token(metadata: Mapping[str, Any], name: str, token_id: int | None, *, default: bool) -> str | None:
-    if not metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+    if not _flag(metadata, f"add_{name}_token", default):
         return None
     if token_id is None:
         raise InvalidFormatError(f"the file wants {name} around every text but has no tokenizer.ggml.{name}_token_id")
@@ -185,7 +187,7 @@ def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int]
         vocabulary, _merges_from_scores(normal, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(bpe)
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prefixed = _flag(metadata, "add_space_prefix", True)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement="▁", prepend_scheme="first" if prefixed else "never", split=False
     )
@@ -214,12 +216,18 @@ def _build_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **opti
         raise InvalidFormatError(f"the vocabulary is inconsistent: {error}") from error
 
 
+def _flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    if not isinstance(value := metadata.get(f"tokenizer.ggml.{name}", default), bool):
+        raise InvalidFormatError(f"tokenizer.ggml.{name} is {safe_repr(value)}, expected true or false")
+    return value
+
+
 def _require(metadata: Mapping[str, Any], name: str, kind: type = str) -> list[Any]:
     """Reads an array whose elements are all of one kind."""
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list):
         raise InvalidFormatError(f"the file has no tokenizer.ggml.{name}")
-    if not all(isinstance(value, kind) for value in values):
-        found = next(value for value in values if not isinstance(value, kind))
+    if not all(type(value) is kind for value in values):  # a boolean is no integer
+        found = next(value for value in values if type(value) is not kind)
         raise InvalidFormatError(f"tokenizer.ggml.{name} holds {safe_repr(found)}, expected only {kind.__name__}")
     return values

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.buckets import choose_bucket
 from ferrum_jax.compile.sampler import SamplerSpec, SamplerState, SlotSettings
-from ferrum_jax.contract.errors import FerrumError, ModelError, UnsupportedError
+from ferrum_jax.contract.answers import check_answer_count, check_logit_rows, check_logits, check_scores
+from ferrum_jax.contract.errors import FerrumError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import (
     Distributions,
@@ -25,6 +26,7 @@ from ferrum_jax.executor.batch import (
     TokenChoice,
     VerifiedTokens,
 )
+from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.runner import ModelRunner
 
 SettledRow: TypeAlias = tuple[ScheduledRow, SlotSettings]
@@ -156,6 +158,9 @@ class HostModel:
         verified = (VerifiedTokens, Distributions)
         groups: dict[Callable[..., list[Any]], list[int]] = {self._score: [], self._verify: [], self._forward: []}
         for at, row in enumerate(batch):
+            if isinstance(row.output, (SampledToken, *verified)):
+                position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
+                check_settings(row.output.settings, position, self.sampler.vocab_size)
             is_scored, is_verified = isinstance(row.output, TargetScores), isinstance(row.output, verified)
             groups[self._score if is_scored else self._verify if is_verified else self._forward].append(at)
         try:
@@ -203,7 +208,7 @@ class HostModel:
 
     def _forward(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
         given: list[Any] | None = None
-        if self._is_unified is not False:
+        if self._is_unified is not False and self.model.unified_forward_can_return_full_logits():
             items = [(row.cache_id, _ids(row), row.start, not isinstance(row.output, NoOutput)) for row in rows]
             try:
                 given = self._call("unified_forward", items, rows, advanced)
@@ -215,9 +220,9 @@ class HostModel:
                 self._is_unified = True
         if given is None:
             given = self._run_singly(rows, advanced)
-        pairs = zip(rows, given, strict=True)
-        logits = [self._checked(one)[None] if isinstance(row.output, SampledToken) else None for row, one in pairs]
-        return self._choose(rows, logits)
+        has_logits = [isinstance(row.output, SampledToken) for row in rows]
+        pairs = zip(has_logits, given, strict=True)
+        return self._choose(rows, [check_logits(self.model, one)[None] if wanted else None for wanted, one in pairs])
 
     def _run_singly(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
         decoding = [row for row in rows if row.num_tokens == 1 and row.start > 0]
@@ -235,16 +240,14 @@ class HostModel:
     def _score(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
         items = [(row.cache_id, _ids(row), row.output.targets.tolist()) for row in rows]  # pyright: ignore[reportAttributeAccessIssue]
         found = self._call("score_batch", items, rows, advanced, may_stop_half_way=True)
-        return [Scores(logprobs=one.logprobs, greedy_ids=one.greedy_ids) for one in found]
+        checked = [check_scores(self.model, one, row.num_tokens) for one, row in zip(found, rows, strict=True)]
+        return [Scores(logprobs=one.logprobs, greedy_ids=one.greedy_ids) for one in checked]
 
     def _verify(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
         items = [(row.cache_id, _ids(row)) for row in rows]
         given = self._call("forward_verify_batch", items, rows, advanced, may_stop_half_way=True)
-        logits = [np.asarray(one, np.float32) for one in given]
-        for row, one in zip(rows, logits, strict=True):
-            if one.shape != (row.num_tokens, self.sampler.vocab_size):
-                raise ModelError(f"{self._name}.forward_verify gave logits of shape {list(one.shape)}")
-        return self._choose(rows, logits)
+        pairs = zip(given, rows, strict=True)
+        return self._choose(rows, [check_logit_rows(self.model, one, row.num_tokens) for one, row in pairs])
 
     def _call(
         self,
@@ -257,7 +260,7 @@ class HostModel:
     ) -> list[Any]:
         """Returns what a method of the model answers, one for each row, which has then advanced."""
         try:
-            given = list(getattr(self.model, method)(items))
+            given = getattr(self.model, method)(items)
         except BaseException:
             for row in rows if may_stop_half_way else ():
                 try:
@@ -266,8 +269,7 @@ class HostModel:
                     advanced.append(row)
             raise
         self._advance(rows, advanced)
-        if len(given) != len(rows):
-            raise ModelError(f"{self._name}.{method} gave {len(given)} answers for {len(rows)} rows")
+        check_answer_count(self.model, given, len(rows))
         return given
 
     def _advance(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> None:
@@ -286,24 +288,6 @@ class HostModel:
                 for at, one in zip(asked, found, strict=True):
                     answers[at] = one
         return answers
-
-    def _checked(self, given: Any) -> NDArray[np.float32]:
-        """Returns a model's answer, or raises ModelError where it is no row of logits."""
-        try:
-            logits = np.asarray(given, np.float32)
-        except (TypeError, ValueError) as problem:
-            raise ModelError(f"{self._name} gave {type(given).__name__} in the place of logits: {problem}") from None
-        if logits.shape != (self.sampler.vocab_size,):
-            raise ModelError(
-                f"{self._name} gave logits of shape {list(logits.shape)}, expected [{self.sampler.vocab_size}]"
-            )
-        if np.isnan(logits).any() or not np.isfinite(logits.max()):
-            raise ModelError(f"{self._name} gave logits that are NaN, or have no finite best")
-        return logits
-
-    @property
-    def _name(self) -> str:
-        return type(self.model).__name__
 
 
 Backend: TypeAlias = ModelRunner | HostModel  # what the scheduler runs batches on

@@ -11,6 +11,7 @@ from typing import Any, Self
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.detokenize import Detokenizer
@@ -20,7 +21,8 @@ from ferrum_jax.generate.params import (
     RequestOutput,
     SamplingParams,
     Score,
-    check_stop_ids,
+    check_fits,
+    one_of,
     params_of_each,
     params_of_one,
 )
@@ -206,7 +208,7 @@ class LLM:
             FerrumError: a prompt failed, and errors are not to be returned.
         """
         listed = as_prompts(prompts)
-        each = params_of_each(_one_of(params, sampling_params), len(listed))
+        each = params_of_each(one_of(params, sampling_params), len(listed))
         adapters = as_adapters(lora_request, len(listed))
         groups = [self._requests(*one) for one in zip(listed, each, adapters, strict=True)]
         self._finish(groups, Track("generating") if progress or use_tqdm else None, return_errors=return_errors)
@@ -274,13 +276,20 @@ class LLM:
                 self._engine.settle()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, lora_request: Any = None) -> "Stream":
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+        lora_request: Any = None,
+    ) -> "Stream":
         """Yields the answer piece by piece, as soon as a piece can no longer change.
 
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
         """
         (adapter,) = as_adapters(lora_request, 1)
-        return Stream(self._engine, self.request(prompt, params, adapter))
+        return Stream(self._engine, self.request(prompt, one_of(params, sampling_params), adapter))
 
     def request(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: ActiveLoraAdapter | None = None
@@ -311,7 +320,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> Any:
         """Answers a conversation by the model's chat template with a `RequestOutput`; a list of them with a list."""
-        params = _one_of(params, sampling_params)
+        params = one_of(params, sampling_params)
         is_batch = bool(messages) and all(isinstance(one, (list, tuple)) for one in messages)
         conversations: Any = messages if is_batch else [messages]
         prompts = [self.chat_prompt(one, tools=tools) for one in conversations]
@@ -373,10 +382,15 @@ class LLM:
         own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
         stop_ids = frozenset(own) | frozenset(params.stop_token_ids or ())
         stop_ids = frozenset(token for token in stop_ids if token < vocab_size)
-        check_stop_ids(sorted(stop_ids), params)
+        bad_words = self._bad_words(params)
+        check_fits(params, stop_ids, bad_words)
         room = capacity - len(ids) + 1  # the last token is never read
+        if params.min_tokens > room:
+            raise RequestValidationError(
+                f"min_tokens is {params.min_tokens}, a KV capacity of {capacity} leaves {room} after {len(ids)} tokens"
+            )
         skip = params.skip_special_tokens
-        return Request(
+        request = Request(
             cache_id=self._engine.scheduler.new_cache_id(),
             prompt=ids,
             params=params,
@@ -386,18 +400,20 @@ class LLM:
             detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, skip_special_tokens=skip),
             watcher=StopWatcher(params.stop_texts, includes_stop=params.include_stop_str_in_output),
             adapter=adapter,
-            bad_words=self._bad_words(params),
+            bad_words=bad_words,
             text_prompt=prompt if isinstance(prompt, str) else None,
             score_from=1 if params.num_prompt_logprobs >= 0 else None,
         )
+        check_settings(request.settings(), len(ids), vocab_size)
+        return request
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Returns each bad word as the tokens it is by itself and after a space."""
+        """Returns each bad word as the tokens it is by itself and after a space, if the model can choose them all."""
         found: list[list[int]] = []
         for word in params.bad_words or ():
             for text in (word, f" {word.lstrip()}"):
                 ids = self._need_tokenizer().encode(text, add_special_tokens=False)
-                if ids and ids not in found:
+                if ids and max(ids) < self.model.config.vocab_size and ids not in found:
                     found.append(ids)
         return found
 
@@ -469,10 +485,3 @@ class Stream:
             request.output()
         finally:
             engine.abort(request)
-
-
-def _one_of(params: Any, sampling_params: Any) -> Any:
-    """Returns the parameters that were given, under either name."""
-    if params is not None and sampling_params is not None:
-        raise RequestValidationError("params and sampling_params are the same: give one of them")
-    return sampling_params if params is None else params

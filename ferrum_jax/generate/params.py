@@ -1,7 +1,7 @@
 """What a caller asks of a generation, and what they get."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,11 +25,13 @@ class SamplingParams(Sampling):
         repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and answer.
         presence_penalty: subtracted from the logits of tokens that the answer has.
         frequency_penalty: subtracted from the logits of a token for each time the answer has it.
-        logit_bias: added to the logits of token ids, at most 512 of them; -inf forbids one.
+        logit_bias: added to the logits of token ids, at most 512 of them, those that `bad_words` forbid at one time
+            included; -inf forbids one.
         allowed_token_ids: only these may be chosen; None allows all.
         bad_words: texts that the answer must not contain, as the sequences of tokens they are by themselves and after
-            a space.
-        min_tokens: tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen.
+            a space. An answer that can go on with nothing else ends with an error.
+        min_tokens: tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen; no more than
+            the KV capacity leaves after the prompt.
         seed: makes draws repeatable, alone or in any batch; drawn anew for each request if None.
         max_tokens: tokens to generate at most; None goes on to the end of the KV capacity.
         stop: texts that end the answer, which then ends before them; None is none.
@@ -92,7 +94,7 @@ class SamplingParams(Sampling):
         check("stop_token_ids", lambda x: x is None or are_ids(x), "token ids")
         check("allowed_token_ids", lambda x: x is None or (are_ids(x) and len(x) > 0), "token ids, at least one")
         check("logit_bias", lambda x: x is None or (isinstance(x, Mapping) and len(x) <= MAX_BIAS and all(
-            is_integer(token) and token >= 0 and is_real(bias) and not math.isnan(bias) and bias <= _PENALTY
+            is_integer(token) and token >= 0 and is_real(bias) and (abs(bias) <= _PENALTY or bias == -math.inf)
             for token, bias in x.items()
         )), f"at most {MAX_BIAS} token ids with a number each")  # fmt: skip
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -129,6 +131,13 @@ def _count(given: bool | int | None) -> int:
     return 0 if given is True else int(given)
 
 
+def one_of(params: Any, sampling_params: Any) -> Any:
+    """Returns the parameters that were given, under either name."""
+    if params is not None and sampling_params is not None:
+        raise RequestValidationError("params and sampling_params are the same: give one of them")
+    return sampling_params if params is None else params
+
+
 def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """Returns the params of each of so many prompts: one for all of them, or as many; greedy if None.
 
@@ -152,14 +161,24 @@ def params_of_one(given: SamplingParams | None) -> SamplingParams:
     return params
 
 
-def check_stop_ids(stop_ids: Sequence[int], params: SamplingParams) -> None:
-    """Raises InvalidParameterError where `min_tokens` forbids more stop ids than the device holds, or all tokens."""
-    if not params.min_tokens:
-        return
-    if len(stop_ids) > MAX_STOP_IDS:
+def check_fits(params: SamplingParams, stop_ids: Collection[int], bad_words: Sequence[Sequence[int]]) -> None:
+    """Raises InvalidParameterError for more stop ids under `min_tokens`, or more tokens with a bias, than a slot holds.
+
+    Bad words count as far as all of them can forbid their last tokens at one time.
+    """
+    if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
         raise InvalidParameterError(f"min_tokens goes with at most {MAX_STOP_IDS} stop ids, there are {len(stop_ids)}")
-    if params.allowed_token_ids is not None and set(params.allowed_token_ids) <= set(stop_ids):
-        raise InvalidParameterError("min_tokens forbids every one of allowed_token_ids, which are all stop ids")
+    ends: dict[tuple[int, ...], set[int]] = {(): set(params.logit_bias or ())}  # by the tokens before
+    biased = len(ends[()])
+    for *before, last in bad_words:
+        ends.setdefault(tuple(before), set()).add(last)
+    # After some tokens, the words whose beginnings are ends of those tokens are one token short of complete.
+    most = max(len(set().union(*(ends.get(one[at:], ()) for at in range(len(one) + 1)))) for one in ends)
+    if most > MAX_BIAS:
+        raise InvalidParameterError(
+            f"logit_bias has {biased} tokens, {most} with those that bad_words can forbid at one time: at most "
+            f"{MAX_BIAS} go"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ferrum_jax.contract.decoding import MOST_STOP_IDS, DecodeRun
+from ferrum_jax.compile.sampler import MAX_STOP_IDS
+from ferrum_jax.contract.decoding import DecodeRun
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import (
@@ -435,4 +436,4 @@ def _runs_on(request: Request) -> bool:
     is_read = 0 < request.num_read == len(request.tokens) - 1
     is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
     is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words and params.num_logprobs < 1
-    return is_read and is_simple and not request.copies and len(request.stop_ids) <= MOST_STOP_IDS
+    return is_read and is_simple and not request.copies and len(request.stop_ids) <= MAX_STOP_IDS

@@ -8,12 +8,14 @@ import pytest
 
 from ferrum_jax.contract import Captured, FullLogits, GreedyArgmax, ModelError
 from ferrum_jax.contract.answers import (
+    TokenScores,
     check_answers,
     check_captured,
     check_kind,
     check_length,
     check_logit_rows,
     check_logits,
+    check_scores,
 )
 from tests.fake import CountingLLM
 
@@ -112,6 +114,31 @@ def test_captures_have_the_layers_that_were_asked_for():
     ):
         with pytest.raises(ModelError, match=match):
             check_captured(MODEL, wrong, 2, [1], [0])
+
+
+def test_scores_are_one_figure_and_one_token_for_each_target():
+    def scores(logprobs: Any = (-1.0, -np.inf), greedy_ids: Any = (0, 4)) -> TokenScores:
+        return TokenScores(logprobs=logprobs, greedy_ids=greedy_ids)
+
+    found = check_scores(MODEL, scores(), 2)
+    assert (found.logprobs.dtype, found.greedy_ids.dtype) == (np.float32, np.int32)
+    assert found.greedy_ids.tolist() == [0, 4]
+    for wrong, match in (
+        (None, "score_batch returned None, expected TokenScores"),
+        (scores([-1.0]), r"log-probabilities of shape \[1\], expected \[2\]"),
+        (scores([-1.0, np.nan]), "NaN or infinite"),
+        (scores([-1.0, np.inf]), "NaN or infinite"),
+        (scores(["a", "b"]), "log-probabilities of dtype <U1, expected float32"),
+        (scores(greedy_ids=[0]), r"greedy ids of shape \[1\]"),
+        (scores(greedy_ids=[0, 5]), "expected ids from 0 to 4"),
+        (scores(greedy_ids=[0, 2**32]), "expected ids from 0 to 4"),
+        (scores(greedy_ids=[0, -1]), "expected ids from 0 to 4"),
+        (scores(greedy_ids=[0.0, 1.0]), "greedy ids of dtype float64, expected int64"),
+        (scores(greedy_ids=np.zeros(2, ml_dtypes.bfloat16)), "greedy ids of dtype bfloat16"),
+        (scores(greedy_ids=[True, False]), "greedy ids of dtype bool"),
+    ):
+        with pytest.raises(ModelError, match=match):
+            check_scores(MODEL, wrong, 2)
 
 
 def test_lengths_and_kinds_are_checked():

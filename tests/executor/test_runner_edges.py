@@ -1,13 +1,21 @@
 """Each row of the contract's table of edge cases; a refused call changes nothing."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ferrum_jax.contract import ActiveLoraAdapter, FullLogits, GreedyArgmax, KvSlotRequest, TokenSelectionMask
+from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.contract import (
+    ActiveLoraAdapter,
+    DecodeRun,
+    FullLogits,
+    GreedyArgmax,
+    KvSlotRequest,
+    TokenSelectionMask,
+)
 from ferrum_jax.contract.errors import (
     CancelledError,
     FerrumError,
@@ -17,9 +25,10 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.batch import Distributions, SampledToken, ScheduledRow, VerifiedTokens
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CAPACITY, Oracle, make_runner
+from tests.executor.conftest import CAPACITY, ENGINE, Oracle, make_runner
 
 HELD = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # "a" holds these before every case
 
@@ -36,6 +45,13 @@ class Refusal:
     call: Callable[[ModelRunner], Any]
     kind: type[FerrumError]
     says: str
+
+
+def sampled(says: str, output: Any = SampledToken, **settings: Any) -> Refusal:
+    """Rows of which one is sampled in a way that cannot be."""
+    rows = [("b", 2, SampledToken(SlotSettings())), ("a", 10, output(SlotSettings(**settings)))]
+    batch = [ScheduledRow(key, np.array([1], np.int32), start, how) for key, start, how in rows]
+    return Refusal(lambda r: r.execute(batch).result(), RequestValidationError, says)
 
 
 REFUSALS = {
@@ -189,6 +205,37 @@ REFUSALS = {
         RequestValidationError,
         "allows none of 37",
     ),
+    "more biases than a slot holds": sampled(
+        "bias has 513 tokens, a slot holds 512", bias=dict.fromkeys(range(513), 1.0)
+    ),
+    "more stop ids than a slot holds": sampled("stop_ids has 17 tokens, a slot holds 16", stop_ids=tuple(range(17))),
+    "a bias of NaN": sampled("bias is nan", bias={1: float("nan")}),
+    "a bias of infinity": sampled("bias is inf", VerifiedTokens, bias={1: float("inf")}),
+    "a bias past float32": sampled("bias is -1e+39", bias={1: -1e39}),
+    "a bias that is text": sampled("bias is 'x'", bias={1: "x"}),
+    "a bias of no token": sampled("the token at position 0 is 37", bias={37: 1.0}),
+    "a stop id past the vocabulary": sampled("'stop_ids': the token at position 1 is 37", stop_ids=(36, 37)),
+    "an allowed id past the vocabulary": sampled("'allowed_ids': the token", Distributions, allowed_ids=(37,)),
+    "a mask of another length": sampled("allowed is bool [36], expected bool [37]", allowed=np.ones(36, np.bool_)),
+    "a seen token past the vocabulary": sampled("'seen': the token", seen=np.array([99]), repetition_penalty=2.0),
+    "more generated than there is": sampled("generated has 12 tokens before position 11", generated=np.ones(12, int)),
+    "a seed past 32 bits": sampled(f"seed is {2**32}", seed=2**32),
+    "a negative seed": sampled("seed is -1", seed=-1),
+    "a position past 31 bits": sampled(f"min_position is {2**31}", min_position=2**31),
+    "a temperature that is no number": sampled("temperature is nan", temperature=float("nan")),
+    "an allowed token that is forbidden": sampled(
+        "no token may be chosen at position 11: all 2 that are allowed",
+        allowed_ids=(5, 6),
+        bias=dict.fromkeys((5, 6), -np.inf),
+    ),
+    "every token forbidden": sampled("all 37 that are allowed", bias=dict.fromkeys(range(37), -np.inf)),
+    "a mask whose token is forbidden": sampled(
+        "all 1 that are allowed", VerifiedTokens, allowed=np.arange(37) == 4, bias={4: -np.inf}
+    ),
+    "a mask of nothing": sampled("all 0 that are allowed", allowed=np.zeros(37, np.bool_)),
+    "only stop ids that come too early": sampled(
+        "would stop before min_tokens", allowed_ids=(5, 6), bias={5: -np.inf}, stop_ids=(6,), min_position=12
+    ),
 }
 
 
@@ -209,6 +256,12 @@ def test_a_refused_call_says_why_and_changes_nothing(name: str, runner: ModelRun
     after = runner.decode_batch([("b", 8, 2), ("a", 8, 10)])
     np.testing.assert_allclose(after[1], oracle([*HELD, 8])[-1], atol=1e-4)
     np.testing.assert_allclose(after[0], oracle([7, 7, 8])[-1], atol=1e-4)
+
+
+def test_a_stop_id_may_be_chosen_from_its_position_on(runner: ModelRunner):
+    settings = SlotSettings(allowed_ids=(5, 6), bias={5: -np.inf}, stop_ids=(6,), min_position=3)
+    row = ScheduledRow("a", np.array([1, 2, 3], np.int32), 0, SampledToken(settings))
+    assert runner.execute([row]).result()[0].token_id == 6
 
 
 def test_exhaustion_names_what_was_needed_and_what_is_free(runner: ModelRunner):
@@ -275,6 +328,25 @@ def test_prepare_takes_the_slot_and_leaves_no_other_trace(runner: ModelRunner, o
         runner.prefill("e", [1])
     np.testing.assert_allclose(runner.prefill("a", [1, 2]), oracle([1, 2])[-1], atol=1e-4)
     runner.prepare_kv_capacity("a", CAPACITY)
+
+
+def test_prepare_compiles_all_that_decoding_with_an_adapter_and_drafts_needs(
+    params: ParamTree, adapter_folders: dict[str, str], compiles: list[str]
+):
+    engine = replace(
+        ENGINE, decode_rows=(1,), query_blocks=(1,), max_loras=1, max_lora_rank=4, multi_step_tokens=3, spec_tokens=3
+    )
+    with make_runner(params, engine) as runner:
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="one", path=adapter_folders["one"]))
+        runner.prepare("a", 5)
+        compiles.clear()
+        settings, start = SlotSettings(temperature=0.5), 0
+        for count, output in ((5, SampledToken), (1, SampledToken), (4, VerifiedTokens), (4, Distributions)):
+            tokens = np.arange(count, dtype=np.int32)
+            runner.execute([ScheduledRow("a", tokens, start, output(settings))]).result()
+            start += count
+        runner.decode_n([DecodeRun(cache_id="a", token=1, pos=start, max_tokens=5)])
+        assert compiles == []
 
 
 def test_policies_of_full_logits_are_served(runner: ModelRunner, oracle: Oracle):

@@ -1,13 +1,15 @@
 """`AsyncLLM`: the same answers, piece by piece, for coroutines."""
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
 from ferrum_jax.contract.errors import AlreadyExistsError, CancelledError, ModelError, RequestValidationError
 from tests.fake import CountingLLM, answer
-from tests.generate.test_request import letters
+from tests.generate.test_request import letters, spell
 
 PROMPTS = [[at] * (1 + at % 4) for at in range(6)]
 PARAMS = SamplingParams(max_tokens=8)
@@ -36,6 +38,83 @@ def test_coroutines_share_the_engine_and_each_gets_its_own_answer():
     assert asyncio.run(main()) == [answer(model, prompt, 8) for prompt in PROMPTS]
     llm.llm.engine.settle()
     assert model.lengths == {}
+
+
+def test_the_parameters_have_both_names():
+    llm, model = made()
+
+    async def main() -> None:
+        outs = [out async for out in llm.generate([1], sampling_params=PARAMS)]
+        assert outs[-1].token_ids == answer(model, [1], 8)
+        with pytest.raises(RequestValidationError, match="give one of them"):
+            await anext(llm.generate([1], PARAMS, sampling_params=PARAMS))
+
+    asyncio.run(main())
+
+
+def slow_tokenising(llm: AsyncLLM) -> tuple[list[str], threading.Event]:
+    """Lets texts that begin with `a` wait for an event; returns what was begun, in order, and the event."""
+    request, begun, gate = llm.llm.request, [], threading.Event()
+
+    def slow(prompt: str, *more: Any) -> Any:
+        assert not prompt.startswith("a") or gate.wait(timeout=60)
+        begun.append(prompt)
+        return request(prompt, *more)
+
+    llm.llm.request = slow  # type: ignore[method-assign]
+    return begun, gate
+
+
+def test_the_loop_goes_on_while_a_prompt_is_tokenised_and_requests_keep_their_order():
+    llm, model = made()
+    begun, gate = slow_tokenising(llm)
+    submitted: list[str | None] = []
+    submit = llm.llm.engine.submit
+    llm.llm.engine.submit = lambda one: (submitted.append(one.text_prompt), submit(one))[1]  # type: ignore[assignment]
+
+    async def ask(prompt: str) -> list[int]:
+        return [out async for out in llm.generate(prompt, PARAMS)][-1].token_ids
+
+    async def main() -> list[list[int]]:
+        tasks = [asyncio.create_task(ask(prompt)) for prompt in ("abc", "d", "ef")]
+        await asyncio.sleep(0.05)
+        assert begun == []  # and the loop has come here
+        gate.set()
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(main()) == [answer(model, spell(prompt), 8) for prompt in ("abc", "d", "ef")]
+    assert begun == submitted == ["abc", "d", "ef"]
+
+
+@pytest.mark.parametrize("how", ["aborted", "cancelled"])
+def test_a_request_may_end_while_its_prompt_is_tokenised(how: str):
+    llm, model = made()
+    begun, gate = slow_tokenising(llm)
+
+    async def take() -> None:
+        async for _ in llm.generate("abc", SamplingParams(max_tokens=60), request_id="mine"):
+            pass
+
+    async def main() -> None:
+        task = asyncio.create_task(take())
+        await asyncio.sleep(0.01)
+        if how == "cancelled":
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            gate.set()
+            await llm.abort("mine")
+        else:
+            threading.Timer(0.05, gate.set).start()
+            await llm.abort("mine")
+            with pytest.raises(CancelledError, match="aborted"):
+                await task
+
+    asyncio.run(main())
+    assert begun == ["abc"]
+    llm.llm.engine.settle()
+    assert model.lengths == {}
+    assert not llm._live
 
 
 @pytest.mark.parametrize("how", ["left", "cancelled"])

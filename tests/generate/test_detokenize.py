@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -10,6 +11,8 @@ from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from tests.long import SEED
 
+PIECES: dict[str, Any] = {"data": st.data()}
+LONG_RUNS = {"data": st.binary(min_size=60, max_size=140), "characters": st.sampled_from(["€", "🙂é", "🙂\u07ff€"])}
 SPM_PIECES = ["▁", "▁▁", "▁a", "a", "b", "▁b", "ab", "\ufffd", "é", "中", ""]
 
 
@@ -68,7 +71,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
-@given(data=st.data())
+@given(**PIECES)
 def test_the_pieces_concatenate_to_the_decoding_of_all(name: str, data: st.DataObject):
     tokenizer = TOKENIZERS[name]
     ids = data.draw(ids_of(tokenizer))
@@ -77,7 +80,7 @@ def test_the_pieces_concatenate_to_the_decoding_of_all(name: str, data: st.DataO
 
 
 @settings(max_examples=50, deadline=None)
-@given(data=st.binary(min_size=60, max_size=140), characters=st.sampled_from(["€", "🙂é", "🙂\u07ff€"]))
+@given(**LONG_RUNS)
 def test_long_runs_of_broken_characters_stream_as_they_decode(data: bytes, characters: str):
     tokenizer = make_byte_level()
     spelled = sorted({*characters.encode(), 0xFF})
@@ -164,10 +167,14 @@ def test_the_real_vocabulary_streams_as_it_decodes(smollm2: Tokenizer, ids: list
 @pytest.mark.slow
 def test_many_more_broken_characters_stream_as_they_decode():
     print(f"seed {SEED}")
-    many = settings(max_examples=3000, deadline=None)
-    seed(SEED)(many(test_long_runs_of_broken_characters_stream_as_they_decode))()
+    _check_many(test_long_runs_of_broken_characters_stream_as_they_decode, LONG_RUNS)
     for name in TOKENIZERS:
-        seed(SEED)(many(test_the_pieces_concatenate_to_the_decoding_of_all))(name=name)
+        _check_many(test_the_pieces_concatenate_to_the_decoding_of_all, PIECES, name=name)
+
+
+def _check_many(test: Any, strategies: dict[str, Any], **others: str) -> None:
+    """Runs the body of a test of Hypothesis on many more examples."""
+    seed(SEED)(settings(max_examples=3000, deadline=None)(given(**strategies)(test.hypothesis.inner_test)))(**others)
 
 
 @pytest.fixture(scope="session")

@@ -227,6 +227,14 @@ def test_a_stream_gives_the_same_text_piece_by_piece():
     assert model.lengths == {}
 
 
+def test_the_parameters_of_a_stream_have_both_names():
+    llm, model = counting()
+    params = SamplingParams(max_tokens=5)
+    assert "".join(llm.stream([1], sampling_params=params)) == text_of(answer(model, [1], 5))
+    with pytest.raises(RequestValidationError, match="give one of them"):
+        llm.stream([1], params, sampling_params=params)
+
+
 @pytest.mark.parametrize("how", ["closed", "dropped", "collected"])
 def test_an_abandoned_stream_frees_what_it_holds(how: str):
     llm, model = counting()
@@ -416,7 +424,7 @@ def test_an_error_that_is_none_of_the_contracts_ends_requests_and_not_the_engine
 def test_what_is_no_row_of_logits_is_an_error_of_the_model(given: Any):
     llm, model = counting()
     model.prefill = lambda cache_id, tokens: given
-    with pytest.raises(ModelError, match=r"CountingLLM gave|in the place of logits"):
+    with pytest.raises(ModelError, match="CountingLLM returned logits"):
         llm.generate([[1]], SamplingParams(max_tokens=3))
 
 

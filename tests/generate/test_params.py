@@ -18,7 +18,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("ignore_eos", "no"), ("logprobs", 21), ("logprobs", -1), ("prompt_logprobs", "yes"), ("logprobs_mode", "cooked"),
     ("presence_penalty", float("nan")), ("frequency_penalty", "a"), ("min_tokens", -1), ("bad_words", ("",)),
     ("bad_words", 3),     ("allowed_token_ids", ()), ("allowed_token_ids", (-1,)), ("logit_bias", {1: float("nan")}),
-    ("logit_bias", [1]),
+    ("logit_bias", [1]), ("logit_bias", {1: -1e39}), ("logit_bias", {1: float("inf")}),
     ("logit_bias", dict.fromkeys(range(513), 1.0)), ("skip_special_tokens", 1), ("include_stop_str_in_output", None),
 ]  # fmt: skip
 

@@ -261,12 +261,30 @@ def test_merges_of_unknown_tokens_are_refused(tmp_path: Path):
         ("merges", [1, 2], "str"),
         ("token_type", ["a", "b"], "int"),
         ("merges", [True], "str"),
+        ("token_type", [True, True], "int"),
     ],
 )
 def test_an_array_of_another_kind_is_refused_by_name(name: str, values: list[Any], kind: str):
     metadata = {"ggml.model": "gpt2", "ggml.pre": "gpt-2", "ggml.tokens": ["a", "b"], "ggml.merges": []}
     metadata = {f"tokenizer.{key}": value for key, value in (metadata | {f"ggml.{name}": values}).items()}
     with pytest.raises(InvalidFormatError, match=rf"tokenizer\.ggml\.{name} holds {values[0]!r}, expected only {kind}"):
+        build_gguf_tokenizer(metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("bos_token_id", True, "True, expected an id from 0 to 2"),
+        ("eos_token_id", 1.0, "1.0, expected an id"),
+        ("add_bos_token", "false", "'false', expected true or false"),
+        ("add_eos_token", 0, "0, expected true or false"),
+        ("add_space_prefix", "no", "'no', expected true or false"),
+    ],
+)
+def test_a_field_of_another_kind_is_refused_by_name(name: str, value: Any, expected: str):
+    metadata = {"model": "llama", "tokens": ["<unk>", "<s>", "</s>"], "scores": [0.0] * 3, "bos_token_id": 1}
+    metadata = {f"tokenizer.ggml.{key}": field for key, field in (metadata | {name: value}).items()}
+    with pytest.raises(InvalidFormatError, match=rf"tokenizer\.ggml\.{name} is {expected}"):
         build_gguf_tokenizer(metadata)
 
 

@@ -1,0 +1,91 @@
+"""Models of third parties: what they return is checked, and what they say they cannot is not asked of them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ferrum_jax import LLM, SamplingParams
+from ferrum_jax.contract import TokenScores
+from ferrum_jax.contract.errors import ModelError
+from ferrum_jax.contract.llm import DecodeRow, UnifiedRow
+from ferrum_jax.generate.drafts import Draft
+from ferrum_jax.generate.speculation import Speculation
+from tests.fake import CountingLLM, answer
+from tests.generate.drafting import RollingLLM, Scripted
+
+V = 23
+PARAMS = SamplingParams(max_tokens=3)
+
+
+def generated(model: Any) -> Any:
+    return LLM.from_model(model).generate([[1], [2, 3]], PARAMS)
+
+
+def scored(model: Any) -> Any:
+    return LLM.from_model(model).score([[1, 2]], [[3, 4]])
+
+
+def verified(model: Any) -> Any:
+    drafts = Scripted(lambda want: Draft([1] * min(2, want.count)), num_tokens=2)
+    return LLM.from_model(model, speculation=Speculation(draft=drafts)).generate([[1, 2]], SamplingParams(max_tokens=9))
+
+
+def scores(logprobs: Any = (-1.0, -1.0), greedy_ids: Any = (1, 2)) -> TokenScores:
+    return TokenScores(logprobs=np.array(logprobs), greedy_ids=np.array(greedy_ids))
+
+
+row, nan = np.zeros(V, np.float32), np.full((3, V), np.nan, np.float32)
+WRONG: dict[str, tuple[Callable[[Any], Any], str, Any, str]] = {
+    "logits that are NaN": (generated, "prefill", nan[0], "logits that are not finite"),
+    "logits that are booleans": (generated, "prefill", np.ones(V, bool), "logits of dtype bool"),
+    "logits that are digits": (generated, "prefill", ["1"] * V, "logits of dtype <U1"),
+    "decodes of another number": (generated, "decode_batch", [row], "1 answers for 2 rows"),
+    "decodes that are None": (generated, "decode_batch", None, "a NoneType for 2 rows"),
+    "decodes that are a number": (generated, "decode_batch", 3, "a int for 2 rows"),
+    "unified answers that are None": (generated, "unified_forward", None, "a NoneType for 2 rows"),
+    "verified logits that are NaN": (verified, "forward_verify_batch", [nan], "logits that are not finite"),
+    "verified logits that are text": (verified, "forward_verify_batch", ["text"], "logits of dtype"),
+    "verified logits of another shape": (verified, "forward_verify_batch", [row], r"shape \[23\], expected \[3, 23\]"),
+    "verified logits that are ragged": (verified, "forward_verify_batch", [[[1.0], []]], "logits that are no array"),
+    "scores that are None": (scored, "score_batch", [None], "score_batch returned None"),
+    "scores of another length": (scored, "score_batch", [scores([-1.0])], r"shape \[1\], expected \[2\]"),
+    "scores that are NaN": (scored, "score_batch", [scores([-1.0, np.nan])], "NaN"),
+    "scored ids past the vocabulary": (scored, "score_batch", [scores(greedy_ids=[1, 23])], "greedy ids"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_model_may_not_return_is_an_error_of_the_model(name: str):
+    ask, method, given, says = WRONG[name]
+    model = RollingLLM()
+    setattr(model, method, lambda *_: given)
+    with pytest.raises(ModelError, match=f"RollingLLM.*{says}"):
+        ask(model)
+    assert model.lengths == {}
+
+
+class GreedyOnlyLLM(CountingLLM):
+    """Its unified forward serves greedy policies alone, as it says."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches: list[int] = []
+
+    def unified_forward(self, items: Sequence[UnifiedRow]) -> Any:
+        return [self.next_token(tokens[-1], at) for _, tokens, at, _ in items]
+
+    def unified_forward_can_return_full_logits(self) -> bool:
+        return False
+
+    def decode_batch(self, batch: Sequence[DecodeRow]) -> list[Any]:
+        self.batches.append(len(batch))
+        return super().decode_batch(batch)
+
+
+def test_a_unified_forward_without_logits_is_not_called():
+    model = GreedyOnlyLLM()
+    outs = generated(model)
+    assert [out.token_ids for out in outs] == [answer(model, prompt, 3) for prompt in ([1], [2, 3])]
+    assert model.batches == [2, 2]

@@ -1,0 +1,28 @@
+"""`LLM.prepare` compiles what answering a prompt alone needs, so that nothing is compiled while it is answered."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ferrum_jax import LLM, SamplingParams, Speculation
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import make_runner
+from tests.generate.conftest import ENGINE
+
+PROMPT, PARAMS = [3, 1, 4, 3, 1], SamplingParams(max_tokens=14)
+
+
+@pytest.mark.parametrize("more", [{}, {"multi_step_tokens": 3}, {"spec_tokens": 3}])
+def test_nothing_is_compiled_after_a_prompt_is_prepared(
+    more: dict[str, Any], repeating_params: ParamTree, compiles: list[str]
+):
+    speculation = Speculation(num_tokens=3) if "spec_tokens" in more else None
+    with make_runner(repeating_params, replace(ENGINE, **more), strict=True) as runner:
+        llm = LLM.from_model(runner, speculation=speculation)
+        llm.prepare(PROMPT, PARAMS)
+        compiles.clear()
+        (out,) = llm.generate([PROMPT], PARAMS)
+        assert len(out.token_ids) == 14
+        assert bool(out.drafted) == (speculation is not None)
+        assert compiles == []
