@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -42,12 +42,15 @@ class ActiveRow:
     adapter: int  # row of the stacks
 
 
+Wanted: TypeAlias = list[tuple[int, ActiveRow, Piece]]  # by row of the logits, or block of those of all tokens
+
+
 class StepPart(NamedTuple):
     """One step that was begun, and what is wanted of it."""
 
     key: StepKey
     outputs: StepOutputs
-    wanted: list[tuple[int, ActiveRow, Piece]]  # row of the logits, or block of a step whose every token has logits
+    wanted: Wanted
     sampled: Sampled[jax.Array] | None = None
     probabilities: jax.Array | None = None  # of `Distributions`
     scores: tuple[jax.Array, ...] | None = None  # of `TargetScores`

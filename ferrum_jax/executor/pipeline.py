@@ -18,7 +18,7 @@ from ferrum_jax.compile.step import StepKey, StepOutputs
 from ferrum_jax.contract.checks import check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters
-from ferrum_jax.executor.answers import ActiveRow, Answer, StepPart, join_answer, read_part
+from ferrum_jax.executor.answers import ActiveRow, Answer, StepPart, Wanted, join_answer, read_part
 from ferrum_jax.executor.batch import (
     Capture,
     Distributions,
@@ -33,6 +33,7 @@ from ferrum_jax.executor.batch import (
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.lifecycle import Lifecycle
+from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import UNKNOWN, CachedSequence, SequenceTable
@@ -166,7 +167,8 @@ class Pipeline:
             for members, one in plans:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, self.device, self.table)
-                pending.parts.append(self._dispatch(one, [rows[at] for at in members]))
+                key, buffer, wanted = self._pack_step(one, [rows[at] for at in members])
+                pending.parts.append(self._chain(key, self.device.step(key, buffer), wanted))
             transaction.commit()
             self._count(batch, requests, reused, used)
             if any(isinstance(row.output, SampledToken) for row in batch):
@@ -194,7 +196,7 @@ class Pipeline:
             self.collect(self._pending[-1])
 
     def _check(self, batch: ScheduledBatch) -> list[CachedSequence | None]:
-        """Returns the sequence of each row; raises RequestValidationError where one does not start at its end."""
+        """Returns the sequence of each row; raises RequestValidationError for rows that cannot be served."""
         table, seen, lives = self.table, set(), []
         for row in batch:
             live = table.get(row.cache_id)
@@ -213,6 +215,11 @@ class Pipeline:
             elif isinstance(row.output, TargetScores) and len(row.output.targets) != row.num_tokens:
                 num_targets = len(row.output.targets)
                 raise RequestValidationError(f"{row.cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
+            if isinstance(row.output, _WITH_SETTINGS):
+                settings = row.output.settings
+                if live is None or self._settings[live.slot][0] is not settings:  # else they are checked
+                    position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
+                    check_settings(settings, position, self.plan.vocab_size)
             if row.tokens is None and (live is None or live.sampled_at != row.start):
                 raise RequestValidationError(
                     f"{row.cache_id!r}: no token was sampled for it that the device could take"
@@ -224,7 +231,8 @@ class Pipeline:
         if pairs := transaction.apply():
             self.device.copy_blocks(CopyKey(self.plan.buckets.max_copies), pairs)
         for rows, plan in recompute:
-            self.device.wait(self._dispatch(plan, rows).outputs.rows)
+            key, buffer, _ = self._pack_step(plan, rows)
+            self.device.wait(self.device.step(key, buffer).rows)
         for live in {id(row.live): row.live for rows, _ in recompute for row in rows}.values():
             self.table.recomputed(live)
 
@@ -252,8 +260,8 @@ class Pipeline:
             self.device.configure(live.slot, settings)
             self._settings[live.slot] = settings, live
 
-    def _dispatch(self, plan: StepPlan, rows: Sequence[ActiveRow]) -> StepPart:
-        """Packs one step, begins it, and what is chained on its logits."""
+    def _pack_step(self, plan: StepPlan, rows: Sequence[ActiveRow]) -> tuple[StepKey, NDArray[np.int32], Wanted]:
+        """Returns a step's key and buffer, and what is wanted of its outputs, by row of logits."""
         key, num_slots = plan.key, self.plan.max_seqs
         buffer, packed = step.blank(key, num_slots)
         if packed.decode is not None:
@@ -274,7 +282,7 @@ class Pipeline:
                     packed.block_slots[at] = row.live.slot
         else:
             wanted = self._pack_outputs(key, plan, rows, packed)
-        return self._chain(key, self.device.step(key, buffer), wanted)
+        return key, buffer, wanted
 
     def _pack(self, group: Rows[NDArray[np.int32]], pieces: Sequence[Piece], members: Sequence[ActiveRow]) -> None:
         """Writes where the pieces of one group lie; `members` are their rows."""
@@ -287,7 +295,7 @@ class Pipeline:
 
     def _pack_outputs(
         self, key: StepKey, plan: StepPlan, rows: Sequence[ActiveRow], packed: step.PackedStep[NDArray[np.int32]]
-    ) -> list[tuple[int, ActiveRow, Piece]]:
+    ) -> Wanted:
         """Writes which tokens' logits are wanted, and how their rows are sampled; returns them by row of logits."""
         index, wanted = [], []
         for at, piece in enumerate(plan.decodes):
@@ -309,7 +317,7 @@ class Pipeline:
         packed.sample_positions[: len(index)] = [row.start + len(row.tokens) for _, row, _ in wanted]
         return wanted
 
-    def _chain(self, key: StepKey, outputs: StepOutputs, wanted: list[tuple[int, ActiveRow, Piece]]) -> StepPart:
+    def _chain(self, key: StepKey, outputs: StepOutputs, wanted: Wanted) -> StepPart:
         """Begins what follows on a step's logits: sampling, verification, scores."""
         kinds = {type(row.output) for _, row, _ in wanted}
         sampled = probabilities = scores = None

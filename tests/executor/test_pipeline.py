@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract import DecodeRun, Sampling
 from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, ResourceExhaustedError
@@ -28,6 +29,7 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.models.capture import CaptureSpec
 from ferrum_jax.models.specs import ParamTree
+from scripts.call_stack import frames_of
 from tests.executor.conftest import CAPACITY, REUSING, Oracle, emptied, make_runner
 
 TOLERANCE = 1e-4  # float32 sums in another order; logits are of order 10
@@ -392,3 +394,12 @@ def test_a_step_cannot_be_read_after_close(params: ParamTree, reusing_runner: Mo
         step = closing.execute([row("a", [4], 0, SampledToken(GREEDY))])
     with pytest.raises(CancelledError, match="closed"):
         step.result()
+
+
+def test_at_most_five_frames_of_the_package_lead_to_an_executable(runner: ModelRunner):
+    runner.prefill("a", TEXT[:3])
+    assert 2 <= len(frames_of(lambda: runner.decode("a", 1, 3))) <= 5
+    runner.release("a")
+    llm = LLM.from_model(runner, max_rows=1)
+    params = SamplingParams(max_tokens=3, presence_penalty=0.5)  # which no multi-step program has
+    assert 2 <= len(frames_of(lambda: llm.generate([TEXT[:3]], params))) <= 5

@@ -19,16 +19,16 @@ Oracles = dict[str | None, Oracle]
 def tokens_computed(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the tokens of every row that reaches the device."""
     seen: list[int] = []
-    dispatch = runner._pipeline._dispatch
+    pack = runner._pipeline._pack_step
 
     def count(plan, rows):
         computed: Counter[int] = Counter()
         for piece in (*plan.decodes, *plan.blocks):
             computed[piece.row] += piece.size
         seen.extend(computed.values())
-        return dispatch(plan, rows)
+        return pack(plan, rows)
 
-    monkeypatch.setattr(runner._pipeline, "_dispatch", count)
+    monkeypatch.setattr(runner._pipeline, "_pack_step", count)
     return seen
 
 

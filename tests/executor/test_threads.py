@@ -106,18 +106,18 @@ def test_an_interrupt_while_an_answer_is_fetched_is_an_error_state(
 def test_a_call_of_many_steps_has_two_in_flight_and_never_more(
     runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ):
-    begun, seen, dispatch = [0], [], runner._pipeline._dispatch
+    begun, seen, chain = [0], [], runner._pipeline._chain
 
     def count(*given: Any) -> StepPart:
         begun[0] += 1
         seen.append(begun[0])
-        return dispatch(*given)
+        return chain(*given)
 
     def read(*given: Any) -> None:
         begun[0] -= 1
         read_part(*given)
 
-    monkeypatch.setattr(runner._pipeline, "_dispatch", count)
+    monkeypatch.setattr(runner._pipeline, "_chain", count)
     monkeypatch.setattr("ferrum_jax.executor.pipeline.read_part", read)
     tokens = [at % 30 + 1 for at in range(40)]
     np.testing.assert_allclose(runner.forward_verify("long", tokens), oracle(tokens), atol=1e-4)
