@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ferrum_jax import EngineConfig, ModelConfig, models
@@ -298,6 +299,14 @@ def test_every_family_that_a_configuration_may_have_has_a_forward():
     assert set(FAMILIES) == set(registry._FAMILIES)
 
 
+def test_a_gpt_oss_without_rope_settings_has_its_own_and_with_wrong_ones_is_refused():
+    for missing in (None, {}):
+        cfg = ModelConfig.from_hf(GPT_OSS_20B | {"rope_scaling": missing})
+        assert cfg == ModelConfig.from_hf(GPT_OSS_20B)
+    with pytest.raises(ConfigError, match="rope_parameters is 0, expected an object"):
+        ModelConfig.from_hf(GPT_OSS_20B | {"rope_scaling": None, "rope_parameters": 0})
+
+
 def test_longrope_reaches_its_original_length_or_turns_by_the_long_factors():
     short = ModelConfig.from_hf(PHI4_MINI)
     assert (short.max_seq_len, short.rotary_dim) == (4096, 96)
@@ -332,6 +341,10 @@ def test_smollm3_says_which_layers_turn_or_how_often_one_does_not():
     assert ModelConfig.from_hf(told) == ModelConfig.from_hf(SMOLLM3_3B)
     with pytest.raises(ConfigError, match=r"no_rope_layers is \[1, 0\], expected a list of 36 entries"):
         ModelConfig.from_hf(SMOLLM3_3B | {"no_rope_layers": [1, 0]})
+    for entry, says in (("0", "'0'"), (2, "2"), (0.0, "0.0"), (None, "None")):
+        with pytest.raises(ConfigError, match=f"no_rope_layers holds {says}, expected only 0 and 1"):
+            ModelConfig.from_hf(SMOLLM3_3B | {"no_rope_layers": [1, 1, 1, entry] * 9})
+    assert ModelConfig.from_hf(SMOLLM3_3B | {"no_rope_layers": [True, True, True, False] * 9}).layers_without_rope
     with pytest.raises(UnsupportedError, match="no_rope_layers"):
         ModelConfig.from_hf(SMOLLM3_3B | {"model_type": "llama"})
 
@@ -388,7 +401,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
         UnsupportedError,
         "one set for all layers",
     ),
-    "RoPE settings that are none": ({"rope_scaling": "linear"}, UnsupportedError, "'linear'"),
+    "RoPE settings that are text": (
+        {"rope_scaling": "linear"}, ConfigError, "rope_scaling is 'linear', expected an object",
+    ),
+    "RoPE settings that are 0": ({"rope_scaling": 0}, ConfigError, "rope_scaling is 0, expected an object"),
+    "newer RoPE settings that are false": (
+        {"rope_scaling": None, "rope_parameters": False}, ConfigError, "rope_parameters is False, expected an object",
+    ),
     "partial rotary": ({"partial_rotary_factor": 0.5}, UnsupportedError, "partial_rotary_factor 0.5"),
     "no factor": (rope(low_freq_factor=1, high_freq_factor=4), ConfigError, "factor"),
     "no frequencies": (rope(factor=8.0), ConfigError, "low_freq_factor"),
@@ -439,6 +458,8 @@ def test_an_unknown_kind_of_layer_or_a_wrong_number_of_them_is_refused():
         ModelConfig.from_hf(sliding | {"layer_types": ["chunked_attention"] * 36})
     with pytest.raises(ConfigError, match="3 layer types for 36 layers"):
         ModelConfig.from_hf(sliding | {"layer_types": ["full_attention"] * 3})
+    with pytest.raises(ConfigError, match="layer_types is 0, expected a list"):
+        ModelConfig.from_hf(sliding | {"layer_types": 0})
     for window in (0, 4.5):
         with pytest.raises(ConfigError, match=f"sliding_window is {window}"):
             ModelConfig.from_hf(MISTRAL_7B | {"sliding_window": window})
@@ -464,6 +485,10 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     ("kv_dtype", "float64"), ("decode_rows", ()), ("query_blocks", (2, 1)), ("verify_blocks", (4, 4)),
     ("verify_blocks", (0, 1)), ("verify_tokens", (4, 8)), ("block_tokens", 0),
     ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)), ("quantize", "fp8"), ("quantize", 8),
+    *(("compiler_options", value) for value in (
+        "xla", True, 1, ("xla",), ("ab", "cd"), (("a", 1, 2),), (("a", 1), ("a", 2)), {"": 1}, {1: 1}, {"a\n": 1},
+        {"a": None}, {"a": [1]}, {"a": b"1"}, [["a", None]],
+    )),
 ]  # fmt: skip
 
 
@@ -519,6 +544,17 @@ def test_what_is_given_goes_over_what_is_not():
         EngineConfig(max_seqs=5, kv_capacity=9, prefix_cache=True, max_loras=2)
     )
     assert over == EngineConfig(max_seqs=3, kv_capacity=9, prefix_cache=False, max_loras=0)
+
+
+def test_compiler_options_are_held_as_sorted_pairs_whatever_their_order():
+    given: Any = {"b": np.int32(2), "a": True, "d": 0.5, "c": ""}
+    config = EngineConfig(compiler_options=given)
+    assert config.compiler_options == (("a", True), ("b", 2), ("c", ""), ("d", 0.5))
+    again = EngineConfig(compiler_options={"a": True, "c": "", "b": 2, "d": 0.5})
+    assert config == again == dataclasses.replace(config)
+    assert hash(config) == hash(again)
+    assert EngineConfig().compiler_options is None
+    assert EngineConfig().over(config) == config
 
 
 @pytest.mark.parametrize(
@@ -578,6 +614,18 @@ def test_a_default_pool_is_clamped_to_what_is_free():
     assert tight.buckets.table_columns == 5
     with pytest.raises(ResourceExhaustedError):
         planned(free_bytes=2 * block + sampler - 1)
+
+
+@pytest.mark.parametrize(("sequences", "expected"), [(10_000, 256), (70, 64), (20, 16), (9, 8)])
+def test_by_default_a_gpu_serves_as_many_sequences_as_its_free_memory_holds(sequences: int, expected: int):
+    one = 4096 * POSITION // 2  # bytes of the KV of a sequence in bfloat16
+    free = sequences * one + planned(max_seqs=expected).sampler.num_bytes
+    plan = planned(platform="gpu", free_bytes=free, memory_fraction=1.0)
+    assert (plan.max_seqs, plan.kv_capacity) == (expected, 4096)
+    assert plan.cache.num_blocks * plan.cache.block_size == expected * 4096
+    assert plan.buckets.decode_rows[-1] == expected
+    assert planned(platform="gpu", free_bytes=free, kv_blocks=7).cache.num_blocks == 7
+    assert planned(platform="gpu", free_bytes=free, max_seqs=3).max_seqs == 3
 
 
 def test_more_memory_may_be_taken_of_a_gpu_and_as_much_as_is_said():

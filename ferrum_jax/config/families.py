@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ferrum_jax.config.checks import check_integer
 from ferrum_jax.config.components import ExpertsConfig, LatentConfig
 from ferrum_jax.config.settings import Settings, read_rope, read_sizes
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
@@ -100,10 +101,9 @@ def _qwen3_moe(s: Settings) -> Fields:
 
 def _qwen_experts(s: Settings, **sizes: Any) -> ExpertsConfig | None:
     """Experts with sizes that only one of the families has; None where no layer has any."""
-    count = s.get("num_experts", s.get("num_local_experts"))  # newer checkpoints have the second name
-    if count is None:
-        raise ConfigError("no field 'num_experts'")
-    dense, step = s.get("mlp_only_layers") or (), s.integer("decoder_sparse_step", 1)
+    count = _num_experts(s, "num_experts", "num_local_experts", least=0)  # newer checkpoints have the second name
+    dense = [check_integer("a layer of mlp_only_layers", layer) for layer in s.entries("mlp_only_layers")]
+    step = s.integer("decoder_sparse_step", 1)
     layers = range(s.integer("num_hidden_layers"))
     sparse = tuple(index not in dense and (index + 1) % step == 0 for index in layers)
     if count == 0 or not any(sparse):
@@ -116,6 +116,11 @@ def _qwen_experts(s: Settings, **sizes: Any) -> ExpertsConfig | None:
         sparse_layers=sparse,
         **sizes,
     )
+
+
+def _num_experts(s: Settings, *names: str, least: int = 1) -> int:
+    """Reads the number of experts under the first of its names that there is."""
+    return s.integer(next((name for name in names if s.get(name) is not None), names[0]), least=least)
 
 
 def _mixtral(s: Settings) -> Fields:
@@ -138,7 +143,7 @@ def _local_experts(s: Settings, found: Fields, **options: Any) -> ExpertsConfig:
 def _gpt_oss(s: Settings) -> Fields:
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     s = s.defaulting(rms_norm_eps=1e-5, rope_theta=150000.0, attention_bias=True)
-    if not (s.get("rope_scaling") or s.get("rope_parameters")):
+    if not (s.section("rope_scaling").fields or s.section("rope_parameters").fields):
         s = s.replacing(rope_parameters=yarn)
     found = _decoder(s, head_dim=64, activation=("hidden_act", "silu", ("silu",)))
     window = s.get("sliding_window", 128)
@@ -182,6 +187,8 @@ def _smollm3(s: Settings) -> Fields:
     rotated = [(layer + 1) % interval != 0 for layer in layers] if rotated is None else rotated
     if not isinstance(rotated, list) or len(rotated) != len(layers):
         raise ConfigError(f"no_rope_layers is {safe_repr(rotated)}, expected a list of {len(layers)} entries")
+    if wrong := [entry for entry in rotated if type(entry) not in (bool, int) or entry not in (0, 1)]:
+        raise ConfigError(f"no_rope_layers holds {safe_repr(wrong[0])}, expected only 0 and 1")
     window = s.get("sliding_window")
     slides = s.flag("use_sliding_window") and window is not None
     return found | {
@@ -299,10 +306,9 @@ def _deepseek_experts(s: Settings, methods: Mapping[str, str], first_dense: int)
     sparse = tuple(index >= first for index in range(s.integer("num_hidden_layers")))
     if not any(sparse):
         return None
-    names = ("n_routed_experts", *_EXPERT_COUNTS)
     width = s.integer("moe_intermediate_size")
     return ExpertsConfig(
-        num_experts=s.integer(next((name for name in names if name in s.fields), names[0])),
+        num_experts=_num_experts(s, "n_routed_experts", *_EXPERT_COUNTS),
         num_experts_per_tok=s.integer("num_experts_per_tok"),
         moe_intermediate_size=width,
         norm_topk_prob=s.flag("norm_topk_prob"),

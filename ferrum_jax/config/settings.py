@@ -48,10 +48,15 @@ class Settings:
 
     def section(self, name: str) -> "Settings":
         """Reads an object; null is an empty one."""
-        value = self.get(name) or {}
-        if not isinstance(value, Mapping):
+        if not isinstance(value := self.get(name), Mapping | None):
             raise ConfigError(f"{name} is {safe_repr(value)}, expected an object")
-        return Settings(value)
+        return Settings(value or {})
+
+    def entries(self, name: str) -> list[Any]:
+        """Reads a list; null is an empty one."""
+        if not isinstance(value := self.get(name), list | tuple | None):
+            raise ConfigError(f"{name} is {safe_repr(value)}, expected a list")
+        return list(value or ())
 
     def activation(self, name: str, default: str, supported: Collection[str]) -> None:
         """Checks the activation of the feed-forward block, which must be among those `supported`."""
@@ -60,7 +65,7 @@ class Settings:
 
     def windows(self, slides: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
         """Returns each layer's window, which those have that `layer_types` names, or else that `slides` is true of."""
-        if kinds := self.get("layer_types"):
+        if kinds := self.entries("layer_types"):
             if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
                 raise UnsupportedError(f"layer_types {sorted(unknown)} are not implemented")
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
@@ -96,12 +101,11 @@ def read_rope(s: Settings) -> dict[str, Any]:
     Raises:
         UnsupportedError: kinds of layers have settings of their own, or the type is not implemented.
     """
-    given = s.get("rope_scaling") or s.get("rope_parameters") or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-        raise UnsupportedError(f"RoPE settings {given!r} are not implemented, only one set for all layers is")
-    rope = Settings(given)
+    rope = s.section("rope_scaling" if s.section("rope_scaling").fields else "rope_parameters")
+    if any(isinstance(value, Mapping) for value in rope.fields.values()):
+        raise UnsupportedError(f"RoPE settings {rope.fields!r} are not implemented, only one set for all layers is")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES or (kind == "longrope") != ("short_factor" in given):
+    if kind not in ROPE_TYPES or (kind == "longrope") != ("short_factor" in rope.fields):
         raise UnsupportedError(f"rope_type {kind!r} is not implemented, supported are {', '.join(ROPE_TYPES)}")
     return {
         "rope_theta": rope.number("rope_theta", s.get("rope_theta", 10000.0)),

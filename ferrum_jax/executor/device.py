@@ -26,7 +26,14 @@ from ferrum_jax.compile.sampler import (
 )
 from ferrum_jax.compile.step import ProgramContext, StepKey, StepOutputs
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import BackendError, DeviceError, RequestValidationError, ResourceExhaustedError
+from ferrum_jax.config.engine import CompilerOptions
+from ferrum_jax.contract.errors import (
+    BackendError,
+    ConfigError,
+    DeviceError,
+    RequestValidationError,
+    ResourceExhaustedError,
+)
 from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
@@ -40,19 +47,23 @@ EMPTY_KV = "empty KV"  # what the program that makes it is kept as
 class KvMemory:
     """Allocates KVs of one size on one device."""
 
-    def __init__(self, spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None = None):
+    def __init__(
+        self, spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None = None, options: CompilerOptions = None
+    ):
         """Compiles the program; allocates nothing.
 
         Raises:
+            ConfigError: JAX is set to compile nothing.
             ResourceExhaustedError: it does not compile.
         """
+        _check_jit()
         placed = jax.sharding.SingleDeviceSharding(device)
         self.spec = spec
         self.shapes = _placed(state.shapes(spec), placed)
         self._ahead: KvState[jax.Array] | None = None
         empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
         try:
-            self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts)
+            self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts, options)
         except jax.errors.JaxRuntimeError as problem:
             raise ResourceExhaustedError(
                 f"a KV of {spec.num_blocks} blocks ({spec.num_bytes:,} bytes) cannot be compiled for: {problem}"
@@ -122,7 +133,8 @@ class DeviceState:
         return self._kv
 
     def context(self) -> ProgramContext:
-        """What programs are lowered for."""
+        """What programs are lowered for; raises ConfigError where JAX is set to compile nothing."""
+        _check_jit()
         placed = jax.sharding.SingleDeviceSharding(self._device)
         return ProgramContext(
             cfg=self._cfg,
@@ -259,6 +271,11 @@ class DeviceState:
         except jax.errors.JaxRuntimeError as problem:
             self.lose()
             raise DeviceError(f"the device failed: {problem}") from problem
+
+
+def _check_jit() -> None:
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]  # JAX adds it when it is imported
+        raise ConfigError("jax_disable_jit is True, expected False: every step is compiled ahead of time")
 
 
 def _placed(shapes: Any, placed: jax.sharding.Sharding) -> Any:

@@ -1,5 +1,6 @@
 """How large everything is: an `EngineConfig` made concrete for one model on one device."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.compile.step import ProgramContext, StepKey
 from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.errors import (
     BackendError,
     ConfigError,
@@ -33,6 +35,7 @@ from ferrum_jax.ops.quantised import activation_dtype
 
 MOST_IN_FLIGHT = 2  # steps whose outputs lie on the device together
 DEFAULT_SEQUENCES = 8
+ACCELERATOR_SEQUENCES = (256, 128, 64, 32, 16)  # by default, the most whose KV fits into what is free
 DEFAULT_CAPACITY = 4096  # positions
 DEFAULT_BLOCK = 128  # positions
 VERIFY_TOKENS = 8  # of the small blocks whose every token has logits
@@ -89,6 +92,8 @@ class EnginePlan:
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
     """Decides every size that was left open.
 
+    Where neither sequences nor blocks are given, an accelerator has as many sequences as its free memory holds.
+
     Args:
         engine: what was asked for.
         cfg: the model.
@@ -100,6 +105,16 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         UnsupportedError: a setting asks for what this build does not have.
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
+    capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
+    if platform != "cpu" and engine.max_seqs is None and engine.kv_blocks is None:
+        for count in ACCELERATOR_SEQUENCES:
+            whole = replace(engine, max_seqs=count, kv_capacity=capacity)
+            with contextlib.suppress(ResourceExhaustedError):
+                return _plan_sizes(whole, cfg, platform=platform, free_bytes=free_bytes)
+    return _plan_sizes(engine, cfg, platform=platform, free_bytes=free_bytes)
+
+
+def _plan_sizes(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
     max_seqs = engine.max_seqs or DEFAULT_SEQUENCES
     capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
     block_size = engine.block_size or min(DEFAULT_BLOCK, capacity)
@@ -193,8 +208,7 @@ def plan_beside(
     """As `plan_engine`, for parameters that are on their device, leaving room for what the steps need while they run.
 
     A pool of at most half the free memory leaves enough. For a larger one the largest steps are compiled, which tells
-    their temporary memory, and the pool is planned anew in what is left;
-    artifacts know it from an earlier start.
+    their temporary memory, and the pool is planned again in what is left; artifacts know it from an earlier start.
     """
     plan = plan_engine(engine, cfg, platform=platform, free_bytes=free_bytes)
     if 2 * plan.cache.num_bytes <= free_bytes:
@@ -209,7 +223,7 @@ def plan_beside(
     # Many rows of one token take more for their logits than prompts do.
     rows = replace(buckets.decode(buckets.decode_rows[-1]), adapters=used)
     keys = [*largest.values(), rows, *buckets.multi_steps(adapters=used)[-1:]]
-    taken = max(_temporary_bytes(cfg, params, plan, key, stacks, artifacts) for key in keys)
+    taken = max(_temporary_bytes(cfg, params, plan, key, stacks, artifacts, engine.compiler_options) for key in keys)
     return plan_engine(engine, cfg, platform=platform, free_bytes=max(0, free_bytes - taken))
 
 
@@ -220,6 +234,7 @@ def _temporary_bytes(
     key: StepKey | MultiStepKey,
     stacks: Any,
     artifacts: Artifacts | None,
+    options: CompilerOptions,
 ) -> int:
     """Bytes that a step takes beside its parameters and its KV."""
     name = f"measured {key!r}"
@@ -235,7 +250,7 @@ def _temporary_bytes(
         )
 
     try:
-        return _beside(memory_of(compile_and_save(name, lowered, artifacts)[0]))
+        return _beside(memory_of(compile_and_save(name, lowered, artifacts, options)[0]))
     except jax.errors.JaxRuntimeError as problem:
         raise BackendError(f"step {key} does not compile: {problem}") from problem
 

@@ -124,6 +124,7 @@ class OrbaxSource:
         self.config = read_config(self.path)
         self.formats = read_formats(self.path)
         self._specs = quantised_specs(family(self.config).param_specs(self.config), self.formats)
+        self._is_whole = False  # as far as `_check_files` has found
 
     def restore(self, dtype: str, device: JaxDevice) -> ParamTree:
         """Reads all parameters onto `device`, those that are not quantised cast to `dtype`.
@@ -159,25 +160,25 @@ class OrbaxSource:
             args = ocp.args.PyTreeRestore(item=_stored(wanted), restore_args=_stored(kinds))
             return named_leaves(checkpointer.restore(self.path / PARAMS, args=args))[name]
 
-    @functools.cached_property
-    def _is_whole(self) -> bool:
-        """True if every file has the checksum that is listed for it, or there is no list; else raises."""
+    def _check_files(self) -> None:
+        """Raises unless every file is a regular one and has the checksum that is listed for it, if there is a list."""
         if not (listed := self.path / CHECKSUMS).exists():
             _files(self.path / PARAMS)
-            return True
+            return
         wanted, found = read_json(listed), _checksums(self.path / PARAMS)
         for name, checksum in wanted.items():
             if name not in found:
                 raise InvalidFormatError(f"{self.path / PARAMS / name} is missing, which {CHECKSUMS} lists")
             if found[name] != checksum:
                 raise InvalidFormatError(f"{self.path / PARAMS / name} is damaged: {CHECKSUMS} has another checksum")
-        return True
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Checks the files, and turns whatever orbax raises over a damaged checkpoint into one error."""
+        """Checks the files, once, and turns whatever orbax raises over a damaged checkpoint into one error."""
         try:
-            assert self._is_whole
+            if not self._is_whole:
+                self._check_files()
+                self._is_whole = True
             yield
         except (FerrumError, MemoryError, jax.errors.JaxRuntimeError):
             raise

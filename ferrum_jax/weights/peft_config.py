@@ -62,7 +62,7 @@ class PeftConfig:
             use_rslora=config.get("use_rslora") is not None and check_flag("use_rslora", config["use_rslora"]),
             target_modules=_names_or_pattern("target_modules", targets),
             exclude_modules=_names_or_pattern("exclude_modules", config.get("exclude_modules") or []),
-            layers_to_transform=_layers([layers] if isinstance(layers, int) else layers or []),
+            layers_to_transform=_layers(layers),
             layers_pattern=_layer_patterns(config.get("layers_pattern") or [r"[^.]*"]),
             rank_pattern=_patterns(config, "rank_pattern", lambda name, value: check_integer(name, value, 1)),
             alpha_pattern=_patterns(config, "alpha_pattern", lambda name, value: check_number(name, value, above=None)),
@@ -120,9 +120,8 @@ def _looked_up(patterns: Patterns, module: str, default: Any) -> Any:
 
 
 def _layers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-        raise ConfigError(f"layers_to_transform is {value!r}, expected a layer or a list of layers")
-    return tuple(value)
+    layers = value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(check_integer("layers_to_transform", layer) for layer in layers)
 
 
 def _layer_patterns(value: Any) -> tuple[re.Pattern[str], ...]:

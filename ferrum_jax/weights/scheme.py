@@ -151,9 +151,8 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
 
 def _bits(config: Mapping[str, Any], name: str, known: Sequence[int]) -> int:
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value not in known:
-        raise UnsupportedError(f"{name} is {safe_repr(value)}, supported are {' and '.join(map(str, known))}")
+    if (value := check_integer(name, config.get(name), 1)) not in known:
+        raise UnsupportedError(f"{name} is {value}, supported are {' and '.join(map(str, known))}")
     return value
 
 

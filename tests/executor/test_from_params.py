@@ -1,4 +1,4 @@
-"""A runner of parameters that are there already."""
+"""`from_params`: a runner for parameters that are on a device already."""
 
 import dataclasses
 from typing import Any
@@ -20,9 +20,9 @@ TOKENS = [5, 30, 2, 2, 17]
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["checkpoint", SCANNED])
 def test_parameters_are_served_as_they_are(layout: str, params: ParamTree, oracle: Oracle):
-    mine = lay_out(params, CFG, layout)
-    with ferrum_jax.from_params(mine, CFG, engine=ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,)) as runner:
-        assert runner.params is mine
+    given = lay_out(params, CFG, layout)
+    with ferrum_jax.from_params(given, CFG, engine=ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,)) as runner:
+        assert runner.params is given
         assert runner.plan.max_seqs == 2
         np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
 
@@ -48,11 +48,11 @@ def test_activations_in_bfloat16_are_those_of_the_parameters(params: ParamTree):
 
 
 def test_what_is_no_tree_of_parameters_is_refused(params: ParamTree):
-    gone = jax.tree.map(jnp.copy, params)
-    gone["model"]["norm"]["weight"].delete()
+    deleted = jax.tree.map(jnp.copy, params)
+    deleted["model"]["norm"]["weight"].delete()
     wrong = {**params, "model": {**params["model"], "norm": {"weight": jnp.zeros(CFG.hidden_size, jnp.int32)}}}
     cases = {
-        "a parameter was deleted": gone,
+        "a parameter was deleted": deleted,
         "there are no parameters": {},
         "not the parameters of this": {"model": {"norm": params["model"]["norm"]}},
         "model.norm.weight is int32, expected floating-point": wrong,
@@ -62,10 +62,20 @@ def test_what_is_no_tree_of_parameters_is_refused(params: ParamTree):
             ferrum_jax.from_params(tree, CFG, engine=ENGINE)
 
 
-def test_a_configuration_of_hugging_face_is_refused_with_what_makes_one_of_it(params: ParamTree):
+def test_a_configuration_of_hugging_face_is_refused_and_its_conversion_named(params: ParamTree):
     config: Any = {"model_type": "qwen3"}
     with pytest.raises(InvalidParameterError, match="cfg is a dict, expected a ModelConfig"):
         ferrum_jax.from_params(params, config, engine=ENGINE)
+
+
+def test_steps_are_compiled_so_jax_disable_jit_is_refused_by_name(params: ParamTree):
+    says = "jax_disable_jit is True, expected False"
+    with jax.disable_jit(), pytest.raises(ConfigError, match=says):
+        ferrum_jax.from_params(params, CFG, engine=ENGINE)
+    with ferrum_jax.from_params(params, CFG, engine=ENGINE) as runner:
+        with jax.disable_jit(), pytest.raises(ConfigError, match=says):
+            runner.prefill("a", TOKENS)
+        assert runner.kv_len("a") is None
 
 
 @pytest.mark.parametrize(

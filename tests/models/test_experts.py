@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import serialize_executable
 from numpy.typing import NDArray
 
 import ferrum_jax
 from ferrum_jax import conversion, models
+from ferrum_jax.compile import sampler
+from ferrum_jax.compile.sampler import SamplerSpec
+from ferrum_jax.compile.step import ProgramContext, StepKey, blank
 from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
+from ferrum_jax.kvcache import state
 from ferrum_jax.models.adapters import LoraSpec, stack_specs
+from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import ParamTree, initialise, named_leaves
 from tests import tiny
@@ -47,6 +53,26 @@ def test_chunks_batches_and_mixed_steps_give_the_logits_of_one_forward(tmp_path:
         for logits, position in zip(mixed, (29, 41), strict=True):
             assert logits is not None
             np.testing.assert_allclose(logits, expected[position], atol=TOLERANCE)
+
+
+def test_a_step_serialises_after_it_has_run():
+    config, key, slots = MIXTRAL | {"num_hidden_layers": 1}, StepKey(2, 0, 0, 2, 2), 3
+    cfg, params = ferrum_jax.ModelConfig.from_hf(config), tiny.tiny_params(config)
+    spec = cache_spec(cfg, num_blocks=4, block_size=8, dtype="float32")
+    sizes = sampler.shapes(SamplerSpec(num_slots=slots, vocab_size=cfg.vocab_size, capacity=16))
+    program = key.lower(ProgramContext(cfg, params, state.shapes(spec), sizes)).compile()
+    buffer, packed = blank(key, slots)
+    assert packed.decode is not None
+    packed.decode.tokens[:, 0], packed.decode.counts[:], packed.decode.tables[:] = TOKENS[:2], 1, [[0, 1], [2, 3]]
+    packed.logit_index[:] = 0, 1
+
+    def logits(program: Any) -> NDArray[np.float32]:
+        return np.asarray(program(params, state.empty(spec), np.zeros(slots, np.int32), buffer)[0].logits)
+
+    before = logits(program)
+    loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(program))
+    np.testing.assert_array_equal(logits(loaded), before)
+    assert np.isfinite(before).all()
 
 
 @pytest.mark.slow
@@ -122,7 +148,10 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "more chosen than there are": ("qwen2_moe", {"num_experts_per_tok": 8}, "cannot choose 8 of 7 experts"),
     "no experts chosen": ("qwen2_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
     "a step of none": ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
-    "no number of experts": ("qwen3_moe", {"num_experts": None}, "no field 'num_experts'"),
+    "no number of experts": ("qwen3_moe", {"num_experts": None}, "num_experts is None, expected an integer"),
+    "a number of experts that is a truth": ("qwen3_moe", {"num_experts": False}, "num_experts is False, expected"),
+    "dense layers that are text": ("qwen2_moe", {"mlp_only_layers": ["1"]}, "a layer of mlp_only_layers is '1'"),
+    "dense layers that are a number": ("qwen2_moe", {"mlp_only_layers": 0}, "mlp_only_layers is 0, expected a list"),
     "no size of the shared expert": ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "size is 0"),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrum_jax.ops.linear import linear
-from ferrum_jax.ops.moe import _outputs, _swiglu, clamped_swiglu, route, swiglu_experts, weigh_experts
+from ferrum_jax.ops.moe import _argsort_on_cpu, _outputs, _swiglu, clamped_swiglu, route, swiglu_experts, weigh_experts
 from ferrum_jax.ops.quantised import dequantise_weight, quantise_weight
 from tests.tiers import by_default
 
@@ -48,6 +48,13 @@ def test_each_choice_gives_its_experts_output(count: int, at_once: int):
     x, chosen = tokens(count)
     found = jax.jit(partial(_outputs, _swiglu, largest=4, at_once=at_once))(x, chosen, weights())
     np.testing.assert_allclose(found, by_every_expert(x, chosen, *weights()), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("shape", [(1,), (300,), (3, 50)], ids=str)
+def test_choices_are_sorted_by_expert_and_then_by_token(shape: tuple[int, ...]):
+    experts = np.random.default_rng(0).integers(0, EXPERTS, shape).astype(np.int32)
+    run = jax.vmap(_argsort_on_cpu) if len(shape) > 1 else _argsort_on_cpu
+    np.testing.assert_array_equal(jax.jit(run)(experts), np.argsort(experts, axis=-1, kind="stable"))
 
 
 @forms

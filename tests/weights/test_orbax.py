@@ -108,7 +108,7 @@ def test_a_save_that_was_interrupted_leaves_no_checkpoint(tmp_path: Path, monkey
         ferrum_jax.load_params(tmp_path / "half")
 
 
-def elsewhere(checkpoint: Path) -> str:
+def elsewhere(checkpoint: Path, *options: str) -> str:
     """Loads in a process of its own, where orbax's reads that fail later do no harm: "loaded", or the refusal."""
     program = f"""
         import ferrum_jax
@@ -118,7 +118,7 @@ def elsewhere(checkpoint: Path) -> str:
         except ferrum_jax.errors.InvalidFormatError as refusal:
             print(refusal)
     """
-    command = [sys.executable, "-c", textwrap.dedent(program)]
+    command = [sys.executable, *options, "-c", textwrap.dedent(program)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -164,6 +164,12 @@ def test_one_flipped_bit_is_found_wherever_it_is(checkpoint: Path):
                 read()
         path.write_bytes(content)
     ferrum_jax.load_params(checkpoint)
+
+
+def test_damage_is_found_without_assertions_too(checkpoint: Path):
+    (path,) = data_files(checkpoint)[:1]
+    path.write_bytes(path.read_bytes() + b"x")
+    assert f"{path} is damaged" in elsewhere(checkpoint, "-O")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff"])

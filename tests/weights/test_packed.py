@@ -206,6 +206,8 @@ def test_a_format_that_is_not_implemented_is_refused_and_says_what_is(
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
+        ("gptq", {"bits": True}),
+        ("gptq", {"bits": "4"}),
         ("gptq", {"group_size": 0}),
         ("gptq", {"group_size": None}),
         ("gptq", {"sym": "yes"}),
