@@ -616,7 +616,7 @@ def test_a_default_pool_is_clamped_to_what_is_free():
         planned(free_bytes=2 * block + sampler - 1)
 
 
-@pytest.mark.parametrize(("sequences", "expected"), [(10_000, 256), (70, 64), (20, 16), (9, 8)])
+@pytest.mark.parametrize(("sequences", "expected"), [(10_000, 64), (40, 32), (20, 16), (9, 8)])
 def test_by_default_a_gpu_serves_as_many_sequences_as_its_free_memory_holds(sequences: int, expected: int):
     one = 4096 * POSITION // 2  # bytes of the KV of a sequence in bfloat16
     free = sequences * one + planned(max_seqs=expected).sampler.num_bytes
@@ -624,7 +624,9 @@ def test_by_default_a_gpu_serves_as_many_sequences_as_its_free_memory_holds(sequ
     assert (plan.max_seqs, plan.kv_capacity) == (expected, 4096)
     assert plan.cache.num_blocks * plan.cache.block_size == expected * 4096
     assert plan.buckets.decode_rows[-1] == expected
+    assert planned(platform="gpu", free_bytes=2 * free).max_seqs == expected
     assert planned(platform="gpu", free_bytes=free, kv_blocks=7).cache.num_blocks == 7
+    assert planned(platform="gpu", free_bytes=10**12, decode_rows=(8,)).max_seqs == 8
     assert planned(platform="gpu", free_bytes=free, max_seqs=3).max_seqs == 3
 
 

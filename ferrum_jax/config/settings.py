@@ -66,8 +66,8 @@ class Settings:
     def windows(self, slides: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
         """Returns each layer's window, which those have that `layer_types` names, or else that `slides` is true of."""
         if kinds := self.entries("layer_types"):
-            if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-                raise UnsupportedError(f"layer_types {sorted(unknown)} are not implemented")
+            if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
+                raise UnsupportedError(f"layer_types {safe_repr(unknown)} are not implemented")
             return tuple(window if kind == "sliding_attention" else None for kind in kinds)
         return tuple(window if slides(layer) else None for layer in range(self.integer("num_hidden_layers")))
 

@@ -104,7 +104,7 @@ def check_answers(
 
 def check_answer_count(model: "DecoderOnlyLLM", answers: Any, num_rows: int) -> None:
     """Raises ModelError unless a model returned a sequence of one answer per row."""
-    is_sequence = isinstance(answers, Sequence | np.ndarray)
+    is_sequence = isinstance(answers, Sequence) or (hasattr(answers, "__array__") and np.ndim(answers) > 0)
     if not is_sequence or len(answers) != num_rows:
         given = f"{len(answers)} answers" if is_sequence else f"a {type(answers).__name__}"
         raise ModelError(f"{type(model).__name__} returned {given} for {num_rows} rows")
@@ -142,7 +142,8 @@ def check_scores(model: "DecoderOnlyLLM", scores: Any, num_targets: int) -> Toke
     if not (logprobs < np.inf).all():
         raise ModelError(f"{type(model).__name__} returned log-probabilities that are NaN or infinite")
     if num_targets and not 0 <= ids.min() <= ids.max() <= limit:
-        raise ModelError(f"{type(model).__name__} returned the greedy ids {ids[:8]}…, expected ids from 0 to {limit}")
+        wrong = ids[(ids < 0) | (ids > limit)][0]
+        raise ModelError(f"{type(model).__name__} returned the greedy id {wrong}, expected ids from 0 to {limit}")
     return TokenScores(logprobs=logprobs, greedy_ids=ids.astype(np.int32))
 
 

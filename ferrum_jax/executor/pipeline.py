@@ -216,15 +216,24 @@ class Pipeline:
                 num_targets = len(row.output.targets)
                 raise RequestValidationError(f"{row.cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
             if isinstance(row.output, _WITH_SETTINGS):
-                settings = row.output.settings
-                if live is None or self._settings[live.slot][0] is not settings:  # else they are checked
-                    position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
-                    check_settings(settings, position, self.plan.vocab_size)
+                self._check_settings(row, live, row.output.settings)
             if row.tokens is None and (live is None or live.sampled_at != row.start):
                 raise RequestValidationError(
                     f"{row.cache_id!r}: no token was sampled for it that the device could take"
                 )
         return lives
+
+    def _check_settings(self, row: ScheduledRow, live: CachedSequence | None, settings: SlotSettings) -> None:
+        """Raises RequestValidationError for settings that the slot cannot hold; those that it holds were checked."""
+        known = None if live is None else self._settings[live.slot][0]
+        if known is settings and row.start >= settings.min_position:
+            return
+        position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
+        check_settings(row.cache_id, settings, position, self.plan.vocab_size)
+        capacity = self.plan.kv_capacity
+        if settings.generated is not None and len(settings.generated) > capacity:
+            count = len(settings.generated)
+            raise RequestValidationError(f"{row.cache_id!r}: generated has {count} tokens, the capacity is {capacity}")
 
     def begin(self, transaction: KvTransaction, recompute: Sequence[tuple[list[ActiveRow], StepPlan]]) -> None:
         """Takes slots and blocks, copies what is shared, and computes anew what sliding windows have lost."""

@@ -11,12 +11,12 @@ from ferrum_jax.contract.checks import (
     check_cache_id,
     check_distinct,
     check_flag,
-    check_int,
     check_policy_count,
     check_position,
     check_rows,
     check_single_tokens,
     check_tokens,
+    is_integer,
     is_real,
 )
 from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy, check_mask, check_policy
@@ -34,14 +34,19 @@ from ferrum_jax.executor.batch import (
 
 Policies = Sequence[LogitsReturnPolicy] | None
 Length = Callable[[str], int]  # positions of a cache id
-_FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_RANGES = {
+_LARGEST = float(np.finfo(np.float32).max)
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, _LARGEST),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (float(np.finfo(np.float32).tiny), _LARGEST),
+    "presence_penalty": (-_LARGEST, _LARGEST),
+    "frequency_penalty": (-_LARGEST, _LARGEST),
     "top_k": (0, 2**31 - 1),
     "seed": (0, 2**32 - 1),
     "min_position": (0, 2**31 - 1),
     "num_logprobs": (-1, MAX_TOP_LOGPROBS),
 }
-_LARGEST = float(np.finfo(np.float32).max)
 _FULL = FullLogits()
 _GREEDY = SampledToken(SlotSettings())
 
@@ -63,29 +68,36 @@ def check_batch(batch: ScheduledBatch, vocab_size: int) -> None:
             raise RequestValidationError(f"token id {wrong}: ids go from 0 to {vocab_size - 1}")
 
 
-def check_settings(settings: SlotSettings, position: int, vocab_size: int) -> None:
+def check_settings(cache_id: str, settings: SlotSettings, position: int, vocab_size: int) -> None:
     """Raises RequestValidationError for settings that no slot holds, or that forbid every token at `position`."""
     for name, (least, most) in _RANGES.items():
-        if check_int(name, getattr(settings, name), least) > most:
-            raise RequestValidationError(f"{name} is {getattr(settings, name)}, expected at most {most}")
-    for name, size in (("bias", MAX_BIAS), ("stop_ids", MAX_STOP_IDS)):
-        if (count := len(getattr(settings, name))) > size:
-            raise RequestValidationError(f"{name} has {count} tokens, a slot holds {size}")
-    numbers = [(name, getattr(settings, name)) for name in _FLOATS]
-    numbers += [("bias", value) for value in settings.bias.values() if value != -np.inf]
-    for name, value in numbers:
-        if not is_real(value) or not abs(value) <= _LARGEST:
-            raise RequestValidationError(f"{name} is {safe_repr(value)}, expected a finite number")
-    for name in ("bias", "stop_ids", "allowed_ids", "seen", "generated"):
+        value = getattr(settings, name)
+        if not (is_integer(value) if isinstance(least, int) else is_real(value)) or not least <= value <= most:
+            kind = "an integer" if isinstance(least, int) else "a number"
+            raise RequestValidationError(
+                f"{cache_id!r}: {name} is {safe_repr(value)}, expected {kind} from {least:g} to {most:g}"
+            )
+    for name, kind, size in (("bias", dict, MAX_BIAS), ("stop_ids", tuple, MAX_STOP_IDS)):
+        if not isinstance(given := getattr(settings, name), kind) or len(given) > size:
+            raise RequestValidationError(
+                f"{cache_id!r}: {name} is {safe_repr(given)}, expected a {kind.__name__} of at most {size} tokens"
+            )
+    for token, value in settings.bias.items():
+        if not is_integer(token) or not 0 <= token < vocab_size:
+            most = vocab_size - 1
+            raise RequestValidationError(
+                f"{cache_id!r}: bias has the token {safe_repr(token)}, ids go from 0 to {most}"
+            )
+        if not is_real(value) or not (abs(value) <= _LARGEST or value == -np.inf):
+            raise RequestValidationError(f"{cache_id!r}: the bias of {safe_repr(token)} is {safe_repr(value)}")
+    for name in ("stop_ids", "allowed_ids", "seen", "generated"):
         ids: Any = getattr(settings, name)
         if ids is not None and len(ids):
-            check_tokens(name, list(ids) if isinstance(ids, dict) else ids, vocab_size)
-    if settings.generated is not None and len(settings.generated) > position:
-        raise RequestValidationError(f"generated has {len(settings.generated)} tokens before position {position}")
+            check_tokens(f"{cache_id}: {name}", ids, vocab_size)
     allowed: Sequence[int] | NDArray[np.intp] = range(vocab_size)
     mask = settings.allowed
-    if mask is not None and (mask.shape != (vocab_size,) or mask.dtype != np.bool_):
-        raise RequestValidationError(f"allowed is {mask.dtype} {list(mask.shape)}, expected bool [{vocab_size}]")
+    if mask is not None and not (isinstance(mask, np.ndarray) and mask.shape == (vocab_size,) and mask.dtype == bool):
+        raise RequestValidationError(f"{cache_id!r}: allowed is {safe_repr(mask)}, expected bool [{vocab_size}]")
     forbidden = {token for token, value in settings.bias.items() if value == -np.inf}
     if position < settings.min_position:
         forbidden.update(settings.stop_ids)
@@ -95,8 +107,8 @@ def check_settings(settings: SlotSettings, position: int, vocab_size: int) -> No
         allowed = np.flatnonzero(mask)
     if all(token in forbidden for token in allowed):
         raise RequestValidationError(
-            f"no token may be chosen at position {position}: all {len(allowed)} that are allowed have a bias of -inf, "
-            "complete a bad word, or would stop before min_tokens"
+            f"{cache_id!r}: no token may be chosen at position {position}: all {len(allowed)} that are allowed have a "
+            "bias of -inf, complete a bad word, or would stop before min_tokens"
         )
 
 

@@ -35,7 +35,7 @@ from ferrum_jax.ops.quantised import activation_dtype
 
 MOST_IN_FLIGHT = 2  # steps whose outputs lie on the device together
 DEFAULT_SEQUENCES = 8
-ACCELERATOR_SEQUENCES = (256, 128, 64, 32, 16)  # by default, the most whose KV fits into what is free
+ACCELERATOR_SEQUENCES = (64, 32, 16)  # by default, the most whose KV fits into a half of what is free
 DEFAULT_CAPACITY = 4096  # positions
 DEFAULT_BLOCK = 128  # positions
 VERIFY_TOKENS = 8  # of the small blocks whose every token has logits
@@ -92,7 +92,8 @@ class EnginePlan:
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
     """Decides every size that was left open.
 
-    Where neither sequences nor blocks are given, an accelerator has as many sequences as its free memory holds.
+    Where no number of sequences, rows or blocks is given, an accelerator has as many sequences, 64 at most, as a half
+    of its free memory (or `memory_fraction`) holds at full length; the other half is left for a draft or a trainer.
 
     Args:
         engine: what was asked for.
@@ -106,9 +107,11 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
     capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
-    if platform != "cpu" and engine.max_seqs is None and engine.kv_blocks is None:
+    given = (engine.max_seqs, engine.kv_blocks, engine.decode_rows, engine.verify_blocks)
+    if platform != "cpu" and not any(given):
+        share = engine.memory_fraction or 0.5
         for count in ACCELERATOR_SEQUENCES:
-            whole = replace(engine, max_seqs=count, kv_capacity=capacity)
+            whole = replace(engine, max_seqs=count, kv_capacity=capacity, memory_fraction=share)
             with contextlib.suppress(ResourceExhaustedError):
                 return _plan_sizes(whole, cfg, platform=platform, free_bytes=free_bytes)
     return _plan_sizes(engine, cfg, platform=platform, free_bytes=free_bytes)

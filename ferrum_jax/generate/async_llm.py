@@ -21,7 +21,7 @@ class AsyncLLM:
         self._is_owner = not isinstance(llm, LLM)
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
         self._live: dict[str, Request] = {}  # by the caller's id
-        self._tokenising = ThreadPoolExecutor(max_workers=1)  # one thread keeps the order of the calls
+        self._tokenising = ThreadPoolExecutor(1, "async-llm-tokenising")  # one thread keeps the order of the calls
 
     async def __aenter__(self) -> Self:
         return self

@@ -149,6 +149,7 @@ class HostModel:
         self.model = model
         self.sampler = HostSampler(model.config.vocab_size)
         self._lengths: dict[str, int] = {}
+        self._checked: dict[str, SlotSettings] = {}  # by cache id
         self._is_unified: bool | None = None  # None until it has been tried: then a refusal is about the method
 
     def execute(self, batch: ScheduledBatch) -> list[Any]:
@@ -159,8 +160,11 @@ class HostModel:
         groups: dict[Callable[..., list[Any]], list[int]] = {self._score: [], self._verify: [], self._forward: []}
         for at, row in enumerate(batch):
             if isinstance(row.output, (SampledToken, *verified)):
-                position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
-                check_settings(row.output.settings, position, self.sampler.vocab_size)
+                settings = row.output.settings
+                if self._checked.get(row.cache_id) is not settings or row.start < settings.min_position:
+                    position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
+                    check_settings(row.cache_id, settings, position, self.sampler.vocab_size)
+                    self._checked[row.cache_id] = settings
             is_scored, is_verified = isinstance(row.output, TargetScores), isinstance(row.output, verified)
             groups[self._score if is_scored else self._verify if is_verified else self._forward].append(at)
         try:
@@ -186,6 +190,7 @@ class HostModel:
     def release(self, cache_id: str) -> None:
         """Frees a sequence."""
         self._lengths.pop(cache_id, None)
+        self._checked.pop(cache_id, None)
         self.sampler.release(cache_id)
         self.model.release(cache_id)
 
@@ -204,6 +209,7 @@ class HostModel:
         for cache_id in self._lengths:
             self.sampler.release(cache_id)
         self._lengths.clear()
+        self._checked.clear()
         self.model.reset()
 
     def _forward(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:

@@ -404,7 +404,7 @@ class LLM:
             text_prompt=prompt if isinstance(prompt, str) else None,
             score_from=1 if params.num_prompt_logprobs >= 0 else None,
         )
-        check_settings(request.settings(), len(ids), vocab_size)
+        check_settings(request.cache_id, request.settings(), len(ids), vocab_size)
         return request
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:

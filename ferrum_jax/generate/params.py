@@ -10,7 +10,8 @@ from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
 
 FinishReason = Literal["stop", "length", "error"]
-_PENALTY = 3e38  # the most that float32 holds
+_PENALTY = 3e38  # as Sampling takes them
+_LARGEST = 3.4028234663852886e38  # of float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class SamplingParams(Sampling):
         check("stop_token_ids", lambda x: x is None or are_ids(x), "token ids")
         check("allowed_token_ids", lambda x: x is None or (are_ids(x) and len(x) > 0), "token ids, at least one")
         check("logit_bias", lambda x: x is None or (isinstance(x, Mapping) and len(x) <= MAX_BIAS and all(
-            is_integer(token) and token >= 0 and is_real(bias) and (abs(bias) <= _PENALTY or bias == -math.inf)
+            is_integer(token) and token >= 0 and is_real(bias) and (abs(bias) <= _LARGEST or bias == -math.inf)
             for token, bias in x.items()
         )), f"at most {MAX_BIAS} token ids with a number each")  # fmt: skip
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -176,8 +177,8 @@ def check_fits(params: SamplingParams, stop_ids: Collection[int], bad_words: Seq
     most = max(len(set().union(*(ends.get(one[at:], ()) for at in range(len(one) + 1)))) for one in ends)
     if most > MAX_BIAS:
         raise InvalidParameterError(
-            f"logit_bias has {biased} tokens, {most} with those that bad_words can forbid at one time: at most "
-            f"{MAX_BIAS} go"
+            f"logit_bias and bad_words put a bias on up to {most} tokens at one time ({biased} by logit_bias), a slot "
+            f"holds {MAX_BIAS}"
         )
 
 

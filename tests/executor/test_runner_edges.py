@@ -206,19 +206,27 @@ REFUSALS = {
         "allows none of 37",
     ),
     "more biases than a slot holds": sampled(
-        "bias has 513 tokens, a slot holds 512", bias=dict.fromkeys(range(513), 1.0)
+        "expected a dict of at most 512 tokens", bias=dict.fromkeys(range(513), 1.0)
     ),
-    "more stop ids than a slot holds": sampled("stop_ids has 17 tokens, a slot holds 16", stop_ids=tuple(range(17))),
-    "a bias of NaN": sampled("bias is nan", bias={1: float("nan")}),
-    "a bias of infinity": sampled("bias is inf", VerifiedTokens, bias={1: float("inf")}),
-    "a bias past float32": sampled("bias is -1e+39", bias={1: -1e39}),
-    "a bias that is text": sampled("bias is 'x'", bias={1: "x"}),
-    "a bias of no token": sampled("the token at position 0 is 37", bias={37: 1.0}),
-    "a stop id past the vocabulary": sampled("'stop_ids': the token at position 1 is 37", stop_ids=(36, 37)),
-    "an allowed id past the vocabulary": sampled("'allowed_ids': the token", Distributions, allowed_ids=(37,)),
-    "a mask of another length": sampled("allowed is bool [36], expected bool [37]", allowed=np.ones(36, np.bool_)),
-    "a seen token past the vocabulary": sampled("'seen': the token", seen=np.array([99]), repetition_penalty=2.0),
-    "more generated than there is": sampled("generated has 12 tokens before position 11", generated=np.ones(12, int)),
+    "more stop ids than a slot holds": sampled("expected a tuple of at most 16 tokens", stop_ids=tuple(range(17))),
+    "a bias of NaN": sampled("the bias of 1 is nan", bias={1: float("nan")}),
+    "a bias of infinity": sampled("the bias of 1 is inf", VerifiedTokens, bias={1: float("inf")}),
+    "a bias past float32": sampled("the bias of 1 is -1e+39", bias={1: -1e39}),
+    "a bias that is text": sampled("the bias of 1 is 'x'", bias={1: "x"}),
+    "a bias of no token": sampled("bias has the token 37, ids go from 0 to 36", bias={37: 1.0}),
+    "a stop id past the vocabulary": sampled("'a: stop_ids': the token at position 1 is 37", stop_ids=(36, 37)),
+    "an allowed id past the vocabulary": sampled("'a: allowed_ids': the token", Distributions, allowed_ids=(37,)),
+    "a mask of another length": sampled("expected bool [37]", allowed=np.ones(36, np.bool_)),
+    "a seen token past the vocabulary": sampled("'a: seen': the token", seen=np.array([99]), repetition_penalty=2.0),
+    "more generated than there is": sampled(
+        f"generated has {CAPACITY + 1} tokens, the capacity is", generated=np.ones(CAPACITY + 1, int)
+    ),
+    "a mask that is a list": sampled("expected bool [37]", allowed=[True] * 37),
+    "biases that are a list": sampled("expected a dict of at most 512 tokens", bias=[1.0]),
+    "a stop id alone": sampled("stop_ids is 5, expected a tuple", stop_ids=5),
+    "a negative temperature": sampled("temperature is -0.5, expected a number from 0", temperature=-0.5),
+    "a top_p of 7": sampled("top_p is 7, expected a number from 0 to 1", top_p=7),
+    "a repetition penalty of 0": sampled("repetition_penalty is 0.0", repetition_penalty=0.0),
     "a seed past 32 bits": sampled(f"seed is {2**32}", seed=2**32),
     "a negative seed": sampled("seed is -1", seed=-1),
     "a position past 31 bits": sampled(f"min_position is {2**31}", min_position=2**31),
@@ -256,6 +264,15 @@ def test_a_refused_call_says_why_and_changes_nothing(name: str, runner: ModelRun
     after = runner.decode_batch([("b", 8, 2), ("a", 8, 10)])
     np.testing.assert_allclose(after[1], oracle([*HELD, 8])[-1], atol=1e-4)
     np.testing.assert_allclose(after[0], oracle([7, 7, 8])[-1], atol=1e-4)
+
+
+def test_settings_are_checked_again_where_a_truncation_leaves_no_token_to_choose(runner: ModelRunner):
+    settings = SlotSettings(allowed_ids=(5, 6), bias={5: -np.inf}, stop_ids=(6,), min_position=3)
+    row = ScheduledRow("a", np.array([1, 2, 3], np.int32), 0, SampledToken(settings))
+    runner.execute([row]).result()
+    runner.truncate_kv("a", 1)
+    with pytest.raises(RequestValidationError, match="no token may be chosen at position 2"):
+        runner.execute([ScheduledRow("a", np.array([2], np.int32), 1, SampledToken(settings))])
 
 
 def test_a_stop_id_may_be_chosen_from_its_position_on(runner: ModelRunner):

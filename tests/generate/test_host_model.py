@@ -52,7 +52,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str, Any, str]] = {
     "scores that are None": (scored, "score_batch", [None], "score_batch returned None"),
     "scores of another length": (scored, "score_batch", [scores([-1.0])], r"shape \[1\], expected \[2\]"),
     "scores that are NaN": (scored, "score_batch", [scores([-1.0, np.nan])], "NaN"),
-    "scored ids past the vocabulary": (scored, "score_batch", [scores(greedy_ids=[1, 23])], "greedy ids"),
+    "scored ids past the vocabulary": (scored, "score_batch", [scores(greedy_ids=[1, 23])], "greedy id"),
 }
 
 
