@@ -227,6 +227,7 @@ def test_steps_of_other_compiler_options_are_not_loaded(tmp_path: Path):
     assert counts == [(num, 0), (num, 0), (0, num)]
 
 
+@pytest.mark.slow
 def test_parameters_at_hand_are_served_with_the_options_too(monkeypatch: pytest.MonkeyPatch):
     """So is what is compiled only to learn how much memory it takes, where the pool is most of what is free."""
     seen: list[dict[str, bool] | None] = []

@@ -29,7 +29,7 @@ SMALL = replace(ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,), block_t
     [
         ("qwen3", "bfloat16"),
         ("qwen3", "float16"),
-        ("mixtral", "bfloat16"),
+        pytest.param("mixtral", "bfloat16", marks=pytest.mark.slow),
         pytest.param("mixtral", "float16", marks=pytest.mark.slow),
     ],
 )

@@ -347,6 +347,7 @@ def test_prepare_takes_the_slot_and_leaves_no_other_trace(runner: ModelRunner, o
     runner.prepare_kv_capacity("a", CAPACITY)
 
 
+@pytest.mark.slow
 def test_prepare_compiles_all_that_decoding_with_an_adapter_and_drafts_needs(
     params: ParamTree, adapter_folders: dict[str, str], compiles: list[str]
 ):

@@ -87,7 +87,7 @@ def test_the_loop_goes_on_while_a_prompt_is_tokenised_and_requests_keep_their_or
 
 
 @pytest.mark.parametrize("how", ["aborted", "cancelled"])
-def test_a_request_may_end_while_its_prompt_is_tokenised(how: str):
+def test_a_request_may_end_while_its_prompt_is_tokenised(how: str, monkeypatch: pytest.MonkeyPatch):
     llm, model = made()
     begun, gate = slow_tokenising(llm)
 
@@ -98,6 +98,8 @@ def test_a_request_may_end_while_its_prompt_is_tokenised(how: str):
     async def main() -> None:
         task = asyncio.create_task(take())
         await asyncio.sleep(0.01)
+        decode = model.decode
+        monkeypatch.setattr(model, "decode", lambda *row: (_slowly(), decode(*row))[1])
         if how == "cancelled":
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -9,11 +9,13 @@ from ferrum_jax import LLM, SamplingParams, Speculation
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import make_runner
 from tests.generate.conftest import ENGINE
+from tests.tiers import by_default
 
+MORE: list[dict[str, int]] = [{}, {"multi_step_tokens": 3}, {"spec_tokens": 3}]
 PROMPT, PARAMS = [3, 1, 4, 3, 1], SamplingParams(max_tokens=14)
 
 
-@pytest.mark.parametrize("more", [{}, {"multi_step_tokens": 3}, {"spec_tokens": 3}])
+@pytest.mark.parametrize("more", by_default(MORE, MORE[1]))
 def test_nothing_is_compiled_after_a_prompt_is_prepared(
     more: dict[str, Any], repeating_params: ParamTree, compiles: list[str]
 ):

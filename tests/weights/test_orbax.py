@@ -166,6 +166,7 @@ def test_one_flipped_bit_is_found_wherever_it_is(checkpoint: Path):
     ferrum_jax.load_params(checkpoint)
 
 
+@pytest.mark.slow
 def test_damage_is_found_without_assertions_too(checkpoint: Path):
     (path,) = data_files(checkpoint)[:1]
     path.write_bytes(path.read_bytes() + b"x")
