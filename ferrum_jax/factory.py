@@ -235,7 +235,7 @@ def _check_attention(attention: ExecutorAttentionConfig, cfg: ModelConfig) -> No
 
 
 def _compiler_options(config: ExecutorConfig, device: JaxDevice) -> CompilerOptions:
-    """Returns what XLA is asked for, None where all is as it would have it."""
+    """Returns the options of XLA that differ from its own choice; None if there are none."""
     wanted, options = config.optimization_config, dict[str, Any]()
     level, flags = wanted.optimization_level, wanted.custom_flags
     if not is_integer(level) or not 0 <= level <= 3:

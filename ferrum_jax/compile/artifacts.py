@@ -72,7 +72,7 @@ class Artifacts:
 
         Args:
             root: folder of all programs.
-            facts: what this one's steps depend on, beside JAX's settings and the next.
+            facts: what this one's steps depend on, apart from JAX's settings and `options`.
             options: of the compiler, with which every step is compiled.
         """
         self.root = root
@@ -221,7 +221,7 @@ def build(
 def compile_and_save(
     name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None, options: CompilerOptions = None
 ) -> tuple[jax.stages.Compiled, Artifact | None]:
-    """Compiles a call and keeps it, in artifacts of these options; returns it, and as it lies on disk."""
+    """Compiles a call and saves it in `artifacts`, which have the same options; returns both forms."""
     hits = _HITS.count()
     executable = lower().compile(compiler_options=dict[str, Any](options) if options else None)
     # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.

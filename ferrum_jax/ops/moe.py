@@ -174,9 +174,9 @@ def _tile(chosen: jax.Array, num_experts: int, largest: int, at_once: int) -> _T
 
 
 def _argsort_on_cpu(experts: jax.Array) -> jax.Array:
-    """As a stable argsort, in less time: XLA's CPU has a call of its own for `top_k` of fewer than all.
+    """Stable argsort by XLA's `top_k`, since a program with its sort does not serialise once it has run.
 
-    A program with its sort could not be serialised once it has run ("`LessThan` is not serializable").
+    The CPU backend has a `top_k` of its own only for fewer elements than there are: one more is added, never chosen.
     """
     scores = jnp.pad(-experts.astype(jnp.float32), (0, 1), constant_values=-jnp.inf)
     return lax.top_k(scores, len(experts))[1]  # of equal scores the first comes first

@@ -124,7 +124,7 @@ class OrbaxSource:
         self.config = read_config(self.path)
         self.formats = read_formats(self.path)
         self._specs = quantised_specs(family(self.config).param_specs(self.config), self.formats)
-        self._is_whole = False  # as far as `_check_files` has found
+        self._is_whole = False  # True once `_check_files` has passed
 
     def restore(self, dtype: str, device: JaxDevice) -> ParamTree:
         """Reads all parameters onto `device`, those that are not quantised cast to `dtype`.
