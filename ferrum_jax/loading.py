@@ -23,8 +23,9 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
-from ferrum_jax.models.layout import CHECKPOINT, layout_specs
-from ferrum_jax.models.quantisation import Formats, choose_formats, quantised_specs
+from ferrum_jax.models.backends import choose_attention
+from ferrum_jax.models.layout import CHECKPOINT, joinable, layout_specs
+from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_bytes
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
@@ -87,12 +88,13 @@ def load(
             if False. Loading one runs code, so a folder that somebody else may write is not used.
         strict: after `warmup`, a step that would have to be compiled is an error.
         progress: show bars on standard error while working.
-        attention: its backend: `xla`, `triton`, `cudnn` or `tpu`; the platform's own if None.
+        attention: its backend: `xla`, `cpu`, `triton`, `cudnn` or `tpu`; the platform's own if None.
         layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
             `checkpoint` if None.
         quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in
-            the bits, groups and scales that the checkpoint has it in; `none`, as None, dequantises those of folders and
-            GGUF files. Activations stay in `dtype`.
+            the bits, groups and scales that the checkpoint has it in; `auto`: so where that is possible; `none`
+            dequantises those of folders and GGUF files. `auto` if None and the kernels for CPUs serve the model, which
+            then takes half to a seventh of the memory and of the time, else `none`. Activations stay in `dtype`.
 
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
@@ -122,12 +124,13 @@ def load(
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
     settings = settings.over(EngineConfig(dtype=default_dtype(target), layout=CHECKPOINT))
+    settings = settings.over(EngineConfig(quantize=_default_quantize(settings, source.config, target)))
     free = free_bytes(target)
     ahead, root = plan_ahead(settings, source, target, free), artifacts_folder(settings)
     early = None if root is None else _open_artifacts(root, source, ahead, target, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
-    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype or default_dtype(target))
+    taken = _num_bytes(source, settings, target)
     memory = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # on a CPU its zeros take seconds, too
         if target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken:
@@ -173,8 +176,9 @@ def _open_artifacts(
 ) -> Artifacts:
     """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
     placed = jax.sharding.SingleDeviceSharding(device)
-    laid = layout_specs(param_specs(source, settings.quantize), source.config, settings.layout or CHECKPOINT)
-    shapes = specs.shapes(laid, settings.dtype or default_dtype(device))
+    dtype, layout = settings.dtype or default_dtype(device), settings.layout or CHECKPOINT
+    laid = layout_specs(param_specs(source, settings.quantize, dtype, layout), source.config, layout)
+    shapes = specs.shapes(laid, dtype)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
     facts = describe_program(source.config, params, plan.cache, plan.loras, device)
     return Artifacts(root, facts, settings.compiler_options)
@@ -251,25 +255,46 @@ def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice, fr
         FerrumError: as `plan_engine`.
     """
     check_compiler_options(settings.compiler_options, device)
-    taken = num_bytes(param_specs(source, settings.quantize), settings.dtype or default_dtype(device))
+    taken = _num_bytes(source, settings, device)
     left = max(0, (free_bytes(device) if free is None else free) - taken)
     return plan_engine(settings, source.config, platform=device.platform, free_bytes=left)
 
 
-def param_specs(source: Checkpoint, quantize: str | None) -> ParamTree:
+def param_specs(
+    source: Checkpoint, quantize: str | None, dtype: str | None = None, layout: str = CHECKPOINT
+) -> ParamTree:
     """Describes the parameters as they will be: quantised where the checkpoint has them so, or where `quantize` asks.
 
     Raises:
         ConfigError: the checkpoint is quantised in another way already.
     """
     plain = family(source.config).param_specs(source.config)
-    return quantised_specs(plain, _formats(source, quantize) or source.formats)
+    return quantised_specs(plain, _formats(source, quantize, dtype, layout) or source.formats)
 
 
-def _formats(source: Checkpoint, quantize: str | None) -> Formats:
+def _num_bytes(source: Checkpoint, settings: EngineConfig, device: JaxDevice) -> int:
+    dtype, layout = settings.dtype or default_dtype(device), settings.layout or CHECKPOINT
+    return num_bytes(param_specs(source, settings.quantize, dtype, layout), dtype)
+
+
+def _default_quantize(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> str | None:
+    """`auto` where the kernels for CPUs serve a model, whose products then read what the checkpoint has."""
+    if device.platform != "cpu":
+        return None
+    dtype = settings.dtype or default_dtype(device)
+    sizes = {"kv_dtype": settings.kv_dtype or dtype, "block_size": settings.block_size or 1, "layout": settings.layout}
+    chosen = choose_attention(settings.attention, cfg, platform="cpu", dtype=dtype, **sizes)
+    return "auto" if chosen == "cpu" else None
+
+
+def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout: str) -> Formats:
     """Says what remains to be quantised, or to be kept as it is."""
-    if quantize == "keep":
-        return {} if isinstance(source, orbax.OrbaxSource) else source.native_formats()
+    if quantize in ("keep", "auto"):
+        if isinstance(source, orbax.OrbaxSource):
+            return {}
+        found = _narrow_formats(source) if dtype == "float32" else {}
+        found |= source.native_formats(skip=quantize == "auto")
+        return joinable(found, source.config, layout) if quantize == "auto" else found
     asked = {} if quantize in (None, "none") else choose_formats(source.config, quantize)
     if asked and source.formats and asked != source.formats:
         kinds = ", ".join(sorted({form.dtype for form in source.formats.values()}))
@@ -280,11 +305,21 @@ def _formats(source: Checkpoint, quantize: str | None) -> Formats:
     return {} if source.formats else asked
 
 
+def _narrow_formats(source: SafetensorsSource | GgufSource) -> dict[str, Format]:
+    """Matrices that the checkpoint has in 16 bits; routers, and products that a step would widen, are left out."""
+    stored, plain = source.stored_dtypes(), specs.named_leaves(family(source.config).param_specs(source.config))
+    matrices = {
+        name for name, spec in plain.items()
+        if len(spec.shape) - ("expert" in spec.axes) >= 2 and "router" not in spec.axes and ".kv_b_proj." not in name
+    }  # fmt: skip
+    return {name: Format(stored[name]) for name in matrices & stored.keys()}
+
+
 def _read(source: Checkpoint, asked: EngineConfig, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
     dtype, layout = asked.dtype or default_dtype(device), asked.layout or CHECKPOINT
-    formats = _formats(source, asked.quantize)
+    formats = _formats(source, asked.quantize, dtype, layout)
     read_native = None
-    if asked.quantize == "keep" and not isinstance(source, orbax.OrbaxSource):
+    if asked.quantize in ("keep", "auto") and not isinstance(source, orbax.OrbaxSource):
         read_native = source.read_native
     try:
         if not isinstance(source, orbax.OrbaxSource) or formats:
@@ -304,7 +339,7 @@ def _read(source: Checkpoint, asked: EngineConfig, device: JaxDevice, progress: 
         else:
             params = lay_out_on_host(source.restore(dtype, find_device("cpu")), source.config, layout, device)
     except jax.errors.JaxRuntimeError as problem:
-        needed = num_bytes(param_specs(source, asked.quantize), dtype)
+        needed = _num_bytes(source, asked, device)
         raise ResourceExhaustedError(
             f"{source.path}: {needed:,} bytes of parameters in {dtype} cannot be put on {device}: {problem}"
         ) from problem

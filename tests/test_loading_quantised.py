@@ -283,7 +283,7 @@ def test_the_setting_comes_from_an_argument_the_engine_or_the_environment(
     with pytest.raises(ConfigError, match="quantize is 'int8' as an argument and 'none' in `engine`"):
         kept(quantize="int8", engine=replace(ENGINE, quantize="none"))
     for wrong in ("int4", "INT8", 8, ["int8"]):
-        with pytest.raises(ConfigError, match=r"quantize is .*, expected int8, float8_e4m3fn, keep or none"):
+        with pytest.raises(ConfigError, match=r"quantize is .*, expected auto, int8, float8_e4m3fn, keep or none"):
             kept(quantize=wrong)
-        with pytest.raises(ConfigError, match=r"quantize is .*, expected int8, float8_e4m3fn, keep or none"):
+        with pytest.raises(ConfigError, match=r"quantize is .*, expected auto, int8, float8_e4m3fn, keep or none"):
             ferrum_jax.load_params(folder, quantize=wrong)  # pyright: ignore[reportArgumentType]

@@ -20,6 +20,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.ops import native
 from ferrum_jax.sharding.devices import JaxDevice
 
 Facts = dict[str, Any]  # what JSON can hold
@@ -57,6 +58,8 @@ def describe_code() -> Facts:
     return {
         "ferrum_jax": importlib.import_module("ferrum_jax").__version__,
         "source": digest_source(PACKAGE),
+        "kernels": native.digest(),
+        "instruction_set": native.instruction_set(),
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,

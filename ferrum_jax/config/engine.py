@@ -11,13 +11,13 @@ from ferrum_jax.config.checks import LARGEST_COUNT, check_flag, check_integer, c
 from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
-ATTENTIONS = ("xla", "triton", "cudnn", "tpu")
+ATTENTIONS = ("xla", "cpu", "triton", "cudnn", "tpu")
 DTYPES = ("float32", "float16", "bfloat16")
 _DTYPE_OF = {
     **dict.fromkeys(("fp32", "f32"), "float32"), **dict.fromkeys(("fp16", "f16", "half"), "float16"), "bf16": "bfloat16"
 }  # fmt: skip
 CompilerOptions = Mapping[str, str | int | float | bool] | tuple[tuple[str, str | int | float | bool], ...] | None
-QUANTISED = ("int8", "float8_e4m3fn", "keep", "none")
+QUANTISED = ("auto", "int8", "float8_e4m3fn", "keep", "none")
 _COUNTS = {  # from, to
     **dict.fromkeys(
         ("kv_capacity", "block_size", "kv_blocks", "max_step_tokens", "block_tokens", "verify_tokens"),
@@ -39,8 +39,8 @@ class EngineConfig:
 
     dtype: str | None = None  # of weights and activations; also by a short name, such as bf16
     kv_dtype: str | None = None
-    attention: str | None = None  # which backend computes it: xla, triton, cudnn or tpu
-    quantize: str | None = None  # weights of products; "keep": as the checkpoint has them, "none": dequantised
+    attention: str | None = None  # which backend computes it: xla, cpu, triton, cudnn or tpu
+    quantize: str | None = None  # weights of products, as `load` says; on CPUs with kernels "auto" if None
     max_seqs: int | None = None  # live sequences
     kv_capacity: int | None = None  # positions one sequence can reach
     block_size: int | None = None  # positions

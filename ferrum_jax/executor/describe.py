@@ -12,7 +12,9 @@ from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, Model
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
 from ferrum_jax.kvcache.sequences import SequenceTable
+from ferrum_jax.models.layout import layout_of
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import UINT4, activation_dtype, is_packed, is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
 
@@ -60,6 +62,29 @@ def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree,
         dtype=_DTYPES[sizes.most_common(1)[0][0]],
         device=contract_device(device),
     )
+
+
+def serving(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> dict[str, Any]:
+    """Says which code computes a model's steps, in what dtypes, and how many bytes weights and KV take."""
+    weights: Counter[str] = Counter()
+    for leaf in jax.tree.leaves(params):
+        weights[leaf.dtype.name] += leaf.nbytes
+    missing = native.library()
+    return {
+        "model": name,
+        "model_type": cfg.model_type,
+        "device": str(device),
+        "dtype": activation_dtype(params).name,
+        "kv_dtype": plan.cache.dtype,
+        "layout": layout_of(params),
+        "attention": plan.cache.attention,
+        "kernels": native.instruction_set() if plan.cache.attention == "cpu" else None,
+        "no_kernels_because": missing if isinstance(missing, str) and device.platform == "cpu" else None,
+        "weight_bytes": dict(weights),
+        "kv_bytes": plan.cache.num_bytes,
+        "max_seqs": plan.max_seqs,
+        "kv_capacity": plan.kv_capacity,
+    }
 
 
 def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ExecutorCapabilities:

@@ -459,6 +459,11 @@ class ModelRunner(DecoderOnlyLLM):
         with self._life.lock, self._life:
             return describe.model_info(self.name, self.model_config, self.plan, self.params, self.device)
 
+    def describe(self) -> dict[str, Any]:
+        """Which code computes the steps (`attention`, `kernels`), in what dtypes, and what weights and KV take."""
+        with self._life.lock, self._life:
+            return describe.serving(self.name, self.model_config, self.plan, self.params, self.device)
+
     def capabilities(self) -> ExecutorCapabilities:
         """What was built for this model on this device."""
         with self._life.lock, self._life:

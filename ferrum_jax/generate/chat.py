@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -69,6 +70,9 @@ def render_chat(
     return answer["text"]
 
 
+_OUT_OF_TIME = (1,) if sys.platform == "win32" else (-signal.SIGALRM,)  # statuses of chat_sandbox.py's alarm
+
+
 class _Renderer:
     """The process that renders, begun with the first template and again after one that ended it."""
 
@@ -99,8 +103,9 @@ class _Renderer:
             if line:
                 return json.loads(line)
             status = self._stop()
-            by_time = f"takes more than {SECONDS:g} seconds"
-            return {"error": by_time if status == 1 else f"ended the process that renders it with status {status}"}
+            if status in _OUT_OF_TIME:
+                return {"error": f"takes more than {SECONDS:g} seconds"}
+            return {"error": f"ended the process that renders it with status {status}"}
 
     def _start(self) -> None:
         self._process = subprocess.Popen(

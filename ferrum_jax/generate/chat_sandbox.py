@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import json
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -97,6 +98,9 @@ def _dump_json(
 
 def main() -> None:
     """Renders until standard input ends."""
+    if sys.platform != "win32":  # the parent may have ignored or blocked it
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     while True:
         try:
             source, variables, seconds, most_bytes, most_characters = pickle.load(sys.stdin.buffer)
@@ -106,10 +110,20 @@ def main() -> None:
             _, most = resource.getrlimit(resource.RLIMIT_AS)
             limit = most_bytes if most == resource.RLIM_INFINITY else min(most_bytes, most)
             resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-        faulthandler.dump_traceback_later(seconds, exit=True)  # from a thread that nothing a template does can hold up
+        set_alarm(seconds)
         answer = render(source, variables, most_characters)
-        faulthandler.cancel_dump_traceback_later()
+        set_alarm(0)
         print(json.dumps(answer), flush=True)
+
+
+def set_alarm(seconds: float) -> None:
+    """Ends the process after some time, whatever it does then; never if the time is 0."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel's: SIGALRM, which nothing here catches
+    elif seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

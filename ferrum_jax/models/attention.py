@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.projections import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
-from ferrum_jax.ops.attention import attend, attention_weights
+from ferrum_jax.ops.attention import attend, attention_weights, write
 from ferrum_jax.ops.batch import Batch
 from ferrum_jax.ops.rope import rotate
 
@@ -91,7 +90,7 @@ def self_attention(
     if cfg.qk_norm:
         q, k = normed(q, "q_norm"), normed(k, "k_norm")
     q, k = rotate(q, *context.rope), rotate(k, *context.rope)
-    kv = state.write(kv, context.layer, *context.slot_mapping, k, v)
+    kv = write(kv, context.layer, *context.slot_mapping, k, v, backend=context.backend)
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
     mixed, weights = attend_rows(q, kv, context, scale, cfg.attn_logit_softcapping, block.get("sinks"))
     return project(mixed, block, lora, "o_proj"), kv, weights

@@ -9,6 +9,7 @@ from ferrum_jax.config import ATTENTIONS, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.kvcache.state import CacheSpec, Layout
 from ferrum_jax.models.layout import SCANNED
+from ferrum_jax.ops import native
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 WIDEST_HEAD = 256
@@ -61,27 +62,34 @@ def choose_attention(
         ConfigError: the backend runs on other platforms, or there is none of this name.
         UnsupportedError: it cannot serve these dtypes or sizes.
     """
-    one_window = layout != SCANNED or len(set(cfg.layer_windows)) == 1
     if asked is None:
-        own = {"gpu": "triton", "tpu": "tpu"}.get(platform, "xla")
+        own = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}.get(platform, "xla")
+        one_window = _takes_window(own, cfg, layout)
         return own if one_window and _obstacle(own, cfg, dtype, kv_dtype, block_size) is None else "xla"
     if asked not in ATTENTIONS:
         raise ConfigError(f"attention is {safe_repr(asked)}, expected {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}")
-    where = {"xla": PLATFORMS, "triton": ("gpu",), "cudnn": ("gpu",), "tpu": ("tpu",)}[asked]
+    where = {"xla": PLATFORMS, "cpu": ("cpu",), "triton": ("gpu",), "cudnn": ("gpu",), "tpu": ("tpu",)}[asked]
     if platform not in where:
         raise ConfigError(f"attention {asked!r} runs on {' and '.join(where)}, this device is a {platform}")
     obstacle = _obstacle(asked, cfg, dtype, kv_dtype, block_size)
-    if asked != "xla" and not one_window:
+    if not _takes_window(asked, cfg, layout):
         obstacle = "the layers have different windows, which one loop over them (layout 'scanned') cannot tell it"
     if obstacle is not None:
         raise UnsupportedError(f"attention {asked!r}: {obstacle}; attention 'xla' serves every model")
     return asked
 
 
+def _takes_window(attention: str, cfg: ModelConfig, layout: str | None) -> bool:
+    """Whether a backend can be told each layer's window: in one loop over the layers it is not known when traced."""
+    return attention in ("xla", "cpu") or layout != SCANNED or len(set(cfg.layer_windows)) == 1
+
+
 def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block_size: int) -> str | None:
     """Returns why a backend cannot serve a model; None if it can."""
     if attention == "xla":
         return None
+    if attention == "cpu":
+        return _obstacle_of_kernels(cfg, dtype)
     if cfg.attention_sinks:
         return "the model has attention sinks, it has none"
     if cfg.latent is not None:
@@ -108,3 +116,12 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
     if block_size % 16:
         return f"block_size is {block_size}, supported are multiples of 16"
     return None
+
+
+def _obstacle_of_kernels(cfg: ModelConfig, dtype: str) -> str | None:
+    if isinstance(missing := native.library(), str):
+        return f"there are no kernels: {missing}"
+    if dtype != "float32":
+        return f"dtype is {dtype}, its arithmetic is float32"
+    width = cfg.head_dim if cfg.latent is None else cfg.latent.cached_dim
+    return f"a head has {width} numbers, supported are up to {native.MOST_WIDTH}" if width > native.MOST_WIDTH else None

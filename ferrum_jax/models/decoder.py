@@ -20,6 +20,7 @@ from ferrum_jax.models.projections import Lora
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.sliding_window import split_tables, window_tables
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
+from ferrum_jax.ops import native
 from ferrum_jax.ops.batch import Batch, adapter_of_token, positions, slot_mapping
 from ferrum_jax.ops.linear import uses, vocabulary_logits
 from ferrum_jax.ops.norm import rms_norm
@@ -175,8 +176,9 @@ class Family:
         step = _Step(self, cfg, context, window_context, ropes, rope_of_layer, adapted, steering, spec)
         layers = params["model"]["layers"]
         hidden = {0: x} if 0 in spec.hidden else {}
-        x, kv, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
-        logits = self.head(params, x[batch.logit_rows], cfg)
+        with native.kernels(attention == "cpu"):
+            x, kv, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
+            logits = self.head(params, x[batch.logit_rows], cfg)
         return logits, kv, replace(captured, hidden=hidden | captured.hidden)
 
 

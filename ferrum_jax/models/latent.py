@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import LatentConfig, ModelConfig
-from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.attention import LayerContext, LayerOutput, Norm, attend_rows
 from ferrum_jax.models.projections import Lora, linear_specs, project
 from ferrum_jax.models.specs import ParamTree, norm_specs
+from ferrum_jax.ops.attention import write
 from ferrum_jax.ops.linear import linear, precision
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight
 from ferrum_jax.ops.rope import rotate
@@ -61,7 +61,8 @@ def latent_attention(
     down = linear(x, block["kv_a_proj_with_mqa"]["weight"], block["kv_a_proj_with_mqa"].get("bias"))
     cached = norm(down[:, :rank], block["kv_a_layernorm"]["weight"], EPSILON)
     key = _rotate(down[:, None, rank:], latent, context)
-    kv = state.write(kv, context.layer, *context.slot_mapping, jnp.concatenate([cached[:, None], key], axis=-1))
+    new = jnp.concatenate([cached[:, None], key], axis=-1)
+    kv = write(kv, context.layer, *context.slot_mapping, new, backend=context.backend)
     weight = block["kv_b_proj"]["weight"]
     if isinstance(weight, QuantisedWeight):
         weight = dequantise_weight(weight, x.dtype)

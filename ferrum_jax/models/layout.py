@@ -8,7 +8,7 @@ The forward takes any of them, by the structure of the tree. Conversions are pur
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -82,6 +82,16 @@ def _fused(layer: ParamTree) -> ParamTree:
             taken = [made[block].pop(part) for part in parts]
             made[block][name] = {leaf: Recipe((tuple(one[leaf].layers[0][0] for one in taken),)) for leaf in taken[0]}
     return made
+
+
+def joinable(formats: Mapping[str, Any], cfg: ModelConfig, layout: str) -> dict[str, Any]:
+    """Leaves out the formats of weights that a layout joins or stacks with others of another format."""
+    found = dict(formats)
+    for recipe in jax.tree.leaves(recipes(cfg, layout), is_leaf=lambda leaf: isinstance(leaf, Recipe)):
+        names = [name for part in recipe.layers for name in part]
+        if len({found.get(name) for name in names}) > 1:
+            found = {name: form for name, form in found.items() if name not in names}
+    return found
 
 
 def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:

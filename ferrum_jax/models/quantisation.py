@@ -15,6 +15,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.quantised import (
     LARGEST,
+    NARROW,
     UINT4,
     QuantisedWeight,
     activation_dtype,
@@ -29,13 +30,13 @@ from ferrum_jax.ops.quantised import (
 class Format:
     """How one weight is stored."""
 
-    dtype: str  # of the values; "uint4" packs two into a byte
+    dtype: str  # of the values; "uint4" packs two into a byte, and those of 16 bits have no scales
     groups: int = 1  # scales of an output channel
     scales: str = "float32"  # their dtype
     offsets: str | None = None  # their dtype; None where there are none
 
     def __post_init__(self):
-        known = (*LARGEST, UINT4)
+        known = (*LARGEST, UINT4, *NARROW)
         if self.dtype not in known:
             raise InvalidParameterError(f"weights are kept in {' or '.join(known)}, not {self.dtype!r}")
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
@@ -82,6 +83,8 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
         if name not in formats:
             return spec
         form = formats[name]
+        if form.dtype in NARROW:
+            return QuantisedWeight(values=replace(spec, dtype=form.dtype))
         last = spec.axes[-1] if form.groups > 1 else "group"
         scales = ParamSpec((*spec.shape[:-1], form.groups), (*spec.axes[:-1], last), "ones", dtype=form.scales)
         values = replace(spec, dtype=form.dtype)
@@ -96,16 +99,15 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
 def formats_of(params: ParamTree) -> dict[str, Format]:
     """Returns the formats of the quantised weights of a tree, by name; leaves may be shapes."""
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
-    return {
-        specs.name_of(path): Format(
-            dtype=UINT4 if is_packed(leaf) else leaf.values.dtype.name,
-            groups=leaf.scales.shape[-1],
-            scales=leaf.scales.dtype.name,
-            offsets=None if leaf.offsets is None else leaf.offsets.dtype.name,
-        )
-        for path, leaf in paths
-        if is_quantised(leaf)
-    }
+    return {specs.name_of(path): _format_of(leaf) for path, leaf in paths if is_quantised(leaf)}
+
+
+def _format_of(leaf: QuantisedWeight[Any]) -> Format:
+    dtype = UINT4 if is_packed(leaf) else leaf.values.dtype.name
+    if leaf.scales is None:
+        return Format(dtype)
+    offsets = None if leaf.offsets is None else leaf.offsets.dtype.name
+    return Format(dtype, leaf.scales.shape[-1], leaf.scales.dtype.name, offsets)
 
 
 def quantise(

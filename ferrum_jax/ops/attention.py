@@ -3,6 +3,7 @@
 | backend | module | runs on | dtypes |
 |---|---|---|---|
 | `xla` | attention_xla | everything; gradients | all |
+| `cpu` | attention_cpu | CPUs with kernels (ops/native), which products of few tokens then use, too | float32 |
 | `triton` | attention_triton | NVIDIA GPUs; interpreted on CPU | all |
 | `cudnn` | attention_cudnn | NVIDIA GPUs: prompt chunks; rows of one token as `triton` | bfloat16, float16 |
 | `tpu` | attention_tpu | TPUs | bfloat16 |
@@ -18,6 +19,7 @@ from ferrum_jax.config import ATTENTIONS
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
 from ferrum_jax.ops.attention_xla import attend_xla
 from ferrum_jax.ops.batch import Rows, is_real, positions
 from ferrum_jax.ops.linear import precision
@@ -51,6 +53,8 @@ def attend(
     """
     if backend == "xla":
         return attend_xla(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if backend == "cpu":
+        return attend_cpu(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if sinks is not None:
         raise UnsupportedError(f"attention {backend!r} has no sinks, 'xla' has")
     if softcap is not None:
@@ -70,6 +74,20 @@ def attend(
 
         return attend_tpu(q, kv, layer, rows, scale=scale, window=window)
     raise UnsupportedError(f"attention {backend!r}: supported are {', '.join(ATTENTIONS)}")
+
+
+def write(
+    kv: KvState[jax.Array],
+    layer: int | Int[Array, ""],
+    block_ids: Int[Array, " X"],
+    offsets: Int[Array, " X"],
+    k: Float[Array, "X K H"],
+    v: Float[Array, "X K H"] | None = None,
+    *,
+    backend: str = "xla",
+) -> KvState[jax.Array]:
+    """Writes one layer's keys and values of each token, as `state.write` says."""
+    return (write_cpu if backend == "cpu" else state.write)(kv, layer, block_ids, offsets, k, v)
 
 
 def attention_weights(

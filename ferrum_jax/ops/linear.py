@@ -5,13 +5,14 @@ a delta is two dense products with a mask between them. No weights are gathered,
 are used.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, halves, is_packed, scaled
 
 FEW_TOKENS = 64  # from 2 up to here XLA's CPU products are faster with the weight as left operand
@@ -21,16 +22,29 @@ BLOCK = 1 << 20  # numbers of a quantised weight that a CPU widens at a time, so
 PACKED_BLOCK = 1 << 17  # the same for two numbers a byte
 
 
+@dataclass(frozen=True)
+class ChosenWeight:
+    """The weights that some rows have chosen, each its own, out of a stack `[E, F, D]`; for kernels alone."""
+
+    stack: jax.Array | QuantisedWeight
+    ids: jax.Array  # int32 [X]
+
+
 def precision(dtype: jnp.dtype) -> lax.Precision:
     """A float32 model computes in float32: the default is TF32 on NVIDIA and bfloat16 passes on TPU."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
 def linear(
-    x: Float[Array, "X D"], weight: Float[Array, "F D"] | QuantisedWeight, bias: Float[Array, " F"] | None = None
+    x: Float[Array, "X D"],
+    weight: Float[Array, "F D"] | QuantisedWeight | ChosenWeight,
+    bias: Float[Array, " F"] | Float[Array, "X F"] | None = None,
 ) -> Float[Array, "X F"]:
     """Computes `x @ weight.T + bias` in the dtype of `x`; quantised weights as `quantised_product` says."""
-    y = _product(x, weight, x.dtype)
+    if isinstance(weight, ChosenWeight):
+        y = native.expert_product(x, weight.ids, weight.stack)
+    else:
+        y = _product(x, weight, x.dtype)
     return y if bias is None else y + bias
 
 
@@ -40,7 +54,11 @@ def vocabulary_logits(x: Float[Array, "R D"], weight: Float[Array, "V D"] | Quan
 
 
 def _product(x: jax.Array, weight: jax.Array | QuantisedWeight, out: jnp.dtype) -> jax.Array:
+    if native.multiplies(x, weight):
+        return native.product(x, weight)
     if isinstance(weight, QuantisedWeight):
+        if native.widens(x, weight):
+            return _weight_right(x, native.widen(weight, x), out)
         return quantised_product(x, weight, out)
     if not 1 <= x.shape[0] <= FEW_TOKENS:
         return _weight_right(x, weight, out)
@@ -90,7 +108,7 @@ def quantised_product(x: jax.Array, weight: QuantisedWeight, out: jnp.dtype) -> 
 
 def _rescaled(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
     wide = jnp.dtype(jnp.float32)
-    if weight.scales.shape[-1] > 1 or weight.offsets is not None or is_packed(weight):
+    if weight.scales is None or weight.scales.shape[-1] > 1 or weight.offsets is not None or is_packed(weight):
         return _weight_right(x, dequantise_weight(weight, x.dtype), wide)
     return _weight_right(x, weight.values.astype(x.dtype), wide) * weight.scales[:, 0].astype(wide)
 
@@ -100,6 +118,7 @@ def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
     Interleaving the halves first takes a CPU four times as long.
     """
+    assert weight.scales is not None
     parts = x.reshape(len(x), weight.scales.shape[-1], 2, -1)
     products = [
         _weight_right(

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ferrum_jax.ops.linear import linear
+from ferrum_jax.ops import native
+from ferrum_jax.ops.linear import ChosenWeight, linear
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
 
 Expert = Callable[[Any, jax.Array], jax.Array]  # of its own weights and tokens [rows, D], to [rows, D]
@@ -94,8 +95,32 @@ def weigh_experts(
         chosen: ids of experts, from 0 to E - 1; those of one token differ.
         shares: the weight of each of them, float32.
         stacks: a tree of the weights of all experts, `[E, ...]`; any may be quantised.
-        expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens.
+        expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens. Where there
+            are kernels it is called once with all choices, and the weights are `ChosenWeight`s, which `linear` takes.
     """
+    if all(native.multiplies(x, leaf, native.MOST_ROWS // chosen.shape[1]) for leaf in _matrices(stacks)):
+        outs = _outputs_of_kernels(expert, x, chosen.astype(jnp.int32), stacks)
+        return jnp.sum(outs * shares[..., None], axis=1)
+    with native.kernels(False):  # they would need a copy of each expert's weights
+        return _weigh_tiles(x, chosen, shares, stacks, expert)
+
+
+def _matrices(stacks: Any) -> list[Weight]:
+    return [leaf for leaf in jax.tree.leaves(stacks, is_leaf=is_quantised) if len(leaf.shape) == 3]
+
+
+def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any) -> jax.Array:
+    """Outputs of all choices, `[X, U, D]`: every choice is a row of the products."""
+    ids = chosen.ravel()
+
+    def own(leaf: Any) -> Any:
+        return ChosenWeight(leaf, ids) if len(leaf.shape) == 3 else leaf[ids]  # a bias is a row for each choice
+
+    outs = expert(jax.tree.map(own, stacks, is_leaf=is_quantised), jnp.repeat(x, chosen.shape[1], axis=0))
+    return outs.reshape(*chosen.shape, -1)
+
+
+def _weigh_tiles(x: jax.Array, chosen: jax.Array, shares: jax.Array, stacks: Any, expert: Expert) -> jax.Array:
     size = max(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(stacks, is_leaf=is_quantised))
     outs = lax.platform_dependent(
         x,
@@ -118,7 +143,7 @@ def clamped_swiglu(
     return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
 
 
-def _swiglu(own: tuple[Weight, Weight, Weight], x: jax.Array) -> jax.Array:
+def _swiglu(own: tuple[Any, Any, Any], x: jax.Array) -> jax.Array:
     gate, up, down = own
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 

@@ -1,6 +1,7 @@
 """Quantised weights: values of few bits with scales, a leaf of a parameter tree that products and look-ups accept.
 
-A number of the weight is its value times its scale, plus an offset if there are any. Symmetric, round
+A number of the weight is its value times its scale, plus an offset if there are any; values of 16 bits stand for
+themselves in a model that computes in float32. Symmetric, round
 to nearest: Jacob et al. 2018, "Quantization and Training of Neural Networks", section 2.1, with a zero point of 0; one
 scale for each output channel: Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn:
 Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3. Values of four bits are packed two to a byte, as
@@ -18,20 +19,21 @@ from ferrum_jax.contract.errors import InvalidParameterError
 
 Leaf = TypeVar("Leaf")
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest value used; -128 of int8 is not
+NARROW = ("bfloat16", "float16")  # values that stand for themselves: they have no scales
 UINT4 = "uint4"  # name of values of four bits, packed two to a uint8
 MIDDLE = 8.0  # the value of four bits that means 0 if there are no offsets
 
 
 @flax.struct.dataclass
 class QuantisedWeight(Generic[Leaf]):
-    """A matrix `[F, D]`, or a stack of them, as values, scales and, in some formats, offsets.
+    """A matrix `[F, D]`, or a stack of them, as values and, but for those of 16 bits, scales, and maybe offsets.
 
-    A pytree of two or three leaves, all of which may be mapped, sharded, stacked or sliced by their first axes. It has
+    A pytree of one to three leaves, all of which may be mapped, sharded, stacked or sliced by their first axes. It has
     no dtype: values have one, and products have their input's.
     """
 
-    values: Leaf  # int8 or float8_e4m3fn [..., F, D], or uint8 [..., F, D / 2] of two four-bit numbers each
-    scales: Leaf  # floating [..., F, G]: one for D / G adjacent columns; G is 1 for one scale a channel
+    values: Leaf  # int8, float8_e4m3fn, bfloat16 or float16 [..., F, D], or uint8 [..., F, D / 2] of two numbers each
+    scales: Leaf | None = None  # floating [..., F, G]: one for D / G adjacent columns; G is 1 for one scale a channel
     offsets: Leaf | None = None  # floating [..., F, G]
 
     @property
@@ -80,6 +82,7 @@ def pack(values: np.ndarray, groups: int) -> np.ndarray:
 
 def halves(weight: QuantisedWeight) -> list[jax.Array]:
     """Returns the low and the high halves of four-bit values, `[..., F, G, D / G / 2]` each, in float32."""
+    assert weight.scales is not None
     packed = weight.values.reshape(*weight.scales.shape, -1)
     middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
     return [half.astype(jnp.float32) - middle for half in (packed & jnp.uint8(15), packed >> jnp.uint8(4))]
@@ -87,6 +90,8 @@ def halves(weight: QuantisedWeight) -> list[jax.Array]:
 
 def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
     """Returns the weight as an array: computed in float32, rounded once to `dtype`."""
+    if weight.scales is None:
+        return weight.values.astype(jnp.float32).astype(dtype)
     if is_packed(weight):
         wide = jnp.concatenate(halves(weight), axis=-1)
     else:
@@ -96,6 +101,7 @@ def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
 
 def scaled(values: jax.Array, weight: QuantisedWeight) -> jax.Array:
     """Applies scales and offsets to values `[..., F, G, columns]`, in float32."""
+    assert weight.scales is not None
     found = values * weight.scales.astype(jnp.float32)[..., None]
     return found if weight.offsets is None else found + weight.offsets.astype(jnp.float32)[..., None]
 

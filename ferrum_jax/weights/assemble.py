@@ -16,7 +16,7 @@ from ferrum_jax.models.layout import Recipe, checkpoint_leaves, recipes
 from ferrum_jax.models.quantisation import Format, Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
-from ferrum_jax.ops.quantised import QuantisedWeight, quantise_weight
+from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
@@ -62,6 +62,8 @@ def assemble(
     def read_one(name: str, form: Format | None, dtype: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
         if form is None:
             return source.read(name).astype(jnp.dtype(dtype), copy=False)
+        if form.dtype in NARROW:
+            return QuantisedWeight(source.read(name).astype(jnp.dtype(form.dtype), copy=False))
         return quantise_tensor(source.read(name), form) if read_native is None else read_native(name)
 
     def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:

@@ -37,6 +37,7 @@ from ferrum_jax.weights.safetensors_file import (
 from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
 
 INDEX = "model.safetensors.index.json"
+_SIXTEEN_BITS = {"F16": "float16", "BF16": "bfloat16"}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -110,8 +111,17 @@ class SafetensorsSource:
             is_stack = self._scheme.packing == MXFP4
             return widen(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
 
-    def native_formats(self) -> Formats:
-        """Formats of the quantised weights in their native quantisation.
+    def stored_dtypes(self) -> dict[str, str]:
+        """Dtype of every tensor of 16 bits; of experts that are stored apart, that of their stack."""
+        found = {name: self._entries[name].dtype for name in self._shapes if name not in self._packed}
+        for name, parts in stored_apart(self._specs, found).items():
+            kinds = {found.get(part) for part in parts}
+            if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+                found[name] = kind
+        return {name: _SIXTEEN_BITS[kind] for name, kind in found.items() if kind in _SIXTEEN_BITS}
+
+    def native_formats(self, *, skip: bool = False) -> Formats:
+        """Formats of the quantised weights in their native quantisation; with `skip`, of those that have one.
 
         Raises:
             UnsupportedError: one of them has none here.
@@ -119,9 +129,16 @@ class SafetensorsSource:
         found, scheme = {}, self._scheme
         for name, weight in self._packed.items():
             assert scheme is not None
-            found[name] = native_format(f"{self.path}: {name}", weight, self._entries, scheme)
+            try:
+                found[name] = native_format(f"{self.path}: {name}", weight, self._entries, scheme)
+            except UnsupportedError:
+                if not skip:
+                    raise
         for name, parts in stored_apart(self._specs, {}).items():
             if not found.keys().isdisjoint(parts):
+                if skip:
+                    found = {own: form for own, form in found.items() if own not in parts}
+                    continue
                 raise UnsupportedError(
                     f"{name}: experts have no native format; without quantize='keep' they are dequantised"
                 )

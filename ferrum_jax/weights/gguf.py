@@ -67,8 +67,13 @@ class GgufSource:
 
         return self._take(name, make)
 
-    def native_formats(self) -> Formats:
-        """Formats of the quantised matrices in their native quantisation.
+    def stored_dtypes(self) -> dict[str, str]:
+        """Dtype of every tensor of 16 bits."""
+        names = {"F16": "float16", "BF16": "bfloat16"}
+        return {name: names[kind] for name, kind in self._kinds.items() if kind in names}
+
+    def native_formats(self, *, skip: bool = False) -> Formats:
+        """Formats of the quantised matrices in their native quantisation; with `skip`, of those that have one.
 
         Raises:
             UnsupportedError: there are quantised experts.
@@ -78,6 +83,8 @@ class GgufSource:
             if len(shape) < 2 or (form := native_format(self._kind_of(name), shape[-1])) is None:
                 continue
             if len(shape) > 2:
+                if skip:
+                    continue
                 raise UnsupportedError(
                     f"{self.path}: experts, such as {name}, have no native format; without quantize='keep' they are "
                     "dequantised"

@@ -9,6 +9,7 @@ from ferrum_jax.config import ATTENTIONS, EngineConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.executor import plan_engine
 from ferrum_jax.models.backends import choose_attention, kv_layout
+from ferrum_jax.ops import native
 from tests.executor.conftest import CFG
 
 WIDE = replace(CFG, head_dim=128, num_attention_heads=8, num_key_value_heads=4)
@@ -22,7 +23,7 @@ def choose(asked: str | None, platform: str, dtype: str = "bfloat16", cfg: Any =
 @pytest.mark.parametrize(
     ("platform", "dtype", "own"),
     [
-        ("cpu", "float32", "xla"),
+        ("cpu", "float32", "cpu" if native.instruction_set() else "xla"),
         ("cpu", "bfloat16", "xla"),
         ("gpu", "bfloat16", "triton"),
         ("gpu", "float16", "triton"),
@@ -101,7 +102,7 @@ def test_a_plan_has_the_backend_and_the_layout_it_reads():
 
 @pytest.mark.parametrize("wrong", ["flash", "", 1, True, ["xla"]])
 def test_an_unknown_backend_is_refused(wrong: Any):
-    with pytest.raises(ConfigError, match=r"attention is .* expected xla, triton, cudnn or tpu"):
+    with pytest.raises(ConfigError, match=r"attention is .* expected xla, cpu, triton, cudnn or tpu"):
         EngineConfig(attention=wrong)
 
 

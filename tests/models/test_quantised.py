@@ -58,6 +58,7 @@ def test_no_number_moves_by_more_than_half_a_step(
 ):
     weight = drawn(rows, groups * size, seed=seed) * np.float32(2.0**exponent)
     kept = quantise_weight(weight, dtype, groups)
+    assert kept.scales is not None
     steps = weight.astype(np.float64) / np.repeat(kept.scales, size, axis=-1)
     found = np.asarray(jax.jit(dequantise_weight, static_argnums=1)(kept, "float32"), np.float64)
     if dtype == "int8":

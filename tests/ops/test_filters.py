@@ -28,7 +28,9 @@ def run(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array)
 
 def kept_by(row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> NDArray[np.bool_]:
     """Which tokens the definitions keep, ties with the last one included."""
-    logits = np.asarray(row, np.float64)
+    logits = np.asarray(
+        np.asarray(row, np.float32) - np.float32(max(row)), np.float64
+    )  # ties are of float32 differences
     ranked = np.sort(logits)[::-1]
     ranked = ranked[ranked >= ranked[min(top_k or len(ranked), len(ranked)) - 1]]  # with the ties of the k-th
     weights = np.exp(ranked - ranked[0])
@@ -84,6 +86,7 @@ def test_min_p_keeps_what_is_likely_enough_beside_the_best(row: list[float], p: 
     top_p=st.floats(2**-23, 1.0, width=32),
     min_p=st.floats(0.0, 1.0, width=32, allow_subnormal=False),
 )
+@example(row=[-np.inf] * 4 + [0.0, 1.0, 2**-52], top_k=0, top_p=0.75, min_p=0.0)
 def test_the_filters_follow_each_other(row: list[float], top_k: int, top_p: float, min_p: float):
     check(row, top_k=top_k, top_p=top_p, min_p=min_p)
 

@@ -1,0 +1,130 @@
+"""Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
+
+They multiply few tokens with float32, 16-bit, int8 and 4-bit weights at the rate of the memory, and attend over the
+paged KV. All arithmetic is float32, and a row's result does not depend on the rows beside it. The library has a copy of
+them for each instruction set and chooses when it is loaded; it is built when the package is installed, if there is a
+C++ compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code serves.
+
+They have neither gradients nor batching rules: steps use them, research functions do not.
+"""
+
+import contextlib
+import contextvars
+import ctypes
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from ferrum_jax.ops.native.build import LIBRARY
+from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
+
+FEW_TOKENS = 64  # in products of more, XLA's code is as fast
+MOST_ROWS = 1024  # of one product of experts, as in handlers.cpp
+MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
+MOST_WIDTH = 640  # of a head, as in kernels.h
+SPAN = 256  # positions of a row of one token that are computed together
+TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write"
+FLOATS = "float32", "bfloat16", "float16"
+_in_use = contextvars.ContextVar("ferrum_jax kernels", default=False)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """Loads the library and registers its targets, once; or says why there is none."""
+    if not LIBRARY.exists():
+        return "they were not built when the package was installed, which takes a C++ compiler"
+    try:
+        return register(LIBRARY)
+    except (OSError, AttributeError, jax.errors.JaxRuntimeError) as problem:
+        return f"{LIBRARY.name} cannot be used: {problem}"
+
+
+def register(path: Path) -> ctypes.CDLL | str:
+    """Registers the targets of a library, or says why this processor has none of its instruction sets."""
+    found = ctypes.CDLL(str(path))
+    found.ferrum_instruction_set.restype = ctypes.c_char_p
+    if found.ferrum_instruction_set() is None:
+        return "this processor has none of the instruction sets they are built for"
+    for name in TARGETS:
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(found, name)), platform="cpu")
+    return found
+
+
+def instruction_set() -> str | None:
+    """Name of the instruction set that the kernels use here, such as `avx2`; None where there are no kernels."""
+    found = library()
+    return None if isinstance(found, str) else found.ferrum_instruction_set().decode()
+
+
+@functools.cache
+def digest() -> str | None:
+    """Digest of the library in use, for what is kept on disk; None where there is none."""
+    return None if instruction_set() is None else hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
+
+
+@contextlib.contextmanager
+def kernels(use: bool) -> Iterator[None]:
+    """Has what is traced inside use the kernels where they can, or not."""
+    token = _in_use.set(use)
+    try:
+        yield
+    finally:
+        _in_use.reset(token)
+
+
+def in_use() -> bool:
+    """Whether what is traced now uses the kernels where they can."""
+    return _in_use.get()
+
+
+def multiplies(x: jax.Array, weight: jax.Array | QuantisedWeight, most_tokens: int = FEW_TOKENS) -> bool:
+    """Whether there is a kernel for `x @ weight.T`, or for a stack of weights, and it is to be used."""
+    return in_use() and x.dtype == jnp.float32 and 1 <= x.shape[0] <= most_tokens and has_kernel(weight)
+
+
+def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
+    """Whether the kernels read weights of this kind and size."""
+    if 0 in weight.shape:
+        return False
+    if not isinstance(weight, QuantisedWeight):
+        return weight.dtype.name in FLOATS
+    if weight.scales is None:
+        return weight.values.dtype.name in FLOATS
+    columns, groups = weight.shape[-1], weight.scales.shape[-1]
+    return (
+        weight.values.dtype.name in ("int8", "uint8")
+        and weight.scales.dtype.name in FLOATS
+        and columns <= MOST_INPUTS
+        and columns // groups % (2 if is_packed(weight) else 1) == 0
+        and (weight.offsets is None or weight.offsets.dtype == weight.scales.dtype)
+    )
+
+
+def product(x: jax.Array, weight: jax.Array | QuantisedWeight) -> jax.Array:
+    """Computes `x @ weight.T`, `[X, K]` and `[N, K]` to float32 `[X, N]`."""
+    found = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("ferrum_linear", found)(x, *jax.tree.leaves(weight))
+
+
+def widens(x: jax.Array, weight: QuantisedWeight) -> bool:
+    """Whether a weight is to be widened by a kernel for a product of many tokens, which is XLA's."""
+    return in_use() and x.dtype == jnp.float32 and len(weight.shape) == 2 and has_kernel(weight)
+
+
+def widen(weight: QuantisedWeight, x: jax.Array) -> jax.Array:
+    """Dequantises a weight to float32 `[N, K]`, each number rounded once, when x, which is not read, is there."""
+    found = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
+    return jax.ffi.ffi_call("ferrum_widen", found)(x, *jax.tree.leaves(weight))
+
+
+def expert_product(x: jax.Array, ids: jax.Array, stack: jax.Array | QuantisedWeight) -> jax.Array:
+    """Multiplies row i of x `[A, K]` by the weight `ids[i]` of a stack `[E, N, K]`: float32 `[A, N]`.
+
+    Only the weights that some row needs are read, each once.
+    """
+    found = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call("ferrum_experts", found)(x, ids, *jax.tree.leaves(stack))

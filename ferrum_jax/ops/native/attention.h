@@ -1,0 +1,314 @@
+// Attention over a paged KV with an online softmax (Milakov and Gimelshein 2018), a block of positions at a time, all
+// query heads of a KV head together. A row of one token is computed in parts of a fixed number of positions, so that its
+// result depends neither on the rows beside it nor on the number of threads.
+#pragma once
+#include "kernels.h"
+#include "simd.h"
+
+namespace {
+
+using ferrum::Attention;
+using ferrum::Kind;
+using ferrum::kMostWidth;
+using ferrum::kTileRows;
+using ferrum::Write;
+
+constexpr int64_t kChunk = 128;  // positions at a time, at most
+constexpr float kInfinity = __builtin_huge_valf();
+
+// Scores of R rows against V vectors of positions, or against the first `some` of one vector: keys [H, C].
+template <int R, int V, class T>
+inline void score(const float* q, int64_t width, const T* keys, int64_t block, float* scores, int64_t some = kLanes) {
+  Vector sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < V; j++) sums[r][j] = Vector{};
+  for (int64_t h = 0; h < width; h++) {
+    float own[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) own[r] = q[r * width + h];
+#pragma GCC unroll 8
+    for (int j = 0; j < V; j++) {
+      const T* at = keys + h * block + j * kLanes;
+      const Vector key = V > 1 || some == kLanes ? load(at) : load_first(at, some);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r][j] += key * own[r];
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < V; j++) store(scores + r * kChunk + j * kLanes, sums[r][j]);
+}
+
+// Of at least `count` positions, where `room` are left in the block.
+template <int R, class T>
+inline void score_rows(const float* q, int64_t width, const T* keys, int64_t block, int64_t count, int64_t room,
+                       float* scores) {
+  constexpr int V = R > 3 && !kManyRegisters ? 2 : 4;
+  int64_t c = 0;
+  for (; c < count && c + V * kLanes <= least(room, kChunk); c += V * kLanes)
+    score<R, V>(q, width, keys + c, block, scores + c);
+  for (; c < count; c += kLanes) score<R, 1>(q, width, keys + c, block, scores + c, least(room - c, kLanes));
+}
+
+// Adds R rows of weights times values [C, H] to outputs that are multiplied by `keep` first; V vectors of the outputs, or
+// the first `some` numbers of one.
+template <int R, int V, class T>
+inline void mix(const float* weights, const float* keep, const T* values, int64_t width, int64_t count, float* out,
+                int64_t some = kLanes) {
+  const bool whole = V > 1 || some == kLanes;
+  Vector sums[R][V];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < V; j++) {
+      const float* at = out + r * width + j * kLanes;
+      sums[r][j] = (whole ? load(at) : load_first(at, some)) * keep[r];
+    }
+  for (int64_t c = 0; c < count; c++) {
+    float own[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) own[r] = weights[r * kChunk + c];
+#pragma GCC unroll 8
+    for (int j = 0; j < V; j++) {
+      const T* at = values + c * width + j * kLanes;
+      const Vector value = whole ? load(at) : load_first(at, some);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r][j] += value * own[r];
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < V; j++) {
+      float* at = out + r * width + j * kLanes;
+      whole ? store(at, sums[r][j]) : store_first(at, sums[r][j], some);
+    }
+}
+
+template <int R, class T>
+inline void mix_rows(const float* weights, const float* keep, const T* values, int64_t width, int64_t count, float* out) {
+  constexpr int V = R > 3 && !kManyRegisters ? 2 : 4;
+  int64_t h = 0;
+  for (; h + V * kLanes <= width; h += V * kLanes) mix<R, V>(weights, keep, values + h, width, count, out + h);
+  for (; h < width; h += kLanes)
+    mix<R, 1>(weights, keep, values + h, width, count, out + h, least(width - h, kLanes));
+}
+
+// The same where the values are the keys, [H, C]: a sum over positions for each number of the output.
+template <class T>
+inline void mix_keys(const float* weights, float keep, const T* keys, int64_t width, int64_t block, int64_t count,
+                     float* out) {
+  for (int64_t h = 0; h < width; h++) {
+    Vector sum = {};
+    int64_t c = 0;
+    for (; c + kLanes <= count; c += kLanes) sum += load(keys + h * block + c) * load(weights + c);
+    float found = total(sum);
+    for (; c < count; c++) found += widen(keys[h * block + c]) * weights[c];
+    out[h] = out[h] * keep + found;
+  }
+}
+
+template <int N> struct Size { static constexpr int value = N; };
+
+// Calls f for groups of rows of a size that is known when compiled.
+template <class F> inline void by_rows(int64_t rows, const F& f) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) f(Size<6>(), r);
+  for (; r + 3 <= rows; r += 3) f(Size<3>(), r);
+  if (rows - r == 2) f(Size<2>(), r);
+  if (rows - r == 1) f(Size<1>(), r);
+}
+
+// What rows have seen so far: outputs that are not yet divided by `sum`, which is relative to the largest score.
+struct Seen {
+  float* out;   // [rows, H]
+  float* best;  // [rows]
+  float* sum;   // [rows]
+};
+
+// Some query heads of one KV head, at some tokens of one row of the batch.
+struct Queries {
+  int64_t b, head, t0, t1, g0, g1;
+  int64_t heads() const { return g1 - g0; }
+  int64_t rows() const { return (t1 - t0) * heads(); }
+};
+
+int64_t group_of(const Attention& a) { return a.heads / a.kv_heads; }
+int64_t first_seen(const Attention& a, int64_t position) { return a.window ? most(position - a.window + 1, 0) : 0; }
+
+// What rows have seen before they see anything: their sink, or nothing.
+void begin(const Attention& a, const Queries& of, const Seen& seen, bool with_sinks) {
+  for (int64_t r = 0; r < of.rows(); r++) {
+    seen.best[r] = with_sinks ? a.sinks[of.head * group_of(a) + of.g0 + r % of.heads()] : -kInfinity;
+    seen.sum[r] = with_sinks ? 1.0f : 0.0f;
+  }
+  for (int64_t i = 0; i < of.rows() * a.width; i++) seen.out[i] = 0.0f;
+}
+
+// Turns a row's scores of `count` positions into weights; `start` to `end` are those it sees. Returns by what to multiply
+// what it has seen before.
+float weigh(float* scores, int64_t count, int64_t start, int64_t end, float softcap, float* best_so_far, float* sum) {
+  Vector top = splat(-kInfinity);
+  for (int64_t c = 0; c < count; c += kLanes) {
+    Vector s = load(scores + c);
+    if (softcap != 0.0f) s = softcap * hyperbolic_tangent(s / softcap);
+    const Integers lane = lanes_from(c);
+    s = (lane >= int32_t(start)) & (lane < int32_t(end)) ? s : splat(-kInfinity);
+    store(scores + c, s);
+    top = larger(top, s);
+  }
+  const float now = largest(top), best = *best_so_far > now ? *best_so_far : now;
+  if (best == -kInfinity) {
+    for (int64_t c = 0; c < count; c += kLanes) store(scores + c, Vector{});
+    return 1.0f;
+  }
+  Vector own = {};
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const Vector weight = exponential(load(scores + c) - best);
+    store(scores + c, weight);
+    own += weight;
+  }
+  const float keep = *best_so_far == best ? 1.0f : exponential(splat(*best_so_far - best))[0];
+  *sum = *sum * keep + total(own);
+  *best_so_far = best;
+  return keep;
+}
+
+// Adds positions first to last to what the queries have seen.
+template <class T> void visit(const Attention& a, const Queries& of, int64_t first, int64_t last, const Seen& seen) {
+  const int64_t rows = of.rows(), width = a.width, heads = of.heads();
+  alignas(64) float q[kTileRows * kMostWidth], scores[kTileRows * kChunk], keep[kTileRows];
+  for (int64_t t = of.t0; t < of.t1; t++) {
+    const float* from = a.q + ((of.b * a.tokens + t) * a.heads + of.head * group_of(a) + of.g0) * width;
+    float* to = q + (t - of.t0) * heads * width;
+    for (int64_t i = 0; i < heads * width; i++) to[i] = from[i] * a.scale;
+  }
+  const T *keys = static_cast<const T*>(a.keys), *values = static_cast<const T*>(a.values);
+  int64_t count;
+  for (int64_t at = first / kLanes * kLanes; at < last; at += count) {
+    const int64_t offset = at % a.block, id = a.tables[of.b * a.columns + at / a.block];
+    count = least(least(kChunk, a.block - offset), last - at);
+    const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
+    const int64_t place = ((a.layer * a.blocks + id) * a.kv_heads + of.head) * width * a.block;
+    const T* k = keys + place + offset;
+    by_rows(rows, [&](auto size, int64_t r) {
+      score_rows<size.value>(q + r * width, width, k, a.block, count, a.block - offset, scores + r * kChunk);
+    });
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t position = a.lengths[of.b] + of.t0 + r / heads;
+      const int64_t start = most(first_seen(a, position) - at, 0), end = least(position + 1 - at, count);
+      keep[r] = weigh(scores + r * kChunk, padded, start, end, a.softcap, seen.best + r, seen.sum + r);
+    }
+    if (values) {
+      const T* v = values + place + offset * width;
+      by_rows(rows, [&](auto size, int64_t r) {
+        mix_rows<size.value>(scores + r * kChunk, keep + r, v, width, count, seen.out + r * width);
+      });
+    } else {
+      for (int64_t r = 0; r < rows; r++)
+        mix_keys(scores + r * kChunk, keep[r], k, width, a.block, count, seen.out + r * width);
+    }
+  }
+}
+
+// One part of a row of one token.
+template <class T> void attend_part(const Attention& a, int64_t item) {
+  const int64_t group = group_of(a), width = a.width;
+  const int64_t part = item % a.splits, head = item / a.splits % a.kv_heads, b = item / a.splits / a.kv_heads;
+  if (!a.counts[b]) return;
+  const int64_t end = a.lengths[b] + 1, first = most(first_seen(a, end - 1), part * a.span);
+  const int64_t last = least(end, (part + 1) * a.span);
+  if (part * a.span >= end) return;  // nor does `join` read it
+  float* to = a.parts + item * group * (width + 2);
+  for (int64_t g0 = 0; g0 < group; g0 += kTileRows) {
+    const Queries of{b, head, 0, 1, g0, least(g0 + kTileRows, group)};
+    const Seen seen{to + g0 * width, to + group * width + g0, to + group * (width + 1) + g0};
+    begin(a, of, seen, a.sinks && part == 0);
+    if (first < last) visit<T>(a, of, first, last, seen);
+  }
+}
+
+// One tile of tokens of a longer row.
+template <class T> void attend_tile(const Attention& a, int64_t item) {
+  const int64_t group = group_of(a), width = a.width, tiles = (a.tokens + a.tile - 1) / a.tile;
+  const int64_t head = item % a.kv_heads, b = item / a.kv_heads / tiles;
+  const int64_t t0 = (tiles - 1 - item / a.kv_heads % tiles) * a.tile;  // those that see most come first
+  const int64_t t1 = least(t0 + a.tile, a.tokens), real = least(t1, a.counts[b]);
+  alignas(64) float out[kTileRows * kMostWidth], best[kTileRows], sum[kTileRows];
+  for (int64_t g0 = 0; g0 < group; g0 += kTileRows) {
+    const Queries of{b, head, t0, most(real, t0), g0, least(g0 + kTileRows, group)};
+    const Seen seen{out, best, sum};
+    begin(a, of, seen, a.sinks);
+    if (real > t0) visit<T>(a, of, first_seen(a, a.lengths[b] + t0), a.lengths[b] + real, seen);
+    for (int64_t t = t0; t < t1; t++)
+      for (int64_t g = g0; g < of.g1; g++) {
+        const int64_t r = (t - t0) * of.heads() + g - g0;
+        float* to = a.out + ((b * a.tokens + t) * a.heads + head * group + g) * width;
+        const float factor = t < real ? 1.0f / sum[r] : 0.0f;
+        for (int64_t h = 0; h < width; h++) to[h] = t < real ? out[r * width + h] * factor : 0.0f;
+      }
+  }
+}
+
+template <class T> void attend_as(const Attention& a, int64_t item) {
+  a.tokens == 1 ? attend_part<T>(a, item) : attend_tile<T>(a, item);
+}
+
+void attend(const Attention& a, int64_t item) {
+  if (a.kind == Kind::kFloat32) return attend_as<float>(a, item);
+  if (a.kind == Kind::kBFloat16) return attend_as<BFloat16>(a, item);
+  attend_as<Float16>(a, item);
+}
+
+void join(const Attention& a, int64_t item) {
+  const int64_t group = group_of(a), width = a.width, size = group * (width + 2);
+  const int64_t head = item % a.kv_heads, b = item / a.kv_heads;
+  const float* parts = a.parts + item * a.splits * size;
+  const int64_t used = a.counts[b] ? a.lengths[b] / a.span + 1 : 0;
+  for (int64_t g = 0; g < group; g++) {
+    float* to = a.out + (b * a.heads + head * group + g) * width;
+    for (int64_t h = 0; h < width; h++) to[h] = 0.0f;
+    float best = -kInfinity, sum = 0.0f;
+    for (int64_t s = 0; s < used; s++) {
+      const float own = parts[s * size + group * width + g];
+      best = own > best ? own : best;
+    }
+    if (best == -kInfinity) continue;
+    for (int64_t s = 0; s < used; s++) {
+      const float* part = parts + s * size;
+      const float own = part[group * width + g];
+      if (own == -kInfinity) continue;
+      const float factor = exponential(splat(own - best))[0];
+      sum += factor * part[group * (width + 1) + g];
+      for (int64_t h = 0; h < width; h++) to[h] += factor * part[g * width + h];
+    }
+    const float factor = 1.0f / sum;
+    for (int64_t h = 0; h < width; h++) to[h] *= factor;
+  }
+}
+
+template <class T> void write_as(const Write& a, int64_t first, int64_t last) {
+  const int64_t width = a.width, block = a.block;
+  T *keys = static_cast<T*>(a.keys), *values = static_cast<T*>(a.values);
+  for (int64_t x = first; x < last; x++) {
+    const int64_t id = a.block_ids[x], offset = a.offsets[x];
+    if (id < 0 || id >= a.blocks) continue;
+    for (int64_t head = 0; head < a.kv_heads; head++) {
+      const int64_t begin = ((a.layer * a.blocks + id) * a.kv_heads + head) * width * block;
+      const float* k = a.k + (x * a.kv_heads + head) * width;
+      for (int64_t h = 0; h < width; h++) narrow(k[h], keys + begin + h * block + offset);
+      if (!values) continue;
+      const float* v = a.v + (x * a.kv_heads + head) * width;
+      for (int64_t h = 0; h < width; h++) narrow(v[h], values + begin + offset * width + h);
+    }
+  }
+}
+
+void write(const Write& a, int64_t first, int64_t last) {
+  if (a.kind == Kind::kFloat32) return write_as<float>(a, first, last);
+  if (a.kind == Kind::kBFloat16) return write_as<BFloat16>(a, first, last);
+  write_as<Float16>(a, first, last);
+}
+
+}  // namespace

@@ -1,0 +1,82 @@
+"""Builds the kernels' library; used by the build hook, and by itself: `python build.py`."""
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+LIBRARY = FOLDER / "libferrum_kernels.so"
+X86 = {
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
+}
+ARM: dict[str, tuple[str, ...]] = {"neon": ()}
+SETS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}  # options of each instruction set, by machine
+COMMON = "-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=hidden", "-Wno-psabi", "-fno-math-errno"
+
+
+def find_compiler() -> list[str] | None:
+    """Command of the C++ compiler: `CXX` if it is set, else the first that is installed."""
+    asked = shlex.split(os.environ.get("CXX", ""))
+    names = [asked[0]] if asked else ["c++", "g++", "clang++"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    return None if found is None else [found, *asked[1:]]
+
+
+def headers() -> Path | None:
+    """Folder of XLA's headers, in the jaxlib of this environment."""
+    try:
+        import jaxlib
+    except ImportError:
+        return None
+    found = Path(jaxlib.__file__).parent / "include"
+    return found if (found / "xla" / "ffi" / "api" / "ffi.h").exists() else None
+
+
+def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> str | None:
+    """Compiles the library, with `more` options; returns why it could not, or None."""
+    machine = os.environ.get("FERRUM_KERNELS_MACHINE", platform.machine()).lower()
+    compiler, include = find_compiler(), headers()
+    if machine not in SETS:
+        return f"there are none for {machine}"
+    if compiler is None:
+        return "there is no C++ compiler (CXX, c++, g++ or clang++)"
+    if include is None:
+        return "jaxlib's headers are not installed"
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = {
+            Path(scratch, f"{name}.o"): ["kernels.cpp", f"-DFERRUM_SET={name}", *flags]
+            for name, flags in SETS[machine].items()
+        }
+        jobs[Path(scratch, "handlers.o")] = ["handlers.cpp", "-isystem", str(include)]
+        commands = [
+            [*compiler, *COMMON, *more, "-c", str(FOLDER / source), *flags, "-o", str(object)]
+            for object, (source, *flags) in jobs.items()
+        ]
+        made = Path(scratch, to.name)
+        with ThreadPoolExecutor() as pool:
+            problems = [problem for problem in pool.map(_run, commands) if problem]
+        link = [*compiler, "-shared", *more, *map(str, jobs), "-o", str(made)]
+        if problem := problems[0] if problems else _run(link):
+            return problem
+        shutil.copyfile(made, to.with_suffix(".new"))
+        to.with_suffix(".new").replace(to)  # a process that has the old one loaded keeps it
+    return None
+
+
+def _run(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as problem:
+        return f"{command[0]} cannot be run: {problem}"
+    return None if done.returncode == 0 else f"{shlex.join(command)}\n{done.stderr[-4000:]}"
+
+
+if __name__ == "__main__":
+    sys.exit(build())

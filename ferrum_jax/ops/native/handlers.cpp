@@ -1,0 +1,288 @@
+// The kernels as targets of XLA's foreign function interface. They check shapes and types, divide the work, and choose
+// the instruction set once.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "kernels.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ferrum {
+namespace {
+
+namespace ffi = xla::ffi;
+using Floats = ffi::Buffer<ffi::F32>;
+using Integers = ffi::Buffer<ffi::S32>;
+using FloatResult = ffi::ResultBuffer<ffi::F32>;
+
+constexpr int64_t kMostRows = 1024;  // of x in one product
+constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that are worth another thread
+
+}  // namespace
+
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2, kernels_avx512;
+static const Kernels* choose() {
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return &kernels_avx512;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+    return &kernels_avx2;
+  return nullptr;
+}
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
+static const Kernels* choose() { return &kernels_neon; }
+#else
+static const Kernels* choose() { return nullptr; }
+#endif
+
+namespace {
+
+const Kernels* const kernels = choose();
+
+bool kind_of(ffi::DataType type, Kind* kind) {
+  switch (type) {
+    case ffi::DataType::F32: *kind = Kind::kFloat32; return true;
+    case ffi::DataType::BF16: *kind = Kind::kBFloat16; return true;
+    case ffi::DataType::F16: *kind = Kind::kFloat16; return true;
+    case ffi::DataType::S8: *kind = Kind::kInt8; return true;
+    case ffi::DataType::U8: *kind = Kind::kUint4; return true;
+    default: return false;
+  }
+}
+
+// Fills in what a product's weight is: values, scales and offsets. Returns what is wrong, or null.
+const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* experts) {
+  auto values = parts.get<ffi::AnyBuffer>(0);
+  if (!values.has_value() || !kind_of(values->element_type(), &a->kind)) return "a weight of this type has no kernel";
+  auto sizes = values->dimensions();
+  if (sizes.size() < 2) return "a weight has at least two axes";
+  const bool is_quantised = a->kind == Kind::kInt8 || a->kind == Kind::kUint4;
+  a->weight = values->untyped_data();
+  a->outputs = sizes[sizes.size() - 2];
+  a->inputs = sizes[sizes.size() - 1] * (a->kind == Kind::kUint4 ? 2 : 1);
+  *experts = sizes.size() == 3 ? sizes[0] : 1;
+  if (is_quantised != (parts.size() > 1)) return "a weight has scales if it is quantised";
+  if (!is_quantised) return nullptr;
+  auto scales = parts.get<ffi::AnyBuffer>(1);
+  if (!scales.has_value() || !kind_of(scales->element_type(), &a->scale_kind)) return "scales have another type";
+  a->scales = scales->untyped_data();
+  a->groups = scales->dimensions()[scales->dimensions().size() - 1];
+  if (a->groups < 1 || a->inputs % a->groups || (a->kind == Kind::kUint4 && a->inputs / a->groups % 2))
+    return "the groups do not divide the inputs";
+  if (a->inputs > kMostInputs) return "a quantised weight has too many inputs";
+  if (parts.size() < 3) return nullptr;
+  auto offsets = parts.get<ffi::AnyBuffer>(2);
+  if (!offsets.has_value() || offsets->element_type() != scales->element_type()) return "offsets are not as the scales";
+  a->offsets = offsets->untyped_data();
+  return nullptr;
+}
+
+int64_t size_of(Kind kind) { return kind == Kind::kFloat32 ? 4 : kind == Kind::kInt8 || kind == Kind::kUint4 ? 1 : 2; }
+
+template <class T> const void* ahead(const void* p, T bytes) { return p ? static_cast<const char*>(p) + bytes : p; }
+
+// The weight of one expert of a stack.
+Linear expert_of(const Linear& stack, int64_t expert) {
+  Linear a = stack;
+  const int64_t numbers = expert * a.outputs * a.inputs, scales = expert * a.outputs * a.groups * size_of(a.scale_kind);
+  a.weight = ahead(a.weight, a.kind == Kind::kUint4 ? numbers / 2 : numbers * size_of(a.kind));
+  a.scales = ahead(a.scales, scales);
+  a.offsets = ahead(a.offsets, scales);
+  return a;
+}
+
+int64_t outputs_at_a_time(const Linear& a, int64_t threads) {
+  const int64_t numbers = a.outputs * a.inputs, least = (kLeastWork + a.inputs - 1) / a.inputs;
+  if (threads == 1 || numbers < 2 * kLeastWork) return a.outputs;
+  const int64_t even = (a.outputs + 4 * threads - 1) / (4 * threads), most = std::max<int64_t>(least, (1 << 19) / a.inputs);
+  return (std::min(std::max(even, least), most) + 11) / 12 * 12;  // whole tiles
+}
+
+ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, FloatResult y) {
+  Linear a{};
+  int64_t experts;
+  if (const char* problem = describe(parts, &a, &experts)) return ffi::Error::InvalidArgument(problem);
+  a.rows = x.dimensions()[0];
+  if (x.dimensions()[1] != a.inputs || a.rows > kMostRows) return ffi::Error::InvalidArgument("x has another shape");
+  const float* from[kMostRows];
+  float* to[kMostRows];
+  for (int64_t row = 0; row < a.rows; row++) {
+    from[row] = x.typed_data() + row * a.inputs;
+    to[row] = y->typed_data() + row * a.outputs;
+  }
+  a.x = from;
+  a.y = to;
+  const int64_t size = outputs_at_a_time(a, threads_of(pool));
+  in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t item) {
+    kernels->linear(a, item * size, std::min(a.outputs, (item + 1) * size));
+  });
+  return ffi::Error::Success();
+}
+
+// The first operand is not read: it says when the result is needed, or XLA would widen all weights of a step at first.
+ffi::Error run_widen(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::RemainingArgs parts, FloatResult wide) {
+  Linear a{};
+  int64_t experts;
+  if (const char* problem = describe(parts, &a, &experts)) return ffi::Error::InvalidArgument(problem);
+  if (int64_t(wide->element_count()) != a.outputs * a.inputs) return ffi::Error::InvalidArgument("not the weight's size");
+  const int64_t size = outputs_at_a_time(a, threads_of(pool));
+  in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t item) {
+    kernels->widen(a, wide->typed_data(), item * size, std::min(a.outputs, (item + 1) * size));
+  });
+  return ffi::Error::Success();
+}
+
+// Row i of x with the weight of its own expert: x [A, K], ids [A], weights [E, N, K].
+ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Integers ids, ffi::RemainingArgs parts, FloatResult y) {
+  Linear stack{};
+  int64_t experts;
+  if (const char* problem = describe(parts, &stack, &experts)) return ffi::Error::InvalidArgument(problem);
+  const int64_t rows = x.dimensions()[0];
+  if (x.dimensions()[1] != stack.inputs || rows > kMostRows) return ffi::Error::InvalidArgument("x has another shape");
+  const float* from[kMostRows];
+  float* to[kMostRows];
+  int64_t of[kMostRows], starts[kMostRows + 1], used = 0, placed = 0;
+  bool is_placed[kMostRows] = {};
+  for (int64_t row = 0; row < rows; row++) {  // rows of one expert together
+    if (is_placed[row]) continue;
+    const int32_t expert = ids.typed_data()[row];
+    if (expert < 0 || expert >= experts) return ffi::Error::InvalidArgument("there is no such expert");
+    of[used] = expert;
+    starts[used++] = placed;
+    for (int64_t other = row; other < rows; other++)
+      if (ids.typed_data()[other] == expert) {
+        is_placed[other] = true;
+        from[placed] = x.typed_data() + other * stack.inputs;
+        to[placed++] = y->typed_data() + other * stack.outputs;
+      }
+  }
+  starts[used] = placed;
+  const int64_t size = outputs_at_a_time(stack, threads_of(pool)), pieces = (stack.outputs + size - 1) / size;
+  in_parallel(pool, used * pieces, [&](int64_t item) {
+    const int64_t at = item / pieces, piece = item % pieces;
+    Linear a = expert_of(stack, of[at]);
+    a.rows = starts[at + 1] - starts[at];
+    a.x = from + starts[at];
+    a.y = to + starts[at];
+    kernels->linear(a, piece * size, std::min(a.outputs, (piece + 1) * size));
+  });
+  return ffi::Error::Success();
+}
+
+// `place` is int32 [2]: the layer and the window, 0 for none. Sinks and values that are not there have no numbers.
+ffi::Error run_attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer keys, ffi::AnyBuffer values, Floats sinks,
+                      Integers lengths, Integers counts, Integers tables, Integers place, FloatResult out,
+                      FloatResult parts, float scale, float softcap, int64_t span) {
+  Attention a{};
+  auto sizes = q.dimensions(), pool_sizes = keys.dimensions();
+  if (!kind_of(keys.element_type(), &a.kind) || size_of(a.kind) == 1)
+    return ffi::Error::InvalidArgument("a KV of this type has no kernel");
+  a.q = q.typed_data();
+  a.keys = keys.untyped_data();
+  a.values = values.element_count() ? values.untyped_data() : nullptr;
+  a.sinks = sinks.element_count() ? sinks.typed_data() : nullptr;
+  a.lengths = lengths.typed_data();
+  a.counts = counts.typed_data();
+  a.tables = tables.typed_data();
+  a.out = out->typed_data();
+  a.parts = parts->typed_data();
+  a.batch = sizes[0], a.tokens = sizes[1], a.heads = sizes[2], a.width = sizes[3];
+  a.blocks = pool_sizes[1], a.kv_heads = pool_sizes[2], a.block = pool_sizes[4];
+  a.columns = tables.dimensions()[1];
+  a.layer = place.typed_data()[0];
+  a.window = place.typed_data()[1];
+  a.scale = scale;
+  a.softcap = softcap;
+  a.span = span;
+  a.splits = (a.columns * a.block + span - 1) / span;
+  a.tile = std::max<int64_t>(1, std::min<int64_t>(16, kTileRows / (a.heads / a.kv_heads)));
+  if (a.width > kMostWidth || pool_sizes[3] != a.width || a.heads % a.kv_heads || span % a.block)
+    return ffi::Error::InvalidArgument("attention of these sizes has no kernel");
+  if (a.tokens > 1) {
+    const int64_t tiles = (a.tokens + a.tile - 1) / a.tile;
+    in_parallel(pool, a.batch * a.kv_heads * tiles, [&](int64_t item) { kernels->attend(a, item); });
+    return ffi::Error::Success();
+  }
+  in_parallel(pool, a.batch * a.kv_heads * a.splits, [&](int64_t item) { kernels->attend(a, item); });
+  for (int64_t item = 0; item < a.batch * a.kv_heads; item++) kernels->join(a, item);
+  return ffi::Error::Success();
+}
+
+const char* check_write(const ffi::AnyBuffer& keys, const void* written, Write* a) {
+  if (!kind_of(keys.element_type(), &a->kind) || size_of(a->kind) == 1) return "a KV of this type has no kernel";
+  if (keys.untyped_data() != written) return "the KV was copied";
+  auto sizes = keys.dimensions();
+  a->blocks = sizes[1], a->kv_heads = sizes[2], a->width = sizes[3], a->block = sizes[4];
+  return nullptr;
+}
+
+ffi::Error run_write(ffi::ThreadPool pool, Floats k, Floats v, ffi::AnyBuffer keys, ffi::AnyBuffer values,
+                     Integers block_ids, Integers offsets, Integers layer, ffi::Result<ffi::AnyBuffer> new_keys,
+                     ffi::Result<ffi::AnyBuffer> new_values) {
+  Write a{};
+  if (const char* problem = check_write(keys, new_keys->untyped_data(), &a)) return ffi::Error::Internal(problem);
+  if (values.element_count() && values.untyped_data() != new_values->untyped_data())
+    return ffi::Error::Internal("the KV was copied");
+  a.k = k.typed_data();
+  a.v = v.typed_data();
+  a.keys = keys.untyped_data();
+  a.values = values.element_count() ? values.untyped_data() : nullptr;
+  a.block_ids = block_ids.typed_data();
+  a.offsets = offsets.typed_data();
+  a.tokens = k.dimensions()[0];
+  a.layer = layer.typed_data()[0];
+  constexpr int64_t kAtATime = 16;
+  in_parallel(pool, (a.tokens + kAtATime - 1) / kAtATime, [&](int64_t item) {
+    kernels->write(a, item * kAtATime, std::min(a.tokens, (item + 1) * kAtATime));
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_linear, run_linear,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().RemainingArgs().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_widen, run_widen,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ferrum_experts, run_experts,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Integers>().RemainingArgs().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_attend, run_attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Floats>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("span"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_write, run_write,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Arg<Integers>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>());
+
+// The instruction set in use, or null where the processor has none of them.
+extern "C" const char* ferrum_instruction_set() { return kernels ? kernels->name : nullptr; }
+#pragma GCC visibility pop
+
+}  // namespace ferrum

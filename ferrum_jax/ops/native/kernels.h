@@ -1,0 +1,66 @@
+// What the handlers ask of the kernels. Plain data and functions only: every instruction set has a copy of the kernels
+// in an object of its own, and nothing that the linker could merge between them may be compiled for one of them.
+#pragma once
+#include <cstdint>
+
+namespace ferrum {
+
+enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4 };
+
+// y[b, n] = sum over k of x[b, k] * w[n, k], in float32. With groups, w[n, k] = value * scale + offset of its group.
+struct Linear {
+  const float* const* x;  // `rows` pointers to K numbers each
+  float* const* y;        // as many to N
+  const void* weight;     // [N, K]; kUint4: [N, K / 2], byte i of a group has its column i low, i + half of it high
+  const void* scales;     // [N, groups], or null
+  const void* offsets;    // [N, groups], or null: then the middle of four bits, 8, means 0
+  Kind kind, scale_kind;
+  int64_t rows, inputs, outputs, groups;
+};
+
+// Softmax attention of grouped heads over a paged KV: keys [L, P, K, H, C], values [L, P, K, C, H]. Without values, those
+// are the keys.
+struct Attention {
+  const float* q;  // [B, T, N, H]
+  const void* keys;
+  const void* values;
+  const float* sinks;        // [N], or null
+  const int32_t* lengths;    // [B] positions in the KV before this step
+  const int32_t* counts;     // [B] new ones
+  const int32_t* tables;     // [B, M]
+  float* out;                // [B, T, N, H]
+  float* parts;              // [B, K, S, N / K, H + 2]: outputs, largest scores and sums of each part, where T is 1
+  Kind kind;                 // of the KV
+  int64_t batch, tokens, heads, kv_heads, width, block, columns, blocks, layer;
+  int64_t window;            // positions that a token sees; 0: all
+  int64_t splits, span;      // parts of a row of one token, and positions of each
+  int64_t tile;              // tokens of a longer row that are computed together
+  float scale, softcap;      // softcap 0: none
+};
+
+// Writes keys [X, K, H] and values, if any, where they belong; a token whose block is not in the pool goes nowhere.
+struct Write {
+  const float* k;
+  const float* v;
+  void* keys;
+  void* values;
+  const int32_t* block_ids;  // [X]
+  const int32_t* offsets;    // [X]
+  Kind kind;
+  int64_t tokens, kv_heads, width, block, blocks, layer;
+};
+
+struct Kernels {
+  const char* name;
+  void (*linear)(const Linear&, int64_t first, int64_t last);  // a range of outputs
+  void (*widen)(const Linear&, float* to, int64_t first, int64_t last);  // a range of the weight's rows, to float32
+  void (*attend)(const Attention&, int64_t item);              // of batch * kv_heads * (splits or tiles)
+  void (*join)(const Attention&, int64_t item);                // of batch * kv_heads: parts to outputs
+  void (*write)(const Write&, int64_t first, int64_t last);    // a range of tokens
+};
+
+constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
+constexpr int64_t kMostWidth = 640;     // H
+constexpr int64_t kTileRows = 48;       // query heads times tokens that attend together
+
+}  // namespace ferrum

@@ -1,0 +1,196 @@
+// Vectors of float32 in the compiler's own extension: one source for AVX2, AVX-512 and NEON.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool kManyRegisters = true;  // 32 instead of 16
+#else
+constexpr bool kManyRegisters = false;
+#endif
+
+typedef float Vector __attribute__((vector_size(kLanes * 4)));
+typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+struct Nibbles { uint8_t bits; };  // two numbers
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+inline Vector splat(float x) { return x - Vector{}; }
+template <class To, class From> inline To cast(const From& from) {
+  To to;
+  static_assert(sizeof to == sizeof from, "the same bits");
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) { return cast<float>(uint32_t(x.bits) << 16); }
+inline float widen(Float16 x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = uint32_t(x.bits & 0x7fff) << 13;
+  if (rest >= 0x7c00u << 13) return cast<float>(sign | 0x7f800000u | rest);  // infinite or not a number
+  if (rest >= 0x0400u << 13) return cast<float>(sign | (rest + (112u << 23)));
+  const float size = float(x.bits & 0x3ff) * 0x1p-24f;  // XLA's threads take subnormal float32 for zero
+  return sign ? -size : size;
+#endif
+}
+inline float widen(int8_t x) { return x; }
+
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, BFloat16* to) {  // to nearest, ties to even
+  const uint32_t bits = cast<uint32_t>(x);
+  to->bits = x != x ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void narrow(float x, Float16* to) {
+  const uint32_t bits = cast<uint32_t>(x), sign = bits >> 16 & 0x8000;
+  const uint32_t rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) {
+    to->bits = uint16_t(sign | 0x7e00);
+  } else if (rest >= 0x477ff000) {  // rounds to more than the largest
+    to->bits = uint16_t(sign | 0x7c00);
+  } else if (rest < 0x38800000) {  // subnormal: the addition rounds
+    to->bits = uint16_t(sign | (cast<uint32_t>(cast<float>(rest) + 0.5f) - 0x3f000000u));
+  } else {
+    to->bits = uint16_t(sign | ((rest + 0xfff + (rest >> 13 & 1)) - 0x38000000) >> 13);
+  }
+}
+
+inline Vector load(const float* p) {
+  Vector v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vector v) { std::memcpy(p, &v, sizeof v); }
+
+#if defined(__AVX512F__)
+inline Vector load(const BFloat16* p) {
+  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+inline Vector load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vector load(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+inline void load(const Nibbles* p, Vector* low, Vector* high) {
+  const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  *low = _mm512_cvtepi32_ps(_mm512_and_si512(both, _mm512_set1_epi32(15)));
+  *high = _mm512_cvtepi32_ps(_mm512_srli_epi32(both, 4));
+}
+#elif defined(__AVX2__)
+inline Vector load(const BFloat16* p) {
+  return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+}
+inline Vector load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline Vector load(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline void load(const Nibbles* p, Vector* low, Vector* high) {
+  const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+  *low = _mm256_cvtepi32_ps(_mm256_and_si256(both, _mm256_set1_epi32(15)));
+  *high = _mm256_cvtepi32_ps(_mm256_srli_epi32(both, 4));
+}
+#else
+template <class T> inline Vector load(const T* p) {
+  Vector v;
+  for (int i = 0; i < kLanes; i++) v[i] = widen(p[i]);
+  return v;
+}
+#if defined(__aarch64__)
+inline Vector load(const Float16* p) { return (Vector)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+inline Vector load(const BFloat16* p) { return (Vector)vshll_n_u16(vld1_u16(&p->bits), 16); }
+#endif
+inline void load(const Nibbles* p, Vector* low, Vector* high) {
+  for (int i = 0; i < kLanes; i++) {
+    (*low)[i] = p[i].bits & 15;
+    (*high)[i] = p[i].bits >> 4;
+  }
+}
+#endif
+
+// The first n numbers at p, then zeros; and the first n of v to p.
+template <class T> inline Vector load_first(const T* p, int64_t n) {
+  T padded[kLanes] = {};
+  std::memcpy(padded, p, size_t(n) * sizeof(T));
+  return load(padded);
+}
+inline void store_first(float* p, Vector v, int64_t n) { std::memcpy(p, &v, size_t(n) * sizeof(float)); }
+
+template <int N> inline float fold(const float* v) {  // in halves, whatever the instruction set
+  if constexpr (N == 1) {
+    return v[0];
+  } else {
+    float half[N / 2];
+    for (int i = 0; i < N / 2; i++) half[i] = v[i] + v[i + N / 2];
+    return fold<N / 2>(half);
+  }
+}
+inline float total(Vector v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  float lanes[kLanes];
+  store(lanes, v);
+  return fold<kLanes>(lanes);
+#endif
+}
+inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+inline float largest(Vector v) {
+  float lanes[kLanes], best;
+  store(lanes, v);
+  best = lanes[0];
+  for (int i = 1; i < kLanes; i++) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+}
+inline Integers lanes_from(int64_t first) {
+  Integers v;
+  for (int i = 0; i < kLanes; i++) v[i] = int32_t(first) + i;
+  return v;
+}
+
+// exp(x) to about 2 units in the last place; 0 below -87. Cephes' polynomial, Moshier 1989.
+inline Vector exponential(Vector x) {
+  const Vector low = larger(x, splat(-87.33654f));
+  const Vector shifted = low * 1.44269504088896341f + 12582912.0f;  // rounds to an integer in the low bits
+  const Vector n = shifted - 12582912.0f;
+  Vector r = low - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vector p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  const Integers power = (cast<Integers>(shifted) + (127 - 0x4b400000)) << 23;
+  const Vector found = p * cast<Vector>(power);
+  return x < splat(-87.33654f) ? Vector{} : found;
+}
+inline Vector hyperbolic_tangent(Vector x) {  // 1 - 2 / (exp(2 |x|) + 1) with the sign of x
+  const Vector size = x < Vector{} ? -x : x, bounded = size > splat(20.0f) ? splat(20.0f) : size;
+  const Vector square = x * x;
+  const Vector near = size * (1.0f + square * (-1.0f / 3 + square * (2.0f / 15 - square * (17.0f / 315))));
+  const Vector far = 1.0f - 2.0f / (exponential(2.0f * bounded) + 1.0f);
+  const Vector found = size < splat(0.15f) ? near : far;
+  return x < Vector{} ? -found : found;
+}
+
+}  // namespace

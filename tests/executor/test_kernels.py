@@ -1,0 +1,122 @@
+"""A runner over the CPU kernels: what it tells, and that it answers as one over XLA does, in whatever bits."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import ferrum_jax
+from ferrum_jax.compile.fingerprint import describe_code
+from ferrum_jax.executor import ModelRunner, plan_engine
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops import native
+from ferrum_jax.ops.quantised import is_quantised
+from ferrum_jax.sharding.devices import find_device
+from tests import tiny
+from tests.executor.conftest import CFG, ENGINE
+from tests.tiers import by_default
+
+pytestmark = pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
+
+SMALL = ferrum_jax.EngineConfig(
+    max_seqs=3, kv_capacity=160, block_size=8, decode_rows=(3,), query_blocks=(2,), verify_tokens=8
+)
+
+
+def make(params: ParamTree, attention: str) -> ModelRunner:
+    plan = plan_engine(replace(ENGINE, attention=attention), CFG, platform="cpu", free_bytes=10**9)
+    return ModelRunner(params, CFG, plan, device=find_device("cpu"))
+
+
+def answers(runner: ModelRunner, tokens: list[int]) -> list[NDArray[np.float32]]:
+    """Logits of a prompt, of its verification in parts, and of two sequences that decode together."""
+    found = [np.asarray(runner.prefill("a", tokens[:-4])), runner.forward_verify("a", tokens[-4:])]
+    runner.prefill("b", tokens[:5])
+    decoded = runner.decode_batch([("a", tokens[0], len(tokens)), ("b", tokens[5], 5)])
+    return [np.asarray(one, np.float32) for one in [*found, *decoded]]
+
+
+def load(folder: Path, **settings: Any) -> ModelRunner:
+    return ferrum_jax.load(folder, engine=SMALL, progress=False, artifacts=False, **settings)
+
+
+def write_in(dtype: Any, folder: Path, name: str) -> Path:
+    config = tiny.CONFIGS[name]
+    return tiny.write_folder(
+        folder, config, named={key: value.astype(dtype) for key, value in dict(tiny.tensors(config)).items()}
+    )
+
+
+def test_a_runner_tells_which_code_serves_it(params: ParamTree):
+    with make(params, "cpu") as runner:
+        told = runner.describe()
+    assert (told["attention"], told["kernels"], told["no_kernels_because"]) == ("cpu", native.instruction_set(), None)
+    assert told["weight_bytes"] == {"float32": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
+    assert (told["dtype"], told["layout"], told["kv_capacity"]) == ("float32", "checkpoint", ENGINE.kv_capacity)
+    with make(params, "xla") as runner:
+        assert (runner.describe()["attention"], runner.describe()["kernels"]) == ("xla", None)
+
+
+def test_steps_on_disk_depend_on_the_kernels(monkeypatch: pytest.MonkeyPatch):
+    facts = describe_code()
+    assert (facts["kernels"], facts["instruction_set"]) == (native.digest(), native.instruction_set())
+    monkeypatch.setattr(native, "digest", lambda: "another")
+    assert describe_code() != facts
+
+
+@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "llama3", "gemma2", "gpt_oss", "deepseek3", "mixtral"))
+def test_kernels_answer_as_xla_does(name: str, tmp_path: Path):
+    folder, tokens = tiny.write_folder(tmp_path, tiny.CONFIGS[name]), tiny.prompt(name)[: tiny.LENGTH]
+    with load(folder, attention="xla") as wanted, load(folder) as found:
+        assert found.describe()["attention"] == "cpu"
+        for ours, xla in zip(answers(found, tokens), answers(wanted, tokens), strict=True):
+            np.testing.assert_allclose(ours, xla, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "llama3", "mixtral"))
+def test_weights_of_sixteen_bits_give_the_same_bits(dtype: Any, name: str, tmp_path: Path):
+    folder, tokens = write_in(dtype, tmp_path, name), tiny.prompt(name)[: tiny.LENGTH]
+    with load(folder, quantize="none") as wanted, load(folder) as found:
+        kept = [leaf for leaf in jax.tree.leaves(found.params, is_leaf=is_quantised) if is_quantised(leaf)]
+        assert {leaf.values.dtype for leaf in kept} == {np.dtype(dtype)}
+        assert sum(found.describe()["weight_bytes"].values()) < 0.6 * sum(wanted.describe()["weight_bytes"].values())
+        for ours, wide in zip(answers(found, tokens), answers(wanted, tokens), strict=True):
+            np.testing.assert_array_equal(ours, wide)
+
+
+@pytest.mark.parametrize("layout", ["fused", "scanned"])
+def test_weights_of_sixteen_bits_are_kept_in_every_layout(layout: str, tmp_path: Path):
+    folder, tokens = write_in(ml_dtypes.bfloat16, tmp_path, "llama3"), tiny.prompt("llama3")
+    with load(folder, quantize="none", layout=layout) as wanted, load(folder, layout=layout) as found:
+        assert found.describe()["weight_bytes"].keys() == {"bfloat16", "float32"}
+        for ours, wide in zip(answers(found, tokens), answers(wanted, tokens), strict=True):
+            np.testing.assert_array_equal(ours, wide)
+
+
+def test_a_row_that_decodes_has_the_same_logits_beside_any_others_of_its_bucket(params: ParamTree):
+    with make(params, "cpu") as runner:
+        for at, name in enumerate("abcd"):
+            runner.prefill(name, list(range(1, 8 + at)))
+
+        def decode(names: str) -> dict[str, NDArray[np.float32]]:
+            found = runner.decode_batch([(name, 3, 7 + "abcd".index(name)) for name in names])
+            for name in names:
+                runner.truncate_kv(name, 7 + "abcd".index(name))
+            return {name: np.array(one) for name, one in zip(names, found, strict=True)}
+
+        together = decode("abcd")
+        for names in ("abc", "dcb", "bad"):
+            for name, logits in decode(names).items():
+                np.testing.assert_array_equal(logits, together[name])
+
+
+def test_a_runner_without_kernels_says_why(params: ParamTree, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "library", lambda: "they were not built")
+    with make(params, "xla") as runner:
+        assert runner.describe()["no_kernels_because"] == "they were not built"

@@ -1,0 +1,293 @@
+"""The CPU kernels against float64 NumPy: every kind of weight, every option of attention, odd sizes, poisoned pools."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ferrum_jax.kvcache.state import Layout
+from ferrum_jax.ops import native
+from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
+from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, pack, quantise_weight
+from tests.ops.paged import LAYER, Case, Filled, fill
+
+pytestmark = pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
+
+product = jax.jit(native.product)
+expert_product = jax.jit(native.expert_product)
+
+
+def normal(seed: int, *shape: int) -> NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def make_weight(kind: str, seed: int, *shape: int) -> Any:
+    """A weight of `shape`, whose last axis is divisible by 32 if it has groups."""
+    rng, groups = np.random.default_rng(seed), max(1, shape[-1] // 32)
+    if kind in native.FLOATS:
+        return jnp.asarray(normal(seed, *shape)).astype(kind)
+    if kind == "int8 a channel":
+        return quantise_weight(jnp.asarray(normal(seed, *shape)), "int8")
+    scales = (rng.random((*shape[:-1], groups), np.float32) + 0.5).astype(np.float16)
+    offsets = rng.standard_normal(scales.shape).astype(np.float16) if kind.endswith("offsets") else None
+    if kind.startswith("int8"):
+        values = rng.integers(-127, 128, shape).astype(np.int8)
+    else:
+        numbers = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1, shape[-1])
+        values = pack(numbers, groups).reshape(*shape[:-1], -1)
+    dtype = np.float32 if kind.startswith("wide") else np.float16
+    leaves = (values, scales.astype(dtype), None if offsets is None else offsets.astype(dtype))
+    return QuantisedWeight(*(None if leaf is None else jnp.asarray(leaf) for leaf in leaves))
+
+
+KINDS = [*native.FLOATS, "int8 a channel", "int8", "int8 with offsets", "uint4", "uint4 with offsets"]
+KINDS += ["wide uint4 with offsets"]
+
+
+def wide(weight: Any) -> NDArray[np.float64]:
+    found = dequantise_weight(weight, jnp.float32) if isinstance(weight, QuantisedWeight) else weight
+    return np.asarray(found, np.float64)
+
+
+def check_product(found: Any, x: NDArray[Any], weight: NDArray[Any]) -> None:
+    expected = x.astype(np.float64) @ weight.T
+    bound = np.abs(x).astype(np.float64) @ np.abs(weight).T  # of a sum's terms, to which its rounding belongs
+    assert np.all(np.abs(found - expected) <= 1e-6 * bound + 1e-30)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 13, 64])
+def test_products_are_numpys(kind: str, rows: int):
+    for outputs, inputs in ((37, 96), (128, 576), (3, 32)):
+        x, weight = normal(rows, rows, inputs), make_weight(kind, outputs, outputs, inputs)
+        check_product(product(x, weight), x, wide(weight))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(native.FLOATS), st.integers(1, 70), st.integers(1, 70), st.integers(1, 70), st.integers(0, 99))
+@example("float16", 1, 1, 1, 0)
+def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, inputs: int, seed: int):
+    x, weight = normal(seed, rows, inputs), make_weight(kind, seed, outputs, inputs)
+    check_product(product(x, weight), x, wide(weight))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["int8", "uint4"]),
+    st.integers(1, 9),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.integers(1, 20),
+    st.integers(0, 99),
+)
+def test_groups_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, groups: int, half: int, seed: int):
+    inputs, rng = groups * 2 * half, np.random.default_rng(seed)
+    values = rng.integers(-127 if kind == "int8" else 0, 128 if kind == "int8" else 16, (outputs, inputs))
+    values = values.astype(np.int8) if kind == "int8" else pack(values.astype(np.uint8), groups)
+    weight = QuantisedWeight(jnp.asarray(values), jnp.asarray(normal(seed, outputs, groups)))
+    x = normal(seed + 1, rows, inputs)
+    check_product(product(x, weight), x, wide(weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
+    x, weight = normal(1, 13, 192), make_weight(kind, 2, 50, 192)
+    together = np.asarray(product(x, weight))
+    for count in range(
+        1 if kind in native.FLOATS else 5, 13
+    ):  # up to four, quantised values meet x before their scales
+        np.testing.assert_array_equal(product(x[:count], weight), together[:count])
+    few = np.asarray(product(x[:4], weight))
+    for count in (1, 2, 3):
+        np.testing.assert_array_equal(product(x[:count], weight), few[:count])
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_weights_are_widened_exactly(kind: str):
+    weight = make_weight(kind, 3, 37, 96)
+    weight = QuantisedWeight(weight) if kind in native.FLOATS else weight
+    wanted = wide(weight).astype(np.float32)
+    np.testing.assert_allclose(
+        jax.jit(native.widen)(weight, jnp.zeros(1)), wanted, rtol=2e-7, atol=1e-6 if "offsets" in kind else 0
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_of_chosen_experts_are_numpys(kind: str):
+    x, stack = normal(3, 11, 64), make_weight(kind, 5, 6, 30, 64)
+    ids = np.array([4, 0, 4, 2, 2, 2, 0, 4, 4, 4, 3], np.int32)
+    found, weights = expert_product(x, ids, stack), wide(stack)
+    for row, own in enumerate(ids):
+        check_product(found[row], x[row], weights[own])
+
+
+def test_an_expert_that_is_not_there_is_an_error():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="there is no such expert"):
+        expert_product(normal(1, 2, 8), np.array([0, 2], np.int32), jnp.ones((2, 4, 8)))
+
+
+def test_rounding_to_sixteen_bits_is_numpys():
+    """Keys are rounded as they are written: every kind of number, also subnormal ones, ties, and beyond the largest."""
+    numbers = np.concatenate([normal(1, 500) * np.float32(2.0**at) for at in range(-30, 20, 3)])
+    ties = np.arange(2048, 4096, dtype=np.float32) + np.float32(0.5)
+    numbers = np.concatenate([numbers, ties, [0.0, -0.0, np.inf, -np.inf, np.nan, 65519.0, 65520.0, 2.0**-25]])
+    numbers = np.resize(numbers.astype(np.float32), (11, 1, 1024))
+    for dtype in ("bfloat16", "float16", "float32"):
+        filled = fill(Case(lengths=(0,), counts=(11,), tokens=11, kv_heads=1, head_dim=1024, dtype=dtype), "products")
+        at = np.arange(11, dtype=np.int32)
+        kv = jax.jit(write_cpu)(filled.kv, LAYER, np.full(11, 3, np.int32), at, numbers, numbers)
+        for pool in (kv.k[LAYER, 3, 0, :, :11].T, kv.v[LAYER, 3, 0, :11]):
+            with np.errstate(over="ignore"):
+                expected = np.float32(numbers[:, 0].astype(dtype))
+            np.testing.assert_array_equal(np.float32(pool), expected)
+
+
+def expected(filled: Filled, case: Case, sinks: NDArray[Any] | None) -> NDArray[np.float64]:
+    """Attention by its definition, in float64."""
+    q = np.asarray(filled.q, np.float64)
+    out = np.zeros(q.shape)
+    for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
+        for t, n in np.ndindex(count, q.shape[2]):
+            last, own = length + t + 1, n // case.group
+            first = 0 if case.window is None else max(0, last - case.window)
+            scores = filled.keys[b][first:last, own].astype(np.float64) @ q[b, t, n] * 0.3
+            if case.softcap is not None:
+                scores = case.softcap * np.tanh(scores / case.softcap)
+            sink = -np.inf if sinks is None else sinks[n]
+            weights = np.exp(scores - max(scores.max(), sink))
+            total = weights.sum() + np.exp(sink - max(scores.max(), sink))
+            out[b, t, n] = weights / total @ filled.values[b][first:last, own]
+    return out
+
+
+def check_attention(case: Case, layout: Layout = "products", sinks: NDArray[Any] | None = None, seed: int = 0) -> None:
+    filled = fill(case, layout, seed)
+    if layout == "latent":
+        filled = Filled(filled.q, filled.kv, filled.rows, filled.keys, filled.keys)
+    given = None if sinks is None else jnp.asarray(sinks)
+    settings = {"scale": 0.3, "window": case.window, "softcap": case.softcap, "sinks": given}
+    q = filled.q.astype(jnp.float32)
+    found = jax.jit(lambda q, kv: attend_cpu(q, kv, LAYER, filled.rows, **settings))(q, filled.kv)
+    real = np.arange(case.tokens) < np.asarray(case.counts)[:, None]
+    assert np.all(np.asarray(found)[~real] == 0)
+    np.testing.assert_allclose(found, expected(filled, case, sinks), atol=3e-6, rtol=3e-6)
+
+
+SIZES = [(0, 5, 3), (1, 0, 0), (63, 64, 70), (300, 7, 0)]
+
+
+@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("layout", ["products", "latent"])
+@pytest.mark.parametrize("tokens", [1, 2, 37])
+def test_attention_is_numpys(dtype: str, layout: Layout, tokens: int):
+    for lengths in SIZES:
+        counts = tuple(0 if length == 0 and tokens == 1 else min(tokens, 1 + length) for length in lengths)
+        case = Case(lengths=lengths, counts=counts, tokens=tokens, block=64, columns=6, head_dim=40, dtype=dtype)
+        check_attention(case, layout)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    tokens=st.sampled_from([1, 1, 3, 18, 50]),
+    group=st.integers(1, 7),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(1, 40),
+    block=st.integers(1, 40),
+    window=st.one_of(st.none(), st.integers(1, 60)),
+    softcap=st.one_of(st.none(), st.sampled_from([0.5, 5.0, 50.0])),
+    layout=st.sampled_from(["products", "latent"]),
+    has_sinks=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_attention_with_every_option_is_numpys(
+    lengths: list[int], tokens: int, layout: Layout, has_sinks: bool, seed: int, **options: Any
+):
+    rng = np.random.default_rng(seed)
+    counts = tuple(int(count) for count in rng.integers(0, tokens + 1, len(lengths)))
+    columns = -(-(max(lengths) + tokens) // options["block"]) + 1
+    case = Case(lengths=tuple(lengths), counts=counts, tokens=tokens, columns=columns, **options)
+    sinks = normal(seed, case.group * case.kv_heads) if has_sinks else None
+    check_attention(case, layout, sinks, seed)
+
+
+@pytest.mark.parametrize("group", [47, 48, 49, 100])
+def test_many_heads_of_one_kv_head_are_numpys(group: int):
+    for tokens in (1, 5):
+        case = Case(lengths=(20, 0), counts=(tokens, 1), tokens=tokens, group=group, kv_heads=1, head_dim=24)
+        check_attention(case, "latent", normal(1, group))
+
+
+def test_a_long_row_is_computed_in_parts():
+    case = Case(lengths=(1500, 700, 255, 256), counts=(1,) * 4, tokens=1, block=128, columns=13, head_dim=64)
+    check_attention(case)
+    check_attention(replace(case, window=300), sinks=normal(1, 6))
+
+
+def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it():
+    case = Case(lengths=(700, 20, 300), counts=(1, 1, 1), tokens=1, block=64, columns=12)
+    filled = fill(case, "products")
+    attend = jax.jit(lambda q, kv, rows: attend_cpu(q, kv, LAYER, rows, scale=0.3, window=None))
+    together = np.asarray(attend(filled.q, filled.kv, filled.rows))
+    for at in range(3):
+        own = jax.tree.map(lambda leaf, at=at: leaf[at : at + 1], filled.rows)
+        np.testing.assert_array_equal(attend(filled.q[at : at + 1], filled.kv, own)[0], together[at])
+
+
+@pytest.mark.parametrize("layout", ["products", "latent"])
+def test_writes_are_in_place_and_leave_the_rest_alone(layout: Layout):
+    case = Case(lengths=(0,), counts=(0,), tokens=1, kv_heads=2, head_dim=12, block=5)
+    kv = jax.tree.map(jnp.asarray, fill(case, layout).kv)
+    blocks = kv.k.shape[1]
+    ids, at = np.array([2, 0, blocks, 2, -1], np.int32), np.array([4, 0, 1, 3, 0], np.int32)
+    k, v = normal(1, 5, 2, 12), normal(2, 5, 2, 12)
+    expected = [None if pool is None else np.array(pool) for pool in (kv.k, kv.v)]
+    keys, values = expected
+    assert keys is not None
+    for x in (0, 1, 3):
+        keys[LAYER, ids[x], :, :, at[x]] = k[x]
+        if values is not None:
+            values[LAYER, ids[x], :, at[x]] = v[x]
+    write = jax.jit(lambda kv, k, v: write_cpu(kv, LAYER, jnp.asarray(ids), jnp.asarray(at), k, v), donate_argnums=0)
+    compiled = write.lower(kv, k, None if kv.v is None else v).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= sum(pool.nbytes for pool in expected if pool is not None)
+    found = compiled(kv, k, None if layout == "latent" else v)
+    for pool, wanted in zip((found.k, found.v), expected, strict=True):
+        if wanted is not None:
+            np.testing.assert_array_equal(pool, wanted)
+
+
+def test_many_threads_at_once_get_each_their_own_numbers():
+    weight = jnp.asarray(normal(1, 512, 512))
+    inputs = [normal(at, 1 + at % 9, 512) for at in range(24)]
+    alone = [np.asarray(product(x, weight)) for x in inputs]
+
+    def run(at: int) -> None:
+        for _ in range(20):
+            np.testing.assert_array_equal(product(inputs[at], weight), alone[at])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(24)))
+
+
+def test_what_has_no_kernel_is_left_to_xla():
+    x, weight = jnp.ones((2, 8)), jnp.ones((4, 8))
+    assert not native.multiplies(x, weight)  # not in a serving step
+    with native.kernels(True):
+        assert native.multiplies(x, weight)
+        assert not native.multiplies(x.astype(jnp.bfloat16), weight)
+        assert not native.multiplies(jnp.ones((65, 8)), weight)
+        assert not native.multiplies(x, weight.astype(jnp.int32))
+        assert not native.multiplies(x, quantise_weight(weight, "float8_e4m3fn"))
+        with native.kernels(False):
+            assert not native.multiplies(x, weight)
+    assert not native.in_use()
