@@ -116,7 +116,7 @@ def generate(
 def inspect(model: ModelArgument = None) -> None:
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
-    from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead
+    from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead, with_defaults
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import named_leaves, num_bytes, num_parameters
     from ferrum_jax.sharding.devices import default_dtype, find_device
@@ -124,9 +124,12 @@ def inspect(model: ModelArgument = None) -> None:
 
     source = open_checkpoint(resolve(model))
     cfg, device = source.config, find_device(None)
-    settings = EngineConfig.from_environment().over(EngineConfig(dtype=default_dtype(device)))
+    settings = with_defaults(EngineConfig.from_environment(), cfg, device)
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
-    loaded = param_specs(source, settings.quantize)
+    try:
+        loaded = param_specs(source, settings.quantize, dtype, settings.layout or "checkpoint")
+    except FerrumError:  # as the plan below will say
+        loaded = param_specs(source, "none")
     dtypes = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(loaded).values()))
     try:
         plan, refusal = plan_ahead(settings, source, device), ""

@@ -123,8 +123,7 @@ def load(
     settings, target = asked.joined(engine).over_environment(), find_device(device)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
-    settings = settings.over(EngineConfig(dtype=default_dtype(target), layout=CHECKPOINT))
-    settings = settings.over(EngineConfig(quantize=_default_quantize(settings, source.config, target)))
+    settings = with_defaults(settings, source.config, target)
     free = free_bytes(target)
     ahead, root = plan_ahead(settings, source, target, free), artifacts_folder(settings)
     early = None if root is None else _open_artifacts(root, source, ahead, target, settings)
@@ -255,6 +254,7 @@ def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice, fr
         FerrumError: as `plan_engine`.
     """
     check_compiler_options(settings.compiler_options, device)
+    settings = with_defaults(settings, source.config, device)
     taken = _num_bytes(source, settings, device)
     left = max(0, (free_bytes(device) if free is None else free) - taken)
     return plan_engine(settings, source.config, platform=device.platform, free_bytes=left)
@@ -277,14 +277,21 @@ def _num_bytes(source: Checkpoint, settings: EngineConfig, device: JaxDevice) ->
     return num_bytes(param_specs(source, settings.quantize, dtype, layout), dtype)
 
 
-def _default_quantize(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> str | None:
-    """`auto` where the kernels for CPUs serve a model, whose products then read what the checkpoint has."""
-    if device.platform != "cpu":
-        return None
+def with_defaults(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> EngineConfig:
+    """Fills in what the parameters of a model will be on a device: dtype, layout, and whether they keep their bits.
+
+    They do (`auto`) where the kernels for CPUs serve the model, whose products read what the checkpoint has.
+
+    Raises:
+        FerrumError: as `choose_attention`.
+    """
+    settings = settings.over(EngineConfig(dtype=default_dtype(device), layout=CHECKPOINT))
+    if settings.quantize is not None or device.platform != "cpu":
+        return settings
     dtype = settings.dtype or default_dtype(device)
     sizes = {"kv_dtype": settings.kv_dtype or dtype, "block_size": settings.block_size or 1, "layout": settings.layout}
     chosen = choose_attention(settings.attention, cfg, platform="cpu", dtype=dtype, **sizes)
-    return "auto" if chosen == "cpu" else None
+    return settings.over(EngineConfig(quantize="auto")) if chosen == "cpu" else settings
 
 
 def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout: str) -> Formats:

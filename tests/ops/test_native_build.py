@@ -56,6 +56,12 @@ def test_without_a_library_xla_serves(monkeypatch: pytest.MonkeyPatch, tmp_path:
         native.library.cache_clear()
 
 
+@needs_compiler
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "digest_sources", lambda: "changed since")
+    assert "built from other sources: install the package again" in str(native.register(build.LIBRARY))
+
+
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside"])

@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.ops.native.build import LIBRARY
+from ferrum_jax.ops.native.build import LIBRARY, digest_sources
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 
 FEW_TOKENS = 64  # in products of more, XLA's code is as fast
@@ -44,9 +44,11 @@ def library() -> ctypes.CDLL | str:
 
 
 def register(path: Path) -> ctypes.CDLL | str:
-    """Registers the targets of a library, or says why this processor has none of its instruction sets."""
+    """Registers the targets of a library, or says why it is not of use here."""
     found = ctypes.CDLL(str(path))
-    found.ferrum_instruction_set.restype = ctypes.c_char_p
+    found.ferrum_sources.restype = found.ferrum_instruction_set.restype = ctypes.c_char_p
+    if found.ferrum_sources().decode() != digest_sources():
+        return "they were built from other sources: install the package again"
     if found.ferrum_instruction_set() is None:
         return "this processor has none of the instruction sets they are built for"
     for name in TARGETS:

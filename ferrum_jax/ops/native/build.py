@@ -1,5 +1,6 @@
 """Builds the kernels' library; used by the build hook, and by itself: `python build.py`."""
 
+import hashlib
 import os
 import platform
 import shlex
@@ -39,6 +40,14 @@ def headers() -> Path | None:
     return found if (found / "xla" / "ffi" / "api" / "ffi.h").exists() else None
 
 
+def digest_sources() -> str:
+    """Digest of the kernels' sources, which a library has in it: it must be of those that are installed."""
+    total = hashlib.sha256()
+    for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
+        total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    return total.hexdigest()
+
+
 def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> str | None:
     """Compiles the library, with `more` options; returns why it could not, or None."""
     machine = os.environ.get("FERRUM_KERNELS_MACHINE", platform.machine()).lower()
@@ -54,7 +63,9 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> str | None:
             Path(scratch, f"{name}.o"): ["kernels.cpp", f"-DFERRUM_SET={name}", *flags]
             for name, flags in SETS[machine].items()
         }
-        jobs[Path(scratch, "handlers.o")] = ["handlers.cpp", "-isystem", str(include)]
+        jobs[Path(scratch, "handlers.o")] = [
+            "handlers.cpp", "-isystem", str(include), f'-DFERRUM_SOURCES="{digest_sources()}"'
+        ]  # fmt: skip
         commands = [
             [*compiler, *COMMON, *more, "-c", str(FOLDER / source), *flags, "-o", str(object)]
             for object, (source, *flags) in jobs.items()

@@ -281,6 +281,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_write, run_write,
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
 
+// Which sources the library was built of.
+extern "C" const char* ferrum_sources() { return FERRUM_SOURCES; }
+
 // The instruction set in use, or null where the processor has none of them.
 extern "C" const char* ferrum_instruction_set() { return kernels ? kernels->name : nullptr; }
 #pragma GCC visibility pop
