@@ -26,7 +26,11 @@ class KernelsHook(BuildHookInterface):
         spec.loader.exec_module(module)
         if problem := module.build():
             print(f"ferrum-jax is installed without its CPU kernels: {problem}", file=sys.stderr)
+            module.LIBRARY.unlink(missing_ok=True)
+            module.PROBLEM.write_text(problem, encoding="utf-8")  # for `ferrum-jax devices`: pip hides what is printed
+            build_data["artifacts"].append(f"/{module.PROBLEM.relative_to(self.root).as_posix()}")
             return
+        module.PROBLEM.unlink(missing_ok=True)
         build_data["artifacts"].append(f"/{module.LIBRARY.relative_to(self.root).as_posix()}")
         build_data["pure_python"] = False
         platform = os.environ.get("FERRUM_WHEEL_PLATFORM") or re.sub(r"[-.]", "_", sysconfig.get_platform())

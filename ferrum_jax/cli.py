@@ -12,7 +12,8 @@ from rich.table import Table
 from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, IOError, UnsupportedError
 
 QuantizeOption = Annotated[
-    str | None, typer.Option(help="Matrices in int8 or float8_e4m3fn, or keep: as the checkpoint has them quantised")
+    str | None,
+    typer.Option(help="Matrices in int8 or float8_e4m3fn; keep or auto: as the checkpoint has them; none: in full"),
 ]
 ModelArgument = Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
@@ -235,7 +236,7 @@ def convert(
 
 @app.command()
 def devices() -> None:
-    """List the devices JAX sees, and the memory they have left."""
+    """List the devices JAX sees, the memory they have left, and the kernels for CPUs."""
     import jax
 
     from ferrum_jax.ops import native

@@ -28,6 +28,7 @@ from ferrum_jax.models.layout import CHECKPOINT, joinable, layout_specs
 from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, num_bytes
+from ferrum_jax.ops import native
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
@@ -92,9 +93,9 @@ def load(
         layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
             `checkpoint` if None.
         quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in
-            the bits, groups and scales that the checkpoint has it in; `auto`: so where that is possible; `none`
-            dequantises those of folders and GGUF files. `auto` if None and the kernels for CPUs serve the model, which
-            then takes half to a seventh of the memory and of the time, else `none`. Activations stay in `dtype`.
+            the bits, groups and scales that a quantised checkpoint has it in; `auto`: in 16 bits, too, and only where
+            the kernels for CPUs multiply it so; `none` dequantises those of folders and GGUF files. If None, it is
+            `auto` where those kernels serve the model, else `none`. Activations stay in `dtype`.
 
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
@@ -299,9 +300,11 @@ def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout
     if quantize in ("keep", "auto"):
         if isinstance(source, orbax.OrbaxSource):
             return {}
+        if quantize == "keep":
+            return source.native_formats()
         found = _narrow_formats(source) if dtype == "float32" else {}
-        found |= source.native_formats(skip=quantize == "auto")
-        return joinable(found, source.config, layout) if quantize == "auto" else found
+        found |= source.native_formats(skip=True)
+        return joinable(_multiplied(found, source.config), source.config, layout)
     asked = {} if quantize in (None, "none") else choose_formats(source.config, quantize)
     if asked and source.formats and asked != source.formats:
         kinds = ", ".join(sorted({form.dtype for form in source.formats.values()}))
@@ -312,12 +315,22 @@ def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout
     return {} if source.formats else asked
 
 
+def _multiplied(formats: Formats, cfg: ModelConfig) -> dict[str, Format]:
+    """Picks the formats that kernels multiply as they are; latents' up-projections are widened in every step."""
+    plain = specs.named_leaves(family(cfg).param_specs(cfg))
+    return {
+        name: form
+        for name, form in formats.items()
+        if name in plain and ".kv_b_proj." not in name and native.reads(form.dtype, plain[name].shape[-1])
+    }
+
+
 def _narrow_formats(source: SafetensorsSource | GgufSource) -> dict[str, Format]:
-    """Matrices that the checkpoint has in 16 bits; routers, and products that a step would widen, are left out."""
+    """Matrices that the checkpoint has in 16 bits, but for routers."""
     stored, plain = source.stored_dtypes(), specs.named_leaves(family(source.config).param_specs(source.config))
     matrices = {
         name for name, spec in plain.items()
-        if len(spec.shape) - ("expert" in spec.axes) >= 2 and "router" not in spec.axes and ".kv_b_proj." not in name
+        if len(spec.shape) - ("expert" in spec.axes) >= 2 and "router" not in spec.axes
     }  # fmt: skip
     return {name: Format(stored[name]) for name in matrices & stored.keys()}
 

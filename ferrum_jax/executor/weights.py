@@ -21,7 +21,9 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
     given, there = (
         {name: _described(leaf) for name, leaf in named_leaves(tree).items()} for tree in (params, instead_of)
     )
-    _refuse("these weights cannot be set", _differences(given, there, "is"))
+    kept, plain = (any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised))) for tree in (instead_of, params))
+    hint = ", as those served are kept in fewer bits (load with quantize='none' to set others)" * (kept and not plain)
+    _refuse(f"these weights cannot be set{hint}", _differences(given, there, "is"))
     if jax.tree.structure(params) != jax.tree.structure(instead_of):
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
 

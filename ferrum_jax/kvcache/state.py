@@ -2,7 +2,7 @@
 
 | layout | keys | values | for |
 |---|---|---|---|
-| `products` | `[L, P, K, H, C]` | `[L, P, K, C, H]` | XLA on CPU |
+| `products` | `[L, P, K, H, C]` | `[L, P, K, C, H]` | CPUs |
 | `positions` | `[L, P, C, K, H]` | `[L, P, C, K, H]` | GPUs |
 | `interleaved` | `[L, P, C, 2K, H]`, each head's key before its value | the same array | TPUs |
 | `latent` | `[L, P, K, H, C]` | the same numbers | latent attention, where a value is its key |

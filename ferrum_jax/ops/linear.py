@@ -54,10 +54,10 @@ def vocabulary_logits(x: Float[Array, "R D"], weight: Float[Array, "V D"] | Quan
 
 
 def _product(x: jax.Array, weight: jax.Array | QuantisedWeight, out: jnp.dtype) -> jax.Array:
-    if native.multiplies(x, weight):
+    if native.can_multiply(x, weight):
         return native.product(x, weight)
     if isinstance(weight, QuantisedWeight):
-        if native.widens(x, weight):
+        if native.can_widen(x, weight):
             return _weight_right(x, native.widen(weight, x), out)
         return quantised_product(x, weight, out)
     if not 1 <= x.shape[0] <= FEW_TOKENS:

@@ -98,7 +98,9 @@ def weigh_experts(
         expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens. Where there
             are kernels it is called once with all choices, and the weights are `ChosenWeight`s, which `linear` takes.
     """
-    if all(native.multiplies(x, leaf, native.MOST_ROWS // chosen.shape[1]) for leaf in _matrices(stacks)):
+    if native.in_use() and all(
+        native.can_multiply(x, leaf, native.MOST_ROWS // chosen.shape[1]) for leaf in _matrices(stacks)
+    ):
         outs = _outputs_of_kernels(expert, x, chosen.astype(jnp.int32), stacks)
         return jnp.sum(outs * shares[..., None], axis=1)
     with native.kernels(False):  # they would need a copy of each expert's weights

@@ -43,12 +43,13 @@ def make_weight(kind: str, seed: int, *shape: int) -> Any:
         numbers = rng.integers(0, 16, shape).astype(np.uint8).reshape(-1, shape[-1])
         values = pack(numbers, groups).reshape(*shape[:-1], -1)
     dtype = np.float32 if kind.startswith("wide") else np.float16
-    leaves = (values, scales.astype(dtype), None if offsets is None else offsets.astype(dtype))
+    beside = np.float32 if "wide" in kind else np.float16
+    leaves = (values, scales.astype(dtype), None if offsets is None else offsets.astype(beside))
     return QuantisedWeight(*(None if leaf is None else jnp.asarray(leaf) for leaf in leaves))
 
 
 KINDS = [*native.FLOATS, "int8 a channel", "int8", "int8 with offsets", "uint4", "uint4 with offsets"]
-KINDS += ["wide uint4 with offsets"]
+KINDS += ["wide uint4 with offsets", "uint4 with wide offsets", "int8 with wide offsets"]
 
 
 def wide(weight: Any) -> NDArray[np.float64]:
@@ -126,6 +127,14 @@ def test_products_of_chosen_experts_are_numpys(kind: str):
     found, weights = expert_product(x, ids, stack), wide(stack)
     for row, own in enumerate(ids):
         check_product(found[row], x[row], weights[own])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_choice_does_not_depend_on_the_choices_beside_it(kind: str):
+    x, stack = normal(3, 40, 64), make_weight(kind, 5, 4, 30, 64)
+    alike, apart = np.zeros(40, np.int32), np.arange(40, dtype=np.int32) % 4
+    together, found = np.asarray(expert_product(x, alike, stack)), np.asarray(expert_product(x, apart, stack))
+    np.testing.assert_array_equal(found[apart == 0], together[apart == 0])
 
 
 def test_an_expert_that_is_not_there_is_an_error():
@@ -231,6 +240,25 @@ def test_a_long_row_is_computed_in_parts():
     check_attention(replace(case, window=300), sinks=normal(1, 6))
 
 
+@pytest.mark.parametrize("block", [5, 10, 12, 50, 100, 300])
+def test_parts_that_begin_within_a_vector_count_no_position_twice(block: int):
+    case = Case(lengths=(900, 611, 256), counts=(1,) * 3, tokens=1, block=block, columns=1000 // block + 1)
+    check_attention(case)
+    check_attention(replace(case, window=301))
+
+
+def test_what_is_no_number_stays_so_and_in_its_row():
+    case = Case(lengths=(700, 20, 5), counts=(1,) * 3, tokens=1, block=64, columns=12)
+    filled = fill(case, "products")
+    attend = jax.jit(lambda q, kv: attend_cpu(q, kv, LAYER, filled.rows, scale=0.3, window=None))
+    alone = np.asarray(attend(filled.q, filled.kv))
+    for bad in (np.nan, np.inf):
+        found = np.array(attend(filled.q.at[1, 0, 2, 3].set(bad), filled.kv))
+        assert np.isnan(found[1, 0, 2]).all()
+        found[1, 0, 2] = alone[1, 0, 2]
+        np.testing.assert_array_equal(found, alone)
+
+
 def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it():
     case = Case(lengths=(700, 20, 300), counts=(1, 1, 1), tokens=1, block=64, columns=12)
     filled = fill(case, "products")
@@ -281,13 +309,13 @@ def test_many_threads_at_once_get_each_their_own_numbers():
 
 def test_what_has_no_kernel_is_left_to_xla():
     x, weight = jnp.ones((2, 8)), jnp.ones((4, 8))
-    assert not native.multiplies(x, weight)  # not in a serving step
+    assert not native.can_multiply(x, weight)  # not in a serving step
     with native.kernels(True):
-        assert native.multiplies(x, weight)
-        assert not native.multiplies(x.astype(jnp.bfloat16), weight)
-        assert not native.multiplies(jnp.ones((65, 8)), weight)
-        assert not native.multiplies(x, weight.astype(jnp.int32))
-        assert not native.multiplies(x, quantise_weight(weight, "float8_e4m3fn"))
+        assert native.can_multiply(x, weight)
+        assert not native.can_multiply(x.astype(jnp.bfloat16), weight)
+        assert not native.can_multiply(jnp.ones((65, 8)), weight)
+        assert not native.can_multiply(x, weight.astype(jnp.int32))
+        assert not native.can_multiply(x, quantise_weight(weight, "float8_e4m3fn"))
         with native.kernels(False):
-            assert not native.multiplies(x, weight)
+            assert not native.can_multiply(x, weight)
     assert not native.in_use()

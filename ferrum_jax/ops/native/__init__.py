@@ -1,7 +1,7 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
-They multiply few tokens with float32, 16-bit, int8 and 4-bit weights at the rate of the memory, and attend over the
-paged KV. All arithmetic is float32, and a row's result does not depend on the rows beside it. The library has a copy of
+They multiply few tokens with float32, 16-bit, int8 and 4-bit weights, and attend over the paged KV. All arithmetic is
+float32, and a row's result does not depend on the rows beside it. The library has a copy of
 them for each instruction set and chooses when it is loaded; it is built when the package is installed, if there is a
 C++ compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code serves.
 
@@ -19,11 +19,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.ops.native.build import LIBRARY, digest_sources
+from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 
 FEW_TOKENS = 64  # in products of more, XLA's code is as fast
-MOST_ROWS = 1024  # of one product of experts, as in handlers.cpp
+MOST_ROWS = 8192  # of one product of experts, as in handlers.cpp
 MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
 SPAN = 256  # positions of a row of one token that are computed together
@@ -36,7 +36,8 @@ _in_use = contextvars.ContextVar("ferrum_jax kernels", default=False)
 def library() -> ctypes.CDLL | str:
     """Loads the library and registers its targets, once; or says why there is none."""
     if not LIBRARY.exists():
-        return "they were not built when the package was installed, which takes a C++ compiler"
+        why = PROBLEM.read_text(encoding="utf-8") if PROBLEM.exists() else "that takes a C++ compiler"
+        return f"they were not built when the package was installed: {why}"
     try:
         return register(LIBRARY)
     except (OSError, AttributeError, jax.errors.JaxRuntimeError) as problem:
@@ -70,7 +71,7 @@ def digest() -> str | None:
 
 @contextlib.contextmanager
 def kernels(use: bool) -> Iterator[None]:
-    """Has what is traced inside use the kernels where they can, or not."""
+    """A context in which what is traced uses the kernels where it can, or does not."""
     token = _in_use.set(use)
     try:
         yield
@@ -83,7 +84,12 @@ def in_use() -> bool:
     return _in_use.get()
 
 
-def multiplies(x: jax.Array, weight: jax.Array | QuantisedWeight, most_tokens: int = FEW_TOKENS) -> bool:
+def reads(values: str, inputs: int) -> bool:
+    """Whether the kernels multiply by values of a dtype (`uint4`: two a byte) with so many inputs, scaled in groups."""
+    return values in FLOATS or (values in ("int8", "uint4") and inputs <= MOST_INPUTS)
+
+
+def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_tokens: int = FEW_TOKENS) -> bool:
     """Whether there is a kernel for `x @ weight.T`, or for a stack of weights, and it is to be used."""
     return in_use() and x.dtype == jnp.float32 and 1 <= x.shape[0] <= most_tokens and has_kernel(weight)
 
@@ -102,7 +108,7 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
         and weight.scales.dtype.name in FLOATS
         and columns <= MOST_INPUTS
         and columns // groups % (2 if is_packed(weight) else 1) == 0
-        and (weight.offsets is None or weight.offsets.dtype == weight.scales.dtype)
+        and (weight.offsets is None or weight.offsets.dtype in (weight.scales.dtype, jnp.float32))
     )
 
 
@@ -112,13 +118,16 @@ def product(x: jax.Array, weight: jax.Array | QuantisedWeight) -> jax.Array:
     return jax.ffi.ffi_call("ferrum_linear", found)(x, *jax.tree.leaves(weight))
 
 
-def widens(x: jax.Array, weight: QuantisedWeight) -> bool:
+def can_widen(x: jax.Array, weight: QuantisedWeight) -> bool:
     """Whether a weight is to be widened by a kernel for a product of many tokens, which is XLA's."""
     return in_use() and x.dtype == jnp.float32 and len(weight.shape) == 2 and has_kernel(weight)
 
 
 def widen(weight: QuantisedWeight, x: jax.Array) -> jax.Array:
-    """Dequantises a weight to float32 `[N, K]`, each number rounded once, when x, which is not read, is there."""
+    """Dequantises a weight to float32 `[N, K]`, each number rounded once.
+
+    x is not read: as an operand it delays the call until it is computed, or all weights would be widened at first.
+    """
     found = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
     return jax.ffi.ffi_call("ferrum_widen", found)(x, *jax.tree.leaves(weight))
 

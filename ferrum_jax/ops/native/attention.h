@@ -120,8 +120,8 @@ template <class F> inline void by_rows(int64_t rows, const F& f) {
   if (rows - r == 1) f(Size<1>(), r);
 }
 
-// What rows have seen so far: outputs that are not yet divided by `sum`, which is relative to the largest score.
-struct Seen {
+// The softmax of what rows have seen so far: outputs are not yet divided by `sum`, and relative to the largest score.
+struct RunningSoftmax {
   float* out;   // [rows, H]
   float* best;  // [rows]
   float* sum;   // [rows]
@@ -138,7 +138,7 @@ int64_t group_of(const Attention& a) { return a.heads / a.kv_heads; }
 int64_t first_seen(const Attention& a, int64_t position) { return a.window ? most(position - a.window + 1, 0) : 0; }
 
 // What rows have seen before they see anything: their sink, or nothing.
-void begin(const Attention& a, const Queries& of, const Seen& seen, bool with_sinks) {
+void begin(const Attention& a, const Queries& of, const RunningSoftmax& seen, bool with_sinks) {
   for (int64_t r = 0; r < of.rows(); r++) {
     seen.best[r] = with_sinks ? a.sinks[of.head * group_of(a) + of.g0 + r % of.heads()] : -kInfinity;
     seen.sum[r] = with_sinks ? 1.0f : 0.0f;
@@ -158,7 +158,7 @@ float weigh(float* scores, int64_t count, int64_t start, int64_t end, float soft
     store(scores + c, s);
     top = larger(top, s);
   }
-  const float now = largest(top), best = *best_so_far > now ? *best_so_far : now;
+  const float best = larger(*best_so_far, largest(top));
   if (best == -kInfinity) {
     for (int64_t c = 0; c < count; c += kLanes) store(scores + c, Vector{});
     return 1.0f;
@@ -176,7 +176,7 @@ float weigh(float* scores, int64_t count, int64_t start, int64_t end, float soft
 }
 
 // Adds positions first to last to what the queries have seen.
-template <class T> void visit(const Attention& a, const Queries& of, int64_t first, int64_t last, const Seen& seen) {
+template <class T> void visit(const Attention& a, const Queries& of, int64_t first, int64_t last, const RunningSoftmax& seen) {
   const int64_t rows = of.rows(), width = a.width, heads = of.heads();
   alignas(64) float q[kTileRows * kMostWidth], scores[kTileRows * kChunk], keep[kTileRows];
   for (int64_t t = of.t0; t < of.t1; t++) {
@@ -197,7 +197,7 @@ template <class T> void visit(const Attention& a, const Queries& of, int64_t fir
     });
     for (int64_t r = 0; r < rows; r++) {
       const int64_t position = a.lengths[of.b] + of.t0 + r / heads;
-      const int64_t start = most(first_seen(a, position) - at, 0), end = least(position + 1 - at, count);
+      const int64_t start = most(most(first_seen(a, position), first) - at, 0), end = least(position + 1 - at, count);
       keep[r] = weigh(scores + r * kChunk, padded, start, end, a.softcap, seen.best + r, seen.sum + r);
     }
     if (values) {
@@ -223,7 +223,7 @@ template <class T> void attend_part(const Attention& a, int64_t item) {
   float* to = a.parts + item * group * (width + 2);
   for (int64_t g0 = 0; g0 < group; g0 += kTileRows) {
     const Queries of{b, head, 0, 1, g0, least(g0 + kTileRows, group)};
-    const Seen seen{to + g0 * width, to + group * width + g0, to + group * (width + 1) + g0};
+    const RunningSoftmax seen{to + g0 * width, to + group * width + g0, to + group * (width + 1) + g0};
     begin(a, of, seen, a.sinks && part == 0);
     if (first < last) visit<T>(a, of, first, last, seen);
   }
@@ -238,7 +238,7 @@ template <class T> void attend_tile(const Attention& a, int64_t item) {
   alignas(64) float out[kTileRows * kMostWidth], best[kTileRows], sum[kTileRows];
   for (int64_t g0 = 0; g0 < group; g0 += kTileRows) {
     const Queries of{b, head, t0, most(real, t0), g0, least(g0 + kTileRows, group)};
-    const Seen seen{out, best, sum};
+    const RunningSoftmax seen{out, best, sum};
     begin(a, of, seen, a.sinks);
     if (real > t0) visit<T>(a, of, first_seen(a, a.lengths[b] + t0), a.lengths[b] + real, seen);
     for (int64_t t = t0; t < t1; t++)
@@ -272,7 +272,7 @@ void join(const Attention& a, int64_t item) {
     float best = -kInfinity, sum = 0.0f;
     for (int64_t s = 0; s < used; s++) {
       const float own = parts[s * size + group * width + g];
-      best = own > best ? own : best;
+      best = larger(own, best);
     }
     if (best == -kInfinity) continue;
     for (int64_t s = 0; s < used; s++) {

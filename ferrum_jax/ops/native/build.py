@@ -13,6 +13,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "libferrum_kernels.so"
+PROBLEM = LIBRARY.with_suffix(".txt")  # why there is none
 X86 = {
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"),
@@ -76,8 +77,12 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> str | None:
         link = [*compiler, "-shared", *more, *map(str, jobs), "-o", str(made)]
         if problem := problems[0] if problems else _run(link):
             return problem
-        shutil.copyfile(made, to.with_suffix(".new"))
-        to.with_suffix(".new").replace(to)  # a process that has the old one loaded keeps it
+        new = to.with_name(f".{to.name}.{os.getpid()}")
+        try:
+            shutil.copyfile(made, new)
+            new.replace(to)  # a process that has the old one loaded keeps it
+        finally:
+            new.unlink(missing_ok=True)
     return None
 
 

@@ -1,8 +1,9 @@
 // The kernels as targets of XLA's foreign function interface. They check shapes and types, divide the work, and choose
 // the instruction set once.
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <algorithm>
-#include <cstring>
-#include <string>
 
 #include "kernels.h"
 #include "parallel.h"
@@ -16,7 +17,8 @@ using Floats = ffi::Buffer<ffi::F32>;
 using Integers = ffi::Buffer<ffi::S32>;
 using FloatResult = ffi::ResultBuffer<ffi::F32>;
 
-constexpr int64_t kMostRows = 1024;  // of x in one product
+constexpr int64_t kMostRows = 8192;  // of x in one product
+constexpr int64_t kFew = 4, kFewChoices = 256;  // rows of a product, and of one of experts, that are few
 constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that are worth another thread
 
 }  // namespace
@@ -25,10 +27,12 @@ constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that are worth a
 extern const Kernels kernels_avx2, kernels_avx512;
 static const Kernels* choose() {
   __builtin_cpu_init();
+  unsigned a, b, c = 0, d;
+  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && c & (1u << 29);  // not every compiler knows its name
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
     return &kernels_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c)
     return &kernels_avx2;
   return nullptr;
 }
@@ -76,7 +80,8 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* expert
   if (a->inputs > kMostInputs) return "a quantised weight has too many inputs";
   if (parts.size() < 3) return nullptr;
   auto offsets = parts.get<ffi::AnyBuffer>(2);
-  if (!offsets.has_value() || offsets->element_type() != scales->element_type()) return "offsets are not as the scales";
+  if (!offsets.has_value() || !kind_of(offsets->element_type(), &a->offset_kind)) return "offsets have another type";
+  if (a->offset_kind != a->scale_kind && a->offset_kind != Kind::kFloat32) return "offsets are not as the scales";
   a->offsets = offsets->untyped_data();
   return nullptr;
 }
@@ -88,10 +93,10 @@ template <class T> const void* ahead(const void* p, T bytes) { return p ? static
 // The weight of one expert of a stack.
 Linear expert_of(const Linear& stack, int64_t expert) {
   Linear a = stack;
-  const int64_t numbers = expert * a.outputs * a.inputs, scales = expert * a.outputs * a.groups * size_of(a.scale_kind);
+  const int64_t numbers = expert * a.outputs * a.inputs, groups = expert * a.outputs * a.groups;
   a.weight = ahead(a.weight, a.kind == Kind::kUint4 ? numbers / 2 : numbers * size_of(a.kind));
-  a.scales = ahead(a.scales, scales);
-  a.offsets = ahead(a.offsets, scales);
+  a.scales = ahead(a.scales, groups * size_of(a.scale_kind));
+  a.offsets = ahead(a.offsets, groups * size_of(a.offset_kind));
   return a;
 }
 
@@ -116,6 +121,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, 
   }
   a.x = from;
   a.y = to;
+  a.is_few = a.rows <= kFew;
   const int64_t size = outputs_at_a_time(a, threads_of(pool));
   in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t item) {
     kernels->linear(a, item * size, std::min(a.outputs, (item + 1) * size));
@@ -161,6 +167,7 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Integers ids, ffi::Remain
       }
   }
   starts[used] = placed;
+  stack.is_few = rows <= kFewChoices;
   const int64_t size = outputs_at_a_time(stack, threads_of(pool)), pieces = (stack.outputs + size - 1) / size;
   in_parallel(pool, used * pieces, [&](int64_t item) {
     const int64_t at = item / pieces, piece = item % pieces;

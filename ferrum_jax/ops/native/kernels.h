@@ -13,9 +13,10 @@ struct Linear {
   float* const* y;        // as many to N
   const void* weight;     // [N, K]; kUint4: [N, K / 2], byte i of a group has its column i low, i + half of it high
   const void* scales;     // [N, groups], or null
-  const void* offsets;    // [N, groups], or null: then the middle of four bits, 8, means 0
-  Kind kind, scale_kind;
+  const void* offsets;    // [N, groups], of the scales' kind or float32; or null: then 8 of four bits means 0
+  Kind kind, scale_kind, offset_kind;
   int64_t rows, inputs, outputs, groups;
+  bool is_few;            // so few rows that quantised values meet x before their scales: one order of sums for a call
 };
 
 // Softmax attention of grouped heads over a paged KV: keys [L, P, K, H, C], values [L, P, K, C, H]. Without values, those

@@ -1,6 +1,8 @@
 // Products of few tokens. Every sum runs over the inputs in one order, whatever the tile, so that a row's result does not
 // depend on the rows beside it.
 #pragma once
+#include <type_traits>
+
 #include "kernels.h"
 #include "simd.h"
 
@@ -82,16 +84,16 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
 }
 
 // A quantised weight, by the types of its values and scales. Four bits without offsets have one of -8 scales.
-template <class V, class S> struct Quantised {
+template <class V, class S, class O> struct Quantised {
   static constexpr bool kIsPacked = sizeof(V) == sizeof(Nibbles) && !__is_same(V, int8_t);
   const V* values;
   const S* scales;
-  const S* offsets;
+  const O* offsets;
   int64_t inputs, groups, size;
 
   explicit Quantised(const Linear& a)
       : values(static_cast<const V*>(a.weight)), scales(static_cast<const S*>(a.scales)),
-        offsets(static_cast<const S*>(a.offsets)), inputs(a.inputs), groups(a.groups), size(a.inputs / a.groups) {}
+        offsets(static_cast<const O*>(a.offsets)), inputs(a.inputs), groups(a.groups), size(a.inputs / a.groups) {}
   const V* at(int64_t n, int64_t g) const { return values + (n * inputs + g * size) / (kIsPacked ? 2 : 1); }
   float scale(int64_t n, int64_t g) const { return widen(scales[n * groups + g]); }
   float offset(int64_t n, int64_t g, float scale) const {
@@ -100,7 +102,7 @@ template <class V, class S> struct Quantised {
 };
 
 // Widens one row: value * scale + offset.
-template <class S> void widen_row(const Quantised<int8_t, S>& w, int64_t n, float* to) {
+template <class S, class O> void widen_row(const Quantised<int8_t, S, O>& w, int64_t n, float* to) {
   for (int64_t g = 0; g < w.groups; g++, to += w.size) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
     const int8_t* p = w.at(n, g);
@@ -109,7 +111,7 @@ template <class S> void widen_row(const Quantised<int8_t, S>& w, int64_t n, floa
     for (; k < w.size; k++) to[k] = float(p[k]) * scale + offset;
   }
 }
-template <class S> void widen_row(const Quantised<Nibbles, S>& w, int64_t n, float* to) {
+template <class S, class O> void widen_row(const Quantised<Nibbles, S, O>& w, int64_t n, float* to) {
   const int64_t half = w.size / 2;
   for (int64_t g = 0; g < w.groups; g++, to += w.size) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
@@ -129,8 +131,8 @@ template <class S> void widen_row(const Quantised<Nibbles, S>& w, int64_t n, flo
 }
 
 // Adds the products of one group's values, R rows of the weight, with B rows of x.
-template <int R, int B, class S>
-inline void multiply_group(const Quantised<int8_t, S>& w, const int8_t* p, const float* const* x, Vector (*parts)[B]) {
+template <int R, int B, class S, class O>
+inline void multiply_group(const Quantised<int8_t, S, O>& w, const int8_t* p, const float* const* x, Vector (*parts)[B]) {
   for (int64_t k = 0; k < w.size; k += kLanes) {
     Vector row[R];
 #pragma GCC unroll 4
@@ -143,8 +145,9 @@ inline void multiply_group(const Quantised<int8_t, S>& w, const int8_t* p, const
     }
   }
 }
-template <int R, int B, class S>
-inline void multiply_group(const Quantised<Nibbles, S>& w, const Nibbles* p, const float* const* x, Vector (*parts)[B]) {
+template <int R, int B, class S, class O>
+inline void multiply_group(const Quantised<Nibbles, S, O>& w, const Nibbles* p, const float* const* x,
+                           Vector (*parts)[B]) {
   const int64_t half = w.size / 2;
   for (int64_t k = 0; k < half; k += kLanes) {
     Vector low[R], high[R];
@@ -162,8 +165,8 @@ inline void multiply_group(const Quantised<Nibbles, S>& w, const Nibbles* p, con
 }
 
 // Few rows of x: values meet them before their group's scale does, and its offset meets the sum of x, [B, groups].
-template <int R, int B, class V, class S>
-inline void multiply_quantised(const Quantised<V, S>& w, const float* const* x, const float* sums_of_x, int64_t n,
+template <int R, int B, class V, class S, class O>
+inline void multiply_quantised(const Quantised<V, S, O>& w, const float* const* x, const float* sums_of_x, int64_t n,
                                float* const* y) {
   const bool has_offsets = w.offsets || w.kIsPacked;
   Vector sums[R][B];
@@ -196,8 +199,8 @@ inline void multiply_quantised(const Quantised<V, S>& w, const float* const* x, 
     for (int b = 0; b < B; b++) y[b][n + r] = total(sums[r][b]) + rest[r][b];
 }
 
-template <int R, int B, class V, class S>
-void quantised_rows(const Quantised<V, S>& w, const Linear& a, const float* sums_of_x, int64_t row, int64_t first,
+template <int R, int B, class V, class S, class O>
+void quantised_rows(const Quantised<V, S, O>& w, const Linear& a, const float* sums_of_x, int64_t row, int64_t first,
                     int64_t last) {
   const float *const *x = a.x + row, *sums = sums_of_x + row * w.groups;
   int64_t n = first;
@@ -205,11 +208,10 @@ void quantised_rows(const Quantised<V, S>& w, const Linear& a, const float* sums
   for (; n < last; n++) multiply_quantised<1, B>(w, x, sums, n, a.y + row);
 }
 
-template <class V, class S> void quantised(const Linear& a, int64_t first, int64_t last) {
-  const Quantised<V, S> w(a);
+template <class V, class S, class O> void quantised(const Linear& a, int64_t first, int64_t last) {
+  const Quantised<V, S, O> w(a);
   alignas(64) float wide[3 * ferrum::kMostInputs];  // rows of the weight, or sums of x
-  constexpr int64_t kFew = 4;  // with more rows of x it pays to widen the weight first
-  if (a.rows <= kFew && w.size % (w.kIsPacked ? 2 * kLanes : kLanes) == 0) {
+  if (a.is_few && a.rows * w.groups <= 3 * ferrum::kMostInputs && w.size % (w.kIsPacked ? 2 * kLanes : kLanes) == 0) {
     for (int64_t row = 0; row < a.rows; row++)
       for (int64_t g = 0; g < w.groups; g++) {
         Vector sum = {};
@@ -239,12 +241,22 @@ template <class V, class S> void quantised(const Linear& a, int64_t first, int64
   }
 }
 
-template <class V> void quantised_by_scales(const Linear& a, int64_t first, int64_t last) {
+// Calls f with the types of the weight's scales and offsets, as null pointers to them.
+template <class F> void by_scales(const Linear& a, const F& f) {
+  const bool same = !a.offsets || a.offset_kind == a.scale_kind;
+  const BFloat16* brain = nullptr;
+  const Float16* half = nullptr;
+  const float* single = nullptr;
   switch (a.scale_kind) {
-    case Kind::kBFloat16: return quantised<V, BFloat16>(a, first, last);
-    case Kind::kFloat16: return quantised<V, Float16>(a, first, last);
-    default: return quantised<V, float>(a, first, last);
+    case Kind::kBFloat16: return same ? f(brain, brain) : f(brain, single);
+    case Kind::kFloat16: return same ? f(half, half) : f(half, single);
+    default: return f(single, single);
   }
+}
+template <class V> void quantised_by_scales(const Linear& a, int64_t first, int64_t last) {
+  by_scales(a, [&](auto* s, auto* o) {
+    quantised<V, std::decay_t<decltype(*s)>, std::decay_t<decltype(*o)>>(a, first, last);
+  });
 }
 
 template <class W> void widen_dense(const Linear& a, float* to, int64_t first, int64_t last) {
@@ -253,16 +265,11 @@ template <class W> void widen_dense(const Linear& a, float* to, int64_t first, i
   for (; i + kLanes <= last * a.inputs; i += kLanes) store(to + i, load(from + i));
   for (; i < last * a.inputs; i++) to[i] = widen(from[i]);
 }
-template <class V, class S> void widen_quantised(const Linear& a, float* to, int64_t first, int64_t last) {
-  const Quantised<V, S> w(a);
-  for (int64_t n = first; n < last; n++) widen_row(w, n, to + n * a.inputs);
-}
-template <class V> void widen_by_scales(const Linear& a, float* to, int64_t first, int64_t last) {
-  switch (a.scale_kind) {
-    case Kind::kBFloat16: return widen_quantised<V, BFloat16>(a, to, first, last);
-    case Kind::kFloat16: return widen_quantised<V, Float16>(a, to, first, last);
-    default: return widen_quantised<V, float>(a, to, first, last);
-  }
+template <class V> void widen_quantised(const Linear& a, float* to, int64_t first, int64_t last) {
+  by_scales(a, [&](auto* s, auto* o) {
+    const Quantised<V, std::decay_t<decltype(*s)>, std::decay_t<decltype(*o)>> w(a);
+    for (int64_t n = first; n < last; n++) widen_row(w, n, to + n * a.inputs);
+  });
 }
 
 void widen(const Linear& a, float* to, int64_t first, int64_t last) {
@@ -270,8 +277,8 @@ void widen(const Linear& a, float* to, int64_t first, int64_t last) {
     case Kind::kFloat32: return widen_dense<float>(a, to, first, last);
     case Kind::kBFloat16: return widen_dense<BFloat16>(a, to, first, last);
     case Kind::kFloat16: return widen_dense<Float16>(a, to, first, last);
-    case Kind::kInt8: return widen_by_scales<int8_t>(a, to, first, last);
-    case Kind::kUint4: return widen_by_scales<Nibbles>(a, to, first, last);
+    case Kind::kInt8: return widen_quantised<int8_t>(a, to, first, last);
+    case Kind::kUint4: return widen_quantised<Nibbles>(a, to, first, last);
   }
 }
 

@@ -152,12 +152,14 @@ inline float total(Vector v) {
   return fold<kLanes>(lanes);
 #endif
 }
-inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+// The larger number; what is none (NaN) stays.
+inline Vector larger(Vector a, Vector b) { return (a > b) | (a != a) ? a : b; }
+inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 inline float largest(Vector v) {
   float lanes[kLanes], best;
   store(lanes, v);
   best = lanes[0];
-  for (int i = 1; i < kLanes; i++) best = lanes[i] > best ? lanes[i] : best;
+  for (int i = 1; i < kLanes; i++) best = larger(lanes[i], best);
   return best;
 }
 inline Integers lanes_from(int64_t first) {
