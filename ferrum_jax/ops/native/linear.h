@@ -83,18 +83,20 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
   }
 }
 
-// A quantised weight, by the types of its values and scales. Four bits without offsets have one of -8 scales.
-template <class V, class S, class O> struct Quantised {
+// A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
+// is to know it (0: it does not). Four bits without offsets have one of -8 scales.
+template <class V, class S, class O, int kSize> struct Quantised {
   static constexpr bool kIsPacked = sizeof(V) == sizeof(Nibbles) && !__is_same(V, int8_t);
   const V* values;
   const S* scales;
   const O* offsets;
-  int64_t inputs, groups, size;
+  int64_t inputs, groups, any_size;
 
   explicit Quantised(const Linear& a)
       : values(static_cast<const V*>(a.weight)), scales(static_cast<const S*>(a.scales)),
-        offsets(static_cast<const O*>(a.offsets)), inputs(a.inputs), groups(a.groups), size(a.inputs / a.groups) {}
-  const V* at(int64_t n, int64_t g) const { return values + (n * inputs + g * size) / (kIsPacked ? 2 : 1); }
+        offsets(static_cast<const O*>(a.offsets)), inputs(a.inputs), groups(a.groups), any_size(a.inputs / a.groups) {}
+  int64_t size() const { return kSize ? kSize : any_size; }
+  const V* at(int64_t n, int64_t g) const { return values + (n * inputs + g * size()) / (kIsPacked ? 2 : 1); }
   float scale(int64_t n, int64_t g) const { return widen(scales[n * groups + g]); }
   float offset(int64_t n, int64_t g, float scale) const {
     return offsets ? widen(offsets[n * groups + g]) : kIsPacked ? -8.0f * scale : 0.0f;
@@ -102,18 +104,18 @@ template <class V, class S, class O> struct Quantised {
 };
 
 // Widens one row: value * scale + offset.
-template <class S, class O> void widen_row(const Quantised<int8_t, S, O>& w, int64_t n, float* to) {
-  for (int64_t g = 0; g < w.groups; g++, to += w.size) {
+template <class S, class O, int kSize> void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, float* to) {
+  for (int64_t g = 0; g < w.groups; g++, to += w.size()) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
     const int8_t* p = w.at(n, g);
     int64_t k = 0;
-    for (; k + kLanes <= w.size; k += kLanes) store(to + k, load(p + k) * scale + offset);
-    for (; k < w.size; k++) to[k] = float(p[k]) * scale + offset;
+    for (; k + kLanes <= w.size(); k += kLanes) store(to + k, load(p + k) * scale + offset);
+    for (; k < w.size(); k++) to[k] = float(p[k]) * scale + offset;
   }
 }
-template <class S, class O> void widen_row(const Quantised<Nibbles, S, O>& w, int64_t n, float* to) {
-  const int64_t half = w.size / 2;
-  for (int64_t g = 0; g < w.groups; g++, to += w.size) {
+template <class S, class O, int kSize> void widen_row(const Quantised<Nibbles, S, O, kSize>& w, int64_t n, float* to) {
+  const int64_t half = w.size() / 2;
+  for (int64_t g = 0; g < w.groups; g++, to += w.size()) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
     const Nibbles* p = w.at(n, g);
     int64_t k = 0;
@@ -131,9 +133,9 @@ template <class S, class O> void widen_row(const Quantised<Nibbles, S, O>& w, in
 }
 
 // Adds the products of one group's values, R rows of the weight, with B rows of x.
-template <int R, int B, class S, class O>
-inline void multiply_group(const Quantised<int8_t, S, O>& w, const int8_t* p, const float* const* x, Vector (*parts)[B]) {
-  for (int64_t k = 0; k < w.size; k += kLanes) {
+template <int R, int B, class S, class O, int kSize>
+inline void multiply_group(const Quantised<int8_t, S, O, kSize>& w, const int8_t* p, const float* const* x, Vector (*parts)[B]) {
+  for (int64_t k = 0; k < w.size(); k += kLanes) {
     Vector row[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) row[r] = load(p + r * w.inputs + k);
@@ -145,10 +147,10 @@ inline void multiply_group(const Quantised<int8_t, S, O>& w, const int8_t* p, co
     }
   }
 }
-template <int R, int B, class S, class O>
-inline void multiply_group(const Quantised<Nibbles, S, O>& w, const Nibbles* p, const float* const* x,
+template <int R, int B, class S, class O, int kSize>
+inline void multiply_group(const Quantised<Nibbles, S, O, kSize>& w, const Nibbles* p, const float* const* x,
                            Vector (*parts)[B]) {
-  const int64_t half = w.size / 2;
+  const int64_t half = w.size() / 2;
   for (int64_t k = 0; k < half; k += kLanes) {
     Vector low[R], high[R];
 #pragma GCC unroll 4
@@ -165,8 +167,8 @@ inline void multiply_group(const Quantised<Nibbles, S, O>& w, const Nibbles* p, 
 }
 
 // Few rows of x: values meet them before their group's scale does, and its offset meets the sum of x, [B, groups].
-template <int R, int B, class V, class S, class O>
-inline void multiply_quantised(const Quantised<V, S, O>& w, const float* const* x, const float* sums_of_x, int64_t n,
+template <int R, int B, class V, class S, class O, int kSize>
+inline void multiply_quantised(const Quantised<V, S, O, kSize>& w, const float* const* x, const float* sums_of_x, int64_t n,
                                float* const* y) {
   const bool has_offsets = w.offsets || w.kIsPacked;
   Vector sums[R][B];
@@ -193,14 +195,14 @@ inline void multiply_quantised(const Quantised<V, S, O>& w, const float* const* 
         rest[r][b] += offset * sums_of_x[b * w.groups + g];
       }
     }
-    for (int b = 0; b < B; b++) own[b] += w.size;
+    for (int b = 0; b < B; b++) own[b] += w.size();
   }
   for (int r = 0; r < R; r++)
     for (int b = 0; b < B; b++) y[b][n + r] = total(sums[r][b]) + rest[r][b];
 }
 
-template <int R, int B, class V, class S, class O>
-void quantised_rows(const Quantised<V, S, O>& w, const Linear& a, const float* sums_of_x, int64_t row, int64_t first,
+template <int R, int B, class V, class S, class O, int kSize>
+void quantised_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, const float* sums_of_x, int64_t row, int64_t first,
                     int64_t last) {
   const float *const *x = a.x + row, *sums = sums_of_x + row * w.groups;
   int64_t n = first;
@@ -208,14 +210,14 @@ void quantised_rows(const Quantised<V, S, O>& w, const Linear& a, const float* s
   for (; n < last; n++) multiply_quantised<1, B>(w, x, sums, n, a.y + row);
 }
 
-template <class V, class S, class O> void quantised(const Linear& a, int64_t first, int64_t last) {
-  const Quantised<V, S, O> w(a);
+template <class V, class S, class O, int kSize> void quantised(const Linear& a, int64_t first, int64_t last) {
+  const Quantised<V, S, O, kSize> w(a);
   alignas(64) float wide[3 * ferrum::kMostInputs];  // rows of the weight, or sums of x
-  if (a.is_few && a.rows * w.groups <= 3 * ferrum::kMostInputs && w.size % (w.kIsPacked ? 2 * kLanes : kLanes) == 0) {
+  if (a.is_few && a.rows * w.groups <= 3 * ferrum::kMostInputs && w.size() % (w.kIsPacked ? 2 * kLanes : kLanes) == 0) {
     for (int64_t row = 0; row < a.rows; row++)
       for (int64_t g = 0; g < w.groups; g++) {
         Vector sum = {};
-        for (int64_t k = g * w.size; k < (g + 1) * w.size; k += kLanes) sum += load(a.x[row] + k);
+        for (int64_t k = g * w.size(); k < (g + 1) * w.size(); k += kLanes) sum += load(a.x[row] + k);
         wide[row * w.groups + g] = total(sum);
       }
     for (int64_t n = first; n < last; n += 12) {
@@ -255,7 +257,9 @@ template <class F> void by_scales(const Linear& a, const F& f) {
 }
 template <class V> void quantised_by_scales(const Linear& a, int64_t first, int64_t last) {
   by_scales(a, [&](auto* s, auto* o) {
-    quantised<V, std::decay_t<decltype(*s)>, std::decay_t<decltype(*o)>>(a, first, last);
+    using S = std::decay_t<decltype(*s)>;
+    using O = std::decay_t<decltype(*o)>;
+    a.inputs == 32 * a.groups ? quantised<V, S, O, 32>(a, first, last) : quantised<V, S, O, 0>(a, first, last);
   });
 }
 
@@ -267,8 +271,12 @@ template <class W> void widen_dense(const Linear& a, float* to, int64_t first, i
 }
 template <class V> void widen_quantised(const Linear& a, float* to, int64_t first, int64_t last) {
   by_scales(a, [&](auto* s, auto* o) {
-    const Quantised<V, std::decay_t<decltype(*s)>, std::decay_t<decltype(*o)>> w(a);
-    for (int64_t n = first; n < last; n++) widen_row(w, n, to + n * a.inputs);
+    using S = std::decay_t<decltype(*s)>;
+    using O = std::decay_t<decltype(*o)>;
+    const Quantised<V, S, O, 0> any(a);
+    const Quantised<V, S, O, 32> usual(a);
+    for (int64_t n = first; n < last; n++)
+      a.inputs == 32 * a.groups ? widen_row(usual, n, to + n * a.inputs) : widen_row(any, n, to + n * a.inputs);
   });
 }
 
