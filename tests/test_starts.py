@@ -134,8 +134,10 @@ def test_the_first_steps_are_loaded_while_weights_are_read(
         first = [EMPTY_KV, *map(repr, runner.plan.first())]
         assert set(runner.plan.first()) <= set(runner.plan.declared())
         runner.warmup(progress=False, load=True)
-        for name in first:
-            assert [thread for found, thread in seen if found == name] == ["artifacts"], name
+        for at, name in enumerate(first):
+            threads = [thread for found, thread in seen if found == name]
+            assert len(threads) == 1, name
+            assert threads == ["artifacts"] or at > 1, name  # what is asked for before its turn is loaded at once
         assert len(seen) == 1 + len(runner.plan.declared())
     assert work == []
 

@@ -87,7 +87,7 @@ class EnginePlan:
     def first(self) -> list[ProgramKey]:
         """The programs of a short prompt and of the tokens drawn after it, which most answers begin with."""
         step, decode = self.buckets.blocks(1, mixed=False), self.buckets.decode(1)
-        return [step, sampler.ConfigureKey(self.kv_capacity), sampler.SampleKey(step.logit_rows), decode]
+        return [step, decode, sampler.ConfigureKey(self.kv_capacity), sampler.SampleKey(step.logit_rows)]
 
 
 def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:

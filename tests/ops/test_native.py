@@ -71,7 +71,7 @@ def test_products_are_numpys(kind: str, rows: int):
         check_product(product(x, weight), x, wide(weight))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(native.FLOATS), st.integers(1, 70), st.integers(1, 70), st.integers(1, 70), st.integers(0, 99))
 @example("float16", 1, 1, 1, 0)
 def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, inputs: int, seed: int):
@@ -79,7 +79,7 @@ def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, in
     check_product(product(x, weight), x, wide(weight))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["int8", "uint4"]),
     st.integers(1, 9),
@@ -202,7 +202,7 @@ def test_attention_is_numpys(dtype: str, layout: Layout, tokens: int):
         check_attention(case, layout)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 90), min_size=1, max_size=4),
     tokens=st.sampled_from([1, 1, 3, 18, 50]),
