@@ -1,7 +1,6 @@
 """Builds the CPU kernels when the package is installed or packed, where there is a C++ compiler."""
 
 import importlib.util
-import os
 import re
 import sys
 import sysconfig
@@ -33,5 +32,4 @@ class KernelsHook(BuildHookInterface):
         module.PROBLEM.unlink(missing_ok=True)
         build_data["artifacts"].append(f"/{module.LIBRARY.relative_to(self.root).as_posix()}")
         build_data["pure_python"] = False
-        platform = os.environ.get("FERRUM_WHEEL_PLATFORM") or re.sub(r"[-.]", "_", sysconfig.get_platform())
-        build_data["tag"] = f"py3-none-{platform}"
+        build_data["tag"] = "py3-none-" + re.sub(r"[-.]", "_", sysconfig.get_platform())

@@ -51,7 +51,7 @@ def digest_sources() -> str:
 
 def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> str | None:
     """Compiles the library, with `more` options; returns why it could not, or None."""
-    machine = os.environ.get("FERRUM_KERNELS_MACHINE", platform.machine()).lower()
+    machine = platform.machine().lower()
     compiler, include = find_compiler(), headers()
     if machine not in SETS:
         return f"there are none for {machine}"
