@@ -3,6 +3,7 @@
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhau
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.sizing import EnginePlan, plan_beside, plan_engine
+from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
 from ferrum_jax.models.backends import choose_attention
@@ -281,18 +282,26 @@ def _num_bytes(source: Checkpoint, settings: EngineConfig, device: JaxDevice) ->
 def with_defaults(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> EngineConfig:
     """Fills in what the parameters of a model will be on a device: dtype, layout, and whether they keep their bits.
 
-    They do (`auto`) where the kernels for CPUs serve the model, whose products read what the checkpoint has.
+    They do (`auto`) where the kernels for CPUs serve the model, whose products read what the checkpoint has, and
+    elsewhere are dequantised, also if `auto` was asked for.
 
     Raises:
         FerrumError: as `choose_attention`.
     """
     settings = settings.over(EngineConfig(dtype=default_dtype(device), layout=CHECKPOINT))
-    if settings.quantize is not None or device.platform != "cpu":
+    if settings.quantize not in (None, "auto"):
         return settings
     dtype = settings.dtype or default_dtype(device)
-    sizes = {"kv_dtype": settings.kv_dtype or dtype, "block_size": settings.block_size or 1, "layout": settings.layout}
-    chosen = choose_attention(settings.attention, cfg, platform="cpu", dtype=dtype, **sizes)
-    return settings.over(EngineConfig(quantize="auto")) if chosen == "cpu" else settings
+    chosen = choose_attention(
+        settings.attention,
+        cfg,
+        platform=device.platform,
+        dtype=dtype,
+        kv_dtype=settings.kv_dtype or dtype,
+        block_size=settings.block_size or DEFAULT_BLOCK,
+        layout=settings.layout,
+    )
+    return replace(settings, quantize="auto" if chosen == "cpu" else "none")
 
 
 def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout: str) -> Formats:

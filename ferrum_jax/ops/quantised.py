@@ -1,11 +1,11 @@
 """Quantised weights: values of few bits with scales, a leaf of a parameter tree that products and look-ups accept.
 
 A number of the weight is its value times its scale, plus an offset if there are any; values of 16 bits stand for
-themselves in a model that computes in float32. Symmetric, round
-to nearest: Jacob et al. 2018, "Quantization and Training of Neural Networks", section 2.1, with a zero point of 0; one
-scale for each output channel: Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn:
-Micikevicius et al. 2022, "FP8 Formats for Deep Learning", section 3. Values of four bits are packed two to a byte, as
-in GGUF's Q4_0: byte i of a group holds its column i in the low bits and column i + half of the group in the high.
+themselves in a model that computes in float32. Symmetric, round to nearest: Jacob et al. 2018, "Quantization and
+Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel: Krishnamoorthi
+2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning", section 3. Values of four bits are packed two to a byte, as in GGUF's Q4_0: byte i of a group holds its
+column i in the low bits and column i + half of the group in the high.
 """
 
 from typing import Any, Generic, TypeVar

@@ -90,6 +90,16 @@ def test_weights_of_sixteen_bits_give_the_same_bits(dtype: Any, name: str, tmp_p
             np.testing.assert_array_equal(ours, wide)
 
 
+def test_weights_are_kept_only_where_kernels_multiply_them(tmp_path: Path):
+    folder = write_in(ml_dtypes.bfloat16, tmp_path, "llama3")
+    for settings in ({"attention": "xla"}, {"attention": "xla", "quantize": "auto"}, {"quantize": "none"}):
+        with load(folder, **settings) as runner:
+            assert runner.describe()["weight_bytes"].keys() == {"float32"}
+    with load(folder, quantize="auto") as runner, load(folder) as by_default:
+        assert runner.describe()["weight_bytes"] == by_default.describe()["weight_bytes"]
+        assert "bfloat16" in runner.describe()["weight_bytes"]
+
+
 @pytest.mark.parametrize("layout", by_default(["fused", "scanned"], "scanned"))
 def test_weights_of_sixteen_bits_are_kept_in_every_layout(layout: str, tmp_path: Path):
     folder, tokens = write_in(ml_dtypes.bfloat16, tmp_path, "llama3"), tiny.prompt("llama3")

@@ -1,9 +1,9 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
 They multiply few tokens with float32, 16-bit, int8 and 4-bit weights, and attend over the paged KV. All arithmetic is
-float32, and a row's result does not depend on the rows beside it. The library has a copy of
-them for each instruction set and chooses when it is loaded; it is built when the package is installed, if there is a
-C++ compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code serves.
+float32, and a row's result does not depend on the rows beside it. The library has a copy of them for each instruction
+set and chooses when it is loaded; it is built when the package is installed, if there is a C++ compiler (build.py).
+Where it is missing, or a size or type has no kernel, XLA's own code serves.
 
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
