@@ -12,13 +12,16 @@ using ferrum::Kind;
 using ferrum::Linear;
 
 constexpr int64_t kAhead = 8;       // rows of the weight that are fetched ahead, at least
+constexpr int kRowsOfFour = kManyRegisters ? 2 : 1;  // of a quantised weight that meet three or four rows of x
+constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
+constexpr int64_t kShort = 1 << 10;  // inputs of a row whose sum ends while the next one's begins
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
 
 template <class W> inline void fetch(const W* p) { __builtin_prefetch(p, 0, 2); }
 
-// What a pass over the weight fetches for later: each of `passes` over the same rows fetches its share of them.
+// What a pass over the weight fetches for later: each of several passes over the same rows fetches its share of them.
 struct Fetch {
-  int64_t ahead;  // rows
+  int64_t ahead;  // numbers
   int first, step;
 };
 
@@ -41,7 +44,7 @@ inline void multiply(const float* const* x, const W* weight, int64_t inputs, int
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) row[r] = load(w[r] + k);
     if (k % int64_t(64 / sizeof(W)) == 0)
-      for (int r = later.first; r < R; r += later.step) fetch(weight + (r + later.ahead) * inputs + k);
+      for (int r = later.first; r < R; r += later.step) fetch(weight + r * inputs + later.ahead + k);
 #pragma GCC unroll 16
     for (int b = 0; b < B; b++) {
       const Vector v = load(u[b] + k);
@@ -68,11 +71,13 @@ inline void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t
 
 template <class W> void dense(const Linear& a, const W* weight, int64_t first, int64_t last) {
   constexpr int R = kManyRegisters ? 6 : 3;
+  if (a.rows == 1 && sizeof(W) == 4 && a.inputs <= kShort)  // one row after the other, as the processor expects it
+    return multiply_rows<1, 1>(a, weight, 0, first, last, Fetch{kShort / 4, 0, 1});
   const int64_t fit = kStrip / a.inputs / R * R, strip = a.rows > 4 ? most(fit, R) : last - first;
   const int passes = int((a.rows + 3) / 4);
   for (int64_t n = first; n < last; n += strip) {
     const int64_t end = least(n + strip, last);
-    Fetch later{passes > 1 ? most(strip, kAhead) : kAhead, 0, passes};
+    Fetch later{(passes > 1 ? most(strip, kAhead) : kAhead) * a.inputs, 0, passes};
     int64_t row = 0;
     for (; row + 4 <= a.rows; row += 4, later.first++) multiply_rows<R, 4>(a, weight, row, n, end, later);
     switch (a.rows - row) {
@@ -103,6 +108,20 @@ template <class V, class S, class O, int kSize> struct Quantised {
   }
 };
 
+template <class T> inline void widen_numbers(const T* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  for (; i < count; i++) to[i] = widen(from[i]);
+}
+template <class T> inline float dot(const T* a, const float* b, int64_t count) {
+  Vector sum = {};
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) sum += load(a + i) * load(b + i);
+  float found = total(sum);
+  for (; i < count; i++) found += widen(a[i]) * b[i];
+  return found;
+}
+
 // Widens one row: value * scale + offset.
 template <class S, class O, int kSize> void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, float* to) {
   for (int64_t g = 0; g < w.groups; g++, to += w.size()) {
@@ -132,106 +151,179 @@ template <class S, class O, int kSize> void widen_row(const Quantised<Nibbles, S
   }
 }
 
-// Adds the products of one group's values, R rows of the weight, with B rows of x.
-template <int R, int B, class S, class O, int kSize>
-inline void multiply_group(const Quantised<int8_t, S, O, kSize>& w, const int8_t* p, const float* const* x, Vector (*parts)[B]) {
-  for (int64_t k = 0; k < w.size(); k += kLanes) {
-    Vector row[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) row[r] = load(p + r * w.inputs + k);
-#pragma GCC unroll 4
-    for (int b = 0; b < B; b++) {
-      const Vector v = load(x[b] + k);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) parts[r][b] += row[r] * v;
-    }
-  }
+// Few rows of x with a quantised weight: values meet x before their group's scale does, and offsets its sums.
+//
+// Bytes meet x as it is. Nibbles are taken from 32-bit words, the j-th of a word with a mask instead of a shift, so that it
+// counts 16^j fold but for the last; x is in the order in which they then come, each number divided by as much. A step
+// is a vector of words, which has some groups or a part of one.
+constexpr int64_t kStepBytes = 4 * kLanes, kStepNumbers = 8 * kLanes;
+constexpr int64_t kLeastGroup = 8;
+constexpr int64_t kTile = 12;  // rows of the weight whose scales are widened together
+
+struct Few {
+  const float* const* x;  // of each row, prepared
+  const float* sums;      // [rows, groups] of x as it was
+  float* const* y;
+  const float* scales;    // [kTile, groups]
+  const float* offsets;   // the same
+};
+
+template <class V, class S, class O, int kSize> bool can_prepare(const Quantised<V, S, O, kSize>& w) {
+  const int64_t bytes = w.size() / 2;
+  if (!w.kIsPacked) return w.size() % kLanes == 0;
+  return bytes % kStepBytes == 0 || (kStepBytes % bytes == 0 && w.size() % 32 == 0);
 }
-template <int R, int B, class S, class O, int kSize>
-inline void multiply_group(const Quantised<Nibbles, S, O, kSize>& w, const Nibbles* p, const float* const* x,
-                           Vector (*parts)[B]) {
-  const int64_t half = w.size() / 2;
-  for (int64_t k = 0; k < half; k += kLanes) {
-    Vector low[R], high[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) load(p + r * (w.inputs / 2) + k, low + r, high + r);
-#pragma GCC unroll 4
-    for (int b = 0; b < B; b++) {
-      const Vector front = load(x[b] + k), back = load(x[b] + half + k);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) parts[r][b] += low[r] * front;
-#pragma GCC unroll 4
-      for (int r = 0; r < R; r++) parts[r][b] += high[r] * back;
-    }
+// Numbers of a row of x in whole steps.
+template <class V, class S, class O, int kSize> int64_t prepared_inputs(const Quantised<V, S, O, kSize>& w) {
+  return w.kIsPacked ? (w.inputs + kStepNumbers - 1) / kStepNumbers * kStepNumbers : 0;
+}
+template <class V, class S, class O, int kSize>
+void prepare(const Quantised<V, S, O, kSize>& w, const float* x, float* prepared, float* sums) {
+  for (int64_t g = 0; g < w.groups; g++) {
+    Vector sum = {};
+    for (int64_t k = g * w.size(); k < (g + 1) * w.size(); k += kLanes) sum += load(x + k);
+    sums[g] = total(sum);
   }
+  if (!w.kIsPacked) return;
+  const int64_t bytes = w.size() / 2;
+  for (int64_t i = w.inputs / kStepNumbers * kStepNumbers; i < prepared_inputs(w); i++) prepared[i] = 0.0f;
+  for (int64_t g = 0; g < w.groups; g++)
+    for (int64_t i = 0; i < bytes; i += 4) {
+      const int64_t word = (g * bytes + i) / 4;
+      const float* own = x + g * w.size() + i;
+      float* to = prepared + word / kLanes * kStepNumbers + word % kLanes;
+      for (int j = 0; j < 8; j++) to[j * kLanes] = own[j / 2 + j % 2 * bytes] * (j < 7 ? 1.0f / float(1 << 4 * j) : 1.0f);
+    }
 }
 
-// Few rows of x: values meet them before their group's scale does, and its offset meets the sum of x, [B, groups].
-template <int R, int B, class V, class S, class O, int kSize>
-inline void multiply_quantised(const Quantised<V, S, O, kSize>& w, const float* const* x, const float* sums_of_x, int64_t n,
-                               float* const* y) {
-  const bool has_offsets = w.offsets || w.kIsPacked;
-  Vector sums[R][B];
-  float rest[R][B];
+// Adds the products of R rows of the weight from `p` on with B rows of x, each group's times its scale.
+template <int R, int B, class S, class O, int kSize>
+inline void multiply_groups(const Quantised<int8_t, S, O, kSize>& w, const int8_t* p, const float* const* x,
+                            const float* scales, Vector (*sums)[B]) {
   const float* own[B];
   for (int b = 0; b < B; b++) own[b] = x[b];
-  for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) sums[r][b] = Vector{}, rest[r][b] = 0.0f;
-  for (int64_t g = 0; g < w.groups; g++) {
-    const V* p = w.at(n, g);
-    for (int r = 0; r < R; r++) fetch(p + (w.at(n + r + kAhead, 0) - w.at(n, 0)));
+  for (int64_t g = 0; g < w.groups; g++, p += w.size()) {
+    for (int r = 0; r < R; r++) fetch(p + (r + kAhead) * w.inputs);
     Vector parts[R][B];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int b = 0; b < B; b++) parts[r][b] = Vector{};
-    multiply_group<R, B>(w, p, own, parts);
+    for (int64_t k = 0; k < w.size(); k += kLanes) {
+      Vector values[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      const float scale = w.scale(n + r, g), offset = has_offsets ? w.offset(n + r, g, scale) : 0.0f;
+      for (int r = 0; r < R; r++) values[r] = load(p + r * w.inputs + k);
 #pragma GCC unroll 4
       for (int b = 0; b < B; b++) {
-        sums[r][b] += parts[r][b] * scale;
-        rest[r][b] += offset * sums_of_x[b * w.groups + g];
+        const Vector v = load(own[b] + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) parts[r][b] += values[r] * v;
       }
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) sums[r][b] += parts[r][b] * scales[r * w.groups + g];
+#pragma GCC unroll 4
     for (int b = 0; b < B; b++) own[b] += w.size();
   }
-  for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) y[b][n + r] = total(sums[r][b]) + rest[r][b];
+}
+template <int R, int B, class S, class O, int kSize>
+inline void multiply_groups(const Quantised<Nibbles, S, O, kSize>& w, const Nibbles* p, const float* const* x,
+                            const float* scales, Vector (*sums)[B]) {
+  const int64_t stride = w.inputs / 2, bytes = w.size() / 2;
+  const float* own[B];
+  for (int b = 0; b < B; b++) own[b] = x[b];
+  for (int64_t at = 0; at < stride; at += kStepBytes) {
+    const int64_t here = least(stride - at, kStepBytes);
+    Integers words[R];
+    for (int r = 0; r < R; r++) fetch(p + at + (r + kAhead) * stride);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+      words[r] = here < kStepBytes ? load_words(p + at + r * stride, here) : load_words(p + at + r * stride);
+    Vector parts[R][B];
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+      Vector v[B];
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) v[b] = load(own[b] + j * kLanes);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) {
+        const Vector values = nibble(words[r], j);
+#pragma GCC unroll 4
+        for (int b = 0; b < B; b++) parts[r][b] = j ? parts[r][b] + values * v[b] : values * v[b];
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+      const float* from = scales + r * w.groups + at / bytes;
+      const Vector scale = bytes < kStepBytes ? spread(from, here / bytes, bytes / 4) : splat(*from);
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) sums[r][b] += parts[r][b] * scale;
+    }
+#pragma GCC unroll 4
+    for (int b = 0; b < B; b++) own[b] += kStepNumbers;
+  }
 }
 
+// Outputs n to n + count of B rows, R rows of the weight at a time; at most a tile.
 template <int R, int B, class V, class S, class O, int kSize>
-void quantised_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, const float* sums_of_x, int64_t row, int64_t first,
-                    int64_t last) {
-  const float *const *x = a.x + row, *sums = sums_of_x + row * w.groups;
-  int64_t n = first;
-  for (; n + R <= last; n += R) multiply_quantised<R, B>(w, x, sums, n, a.y + row);
-  for (; n < last; n++) multiply_quantised<1, B>(w, x, sums, n, a.y + row);
+void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, int64_t n, int64_t count) {
+  const bool has_offsets = w.offsets || w.kIsPacked;
+  for (int64_t i = 0; i < count;) {
+    Vector sums[R][B];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) sums[r][b] = Vector{};
+    const float* scales = a.scales + i * w.groups;
+    const int64_t made = count - i < R ? 1 : R;
+    if (made == R) {
+      multiply_groups<R, B>(w, w.at(n + i, 0), a.x + row, scales, sums);
+    } else {
+      multiply_groups<1, B>(w, w.at(n + i, 0), a.x + row, scales, sums);
+    }
+    for (int64_t r = 0; r < made; r++, i++)
+      for (int b = 0; b < B; b++) {
+        const float rest = has_offsets ? dot(a.offsets + i * w.groups, a.sums + (row + b) * w.groups, w.groups) : 0.0f;
+        a.y[row + b][n + i] = total(sums[r][b]) + rest;
+      }
+  }
+}
+
+template <class V, class S, class O, int kSize>
+void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, float* room, int64_t first, int64_t last) {
+  alignas(64) float scales[kTile * ferrum::kMostInputs / kLeastGroup], offsets[kTile * ferrum::kMostInputs / kLeastGroup];
+  const int64_t numbers = prepared_inputs(w), most_rows = least(3 * ferrum::kMostInputs / (numbers + w.groups), kMostPrepared);
+  const float* x[kMostPrepared];
+  for (int64_t begin = 0; begin < a.rows; begin += most_rows) {
+    const int64_t rows = least(most_rows, a.rows - begin);
+    float* sums = room + rows * numbers;
+    for (int64_t row = 0; row < rows; row++) {
+      prepare(w, a.x[begin + row], room + row * numbers, sums + row * w.groups);
+      x[row] = w.kIsPacked ? room + row * numbers : a.x[begin + row];
+    }
+    const Few few{x, sums, a.y + begin, scales, offsets};
+    for (int64_t n = first; n < last; n += kTile) {
+      const int64_t count = least(kTile, last - n);
+      widen_numbers(w.scales + n * w.groups, count * w.groups, scales);
+      if (w.offsets) widen_numbers(w.offsets + n * w.groups, count * w.groups, offsets);
+      else if (w.kIsPacked) for (int64_t i = 0; i < count * w.groups; i++) offsets[i] = -8.0f * scales[i];
+      int64_t row = 0;
+      for (; row + 4 <= rows; row += 4) few_outputs<kRowsOfFour, 4>(w, few, row, n, count);
+      switch (rows - row) {
+        case 3: few_outputs<kRowsOfFour, 3>(w, few, row, n, count); break;
+        case 2: few_outputs<3, 2>(w, few, row, n, count); break;
+        case 1: few_outputs<w.kIsPacked ? 4 : 1, 1>(w, few, row, n, count); break;
+      }
+    }
+  }
 }
 
 template <class V, class S, class O, int kSize> void quantised(const Linear& a, int64_t first, int64_t last) {
   const Quantised<V, S, O, kSize> w(a);
-  alignas(64) float wide[3 * ferrum::kMostInputs];  // rows of the weight, or sums of x
-  if (a.is_few && a.rows * w.groups <= 3 * ferrum::kMostInputs && w.size() % (w.kIsPacked ? 2 * kLanes : kLanes) == 0) {
-    for (int64_t row = 0; row < a.rows; row++)
-      for (int64_t g = 0; g < w.groups; g++) {
-        Vector sum = {};
-        for (int64_t k = g * w.size(); k < (g + 1) * w.size(); k += kLanes) sum += load(a.x[row] + k);
-        wide[row * w.groups + g] = total(sum);
-      }
-    for (int64_t n = first; n < last; n += 12) {
-      const int64_t end = least(n + 12, last);
-      int64_t row = 0;
-      for (; row + 4 <= a.rows; row += 4) quantised_rows<2, 4>(w, a, wide, row, n, end);
-      switch (a.rows - row) {
-        case 3: quantised_rows<2, 3>(w, a, wide, row, n, end); break;
-        case 2: quantised_rows<4, 2>(w, a, wide, row, n, end); break;
-        case 1: quantised_rows<4, 1>(w, a, wide, row, n, end); break;
-      }
-    }
-    return;
-  }
+  alignas(64) float wide[3 * ferrum::kMostInputs];  // rows of the weight, or of x
+  if (a.is_few && can_prepare(w)) return few_rows(w, a, wide, first, last);
   for (int64_t n = first; n < last; n += 3) {
     const int64_t rows = least(3, last - n);
     for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, wide + r * a.inputs);
@@ -264,10 +356,7 @@ template <class V> void quantised_by_scales(const Linear& a, int64_t first, int6
 }
 
 template <class W> void widen_dense(const Linear& a, float* to, int64_t first, int64_t last) {
-  const W* from = static_cast<const W*>(a.weight);
-  int64_t i = first * a.inputs;
-  for (; i + kLanes <= last * a.inputs; i += kLanes) store(to + i, load(from + i));
-  for (; i < last * a.inputs; i++) to[i] = widen(from[i]);
+  widen_numbers(static_cast<const W*>(a.weight) + first * a.inputs, (last - first) * a.inputs, to + first * a.inputs);
 }
 template <class V> void widen_quantised(const Linear& a, float* to, int64_t first, int64_t last) {
   by_scales(a, [&](auto* s, auto* o) {

@@ -124,6 +124,31 @@ inline void load(const Nibbles* p, Vector* low, Vector* high) {
 }
 #endif
 
+// A vector of words of eight nibbles each, or the bytes of one that are there; and the j-th nibbles, 16^j fold but for
+// the last.
+inline Integers load_words(const Nibbles* p, int64_t bytes = 4 * kLanes) {
+  Integers words = {};
+  std::memcpy(&words, p, size_t(bytes));
+  return words;
+}
+inline Vector nibble(Integers words, int j) {
+  return __builtin_convertvector(j < 7 ? words & (15 << 4 * j) : (words >> 28) & 15, Vector);
+}
+
+// `count` numbers at p, each in as many lanes as `width` says, and then zeros.
+inline Vector spread(const float* p, int64_t count, int64_t width) {
+#if defined(__AVX512F__)
+  if (width == 4 && count == 4)
+    return _mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0),
+                                 _mm512_castps128_ps512(_mm_loadu_ps(p)));
+#elif defined(__AVX2__)
+  if (width == 4 && count == 2) return _mm256_set_m128(_mm_broadcast_ss(p + 1), _mm_broadcast_ss(p));
+#endif
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < count * width; i++) lanes[i] = p[i / width];
+  return load(lanes);
+}
+
 // The first n numbers at p, then zeros; and the first n of v to p.
 template <class T> inline Vector load_first(const T* p, int64_t n) {
   T padded[kLanes] = {};

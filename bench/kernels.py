@@ -1,0 +1,111 @@
+"""What do the kernels make of a decode step, by family: experts, latent attention, windows?
+
+Compiled decode steps of models with few layers and random weights, over XLA's code and over the attention backend that
+the machine chooses by default, call by call in turn, beside the floor. `qwen3-30b-a3b` has 128 experts of which a token
+chooses 8, `deepseek-v2-lite` latent attention, a dense layer and one of 64 experts, `gemma-3-1b` five layers of six
+with a window of 512. Logits of both sides must agree.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from bench import card, models
+from bench.bare import BareStep
+from bench.floor import decode_work
+from bench.machine import Probes, ceilings, make_probes, measure
+from bench.models import Subject
+from bench.shapes import SHAPES
+from bench.timing import Contestant, alternate
+from ferrum_jax.compile.step import StepKey
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.models.backends import cache_spec, choose_attention
+from ferrum_jax.sharding.devices import default_dtype, find_device
+
+FEW = {"vocab_size": 32768, "num_hidden_layers": 2}
+CHANGES = {"qwen3-30b-a3b": FEW, "deepseek-v2-lite": FEW, "gemma-3-1b": {"vocab_size": 32768, "num_hidden_layers": 6}}
+TINY = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 193, "num_attention_heads": 4}
+SMOKE = {
+    "qwen3-30b-a3b": {"moe_intermediate_size": 24, "num_experts": 16, "head_dim": 16, "num_key_value_heads": 2},
+    "deepseek-v2-lite": {"moe_intermediate_size": 24, "n_routed_experts": 16, "kv_lora_rank": 16,
+                         "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4},
+    "gemma-3-1b": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
+}  # fmt: skip
+PLACES, SMOKE_PLACES = ((1, 256), (8, 256), (1, 1024), (8, 1024)), ((3, 40),)  # rows, positions before the token
+BLOCK = 128  # positions
+AGREEMENT = 1e-3  # of the largest logit, as in bench.compare
+BURST = 4  # calls in a row
+
+
+def main() -> None:
+    """Runs every family and place and prints the table and the JSON line."""
+    found = card.options(__doc__)
+    if found.model is not None:
+        raise SystemExit(f"the models are {', '.join(CHANGES)}; --model {found.model} contradicts that")
+    device = find_device(None)
+    dtype = default_dtype(device)
+    probes = make_probes(dtype, smoke=found.smoke)
+    rows, conditions = [], {}
+    for name, changes in CHANGES.items():
+        cfg = ModelConfig.from_hf(SHAPES[name] | changes | (TINY | SMOKE[name] if found.smoke else {}))
+        subject = models.random(f"{cfg.num_hidden_layers} layers of {name}, random weights", cfg, dtype)
+        sizes = {"dtype": dtype, "kv_dtype": dtype, "block_size": BLOCK}
+        chosen = choose_attention(None, cfg, platform=device.platform, **sizes)
+        conditions = card.show_card(subject, machine=measure(probes))
+        for batch, context in SMOKE_PLACES if found.smoke else PLACES:
+            rows.append({"model": name} | _measure(subject, batch, context, chosen, probes, found.rounds))
+    _show(rows)
+    card.finish("kernels", found, conditions, rows)
+
+
+def _measure(
+    subject: Subject, batch: int, context: int, chosen: str, probes: Probes, rounds: int
+) -> dict[str, float | str]:
+    cfg, columns = subject.config, context // BLOCK + 1
+    ids = np.random.default_rng(batch).permutation(cfg.vocab_size)[:batch, None]
+    calls = {}
+    for attention in dict.fromkeys(("xla", chosen)):
+        sizes = {"num_blocks": batch * columns, "block_size": BLOCK, "dtype": subject.dtype}
+        spec = cache_spec(cfg, **sizes, attention=attention)
+        calls[attention] = BareStep(cfg, subject.params, spec, StepKey(batch, 0, 0, columns, batch)).at(context, ids)
+    _check(subject.name, {attention: call().logits for attention, call in calls.items()})
+    sides = {attention: Contestant(call, burst=BURST) for attention, call in calls.items()}
+    times = alternate(sides | probes.contestants, rounds=rounds)
+    machine = ceilings(probes, times)
+    floor = decode_work(cfg, rows=batch, context=context, itemsize=np.dtype(subject.dtype).itemsize).floor_ms(machine)
+    return {
+        "rows": batch,
+        "context": context,
+        "attention": chosen,
+        "xla_ms": times["xla"].median,
+        "step_ms": times[chosen].median,
+        "step_p90_ms": times[chosen].p90,
+        "floor_ms": floor,
+        "xla_over_floor": times["xla"].median / floor,
+        "step_over_floor": times[chosen].median / floor,
+        **{rate: round(value) for rate, value in asdict(machine).items()},
+    }
+
+
+def _check(name: str, logits: dict[str, jax.Array]) -> None:
+    first, *others = (np.asarray(one, np.float32) for one in logits.values())
+    for other in others:
+        far, largest = float(np.abs(first - other).max()), float(np.abs(first).max())
+        if not far < AGREEMENT * largest:
+            raise RuntimeError(f"{name}: logits differ by {far:.3g} between {' and '.join(logits)}, of {largest:.3g}")
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    lines = []
+    for row in rows:
+        cells = [row["model"], f"{row['rows']}", f"{row['context']}", f"{row['xla_ms']:.1f}", f"{row['step_ms']:.1f}"]
+        cells += [f"{row['step_p90_ms']:.1f}", f"{row['floor_ms']:.1f}"]
+        lines.append([*cells, f"{row['xla_over_floor']:.2f}", f"{row['step_over_floor']:.2f}"])
+    headings = ("model", "rows", "context", "XLA ms", "kernels ms", "p90", "floor ms", "XLA / floor", "kernels / floor")
+    card.show_table(headings, lines, left=("model",))
+
+
+if __name__ == "__main__":
+    main()
