@@ -1,4 +1,4 @@
-"""The weights under test as a float32 GGUF file, so that llama.cpp computes with the very same numbers."""
+"""The weights under test as a GGUF file for llama.cpp: in float32, the very same numbers, or in fewer bits."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.specs import named_leaves
 
 
-def write(subject: Subject, path: Path) -> None:
-    """Writes a model of the Llama family; there is no vocabulary in the file, only its size.
+def write(subject: Subject, path: Path, kept: str = "F32") -> None:
+    """Writes a model of the Llama family, its matrices as GGML's type `kept`; of the vocabulary only the size.
 
     llama.cpp turns neighbouring pairs of a head where Hugging Face turns halves, so the rows of q and k change places,
     as in llama.cpp's own `convert_hf_to_gguf.py`.
@@ -18,7 +18,7 @@ def write(subject: Subject, path: Path) -> None:
     Raises:
         NotImplementedError: another family, a RoPE scaling or a window.
     """
-    from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quants
 
     cfg = subject.config
     if cfg.model_type != "llama" or cfg.rope_scaling is not None or any(cfg.layer_windows):
@@ -29,7 +29,7 @@ def write(subject: Subject, path: Path) -> None:
         writer.add_uint32(f"llama.{key}", value)
     writer.add_rope_freq_base(cfg.rope_theta)
     writer.add_layer_norm_rms_eps(cfg.rms_norm_eps)
-    writer.add_file_type(0)  # all float32
+    kind = GGMLQuantizationType[kept]
     writer.add_tokenizer_model("none")
     names = get_tensor_name_map(MODEL_ARCH.LLAMA, cfg.num_hidden_layers)
     heads = {"q_proj": cfg.num_attention_heads, "k_proj": cfg.num_key_value_heads}
@@ -40,7 +40,8 @@ def write(subject: Subject, path: Path) -> None:
             values = _interleave(values, heads[module])
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None, f"a parameter of no known name: {name}"
-        writer.add_tensor(gguf_name, values)
+        own = kind if values.ndim > 1 else GGMLQuantizationType.F32
+        writer.add_tensor(gguf_name, quants.quantize(values, own), raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -34,8 +34,8 @@ _Row = tuple[int, Sequence[int], int]  # sequence, tokens, position of the first
 class LlamaCppPeer:
     """One model of llama.cpp, read from a temporary file that is gone afterwards, or from one that is there."""
 
-    def __init__(self, subject: Subject, platform: str, file: Path | None = None):
-        """Loads the weights of a subject, or those of `file`, which has the same model in formats of its own."""
+    def __init__(self, subject: Subject, platform: str, file: Path | None = None, kept: str = "F32"):
+        """Loads a subject with matrices of GGML's type `kept`, or `file`, which has the model in formats of its own."""
         if platform != "cpu" or subject.dtype != "float32":
             raise NotImplementedError(f"it is compared in float32 on a CPU, this is {subject.dtype} on a {platform}")
         self._lib: Any = importlib.import_module("llama_cpp")
@@ -47,7 +47,7 @@ class LlamaCppPeer:
         with tempfile.TemporaryDirectory() as folder:
             path = file or Path(folder, "weights.gguf")
             if file is None:
-                gguf_copy.write(subject, path)
+                gguf_copy.write(subject, path, kept)
             self._model = self._lib.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp does not load {subject.name}")
@@ -78,6 +78,23 @@ class LlamaCppPeer:
                 context.ready([(sequence, ids, 0)])()
             run = context.ready([(sequence, [token], length) for sequence in range(len(prompts))])
             found[attention] = Contestant(run, lambda context=context: context.truncate(length), burst)
+        return found
+
+    def generate(self, prompts: list[list[int]], count: int) -> dict[str, Contestant]:
+        """A server's loop: prompts one after the other, then one token of every sequence in a step, by attention."""
+        found, length = {}, len(prompts[0])
+        for attention in ATTENTIONS:
+            context = self._context(len(prompts), length + count, attention, UBATCHES[-1])
+
+            def answer(context: _Context = context) -> NDArray[np.int64]:
+                last = [context.ready([(row, ids, 0)])().argmax(axis=-1) for row, ids in enumerate(prompts)]
+                chosen = [np.concatenate(last)]
+                for at in range(length, length + count - 1):
+                    step = [(row, [int(token)], at) for row, token in enumerate(chosen[-1])]
+                    chosen.append(context.ready(step)().argmax(axis=-1))
+                return np.stack(chosen, axis=1)
+
+            found[attention] = Contestant(answer, context.clear)
         return found
 
     def precision(self, kind: str) -> str:

@@ -21,6 +21,10 @@ class Peer(Protocol):
         """A token for each of some sequences of one length, by setting; a call gives `[B, V]`."""
         ...
 
+    def generate(self, prompts: list[list[int]], count: int) -> dict[str, Contestant]:
+        """The likeliest `count` tokens after each of some prompts of one length, by setting: a call's `[B, count]`."""
+        ...
+
     def precision(self, kind: str) -> str:
         """Returns the narrowest dtype that anything is kept in under one of these settings."""
         ...

@@ -1,15 +1,15 @@
 """What do weights in few bits make of a decode step and of a prompt, beside the weights in full?
 
-The contract's `decode_batch` of 1 and of 8 rows and its `prefill` of 128 tokens, for the same model with its matrices
-in int8, in fp8 and, where the checkpoint has quantised them itself, as they are there (`keep`); all take turns, call by
-call. Beside them, on a CPU and where it is installed, llama.cpp over the same GGUF file, in the fastest of its
-settings. The floor reads the weights as they are kept, once. `agree` is the share of a prompt's positions whose
-likeliest token is that of the weights in full: of random weights it says nothing.
+The contract's `decode_batch` of 1 and of 8 rows and its `prefill` of 128 and 512 tokens, for the same model with its
+matrices in int8, in fp8 and, where the checkpoint has quantised them itself, as they are there (`keep`); all take
+turns, call by call. Beside them, on a CPU and where it is installed, llama.cpp over the same GGUF file and over the
+model in Q8_0, each in the fastest of its settings. The floor reads the weights as they are kept, once. `agree` is the
+share of a prompt's positions whose likeliest token is that of the weights in full: of random weights it says nothing.
 """
 
 import argparse
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.sharding.devices import find_device
 from ferrum_jax.weights import hub
 
-PLAIN, KEEP, PEER = "in full", "keep", "llama.cpp, the same file"
+PLAIN, KEEP = "in full", "keep"
+SAME_FILE, EIGHT_BITS = "llama.cpp, the same file", "llama.cpp, Q8_0"
 KEPT = ("int8", "float8_e4m3fn")
-CONTEXT, PROMPT = 256, 128  # positions, tokens
-SMOKE_CONTEXT, SMOKE_PROMPT = 16, 32
+CONTEXT, PROMPTS = 256, (128, 512)  # positions, tokens
+SMOKE_CONTEXT, SMOKE_PROMPTS = 16, (32,)
 ROWS = (1, 8)
 BURST = 4  # calls in a row
 BLOCK_TOKENS = 64  # of a query block
@@ -46,30 +47,31 @@ BLOCK_TOKENS = 64  # of a query block
 def main() -> None:
     """Times all in turn and prints the table and the JSON line."""
     found = card.options(__doc__, more=_choose_weights)
-    context, tokens = (SMOKE_CONTEXT, SMOKE_PROMPT) if found.smoke else (CONTEXT, PROMPT)
+    context, lengths = (SMOKE_CONTEXT, SMOKE_PROMPTS) if found.smoke else (CONTEXT, PROMPTS)
     plain = models.read(found)
     probes = make_probes(plain.dtype, smoke=found.smoke)
     subjects = {name: _kept(plain, name) for name in (PLAIN, *KEPT) if name in (PLAIN, *found.weights)}
     subjects |= _as_stored(found, plain)
-    runners = {name: models.run(subject, _engine(context, tokens)) for name, subject in subjects.items()}
-    peer = _find_peer(found, plain)
+    runners = {name: models.run(subject, _engine(context, lengths)) for name, subject in subjects.items()}
+    peers = _find_peers(found, plain)
     conditions = card.show_card(plain, runners[PLAIN].plan.cache, measure(probes))
     for runner in runners.values():
         runner.warmup(progress=True)
-    agree = _agreement(runners, tokens)
+    agree = _agreement(runners, lengths[0])
     rows = []
     for count in ROWS:
         calls = {name: _decode(runner, count, context) for name, runner in runners.items()}
         prompts = [models.prompt(plain.config, context, seed=row) for row in range(count)]
-        theirs = {} if peer is None else peer.decode(prompts, TOKEN, burst=BURST)
+        theirs = {name: peer.decode(prompts, TOKEN, burst=BURST) for name, peer in peers.items()}
         work = decode_work(plain.config, rows=count, context=context, itemsize=np.dtype(plain.dtype).itemsize)
-        rows += _measure(f"decode {count}", calls, subjects, work, probes, found.rounds, theirs, peer)
+        rows += _measure(f"decode {count}", calls, subjects, work, probes, found.rounds, theirs, peers)
         for runner in runners.values():
             runner.reset()
-    calls = {name: _prefill(runner, tokens) for name, runner in runners.items()}
-    theirs = {} if peer is None else peer.prefill(models.prompt(plain.config, tokens))
-    work = prefill_work(plain.config, tokens=tokens, itemsize=np.dtype(plain.dtype).itemsize)
-    rows += _measure(f"prompt of {tokens}", calls, subjects, work, probes, found.rounds, theirs, peer)
+    for tokens in lengths:
+        calls = {name: _prefill(runner, tokens) for name, runner in runners.items()}
+        theirs = {name: peer.prefill(models.prompt(plain.config, tokens)) for name, peer in peers.items()}
+        work = prefill_work(plain.config, tokens=tokens, itemsize=np.dtype(plain.dtype).itemsize)
+        rows += _measure(f"prompt of {tokens}", calls, subjects, work, probes, found.rounds, theirs, peers)
     _show(rows, agree)
     card.finish("quantised", found, conditions, rows, agree=agree)
 
@@ -88,12 +90,13 @@ def _as_stored(found: argparse.Namespace, plain: Subject) -> dict[str, Subject]:
     return {KEEP: replace(plain, params=params)} if formats_of(params) else {}
 
 
-def _find_peer(found: argparse.Namespace, plain: Subject) -> LlamaCppPeer | None:
+def _find_peers(found: argparse.Namespace, plain: Subject) -> dict[str, LlamaCppPeer]:
     path, platform = _path_of(found), find_device(None).platform
     missing = [package for package in NEEDS["llama.cpp"] if importlib.util.find_spec(package) is None]
     if path is None or path.suffix != ".gguf" or missing or (platform, plain.dtype) != ("cpu", "float32"):
-        return None
-    return LlamaCppPeer(plain, platform, path)
+        return {}
+    eight_bits = LlamaCppPeer(plain, platform, kept="Q8_0")
+    return {SAME_FILE: LlamaCppPeer(plain, platform, path), EIGHT_BITS: eight_bits}
 
 
 def _path_of(found: argparse.Namespace) -> Path | None:
@@ -101,13 +104,13 @@ def _path_of(found: argparse.Namespace) -> Path | None:
     return None if found.smoke or found.model in SHAPES else Path(hub.resolve(found.model))
 
 
-def _engine(context: int, tokens: int) -> EngineConfig:
-    longest, block = max(context, tokens), min(tokens, BLOCK_TOKENS)
+def _engine(context: int, lengths: Sequence[int]) -> EngineConfig:
+    longest, block = max(context, *lengths), min(*lengths, BLOCK_TOKENS)
     return EngineConfig(
         max_seqs=ROWS[-1],
         kv_capacity=2 * longest,
         decode_rows=ROWS,
-        query_blocks=(tokens // block,),
+        query_blocks=tuple(tokens // block for tokens in lengths),
         block_tokens=block,
     )
 
@@ -143,10 +146,11 @@ def _measure(
     work: Work,
     probes: Probes,
     rounds: int,
-    theirs: Mapping[str, Contestant],
-    peer: LlamaCppPeer | None,
+    theirs: Mapping[str, Mapping[str, Contestant]],
+    peers: Mapping[str, LlamaCppPeer],
 ) -> list[dict[str, Any]]:
-    times = alternate({**calls, **theirs, **probes.contestants}, rounds=rounds)
+    kinds = {f"{peer} {kind}": one for peer, settings in theirs.items() for kind, one in settings.items()}
+    times = alternate({**calls, **kinds, **probes.contestants}, rounds=rounds)
     machine, first = ceilings(probes, times), times[PLAIN].median
     found = []
     for name, subject in subjects.items():
@@ -165,11 +169,11 @@ def _measure(
                 **{rate: round(value) for rate, value in asdict(machine).items()},
             }
         )
-    if peer is not None:
-        best = min(theirs, key=lambda kind: times[kind].median)
-        spent = {"call_ms": times[best].median, "call_p90_ms": times[best].p90}
-        over = {"over_plain": times[best].median / first, "setting": best}
-        found.append({"row": row, "weights": PEER, "weight_bytes": peer.weight_bytes, **spent, **over})
+    for name, peer in peers.items():
+        best = min(theirs[name], key=lambda kind: times[f"{name} {kind}"].median)
+        timing = times[f"{name} {best}"]
+        spent = {"call_ms": timing.median, "call_p90_ms": timing.p90, "over_plain": timing.median / first}
+        found.append({"row": row, "weights": name, "weight_bytes": peer.weight_bytes, **spent, "setting": best})
     return found
 
 

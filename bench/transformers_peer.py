@@ -9,6 +9,7 @@ cache under `torch.compile(mode="reduce-overhead")`, which replays a CUDA graph.
 import os
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,19 @@ class TransformersPeer:
     def decode(self, prompts: list[list[int]], token: int, *, burst: int) -> dict[str, Contestant]:
         """A token for each of some sequences of one length, by kind of cache."""
         return {kind: self._decode(kind, prompts, token, burst) for kind in self._forwards}
+
+    def generate(self, prompts: list[list[int]], count: int) -> dict[str, Contestant]:
+        """Its own `generate` over the prompts as one batch, by kind of cache."""
+        ids = torch.tensor(prompts, device=self._device)
+        settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+
+        def answer(kind: str) -> NDArray[np.int64]:
+            found = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), cache_implementation=kind, **settings
+            )
+            return found[:, ids.shape[1] :].cpu().numpy()
+
+        return {kind: Contestant(partial(answer, kind)) for kind in ("dynamic", "static")}
 
     def precision(self, kind: str) -> str:
         """Returns the dtype of the weights, in which everything is kept."""

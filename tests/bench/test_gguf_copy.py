@@ -26,6 +26,15 @@ def test_what_was_written_is_read_back(tied: bool, tmp_path: Path):
         np.testing.assert_array_equal(theirs[name], leaf)
 
 
+def test_matrices_are_written_in_eight_bits(tmp_path: Path):
+    subject = models.random("tiny", replace(TINY, hidden_size=64, intermediate_size=96, num_attention_heads=8), "float32")
+    gguf_copy.write(subject, tmp_path / "tiny.gguf", "Q8_0")
+    params, _ = load_params(tmp_path / "tiny.gguf", "float32", quantize="keep")
+    ours, theirs = subject.params["model"]["layers"][0], params["model"]["layers"][0]
+    assert theirs["mlp"]["up_proj"]["weight"].values.dtype == np.int8
+    np.testing.assert_array_equal(theirs["input_layernorm"]["weight"], ours["input_layernorm"]["weight"])
+
+
 def test_another_family_is_refused_before_anything_is_written(tmp_path: Path):
     subject = models.random("tiny", replace(TINY, model_type="qwen3", qk_norm=True), "float32")
     with pytest.raises(NotImplementedError, match="qwen3"):

@@ -60,6 +60,20 @@ def test_moe_ends_in_a_json_line_of_its_active_experts(records: Path):
         assert row["every_over_layer"] == pytest.approx(row["every_ms"] / row["layer_ms"])
 
 
+def test_kernels_ends_in_a_json_line_of_every_family(records: Path):
+    result = smoke("kernels", records, "--rounds", "1")
+    assert [row["model"] for row in result["rows"]] == ["qwen3-30b-a3b", "deepseek-v2-lite", "gemma-3-1b"]
+    for row in result["rows"]:
+        assert row["step_over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
+
+
+def test_requests_end_in_a_json_line_of_answers_that_are_alike(records: Path):
+    result = smoke("requests", records, "--rounds", "1")
+    ours, *theirs = result["rows"]
+    assert (ours["engine"], ours["over_ours"], ours["alike"]) == ("ours", 1, 1)
+    assert all(row["alike"] > 0.5 for row in theirs)
+
+
 def test_overhead_ends_in_a_json_line(records: Path):
     result = smoke("overhead", records, "--rounds", "1")
     assert len(result["rows"]) == 4

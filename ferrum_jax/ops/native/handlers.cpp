@@ -19,7 +19,7 @@ using FloatResult = ffi::ResultBuffer<ffi::F32>;
 
 constexpr int64_t kMostRows = 8192;  // of x in one product
 constexpr int64_t kFew = 4, kFewChoices = 256;  // rows of a product, and of one of experts, that are few
-constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that are worth another thread
+constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that one thread takes at once, at least
 
 }  // namespace
 
@@ -100,12 +100,8 @@ Linear expert_of(const Linear& stack, int64_t expert) {
   return a;
 }
 
-int64_t outputs_at_a_time(const Linear& a, int64_t threads) {
-  const int64_t numbers = a.outputs * a.inputs, least = (kLeastWork + a.inputs - 1) / a.inputs;
-  if (threads == 1 || numbers < 2 * kLeastWork) return a.outputs;
-  const int64_t even = (a.outputs + 4 * threads - 1) / (4 * threads), most = std::max<int64_t>(least, (1 << 19) / a.inputs);
-  return (std::min(std::max(even, least), most) + 11) / 12 * 12;  // whole tiles
-}
+// Outputs that are taken together at least: whole tiles.
+int64_t outputs_at_least(const Linear& a) { return ((kLeastWork + a.inputs - 1) / a.inputs + 11) / 12 * 12; }
 
 ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, FloatResult y) {
   Linear a{};
@@ -122,9 +118,9 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, 
   a.x = from;
   a.y = to;
   a.is_few = a.rows <= kFew;
-  const int64_t size = outputs_at_a_time(a, threads_of(pool));
-  in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t item) {
-    kernels->linear(a, item * size, std::min(a.outputs, (item + 1) * size));
+  const int64_t size = outputs_at_least(a);
+  in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t first, int64_t last) {
+    kernels->linear(a, first * size, std::min(a.outputs, last * size));
   });
   return ffi::Error::Success();
 }
@@ -135,9 +131,9 @@ ffi::Error run_widen(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::RemainingArgs pa
   int64_t experts;
   if (const char* problem = describe(parts, &a, &experts)) return ffi::Error::InvalidArgument(problem);
   if (int64_t(wide->element_count()) != a.outputs * a.inputs) return ffi::Error::InvalidArgument("not the weight's size");
-  const int64_t size = outputs_at_a_time(a, threads_of(pool));
-  in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t item) {
-    kernels->widen(a, wide->typed_data(), item * size, std::min(a.outputs, (item + 1) * size));
+  const int64_t size = outputs_at_least(a);
+  in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t first, int64_t last) {
+    kernels->widen(a, wide->typed_data(), first * size, std::min(a.outputs, last * size));
   });
   return ffi::Error::Success();
 }
@@ -168,14 +164,16 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Integers ids, ffi::Remain
   }
   starts[used] = placed;
   stack.is_few = rows <= kFewChoices;
-  const int64_t size = outputs_at_a_time(stack, threads_of(pool)), pieces = (stack.outputs + size - 1) / size;
-  in_parallel(pool, used * pieces, [&](int64_t item) {
-    const int64_t at = item / pieces, piece = item % pieces;
-    Linear a = expert_of(stack, of[at]);
-    a.rows = starts[at + 1] - starts[at];
-    a.x = from + starts[at];
-    a.y = to + starts[at];
-    kernels->linear(a, piece * size, std::min(a.outputs, (piece + 1) * size));
+  const int64_t size = outputs_at_least(stack), pieces = (stack.outputs + size - 1) / size;
+  in_parallel(pool, used * pieces, [&](int64_t first, int64_t last) {
+    for (int64_t at = first / pieces; at * pieces < last; at++) {
+      Linear a = expert_of(stack, of[at]);
+      a.rows = starts[at + 1] - starts[at];
+      a.x = from + starts[at];
+      a.y = to + starts[at];
+      const int64_t begin = std::max(first - at * pieces, int64_t(0)), end = std::min(last - at * pieces, pieces);
+      kernels->linear(a, begin * size, std::min(a.outputs, end * size));
+    }
   });
   return ffi::Error::Success();
 }
@@ -209,12 +207,15 @@ ffi::Error run_attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer keys, ffi::
   a.tile = std::max<int64_t>(1, std::min<int64_t>(16, kTileRows / (a.heads / a.kv_heads)));
   if (a.width > kMostWidth || pool_sizes[3] != a.width || a.heads % a.kv_heads || span % a.block)
     return ffi::Error::InvalidArgument("attention of these sizes has no kernel");
+  const auto attend = [&](int64_t first, int64_t last) {
+    for (int64_t item = first; item < last; item++) kernels->attend(a, item);
+  };
   if (a.tokens > 1) {
     const int64_t tiles = (a.tokens + a.tile - 1) / a.tile;
-    in_parallel(pool, a.batch * a.kv_heads * tiles, [&](int64_t item) { kernels->attend(a, item); });
+    in_parallel(pool, a.batch * a.kv_heads * tiles, attend);
     return ffi::Error::Success();
   }
-  in_parallel(pool, a.batch * a.kv_heads * a.splits, [&](int64_t item) { kernels->attend(a, item); });
+  in_parallel(pool, a.batch * a.kv_heads * a.splits, attend);
   for (int64_t item = 0; item < a.batch * a.kv_heads; item++) kernels->join(a, item);
   return ffi::Error::Success();
 }
@@ -242,9 +243,9 @@ ffi::Error run_write(ffi::ThreadPool pool, Floats k, Floats v, ffi::AnyBuffer ke
   a.offsets = offsets.typed_data();
   a.tokens = k.dimensions()[0];
   a.layer = layer.typed_data()[0];
-  constexpr int64_t kAtATime = 16;
-  in_parallel(pool, (a.tokens + kAtATime - 1) / kAtATime, [&](int64_t item) {
-    kernels->write(a, item * kAtATime, std::min(a.tokens, (item + 1) * kAtATime));
+  constexpr int64_t kAtLeast = 16;
+  in_parallel(pool, (a.tokens + kAtLeast - 1) / kAtLeast, [&](int64_t first, int64_t last) {
+    kernels->write(a, first * kAtLeast, std::min(a.tokens, last * kAtLeast));
   });
   return ffi::Error::Success();
 }

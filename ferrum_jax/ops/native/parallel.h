@@ -8,20 +8,24 @@
 
 namespace ferrum {
 
-// What a call shares with its helpers. Items are taken one by one, so that a caller whose helpers never come does all of
-// them itself: a busy pool is no deadlock. Helpers may come when all is done and the call has returned, so a record goes
+// What a call shares with its helpers. Items are taken from the front, fewer at a time as fewer are left (Polychronopoulos
+// and Kuck 1987, "Guided Self-Scheduling"), so that all end at once, and so that a caller whose helpers never come does all
+// of them itself: a busy pool is no deadlock. Helpers may come when all is done and the call has returned, so a record goes
 // back to the store with the last of those who hold it.
 struct Shared {
   std::atomic<int64_t> next{0}, done{0};
   std::atomic<int> holders{0};  // 0: the record is free
-  int64_t items = 0;
-  void (*run)(const void*, int64_t) = nullptr;
+  int64_t items = 0, threads = 1;
+  void (*run)(const void*, int64_t first, int64_t last) = nullptr;
   const void* work = nullptr;
 
   void take() {
-    for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
-      run(work, item);
-      done.fetch_add(1, std::memory_order_release);
+    for (int64_t first = next.load(std::memory_order_relaxed); first < items;) {
+      const int64_t share = (items - first) / (2 * threads), count = share < 1 ? 1 : share;
+      if (!next.compare_exchange_weak(first, first + count, std::memory_order_relaxed)) continue;
+      run(work, first, first + count);
+      done.fetch_add(count, std::memory_order_release);
+      first = next.load(std::memory_order_relaxed);
     }
   }
   void leave() { holders.fetch_sub(1, std::memory_order_release); }
@@ -41,18 +45,19 @@ inline int64_t threads_of(const xla::ffi::ThreadPool& pool) {
   return found < 1 ? 1 : found;
 }
 
-// Calls f with 0 to items - 1, in any order and on any thread of the pool; returns when all calls have.
+// Calls f with ranges that make up 0 to items - 1, in any order and on any thread of the pool; returns when all calls have.
 template <class F> void in_parallel(xla::ffi::ThreadPool& pool, int64_t items, const F& f) {
   const int64_t threads = threads_of(pool) < items ? threads_of(pool) : items;
   Shared* shared = threads > 1 ? find_record(static_cast<int>(threads)) : nullptr;
   if (shared == nullptr) {
-    for (int64_t item = 0; item < items; item++) f(item);
+    f(0, items);
     return;
   }
   shared->next.store(0, std::memory_order_relaxed);
   shared->done.store(0, std::memory_order_relaxed);
   shared->items = items;
-  shared->run = [](const void* work, int64_t item) { (*static_cast<const F*>(work))(item); };
+  shared->threads = threads;
+  shared->run = [](const void* work, int64_t first, int64_t last) { (*static_cast<const F*>(work))(first, last); };
   shared->work = &f;
   for (int64_t helper = 1; helper < threads; helper++)
     pool.Schedule([shared] {
