@@ -14,6 +14,7 @@ using ferrum::kTileRows;
 using ferrum::Write;
 
 constexpr int64_t kChunk = 128;  // positions at a time, at most
+constexpr int kWide = kManyRegisters ? 4 : 2;  // vectors that six rows meet at once
 constexpr float kInfinity = __builtin_huge_valf();
 
 // Scores of R rows against V vectors of positions, or against the first `some` of one vector: keys [H, C].
@@ -25,31 +26,23 @@ inline void score(const float* q, int64_t width, const T* keys, int64_t block, f
 #pragma GCC unroll 8
     for (int j = 0; j < V; j++) sums[r][j] = Vector{};
   for (int64_t h = 0; h < width; h++) {
-    float own[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) own[r] = q[r * width + h];
+    Vector key[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; j++) {
       const T* at = keys + h * block + j * kLanes;
-      const Vector key = V > 1 || some == kLanes ? load(at) : load_first(at, some);
+      key[j] = V > 1 || some == kLanes ? load(at) : load_first(at, some);
+    }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r][j] += key * own[r];
+    for (int r = 0; r < R; r++) {
+      const Vector own = splat(q[r * width + h]);
+#pragma GCC unroll 8
+      for (int j = 0; j < V; j++) sums[r][j] += key[j] * own;
     }
   }
   for (int r = 0; r < R; r++)
     for (int j = 0; j < V; j++) store(scores + r * kChunk + j * kLanes, sums[r][j]);
 }
 
-// Of at least `count` positions, where `room` are left in the block.
-template <int R, class T>
-inline void score_rows(const float* q, int64_t width, const T* keys, int64_t block, int64_t count, int64_t room,
-                       float* scores) {
-  constexpr int V = R > 3 && !kManyRegisters ? 2 : 4;
-  int64_t c = 0;
-  for (; c < count && c + V * kLanes <= least(room, kChunk); c += V * kLanes)
-    score<R, V>(q, width, keys + c, block, scores + c);
-  for (; c < count; c += kLanes) score<R, 1>(q, width, keys + c, block, scores + c, least(room - c, kLanes));
-}
 
 // Adds R rows of weights times values [C, H] to outputs that are multiplied by `keep` first; V vectors of the outputs, or
 // the first `some` numbers of one.
@@ -66,15 +59,17 @@ inline void mix(const float* weights, const float* keep, const T* values, int64_
       sums[r][j] = (whole ? load(at) : load_first(at, some)) * keep[r];
     }
   for (int64_t c = 0; c < count; c++) {
-    float own[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) own[r] = weights[r * kChunk + c];
+    Vector value[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; j++) {
       const T* at = values + c * width + j * kLanes;
-      const Vector value = whole ? load(at) : load_first(at, some);
+      value[j] = whole ? load(at) : load_first(at, some);
+    }
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sums[r][j] += value * own[r];
+    for (int r = 0; r < R; r++) {
+      const Vector own = splat(weights[r * kChunk + c]);
+#pragma GCC unroll 8
+      for (int j = 0; j < V; j++) sums[r][j] += value[j] * own;
     }
   }
 #pragma GCC unroll 8
@@ -84,15 +79,6 @@ inline void mix(const float* weights, const float* keep, const T* values, int64_
       float* at = out + r * width + j * kLanes;
       whole ? store(at, sums[r][j]) : store_first(at, sums[r][j], some);
     }
-}
-
-template <int R, class T>
-inline void mix_rows(const float* weights, const float* keep, const T* values, int64_t width, int64_t count, float* out) {
-  constexpr int V = R > 3 && !kManyRegisters ? 2 : 4;
-  int64_t h = 0;
-  for (; h + V * kLanes <= width; h += V * kLanes) mix<R, V>(weights, keep, values + h, width, count, out + h);
-  for (; h < width; h += kLanes)
-    mix<R, 1>(weights, keep, values + h, width, count, out + h, least(width - h, kLanes));
 }
 
 // The same where the values are the keys, [H, C]: a sum over positions for each number of the output.
@@ -118,6 +104,36 @@ template <class F> inline void by_rows(int64_t rows, const F& f) {
   for (; r + 3 <= rows; r += 3) f(Size<3>(), r);
   if (rows - r == 2) f(Size<2>(), r);
   if (rows - r == 1) f(Size<1>(), r);
+}
+
+// All rows meet a few vectors of keys, and then the next ones, so that these stay in the nearest cache. Scores of at least
+// `count` positions, where `room` are left in the block.
+template <int V, class T>
+inline void score_all(int64_t rows, const float* q, int64_t width, const T* keys, int64_t block, int64_t count, int64_t room,
+                      float* scores) {
+  int64_t c = 0;
+  for (; c < count && c + V * kLanes <= least(room, kChunk); c += V * kLanes)
+    by_rows(rows, [&](auto size, int64_t r) {
+      score<size.value, V>(q + r * width, width, keys + c, block, scores + r * kChunk + c);
+    });
+  for (; c < count; c += kLanes)
+    by_rows(rows, [&](auto size, int64_t r) {
+      score<size.value, 1>(q + r * width, width, keys + c, block, scores + r * kChunk + c, least(room - c, kLanes));
+    });
+}
+template <int V, class T>
+inline void mix_all(int64_t rows, const float* weights, const float* keep, const T* values, int64_t width, int64_t count,
+                    float* out) {
+  int64_t h = 0;
+  for (; h + V * kLanes <= width; h += V * kLanes)
+    by_rows(rows, [&](auto size, int64_t r) {
+      mix<size.value, V>(weights + r * kChunk, keep + r, values + h, width, count, out + r * width + h);
+    });
+  for (; h < width; h += kLanes)
+    by_rows(rows, [&](auto size, int64_t r) {
+      const int64_t some = least(width - h, kLanes);
+      mix<size.value, 1>(weights + r * kChunk, keep + r, values + h, width, count, out + r * width + h, some);
+    });
 }
 
 // The softmax of what rows have seen so far: outputs are not yet divided by `sum`, and relative to the largest score.
@@ -192,9 +208,8 @@ template <class T> void visit(const Attention& a, const Queries& of, int64_t fir
     const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
     const int64_t place = ((a.layer * a.blocks + id) * a.kv_heads + of.head) * width * a.block;
     const T* k = keys + place + offset;
-    by_rows(rows, [&](auto size, int64_t r) {
-      score_rows<size.value>(q + r * width, width, k, a.block, count, a.block - offset, scores + r * kChunk);
-    });
+    rows > 3 ? score_all<kWide>(rows, q, width, k, a.block, count, a.block - offset, scores)
+             : score_all<4>(rows, q, width, k, a.block, count, a.block - offset, scores);
     for (int64_t r = 0; r < rows; r++) {
       const int64_t position = a.lengths[of.b] + of.t0 + r / heads;
       const int64_t start = most(most(first_seen(a, position), first) - at, 0), end = least(position + 1 - at, count);
@@ -202,9 +217,8 @@ template <class T> void visit(const Attention& a, const Queries& of, int64_t fir
     }
     if (values) {
       const T* v = values + place + offset * width;
-      by_rows(rows, [&](auto size, int64_t r) {
-        mix_rows<size.value>(scores + r * kChunk, keep + r, v, width, count, seen.out + r * width);
-      });
+      rows > 3 ? mix_all<kWide>(rows, scores, keep, v, width, count, seen.out)
+               : mix_all<4>(rows, scores, keep, v, width, count, seen.out);
     } else {
       for (int64_t r = 0; r < rows; r++)
         mix_keys(scores + r * kChunk, keep[r], k, width, a.block, count, seen.out + r * width);
