@@ -1,6 +1,8 @@
 """How the kernels are built: with sanitizers, as a wheel, and not at all."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -84,16 +86,40 @@ def test_no_kernel_reads_or_writes_elsewhere(tests: str, tmp_path: Path):
     assert " passed" in done.stdout
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_a_wheel_holds_one_library_with_every_instruction_set(tmp_path: Path):
-    subprocess.run([sys.executable, "-m", "uv", "build", "--wheel", "--out-dir", tmp_path, ROOT], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert "-py3-none-" in wheel.name
-    assert "any" not in wheel.name
+def wheel_of(folder: Path, **environment: str) -> tuple[str, bytes]:
+    """Builds a wheel; gives its name and the only library in it."""
+    command = [sys.executable, "-m", "uv", "build", "--wheel", "--out-dir", folder, ROOT]
+    subprocess.run(command, check=True, env=os.environ | environment)
+    (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         names = [name for name in packed.namelist() if name.endswith(".so")]
         assert names == [f"ferrum_jax/ops/native/{build.LIBRARY.name}"]
-        content = packed.read(names[0])
+        return wheel.name, packed.read(names[0])
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_wheel_holds_one_library_with_every_instruction_set(tmp_path: Path):
+    wheel, content = wheel_of(tmp_path)
+    assert "-py3-none-" in wheel
+    assert "any" not in wheel
     for name in build.SETS[os.uname().machine]:
         assert name.encode() in content
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="ziglang is not installed (the extra dev)")
+def test_a_wheel_of_a_portable_compiler_runs_on_old_systems(tmp_path: Path):
+    machine = os.uname().machine
+    compiler = f"{sys.executable} -m ziglang c++ -target {machine}-linux-gnu.2.17"
+    wheel, content = wheel_of(tmp_path, CXX=compiler, _PYTHON_HOST_PLATFORM=f"manylinux_2_17_{machine}")
+    assert wheel.endswith(f"-py3-none-manylinux_2_17_{machine}.whl")
+    asked = {(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", content)}
+    assert asked
+    assert max(asked) <= (2, 17)
+    assert b"GLIBCXX_" not in content  # nor a C++ library of the system's
+    library = tmp_path / "lib.so"
+    library.write_bytes(content)
+    done = subprocess.run([sys.executable, "-c", RUN, str(library), "numpys"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert " passed" in done.stdout

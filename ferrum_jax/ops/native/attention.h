@@ -170,7 +170,7 @@ float weigh(float* scores, int64_t count, int64_t start, int64_t end, float soft
     Vector s = load(scores + c);
     if (softcap != 0.0f) s = softcap * hyperbolic_tangent(s / softcap);
     const Integers lane = lanes_from(c);
-    s = (lane >= int32_t(start)) & (lane < int32_t(end)) ? s : splat(-kInfinity);
+    s = ((lane >= int32_t(start)) & (lane < int32_t(end))) ? s : splat(-kInfinity);
     store(scores + c, s);
     top = larger(top, s);
   }

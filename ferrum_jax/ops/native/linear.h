@@ -314,7 +314,7 @@ void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, float* room, 
       switch (rows - row) {
         case 3: few_outputs<kRowsOfFour, 3>(w, few, row, n, count); break;
         case 2: few_outputs<3, 2>(w, few, row, n, count); break;
-        case 1: few_outputs<w.kIsPacked ? 4 : 1, 1>(w, few, row, n, count); break;
+        case 1: few_outputs<Quantised<V, S, O, kSize>::kIsPacked ? 4 : 1, 1>(w, few, row, n, count); break;
       }
     }
   }

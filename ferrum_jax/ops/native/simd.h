@@ -178,7 +178,7 @@ inline float total(Vector v) {
 #endif
 }
 // The larger number; what is none (NaN) stays.
-inline Vector larger(Vector a, Vector b) { return (a > b) | (a != a) ? a : b; }
+inline Vector larger(Vector a, Vector b) { return ((a > b) | (a != a)) ? a : b; }
 inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 inline float largest(Vector v) {
   float lanes[kLanes], best;
