@@ -4,6 +4,7 @@
 #include <cpuid.h>
 #endif
 #include <algorithm>
+#include <initializer_list>
 
 #include "kernels.h"
 #include "parallel.h"
@@ -25,16 +26,17 @@ constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that one thread 
 
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2, kernels_avx512;
+// Asks the processor itself: not every compiler's library can say it. The system must keep the registers, too.
 static const Kernels* choose() {
-  __builtin_cpu_init();
-  unsigned a, b, c = 0, d;
-  const bool has_f16c = __get_cpuid(1, &a, &b, &c, &d) && c & (1u << 29);  // not every compiler knows its name
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return &kernels_avx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c)
-    return &kernels_avx2;
-  return nullptr;
+  const auto has = [](unsigned word, std::initializer_list<int> bits) {
+    return std::all_of(bits.begin(), bits.end(), [&](int bit) { return word >> bit & 1; });
+  };
+  unsigned a, b, c, d, kept, high;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !has(c, {12, 27, 28, 29})) return nullptr;  // FMA, XGETBV, AVX, F16C
+  __asm__("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+  if (!has(kept, {1, 2}) || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return nullptr;
+  if (has(kept, {5, 6, 7}) && has(b, {16, 17, 30, 31})) return &kernels_avx512;  // AVX512 F, DQ, BW, VL
+  return has(b, {5}) ? &kernels_avx2 : nullptr;
 }
 #elif defined(__aarch64__)
 extern const Kernels kernels_neon;
