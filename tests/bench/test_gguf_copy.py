@@ -27,7 +27,9 @@ def test_what_was_written_is_read_back(tied: bool, tmp_path: Path):
 
 
 def test_matrices_are_written_in_eight_bits(tmp_path: Path):
-    subject = models.random("tiny", replace(TINY, hidden_size=64, intermediate_size=96, num_attention_heads=8), "float32")
+    subject = models.random(
+        "tiny", replace(TINY, hidden_size=64, intermediate_size=96, num_attention_heads=8), "float32"
+    )
     gguf_copy.write(subject, tmp_path / "tiny.gguf", "Q8_0")
     params, _ = load_params(tmp_path / "tiny.gguf", "float32", quantize="keep")
     ours, theirs = subject.params["model"]["layers"][0], params["model"]["layers"][0]

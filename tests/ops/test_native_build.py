@@ -120,6 +120,8 @@ def test_a_wheel_of_a_portable_compiler_runs_on_old_systems(tmp_path: Path):
     assert b"GLIBCXX_" not in content  # nor a C++ library of the system's
     library = tmp_path / "lib.so"
     library.write_bytes(content)
-    done = subprocess.run([sys.executable, "-c", RUN, str(library), "numpys"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(library), "numpys"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
