@@ -47,7 +47,7 @@ def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
     assert set(result["card"]) == CARD | CEILING | {"layout"}
     peers = {"transformers", "llama.cpp"} - set(result["notes"])
     keys = COMPARE | {f"{column(peer)}_{name}" for peer in peers for name in THEIRS}
-    assert [set(row) for row in result["rows"]] == [keys] * 6
+    assert [set(row) for row in result["rows"]] == [keys] * 7
     assert result["farthest_from_floor"] in {row["row"] for row in result["rows"]}
     for aim in result["aims"]:
         assert (aim["ratio"] is None) == (aim["peer"] not in peers)
