@@ -25,11 +25,11 @@ class BareStep:
     def __init__(
         self, cfg: ModelConfig, params: ParamTree, spec: CacheSpec, key: StepKey, sizes: SamplerSpec | None = None
     ):
-        self._params, self._spec, self._key = params, spec, key
+        self._leaves, self._spec, self._key = jax.tree.leaves(params), spec, key
         capacity = key.table_columns * spec.block_size
         rows = key.decode_rows + key.blocks
         self._sizes = sizes or SamplerSpec(num_slots=rows, vocab_size=cfg.vocab_size, capacity=capacity)
-        placed = jax.tree.leaves(params)[0].sharding
+        placed = self._leaves[0].sharding
         self._sampler = jax.device_put(sampler.initial(self._sizes), placed)
         self._context = ProgramContext(cfg, params, state.shapes(spec), self._sampler, attention=spec.attention)
         started = time.perf_counter()
@@ -54,7 +54,7 @@ class BareStep:
         packed = self._pack(context, ids)
 
         def run() -> Any:
-            outputs, self._kv = self.executable(self._params, self._kv, self._sampler.last_tokens, packed)
+            outputs, self._kv = self.executable(self._leaves, self._kv, self._sampler.last_tokens, packed)
             return outputs
 
         return run
@@ -68,7 +68,7 @@ class BareStep:
             self._sampler = configure(self._sampler, sampler.pack_settings(slot, settings, self._sizes))
 
         def run() -> Any:
-            outputs, self._kv = self.executable(self._params, self._kv, self._sampler.last_tokens, packed)
+            outputs, self._kv = self.executable(self._leaves, self._kv, self._sampler.last_tokens, packed)
             self._sampler, found = sample(self._sampler, outputs.logits, outputs.rows)
             return found.packed
 
@@ -94,7 +94,7 @@ class BareStep:
             group.tables[:, :used] = (given + np.arange(used)) % self._spec.num_blocks
             if key.outputs == "last":
                 packed.logit_index[-1] = key.num_tokens - 1
-        return jax.device_put(buffer, jax.tree.leaves(self._params)[0].sharding)
+        return jax.device_put(buffer, self._leaves[0].sharding)
 
 
 class BareLoop:
@@ -120,10 +120,10 @@ class BareLoop:
         rows.tables[:, :used] = (np.arange(key.rows * used) % self._spec.num_blocks).reshape(-1, used)
         rows.tokens[:], rows.lengths[:], rows.limits[:] = TOKEN, context, key.tokens
         rows.slots[:] = np.arange(key.rows)
-        packed = jax.device_put(buffer, self._runner.device)
+        packed, leaves = jax.device_put(buffer, self._runner.device), jax.tree.leaves(self._runner.params)
 
         def run() -> Any:
-            chosen, self._kv, self._sampler = self._executable(self._runner.params, self._kv, self._sampler, packed)
+            chosen, self._kv, self._sampler = self._executable(leaves, self._kv, self._sampler, packed)
             return chosen
 
         return run

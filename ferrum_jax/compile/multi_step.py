@@ -1,6 +1,5 @@
 """Many decode steps in one device call: each row's next token is chosen on the device and read by the next step."""
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.sampler import MAX_STOP_IDS, SamplerState
-from ferrum_jax.compile.step import ProgramContext
+from ferrum_jax.compile.step import ProgramContext, of_leaves
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.registry import family
@@ -38,12 +37,12 @@ class MultiStepKey:
         return f"multi-step D{self.rows} N{self.tokens} M{self.table_columns}" + " adapters" * self.adapters
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
-        """Lowers the program; the KV and the sampler's state are donated."""
-        pure = functools.partial(multi_step, cfg=context.cfg, key=self, attention=context.attention)
-        functools.update_wrapper(pure, multi_step)
+        """Lowers the program; it takes the leaves of the parameters; the KV and the sampler's state are donated."""
+        pure = of_leaves(multi_step, context, self)
         buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
         loras = [context.loras] if self.adapters else []
-        return jax.jit(pure, donate_argnums=(1, 2)).lower(context.params, context.kv, context.sampler, buffer, *loras)
+        leaves = jax.tree.leaves(context.params)
+        return jax.jit(pure, donate_argnums=(1, 2)).lower(leaves, context.kv, context.sampler, buffer, *loras)
 
 
 @flax.struct.dataclass

@@ -6,6 +6,7 @@ sampler chose last for their slot, which never leaves the device.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -66,14 +67,28 @@ class StepKey:
         return f"{name} hidden {self.hidden} attention {self.attention}" if captured else name
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
-        """Lowers the step; the KV is donated."""
-        pure = functools.partial(step, cfg=context.cfg, key=self, attention=context.attention)
-        functools.update_wrapper(pure, step)
+        """Lowers the step; it takes the leaves of the parameters, and the KV is donated."""
+        pure = of_leaves(step, context, self)
         buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
         loras = [context.loras] if self.adapters else []
         return jax.jit(pure, donate_argnums=1).lower(
-            context.params, context.kv, context.sampler.last_tokens, buffer, *loras
+            jax.tree.leaves(context.params), context.kv, context.sampler.last_tokens, buffer, *loras
         )
+
+
+def of_leaves(function: Callable[..., Any], context: ProgramContext, key: Any) -> Callable[..., Any]:
+    """Returns a function of the parameters as one of the list of their leaves, with its settings filled in.
+
+    A list is checked in half the time that nested mappings take in every call of a program.
+    """
+    tree = jax.tree.structure(context.params)
+
+    @functools.wraps(function)
+    def pure(leaves: list[jax.Array], *rest: Any) -> Any:
+        params = jax.tree.unflatten(tree, leaves)
+        return function(params, *rest, cfg=context.cfg, key=key, attention=context.attention)
+
+    return pure
 
 
 @flax.struct.dataclass

@@ -106,7 +106,7 @@ class DeviceState:
         programs: ProgramCache,
         adapters: Adapters,
     ):
-        self.params = params  # others of the same shapes may take their place
+        self.set_params(params)
         self._adapters = adapters
         self.sampler_spec = sampler_spec
         self._cfg = cfg
@@ -119,6 +119,10 @@ class DeviceState:
         self.last_fetched_bytes = 0  # of the last step that was read
         self.losses = 0  # how often everything was lost
         self.reallocate()
+
+    def set_params(self, params: ParamTree) -> None:
+        """Takes parameters, which later ones must be like in all but their numbers."""
+        self.params, self._leaves = params, jax.tree.leaves(params)
 
     @property
     def is_lost(self) -> bool:
@@ -184,7 +188,8 @@ class DeviceState:
 
     def drop(self) -> None:
         """Frees the KV and forgets the parameters."""
-        self._kv, self._sampler, self.params = None, None, {}
+        self._kv = self._sampler = None
+        self.set_params({})
         self._adapters.stacks = None
 
     def step(self, key: StepKey, buffer: NDArray[np.int32]) -> StepOutputs:
@@ -194,7 +199,7 @@ class DeviceState:
         loras = (self._adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
         try:
-            outputs, self._kv = program(self.params, kv, sampled.last_tokens, buffer, *loras)
+            outputs, self._kv = program(self._leaves, kv, sampled.last_tokens, buffer, *loras)
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
         return outputs
@@ -222,7 +227,7 @@ class DeviceState:
         program, sampled = self._programs.get(key), self._sampler
         loras = (self._adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
-        chosen, self._kv, self._sampler = self._guarded(lambda: program(self.params, kv, sampled, buffer, *loras))
+        chosen, self._kv, self._sampler = self._guarded(lambda: program(self._leaves, kv, sampled, buffer, *loras))
         return chosen
 
     def copy_blocks(self, key: CopyKey, pairs: Sequence[tuple[int, int]]) -> None:

@@ -365,7 +365,7 @@ class ModelRunner(DecoderOnlyLLM):
             check_same_shapes(params, self.params)
             self._pipeline.forget_prefixes("new weights are set")
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
-            self._device.params = params
+            self._device.set_params(params)
 
     def free_kv(self) -> None:
         """Frees the KV's memory until `allocate_kv` or `reset`; until then only `set_params` and `close` go.

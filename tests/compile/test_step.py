@@ -159,7 +159,7 @@ def test_a_decode_row_without_a_token_takes_the_one_its_slot_sampled_last():
         packed.decode_slots[:] = [5, 2]
         packed.logit_index[:] = [0, 1]
         packed.sample_slots[:], packed.sample_positions[:] = [5, 2], [1, 1]
-        outputs, _ = program(params, state.empty(spec), last, buffer)
+        outputs, _ = program(jax.tree.leaves(params), state.empty(spec), last, buffer)
         assert outputs.rows.tolist() == [[5, 1], [2, 1]]
         return np.asarray(outputs.logits)
 

@@ -61,13 +61,13 @@ def test_a_step_serialises_after_it_has_run():
     spec = cache_spec(cfg, num_blocks=4, block_size=8, dtype="float32")
     sizes = sampler.shapes(SamplerSpec(num_slots=slots, vocab_size=cfg.vocab_size, capacity=16))
     program = key.lower(ProgramContext(cfg, params, state.shapes(spec), sizes)).compile()
-    buffer, packed = blank(key, slots)
+    leaves, (buffer, packed) = jax.tree.leaves(params), blank(key, slots)
     assert packed.decode is not None
     packed.decode.tokens[:, 0], packed.decode.counts[:], packed.decode.tables[:] = TOKENS[:2], 1, [[0, 1], [2, 3]]
     packed.logit_index[:] = 0, 1
 
     def logits(program: Any) -> NDArray[np.float32]:
-        return np.asarray(program(params, state.empty(spec), np.zeros(slots, np.int32), buffer)[0].logits)
+        return np.asarray(program(leaves, state.empty(spec), np.zeros(slots, np.int32), buffer)[0].logits)
 
     before = logits(program)
     loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(program))
