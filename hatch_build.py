@@ -4,17 +4,22 @@ import importlib.util
 import re
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class KernelsHook(BuildHookInterface):
-    """Compiles ferrum_jax/ops/native; a wheel without the library is for any machine and runs on XLA's code."""
+    """Compiles ferrum_jax/ops/native; a wheel without the library is for any machine and runs on XLA's code.
+
+    Only an editable install writes into the checkout: what a wheel holds is built in a temporary folder.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Adds the library to what is packed, or says why there is none."""
+        """Adds the library to what is packed, or the reason why there is none."""
         if self.target_name != "wheel":
             return
         place = Path(self.root, "ferrum_jax/ops/native/build.py")
@@ -23,13 +28,38 @@ class KernelsHook(BuildHookInterface):
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        if problem := module.build():
-            print(f"ferrum-jax is installed without its CPU kernels: {problem}", file=sys.stderr)
-            module.LIBRARY.unlink(missing_ok=True)
-            module.PROBLEM.write_text(problem, encoding="utf-8")  # for `ferrum-jax devices`: pip hides what is printed
-            build_data["artifacts"].append(f"/{module.PROBLEM.relative_to(self.root).as_posix()}")
+        if version == "editable":
+            build_in_place(module)
             return
+        self.scratch = tempfile.TemporaryDirectory()
+        made = Path(self.scratch.name, module.LIBRARY.name)
+        if problem := module.build(made):
+            made = report(problem, made.with_name(module.PROBLEM.name))
+        else:
+            build_data["pure_python"] = False
+            build_data["tag"] = "py3-none-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
+        build_data["force_include"][str(made)] = f"ferrum_jax/ops/native/{made.name}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Removes what was built for a wheel, which has its own copy now."""
+        if self.target_name == "wheel" and version != "editable":
+            self.scratch.cleanup()
+
+
+def build_in_place(module: ModuleType) -> None:
+    """Builds the library in the checkout. If that fails, one of the present sources stays, a stale one goes."""
+    problem = module.build()
+    if problem is None:
         module.PROBLEM.unlink(missing_ok=True)
-        build_data["artifacts"].append(f"/{module.LIBRARY.relative_to(self.root).as_posix()}")
-        build_data["pure_python"] = False
-        build_data["tag"] = "py3-none-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
+    elif module.LIBRARY.exists() and module.digest_sources().encode() in module.LIBRARY.read_bytes():
+        print(f"ferrum-jax keeps the CPU kernels it has, new ones were not built: {problem}", file=sys.stderr)
+    else:
+        module.LIBRARY.unlink(missing_ok=True)
+        report(problem, module.PROBLEM)
+
+
+def report(problem: str, to: Path) -> Path:
+    """Says why there are no kernels, and writes it for `ferrum-jax devices`: pip hides what is printed."""
+    print(f"ferrum-jax is installed without its CPU kernels: {problem}", file=sys.stderr)
+    to.write_text(problem, encoding="utf-8")
+    return to

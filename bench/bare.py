@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bench.models import TOKEN
@@ -15,15 +16,31 @@ from ferrum_jax.compile.step import ProgramContext, StepKey, blank
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.kvcache import state
-from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.specs import ParamTree
 
 
+def random_kv(spec: CacheSpec, seed: int) -> KvState[jax.Array]:
+    """Draws normal numbers for every position, the same ones in every layout; all layers keep everything."""
+    rng, kv = np.random.default_rng(seed), state.empty(spec)
+    block_ids, offsets = (axis.ravel() for axis in np.indices((spec.num_blocks, spec.block_size)))
+    for layer in range(spec.num_layers):
+        k, v = rng.standard_normal((2, len(offsets), spec.num_kv_heads, spec.head_dim), np.float32)
+        kv = state.write(kv, layer, jnp.asarray(block_ids), jnp.asarray(offsets), jnp.asarray(k), jnp.asarray(v))
+    return kv
+
+
 class BareStep:
-    """One step with a KV and a sampler of its own that go round."""
+    """One step with a KV, of zeros unless it is given, and a sampler of its own that go round."""
 
     def __init__(
-        self, cfg: ModelConfig, params: ParamTree, spec: CacheSpec, key: StepKey, sizes: SamplerSpec | None = None
+        self,
+        cfg: ModelConfig,
+        params: ParamTree,
+        spec: CacheSpec,
+        key: StepKey,
+        sizes: SamplerSpec | None = None,
+        kv: KvState[jax.Array] | None = None,
     ):
         self._leaves, self._spec, self._key = jax.tree.leaves(params), spec, key
         capacity = key.table_columns * spec.block_size
@@ -37,7 +54,7 @@ class BareStep:
         self.trace_seconds = time.perf_counter() - started
         self.executable = lowered.compile()
         self.compile_seconds = time.perf_counter() - started - self.trace_seconds
-        self._kv = state.empty(spec)
+        self._kv = state.empty(spec) if kv is None else kv
 
     @classmethod
     def of(cls, runner: ModelRunner, rows: int) -> Self:

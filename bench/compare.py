@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import card, models
+from bench.agreement import AGREEMENT, run_once
 from bench.floor import Work, decode_work, place, prefill_work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.peers import Peer, find_peers
@@ -59,7 +60,10 @@ CPU = Course(
         "transformers": {f"prefill {tokens}": 1.2 for tokens in (128, 512, 2048)},
         "llama.cpp": {f"decode {rows} at {at}": 1.4 if rows == 8 else 1.05 for rows in (1, 8) for at in (256, 1024)},
     },
-    floors={"decode 1 at 256": 1 / 1.2, "decode 8 at 1024": 1 / 1.6, "prefill 512": 1 / 1.4},
+    floors={
+        **{f"decode {rows} at {at}": 1 / (1.6 if rows == 8 else 1.2) for rows in (1, 8) for at in (256, 1024)},
+        "prefill 512": 1 / 1.4,
+    },
 )
 ACCELERATED = Course(
     engine=EngineConfig(
@@ -81,7 +85,6 @@ ACCELERATED = Course(
     },
     floors={"decode 1 at 1024": 0.85, "decode 32 at 1024": 0.75, "prefill 2048": 0.65, "prefill 8192": 0.65},
 )
-AGREEMENT = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 1e-1}  # see `_differences`
 
 
 def _add_layout(reader: argparse.ArgumentParser) -> None:
@@ -217,19 +220,10 @@ def column(peer: str) -> str:
 def _differences(race: Race) -> tuple[dict[str, float], dict[str, float]]:
     """Runs every side once; gives how far its logits are from ours at most, and those apart that strayed too far.
 
-    Float32 sums in another order differ by 1e-5 of the largest logit after 30 layers; what rounds to the 11 bits of
-    float16 or the 8 of bfloat16 on the way differs by so much more. Ten times and more of that is allowed.
-
     Raises:
         RuntimeError: a side in float32 strayed, or every setting of a peer: that is not the same model.
     """
-    logits = {}
-    for name, contestant in race.contestants.items():
-        contestant.restore()
-        logits[name] = contestant.run()
-    ours = logits.pop("ours")
-    found = {name: float(np.abs(theirs - ours).max()) for name, theirs in logits.items()}
-    largest = float(np.abs(ours).max())
+    found, largest = run_once(race.contestants, "ours")
     strayed = {name: far for name, far in found.items() if not far < AGREEMENT[race.precisions[name]] * largest}
     for name, far in strayed.items():
         print(f"{race.name}: logits of {name} differ by up to {far:.3g}, the largest is {largest:.3g}: left out")

@@ -8,6 +8,7 @@ they are timed. The package is no dependency of this one: see docs/benchmarks.md
 """
 
 import ctypes
+import functools
 import importlib
 import itertools
 import os
@@ -31,6 +32,16 @@ UBATCHES = (128, 512)  # tokens
 _Row = tuple[int, Sequence[int], int]  # sequence, tokens, position of the first
 
 
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    """Loads llama.cpp, silenced; the callback beside it must outlive every model, which logs when it is freed."""
+    lib: Any = importlib.import_module("llama_cpp")
+    lib.llama_backend_init()
+    silence = lib.llama_log_callback(lambda *_: None)
+    lib.llama_log_set(silence, ctypes.c_void_p())
+    return lib, silence
+
+
 class LlamaCppPeer:
     """One model of llama.cpp, read from a temporary file that is gone afterwards, or from one that is there."""
 
@@ -38,10 +49,7 @@ class LlamaCppPeer:
         """Loads a subject with matrices of GGML's type `kept`, or `file`, which has the model in formats of its own."""
         if platform != "cpu" or subject.dtype != "float32":
             raise NotImplementedError(f"it is compared in float32 on a CPU, this is {subject.dtype} on a {platform}")
-        self._lib: Any = importlib.import_module("llama_cpp")
-        self._lib.llama_backend_init()
-        self._silence = self._lib.llama_log_callback(lambda *_: None)
-        self._lib.llama_log_set(self._silence, ctypes.c_void_p())
+        self._lib, _ = _library()
         params = self._lib.llama_model_default_params()
         params.n_gpu_layers, params.use_mmap = 0, False
         with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +61,7 @@ class LlamaCppPeer:
             raise RuntimeError(f"llama.cpp does not load {subject.name}")
         weakref.finalize(self, self._lib.llama_model_free, self._model)
         self._vocab_size = subject.config.vocab_size
+        self._in_full = file is None and kept == "F32"
 
     @property
     def weight_bytes(self) -> int:
@@ -98,7 +107,9 @@ class LlamaCppPeer:
         return found
 
     def precision(self, kind: str) -> str:
-        """Returns float16 where keys and values are."""
+        """Returns int8 unless weights are float32: products round activations to it. Then float16 where the KV is."""
+        if not self._in_full:
+            return "int8"
         return "float16" if kind.startswith(FLASH) else "float32"
 
     def _context(self, sequences: int, positions: int, attention: str, ubatch: int) -> "_Context":

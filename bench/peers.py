@@ -26,7 +26,7 @@ class Peer(Protocol):
         ...
 
     def precision(self, kind: str) -> str:
-        """Returns the narrowest dtype that anything is kept in under one of these settings."""
+        """Returns the narrowest dtype that activations, keys or values have under one of these settings."""
         ...
 
 

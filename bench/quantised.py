@@ -5,6 +5,9 @@ matrices in int8, in fp8 and, where the checkpoint has quantised them itself, as
 turns, call by call. Beside them, on a CPU and where it is installed, llama.cpp over the same GGUF file and over the
 model in Q8_0, each in the fastest of its settings. The floor reads the weights as they are kept, once. `agree` is the
 share of a prompt's positions whose likeliest token is that of the weights in full: of random weights it says nothing.
+Before a row is timed, the logits of what stands for the same numbers are compared with those of the weights in full:
+`error` is the largest difference, of the largest logit. Beyond a limit the run ends. Kept weights may differ by sums
+in another order, llama.cpp by its activations of 8 bits.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import jax
 import numpy as np
 
 from bench import card, models
+from bench.agreement import AGREEMENT, OURS, check_logits
 from bench.floor import Work, decode_work, prefill_work
 from bench.llama_cpp_peer import LlamaCppPeer
 from bench.machine import Probes, ceilings, make_probes, measure
@@ -150,6 +154,10 @@ def _measure(
     peers: Mapping[str, LlamaCppPeer],
 ) -> list[dict[str, Any]]:
     kinds = {f"{peer} {kind}": one for peer, settings in theirs.items() for kind, one in settings.items()}
+    limits = {f"{peer} {kind}": AGREEMENT[peers[peer].precision(kind)] for peer in theirs for kind in theirs[peer]}
+    limits[KEEP] = OURS[subjects[PLAIN].dtype]
+    alike = {name: one for name, one in {**calls, **kinds}.items() if name == PLAIN or name in limits}
+    errors = check_logits(row, alike, PLAIN, limits)
     times = alternate({**calls, **kinds, **probes.contestants}, rounds=rounds)
     machine, first = ceilings(probes, times), times[PLAIN].median
     found = []
@@ -164,6 +172,7 @@ def _measure(
                 "call_ms": times[name].median,
                 "call_p90_ms": times[name].p90,
                 "over_plain": times[name].median / first,
+                **({"relative_error": errors[name]} if name in errors else {}),
                 "floor_ms": floor,
                 "call_over_floor": times[name].median / floor,
                 **{rate: round(value) for rate, value in asdict(machine).items()},
@@ -173,7 +182,8 @@ def _measure(
         best = min(theirs[name], key=lambda kind: times[f"{name} {kind}"].median)
         timing = times[f"{name} {best}"]
         spent = {"call_ms": timing.median, "call_p90_ms": timing.p90, "over_plain": timing.median / first}
-        found.append({"row": row, "weights": name, "weight_bytes": peer.weight_bytes, **spent, "setting": best})
+        checked = {"setting": best, "relative_error": max(errors[f"{name} {kind}"] for kind in theirs[name])}
+        found.append({"row": row, "weights": name, "weight_bytes": peer.weight_bytes, **spent, **checked})
     return found
 
 
@@ -191,8 +201,9 @@ def _show(rows: list[dict[str, Any]], agree: Mapping[str, float]) -> None:
         cells += [f"{row[key]:.1f}" for key in ("call_ms", "call_p90_ms")]
         cells += [f"{row['over_plain']:.2f}"]
         cells += [f"{row['floor_ms']:.1f}", f"{row['call_over_floor']:.2f}"] if "floor_ms" in row else ["", ""]
+        cells += [f"{row['relative_error']:.1g}" if "relative_error" in row else ""]
         lines.append([*cells, f"{agree[row['weights']]:.2f}" if row["weights"] in agree else ""])
-    headings = ("row", "weights", "MB", "call ms", "p90", "over full", "floor ms", "over floor", "agree")
+    headings = ("row", "weights", "MB", "call ms", "p90", "over full", "floor ms", "over floor", "error", "agree")
     card.show_table(headings, lines, left=("row", "weights"))
 
 

@@ -23,6 +23,7 @@ import jaxtyping
 import pytest
 
 from ferrum_jax.ops import native
+from ferrum_jax.ops.native import build
 from ferrum_jax.weights import hub
 
 if os.environ.get("KERNELS") == "0":  # the suite as it runs where no C++ compiler was found
@@ -40,9 +41,21 @@ collect_ignore = [] if all(importlib.util.find_spec(name) for name in ("torch", 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the first process says it, before it starts others
+        check_kernels()
     os.environ["FERRUM_ARTIFACTS"] = "0"  # no test writes into the user's cache, unless it asks for a folder
     if config.getoption("--hypothesis-seed") is None:
         hypothesis.settings.load_profile("repeatable")
+
+
+def check_kernels() -> None:
+    """Refuses to test XLA in the kernels' place, and to skip their tests, where they can be built and nobody asked."""
+    can_build = build.unsupported() is None and build.find_compiler() is not None
+    if os.environ.get("KERNELS") != "0" and can_build and native.instruction_set() is None:
+        raise pytest.UsageError(
+            f"there are no CPU kernels: {native.library()}\n"
+            "Build them with `python ferrum_jax/ops/native/build.py`, or set KERNELS=0 to test what runs without them."
+        )
 
 
 def pytest_collection_finish() -> None:

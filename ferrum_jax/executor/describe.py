@@ -12,6 +12,7 @@ from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, Model
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
 from ferrum_jax.kvcache.sequences import SequenceTable
+from ferrum_jax.models.backends import obstacle_of_kernels
 from ferrum_jax.models.layout import layout_of
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
@@ -69,17 +70,19 @@ def serving(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, de
     weights: Counter[str] = Counter()
     for leaf in jax.tree.leaves(params):
         weights[leaf.dtype.name] += leaf.nbytes
-    missing = native.library()
+    dtype, attention = activation_dtype(params).name, plan.cache.attention
+    uses_kernels = attention == "cpu"
+    obstacle = obstacle_of_kernels(cfg, dtype) or f"attention is {attention!r}, they belong to 'cpu'"
     return {
         "model": name,
         "model_type": cfg.model_type,
         "device": str(device),
-        "dtype": activation_dtype(params).name,
+        "dtype": dtype,
         "kv_dtype": plan.cache.dtype,
         "layout": layout_of(params),
-        "attention": plan.cache.attention,
-        "kernels": native.instruction_set() if plan.cache.attention == "cpu" else None,
-        "no_kernels_because": missing if isinstance(missing, str) and device.platform == "cpu" else None,
+        "attention": attention,
+        "kernels": native.instruction_set() if uses_kernels else None,
+        "no_kernels_because": obstacle if device.platform == "cpu" and not uses_kernels else None,
         "weight_bytes": dict(weights),
         "kv_bytes": plan.cache.num_bytes,
         "max_seqs": plan.max_seqs,

@@ -89,7 +89,7 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
     if attention == "xla":
         return None
     if attention == "cpu":
-        return _obstacle_of_kernels(cfg, dtype)
+        return obstacle_of_kernels(cfg, dtype)
     if cfg.attention_sinks:
         return "the model has attention sinks, it has none"
     if cfg.latent is not None:
@@ -118,10 +118,11 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
     return None
 
 
-def _obstacle_of_kernels(cfg: ModelConfig, dtype: str) -> str | None:
+def obstacle_of_kernels(cfg: ModelConfig, dtype: str) -> str | None:
+    """Returns why the CPU kernels cannot serve a model whose activations have a dtype; None if they can."""
     if isinstance(missing := native.library(), str):
         return f"there are no kernels: {missing}"
     if dtype != "float32":
-        return f"dtype is {dtype}, its arithmetic is float32"
+        return f"dtype is {dtype}, the kernels compute in float32"
     width = cfg.head_dim if cfg.latent is None else cfg.latent.cached_dim
     return f"a head has {width} numbers, supported are up to {native.MOST_WIDTH}" if width > native.MOST_WIDTH else None

@@ -1,11 +1,17 @@
 """Benchmarks run on a tiny model and end in one JSON object: `pytest -m smoke`."""
 
+import json
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench import gguf_copy, models
+from bench.models import TINY
 from ferrum_jax.ops import native
-from tests.bench.smoke import CARD, CEILING, smoke
+from tests.bench.smoke import CARD, CEILING, ROOT, smoke
 
 OVERHEAD = {"rows", "leaves", "call_us", "call_p90_us", "bare_us", "bare_p90_us", "bare_at_once_us", "host_us", "calls"}
 SPECULATIVE = {"task", "batch", "num_tokens", "drafted", "accepted", "call_ms", "call_p90_ms", "acceptance_rate",
@@ -50,6 +56,28 @@ def test_quantised_ends_in_a_json_line_and_a_quarter_of_the_bytes(records: Path)
         assert plain["floor_ms"] >= int8["floor_ms"] == fp8["floor_ms"] > 0
 
 
+def test_quantised_checks_kept_weights_and_llama_cpp_before_it_times_them(tmp_path: Path):
+    cfg = replace(TINY, hidden_size=64, intermediate_size=96, num_attention_heads=8)
+    gguf_copy.write(models.random("tiny", cfg, "float32"), tmp_path / "tiny.gguf", "Q4_1")
+    command = [sys.executable, "-m", "bench.quantised", "--model", str(tmp_path / "tiny.gguf"), "--weights", "keep"]
+    done = subprocess.run([*command, "--rounds", "1"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert [row["row"] for row in rows if row["weights"] == "keep"] == [
+        "decode 1",
+        "decode 8",
+        "prompt of 128",
+        "prompt of 512",
+    ]
+    for row in rows:
+        if row["weights"] == "in full":
+            assert "relative_error" not in row
+        elif row["weights"] == "keep":
+            assert row["relative_error"] <= 1e-5
+        else:  # llama.cpp, where it is installed
+            assert 0 < row["relative_error"] <= 0.1
+
+
 def test_moe_ends_in_a_json_line_of_its_active_experts(records: Path):
     result = smoke("moe", records, "--rounds", "1")
     assert set(result["card"]) == CARD | CEILING
@@ -60,11 +88,13 @@ def test_moe_ends_in_a_json_line_of_its_active_experts(records: Path):
         assert row["every_over_layer"] == pytest.approx(row["every_ms"] / row["layer_ms"])
 
 
+@pytest.mark.skipif(native.instruction_set() is None, reason="there are no kernels to measure")
 def test_kernels_ends_in_a_json_line_of_every_family(records: Path):
     result = smoke("kernels", records, "--rounds", "1")
     assert [row["model"] for row in result["rows"]] == ["qwen3-30b-a3b", "deepseek-v2-lite", "gemma-3-1b"]
     for row in result["rows"]:
         assert row["step_over_floor"] == pytest.approx(row["step_ms"] / row["floor_ms"])
+        assert 0 < row["relative_error"] <= 1e-5
 
 
 def test_requests_end_in_a_json_line_of_answers_that_are_alike(records: Path):

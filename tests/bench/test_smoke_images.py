@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.compare import column
+from bench.compare import CPU, column
 from tests.bench.smoke import CARD, CEILING, PLACE, ROOT, smoke
 
 DECODE = {"rows", "context", "call_ms", "call_p90_ms", "step_ms", "host_ms", "tokens_per_second", "read_gb_per_second",
@@ -49,6 +49,7 @@ def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
     keys = COMPARE | {f"{column(peer)}_{name}" for peer in peers for name in THEIRS}
     assert [set(row) for row in result["rows"]] == [keys] * 7
     assert result["farthest_from_floor"] in {row["row"] for row in result["rows"]}
+    assert {floor["row"] for floor in result["floors"]} == set(CPU.floors)
     for aim in result["aims"]:
         assert (aim["ratio"] is None) == (aim["peer"] not in peers)
 

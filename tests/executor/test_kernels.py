@@ -59,7 +59,12 @@ def test_a_runner_tells_which_code_serves_it(params: ParamTree):
     assert told["weight_bytes"] == {"float32": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
     assert (told["dtype"], told["layout"], told["kv_capacity"]) == ("float32", "checkpoint", ENGINE.kv_capacity)
     with make(params, "xla") as runner:
-        assert (runner.describe()["attention"], runner.describe()["kernels"]) == ("xla", None)
+        told = runner.describe()
+    assert (told["attention"], told["kernels"]) == ("xla", None)
+    assert told["no_kernels_because"] == "attention is 'xla', they belong to 'cpu'"
+    in_bfloat16 = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params)
+    with make(in_bfloat16, "xla") as runner:
+        assert runner.describe()["no_kernels_because"] == "dtype is bfloat16, the kernels compute in float32"
 
 
 def test_steps_on_disk_depend_on_the_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -129,4 +134,4 @@ def test_a_row_that_decodes_has_the_same_logits_beside_any_others_of_its_bucket(
 def test_a_runner_without_kernels_says_why(params: ParamTree, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(native, "library", lambda: "they were not built")
     with make(params, "xla") as runner:
-        assert runner.describe()["no_kernels_because"] == "they were not built"
+        assert runner.describe()["no_kernels_because"] == "there are no kernels: they were not built"

@@ -29,9 +29,9 @@ def normal(seed: int, *shape: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def make_weight(kind: str, seed: int, *shape: int) -> Any:
-    """A weight of `shape`, whose last axis is divisible by 32 if it has groups."""
-    rng, groups = np.random.default_rng(seed), max(1, shape[-1] // 32)
+def make_weight(kind: str, seed: int, *shape: int, size: int = 32) -> Any:
+    """A weight of `shape`, whose last axis is divisible by `size` if it has groups."""
+    rng, groups = np.random.default_rng(seed), max(1, shape[-1] // size)
     if kind in native.FLOATS:
         return jnp.asarray(normal(seed, *shape)).astype(kind)
     if kind == "int8 a channel":
@@ -98,6 +98,26 @@ def test_groups_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, grou
     check_product(product(x, weight), x, wide(weight))
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(KINDS[4:]),
+    st.sampled_from([2, 4, 6, 8, 16, 32, 64, 96, 128, 256]),
+    st.integers(1, 5),
+    st.integers(1, 30),
+    st.integers(1, 5),
+    st.integers(0, 99),
+)
+@example("int8", 4, 3, 14, 1, 0)
+@example("uint4 with offsets", 32, 3, 14, 1, 0)
+@example("uint4 with wide offsets", 64, 5, 14, 3, 0)
+@example("wide uint4 with offsets", 96, 2, 14, 2, 0)
+@example("uint4", 128, 3, 14, 4, 0)
+@example("int8 with wide offsets", 256, 1, 14, 4, 0)
+def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outputs: int, rows: int, seed: int):
+    x, weight = normal(seed, rows, groups * size), make_weight(kind, seed, outputs, groups * size, size=size)
+    check_product(product(x, weight), x, wide(weight))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
     x, weight = normal(1, 13, 192), make_weight(kind, 2, 50, 192)
@@ -112,7 +132,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_weights_are_widened_exactly(kind: str):
+def test_weights_are_widened_to_the_last_bit_but_one(kind: str):
     weight = make_weight(kind, 3, 37, 96)
     weight = QuantisedWeight(weight) if kind in native.FLOATS else weight
     wanted = wide(weight).astype(np.float32)

@@ -1,8 +1,9 @@
-"""How the kernels are built: with sanitizers, as a wheel, and not at all."""
+"""How the kernels are built: with sanitizers, as a wheel, in a checkout, and not at all."""
 
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,7 +19,14 @@ from ferrum_jax.ops.native import build
 from tests.executor.conftest import CFG
 
 ROOT = Path(__file__).parents[2]
-needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="there is no C++ compiler")
+LIBRARY, PROBLEM = (path.relative_to(ROOT).as_posix() for path in (build.LIBRARY, build.PROBLEM))
+NO_COMPILER = {"CXX": "/nowhere/c++"}
+needs_compiler = pytest.mark.skipif(
+    build.unsupported() is not None or build.find_compiler() is None, reason="the kernels cannot be built"
+)
+needs_hatchling = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed (the extra dev)"
+)
 SANITIZED = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
 RUN = """
 import sys
@@ -26,12 +34,13 @@ from pathlib import Path
 from ferrum_jax.ops import native
 native.LIBRARY = Path(sys.argv[1])
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", sys.argv[2], "tests/ops/test_native.py"]))
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/ops/test_native.py", "-k", *sys.argv[2:]]))
 """
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     made = tmp_path / "lib.so"
+    monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setenv("CXX", "/nowhere/c++")
     assert "there is no C++ compiler" in (build.build(made) or "")
     monkeypatch.setenv("CXX", f"{sys.executable} -c 1/0")
@@ -39,6 +48,33 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr("platform.machine", lambda: "VAX")
     assert "there are none for vax" in (build.build(made) or "")
     assert not made.exists()
+
+
+@pytest.mark.parametrize("system", ["Darwin", "Windows"])
+def test_kernels_are_neither_built_nor_loaded_but_on_linux(
+    system: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("platform.system", lambda: system)
+    monkeypatch.setattr("platform.machine", lambda: "AMD64")
+    native.library.cache_clear()
+    try:
+        assert build.build(tmp_path / "lib.so") == native.library() == "the kernels are for Linux so far"
+        assert native.instruction_set() is None
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+    assert not list(tmp_path.iterdir())
+
+
+@needs_compiler
+def test_the_suite_does_not_start_without_kernels_that_it_could_build(tmp_path: Path):
+    environment = {name: value for name, value in os.environ.items() if name != "KERNELS"}
+    asked = [sys.executable, "-c", RUN, str(tmp_path / "none.so"), "numpys", "-n1"]
+    done = subprocess.run(asked, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "there are no CPU kernels: they were not built" in done.stderr
+    assert "python ferrum_jax/ops/native/build.py" in done.stderr
+    assert len((done.stdout + done.stderr).strip().splitlines()) == 2
 
 
 def test_without_a_library_xla_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -86,21 +122,103 @@ def test_no_kernel_reads_or_writes_elsewhere(tests: str, tmp_path: Path):
     assert " passed" in done.stdout
 
 
-def wheel_of(folder: Path, **environment: str) -> tuple[str, bytes]:
-    """Builds a wheel; gives its name and the only library in it."""
-    command = [sys.executable, "-m", "uv", "build", "--wheel", "--out-dir", folder, ROOT]
+@needs_compiler
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    [
+        pytest.param([], 1000, id="plain"),
+        pytest.param(["-fsanitize=thread"], 50_000, marks=pytest.mark.slow, id="tsan"),
+    ],
+)
+def test_a_busy_pool_computes_every_item_once_and_frees_every_record(options: list[str], rounds: int, tmp_path: Path):
+    compiler, include, program = build.find_compiler(), build.headers(), tmp_path / "busy_pool"
+    assert compiler is not None
+    folders = ["-isystem", str(include), f"-I{build.FOLDER}"]
+    source = str(Path(__file__).with_name("busy_pool.cpp"))
+    command = [*compiler, "-std=c++17", "-O1", "-g", "-pthread", *options, *folders, source, "-o", str(program)]
+    subprocess.run(command, check=True)
+    done = subprocess.run([program, str(rounds)], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr[:3000]
+    assert done.stdout == "all hold\n"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the package is built from, with kernels of other sources."""
+    copy = tmp_path / "checkout"
+    shutil.copytree(
+        ROOT / "ferrum_jax", copy / "ferrum_jax", ignore=shutil.ignore_patterns("__pycache__", "*libferrum*")
+    )
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", ".gitignore"):
+        shutil.copy(ROOT / name, copy)
+    (copy / LIBRARY).write_bytes(b"kernels of other sources")
+    return copy
+
+
+def pack(checkout: Path, *arguments: str) -> str:
+    """Builds as `pip` does, where there is no compiler; gives what was said."""
+    command = [sys.executable, "-m", "hatchling", "build", *arguments]
+    return subprocess.run(
+        command, check=True, cwd=checkout, env=os.environ | NO_COMPILER, stderr=subprocess.PIPE, text=True
+    ).stderr
+
+
+@needs_hatchling
+def test_a_wheel_without_kernels_leaves_those_of_the_checkout(checkout: Path, tmp_path: Path):
+    said = pack(checkout, "-t", "wheel", "-d", str(tmp_path))
+    assert (checkout / LIBRARY).read_bytes() == b"kernels of other sources"
+    assert not (checkout / PROBLEM).exists()
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        assert [name for name in packed.namelist() if "libferrum" in name] == [PROBLEM]
+        assert f"without its CPU kernels: {packed.read(PROBLEM).decode()}" in said
+
+
+@needs_hatchling
+def test_an_editable_install_without_a_compiler_keeps_kernels_of_the_present_sources_only(checkout: Path):
+    editable = "-t", "wheel:editable", "--hooks-only"
+    present = f"...{build.digest_sources()}...".encode()
+    (checkout / LIBRARY).write_bytes(present)
+    assert "keeps the CPU kernels it has" in pack(checkout, *editable)
+    assert (checkout / LIBRARY).read_bytes() == present
+    assert not (checkout / PROBLEM).exists()
+    (checkout / LIBRARY).write_bytes(b"kernels of other sources")
+    said = pack(checkout, *editable)
+    assert not (checkout / LIBRARY).exists()
+    assert f"without its CPU kernels: {(checkout / PROBLEM).read_text()}" in said
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_what_is_installed_without_a_compiler_says_so(checkout: Path, tmp_path: Path):
+    folder = tmp_path / "installed"
+    command = [sys.executable, "-m", "uv", "pip", "install", "--no-deps", "--target", folder, checkout]
+    subprocess.run(command, check=True, env=os.environ | NO_COMPILER)
+    done = subprocess.run(
+        [sys.executable, "-c", "from ferrum_jax import cli; print(cli.__file__); cli.main()", "devices"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith(str(folder))
+    assert "XLA computes everything: they were not built when the package was installed: there is no C++" in done.stdout
+
+
+def wheel_of(checkout: Path, folder: Path, **environment: str) -> tuple[str, bytes]:
+    """Builds a wheel and leaves the checkout as it was; gives its name and the only library in it."""
+    command = [sys.executable, "-m", "uv", "build", "--wheel", "--out-dir", folder, checkout]
     subprocess.run(command, check=True, env=os.environ | environment)
+    assert (checkout / LIBRARY).read_bytes() == b"kernels of other sources"
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as packed:
         names = [name for name in packed.namelist() if name.endswith(".so")]
-        assert names == [f"ferrum_jax/ops/native/{build.LIBRARY.name}"]
+        assert names == [LIBRARY]
         return wheel.name, packed.read(names[0])
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_a_wheel_holds_one_library_with_every_instruction_set(tmp_path: Path):
-    wheel, content = wheel_of(tmp_path)
+def test_a_wheel_holds_one_library_with_every_instruction_set(checkout: Path, tmp_path: Path):
+    wheel, content = wheel_of(checkout, tmp_path)
     assert "-py3-none-" in wheel
     assert "any" not in wheel
     for name in build.SETS[os.uname().machine]:
@@ -109,10 +227,10 @@ def test_a_wheel_holds_one_library_with_every_instruction_set(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ziglang") is None, reason="ziglang is not installed (the extra dev)")
-def test_a_wheel_of_a_portable_compiler_runs_on_old_systems(tmp_path: Path):
+def test_a_wheel_of_a_portable_compiler_runs_on_old_systems(checkout: Path, tmp_path: Path):
     machine = os.uname().machine
     compiler = f"{sys.executable} -m ziglang c++ -target {machine}-linux-gnu.2.17"
-    wheel, content = wheel_of(tmp_path, CXX=compiler, _PYTHON_HOST_PLATFORM=f"manylinux_2_17_{machine}")
+    wheel, content = wheel_of(checkout, tmp_path, CXX=compiler, _PYTHON_HOST_PLATFORM=f"manylinux_2_17_{machine}")
     assert wheel.endswith(f"-py3-none-manylinux_2_17_{machine}.whl")
     asked = {(int(major), int(minor)) for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)", content)}
     assert asked

@@ -1,9 +1,10 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
 They multiply few tokens with float32, 16-bit, int8 and 4-bit weights, and attend over the paged KV. All arithmetic is
-float32, and a row's result does not depend on the rows beside it. The library has a copy of them for each instruction
-set and chooses when it is loaded; it is built when the package is installed, if there is a C++ compiler (build.py).
-Where it is missing, or a size or type has no kernel, XLA's own code serves.
+float32. A row's result does not depend on the rows beside it, within one bucket: a quantised weight is multiplied in
+another order for up to four rows than for more. The library has a copy of them for each instruction set and chooses
+when it is loaded; it is built when the package is installed on Linux, if there is a C++ compiler (build.py). Where it
+is missing, or a size or type has no kernel, XLA's own code serves.
 
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
@@ -19,7 +20,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources
+from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 
 FEW_TOKENS = 64  # in products of more, XLA's code is as fast
@@ -35,6 +36,8 @@ _in_use = contextvars.ContextVar("ferrum_jax kernels", default=False)
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """Loads the library and registers its targets, once; or says why there is none."""
+    if problem := unsupported():
+        return problem
     if not LIBRARY.exists():
         why = PROBLEM.read_text(encoding="utf-8") if PROBLEM.exists() else "that takes a C++ compiler"
         return f"they were not built when the package was installed: {why}"

@@ -17,15 +17,34 @@ constexpr int64_t kChunk = 128;  // positions at a time, at most
 constexpr int kWide = kManyRegisters ? 4 : 2;  // vectors that six rows meet at once
 constexpr float kInfinity = __builtin_huge_valf();
 
-// Scores of R rows against V vectors of positions, or against the first `some` of one vector: keys [H, C].
+// What is read next, to be fetched meanwhile in the order in which it lies in memory: as much at a time as is read.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr;
+  template <int kBytes> void fetch() {
+    if (at >= end) return;
+#pragma GCC unroll 4
+    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i, 0, 3);
+    at += kBytes;
+  }
+};
+template <class T> inline Ahead ahead_of(const T* from, int64_t count) {
+  const char* at = reinterpret_cast<const char*>(from);
+  return Ahead{at, at + count * int64_t(sizeof(T))};
+}
+
+// Scores of R rows against V vectors of positions, or against the first `some` of one vector: keys [H, C]. Numbers `first`
+// to `last` of H only, added to what those before them came to.
 template <int R, int V, class T>
-inline void score(const float* q, int64_t width, const T* keys, int64_t block, float* scores, int64_t some = kLanes) {
+inline void score(const float* q, int64_t width, int64_t first, int64_t last, const T* keys, int64_t block, float* scores,
+                  Ahead* ahead, int64_t some = kLanes) {
   Vector sums[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int j = 0; j < V; j++) sums[r][j] = Vector{};
-  for (int64_t h = 0; h < width; h++) {
+    for (int j = 0; j < V; j++) sums[r][j] = first ? load(scores + r * kChunk + j * kLanes) : Vector{};
+  Ahead next = *ahead;
+  for (int64_t h = first; h < last; h++) {
+    next.fetch<V * kLanes * int(sizeof(T))>();
     Vector key[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; j++) {
@@ -41,14 +60,14 @@ inline void score(const float* q, int64_t width, const T* keys, int64_t block, f
   }
   for (int r = 0; r < R; r++)
     for (int j = 0; j < V; j++) store(scores + r * kChunk + j * kLanes, sums[r][j]);
+  *ahead = next;
 }
-
 
 // Adds R rows of weights times values [C, H] to outputs that are multiplied by `keep` first; V vectors of the outputs, or
 // the first `some` numbers of one.
 template <int R, int V, class T>
 inline void mix(const float* weights, const float* keep, const T* values, int64_t width, int64_t count, float* out,
-                int64_t some = kLanes) {
+                Ahead* ahead, int64_t some = kLanes) {
   const bool whole = V > 1 || some == kLanes;
   Vector sums[R][V];
 #pragma GCC unroll 8
@@ -58,7 +77,9 @@ inline void mix(const float* weights, const float* keep, const T* values, int64_
       const float* at = out + r * width + j * kLanes;
       sums[r][j] = (whole ? load(at) : load_first(at, some)) * keep[r];
     }
+  Ahead next = *ahead;
   for (int64_t c = 0; c < count; c++) {
+    next.fetch<V * kLanes * int(sizeof(T))>();
     Vector value[V];
 #pragma GCC unroll 8
     for (int j = 0; j < V; j++) {
@@ -79,20 +100,36 @@ inline void mix(const float* weights, const float* keep, const T* values, int64_
       float* at = out + r * width + j * kLanes;
       whole ? store(at, sums[r][j]) : store_first(at, sums[r][j], some);
     }
+  *ahead = next;
 }
 
-// The same where the values are the keys, [H, C]: a sum over positions for each number of the output.
-template <class T>
-inline void mix_keys(const float* weights, float keep, const T* keys, int64_t width, int64_t block, int64_t count,
+// The same where the values are the keys, [H, C]: sums over positions, for W numbers of the outputs.
+template <int R, int W, class T>
+inline void mix_keys(const float* weights, const float* keep, const T* keys, int64_t width, int64_t block, int64_t count,
                      float* out) {
-  for (int64_t h = 0; h < width; h++) {
-    Vector sum = {};
-    int64_t c = 0;
-    for (; c + kLanes <= count; c += kLanes) sum += load(keys + h * block + c) * load(weights + c);
-    float found = total(sum);
-    for (; c < count; c++) found += widen(keys[h * block + c]) * weights[c];
-    out[h] = out[h] * keep + found;
+  Vector sums[R][W];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int j = 0; j < W; j++) sums[r][j] = Vector{};
+  int64_t c = 0;
+  for (; c + kLanes <= count; c += kLanes) {
+    Vector key[W];
+#pragma GCC unroll 8
+    for (int j = 0; j < W; j++) key[j] = load(keys + j * block + c);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Vector own = load(weights + r * kChunk + c);
+#pragma GCC unroll 8
+      for (int j = 0; j < W; j++) sums[r][j] += key[j] * own;
+    }
   }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < W; j++) {
+      float found = total(sums[r][j]);
+      for (int64_t i = c; i < count; i++) found += widen(keys[j * block + i]) * weights[r * kChunk + i];
+      out[r * width + j] = out[r * width + j] * keep[r] + found;
+    }
 }
 
 template <int N> struct Size { static constexpr int value = N; };
@@ -106,34 +143,75 @@ template <class F> inline void by_rows(int64_t rows, const F& f) {
   if (rows - r == 1) f(Size<1>(), r);
 }
 
-// All rows meet a few vectors of keys, and then the next ones, so that these stay in the nearest cache. Scores of at least
-// `count` positions, where `room` are left in the block.
+// A block of keys [H, C] or values [C, H] is read in pieces, some lines of it each, in the order in which it lies in memory:
+// all rows meet a piece while the next one is fetched. With many rows the block is one piece, of which all rows meet a few
+// vectors, and then the next ones, so that these stay in the nearest cache.
+constexpr int64_t kPieceRows = 16, kPieceBytes = 1 << 13;
+inline int64_t lines_of_piece(int64_t rows, int64_t line_bytes, int64_t lines) {
+  return rows > kPieceRows ? lines : least(lines, most(1, kPieceBytes / line_bytes));
+}
+
+// Scores of at least `count` positions, where `room` are left in the block; `after` is what is read after these keys.
 template <int V, class T>
 inline void score_all(int64_t rows, const float* q, int64_t width, const T* keys, int64_t block, int64_t count, int64_t room,
-                      float* scores) {
-  int64_t c = 0;
-  for (; c < count && c + V * kLanes <= least(room, kChunk); c += V * kLanes)
-    by_rows(rows, [&](auto size, int64_t r) {
-      score<size.value, V>(q + r * width, width, keys + c, block, scores + r * kChunk + c);
-    });
-  for (; c < count; c += kLanes)
-    by_rows(rows, [&](auto size, int64_t r) {
-      score<size.value, 1>(q + r * width, width, keys + c, block, scores + r * kChunk + c, least(room - c, kLanes));
-    });
+                      float* scores, const Ahead& after) {
+  const int64_t piece = lines_of_piece(rows, block * int64_t(sizeof(T)), width);
+  Ahead nothing;
+  for (int64_t first = 0; first < width; first += piece) {
+    const int64_t last = least(width, first + piece);
+    Ahead ahead = last < width ? ahead_of(keys + last * block, least(piece, width - last) * block) : after;
+    int64_t c = 0;
+    for (; c < count && c + V * kLanes <= least(room, kChunk); c += V * kLanes)
+      by_rows(rows, [&](auto size, int64_t r) {
+        score<size.value, V>(q + r * width, width, first, last, keys + c, block, scores + r * kChunk + c,
+                             r ? &nothing : &ahead);
+      });
+    for (; c < count; c += kLanes)
+      by_rows(rows, [&](auto size, int64_t r) {
+        score<size.value, 1>(q + r * width, width, first, last, keys + c, block, scores + r * kChunk + c, &nothing,
+                             least(room - c, kLanes));
+      });
+  }
 }
 template <int V, class T>
-inline void mix_all(int64_t rows, const float* weights, const float* keep, const T* values, int64_t width, int64_t count,
-                    float* out) {
+inline void mix_all(int64_t rows, const float* weights, const float* keep, const T* values, int64_t width, int64_t positions,
+                    float* out, const Ahead& after) {
+  const int64_t piece = lines_of_piece(rows, width * int64_t(sizeof(T)), positions);
+  float ones[kTileRows];
+  for (int64_t r = 0; r < rows; r++) ones[r] = 1.0f;
+  Ahead nothing;
+  for (int64_t first = 0; first < positions; first += piece) {
+    const int64_t last = least(positions, first + piece), count = last - first;
+    Ahead ahead = last < positions ? ahead_of(values + last * width, least(piece, positions - last) * width) : after;
+    const T* from = values + first * width;
+    const float *own = weights + first, *factor = first ? ones : keep;
+    int64_t h = 0;
+    for (; h + V * kLanes <= width; h += V * kLanes)
+      by_rows(rows, [&](auto size, int64_t r) {
+        mix<size.value, V>(own + r * kChunk, factor + r, from + h, width, count, out + r * width + h,
+                           r ? &nothing : &ahead);
+      });
+    for (; h < width; h += kLanes)
+      by_rows(rows, [&](auto size, int64_t r) {
+        const int64_t some = least(width - h, kLanes);
+        mix<size.value, 1>(own + r * kChunk, factor + r, from + h, width, count, out + r * width + h, &nothing, some);
+      });
+  }
+}
+
+template <class T>
+inline void mix_all_keys(int64_t rows, const float* weights, const float* keep, const T* keys, int64_t width, int64_t block,
+                         int64_t count, float* out) {
   int64_t h = 0;
-  for (; h + V * kLanes <= width; h += V * kLanes)
-    by_rows(rows, [&](auto size, int64_t r) {
-      mix<size.value, V>(weights + r * kChunk, keep + r, values + h, width, count, out + r * width + h);
-    });
-  for (; h < width; h += kLanes)
-    by_rows(rows, [&](auto size, int64_t r) {
-      const int64_t some = least(width - h, kLanes);
-      mix<size.value, 1>(weights + r * kChunk, keep + r, values + h, width, count, out + r * width + h, some);
-    });
+  const auto some = [&](auto W) {
+    for (; h + W.value <= width; h += W.value)
+      by_rows(rows, [&](auto size, int64_t r) {
+        mix_keys<size.value, W.value>(weights + r * kChunk, keep + r, keys + h * block, width, block, count,
+                                      out + r * width + h);
+      });
+  };
+  some(Size<kWide>());
+  some(Size<1>());
 }
 
 // The softmax of what rows have seen so far: outputs are not yet divided by `sum`, and relative to the largest score.
@@ -201,27 +279,32 @@ template <class T> void visit(const Attention& a, const Queries& of, int64_t fir
     for (int64_t i = 0; i < heads * width; i++) to[i] = from[i] * a.scale;
   }
   const T *keys = static_cast<const T*>(a.keys), *values = static_cast<const T*>(a.values);
+  const auto place_of = [&](int64_t position) {
+    const int64_t id = a.tables[of.b * a.columns + position / a.block];
+    return ((a.layer * a.blocks + id) * a.kv_heads + of.head) * width * a.block;
+  };
+  const int64_t piece = lines_of_piece(rows, a.block * int64_t(sizeof(T)), width) * a.block;  // numbers
   int64_t count;
   for (int64_t at = first / kLanes * kLanes; at < last; at += count) {
-    const int64_t offset = at % a.block, id = a.tables[of.b * a.columns + at / a.block];
+    const int64_t offset = at % a.block, place = place_of(at);
     count = least(least(kChunk, a.block - offset), last - at);
     const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
-    const int64_t place = ((a.layer * a.blocks + id) * a.kv_heads + of.head) * width * a.block;
-    const T* k = keys + place + offset;
-    rows > 3 ? score_all<kWide>(rows, q, width, k, a.block, count, a.block - offset, scores)
-             : score_all<4>(rows, q, width, k, a.block, count, a.block - offset, scores);
+    const T *k = keys + place + offset, *v = values ? values + place + offset * width : nullptr;
+    const Ahead more_keys = at + count < last ? ahead_of(keys + place_of(at + count), piece) : Ahead{};
+    const int64_t lines = lines_of_piece(rows, width * int64_t(sizeof(T)), count);
+    const Ahead after_keys = values ? ahead_of(v, lines * width) : more_keys;
+    rows > 3 ? score_all<kWide>(rows, q, width, k, a.block, count, a.block - offset, scores, after_keys)
+             : score_all<4>(rows, q, width, k, a.block, count, a.block - offset, scores, after_keys);
     for (int64_t r = 0; r < rows; r++) {
       const int64_t position = a.lengths[of.b] + of.t0 + r / heads;
       const int64_t start = most(most(first_seen(a, position), first) - at, 0), end = least(position + 1 - at, count);
       keep[r] = weigh(scores + r * kChunk, padded, start, end, a.softcap, seen.best + r, seen.sum + r);
     }
     if (values) {
-      const T* v = values + place + offset * width;
-      rows > 3 ? mix_all<kWide>(rows, scores, keep, v, width, count, seen.out)
-               : mix_all<4>(rows, scores, keep, v, width, count, seen.out);
+      rows > 3 ? mix_all<kWide>(rows, scores, keep, v, width, count, seen.out, more_keys)
+               : mix_all<4>(rows, scores, keep, v, width, count, seen.out, more_keys);
     } else {
-      for (int64_t r = 0; r < rows; r++)
-        mix_keys(scores + r * kChunk, keep[r], k, width, a.block, count, seen.out + r * width);
+      mix_all_keys(rows, scores, keep, k, width, a.block, count, seen.out);
     }
   }
 }

@@ -49,12 +49,19 @@ def digest_sources() -> str:
     return total.hexdigest()
 
 
+def unsupported() -> str | None:
+    """Why there are no kernels for this system and processor, or None."""
+    if platform.system() != "Linux":  # never tried elsewhere: pieces of work need some 100 KB of a pool thread's stack
+        return "the kernels are for Linux so far"
+    machine = platform.machine().lower()
+    return None if machine in SETS else f"there are none for {machine}"
+
+
 def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> str | None:
     """Compiles the library, with `more` options; returns why it could not, or None."""
-    machine = platform.machine().lower()
+    if problem := unsupported():
+        return problem
     compiler, include = find_compiler(), headers()
-    if machine not in SETS:
-        return f"there are none for {machine}"
     if compiler is None:
         return "there is no C++ compiler (CXX, c++, g++ or clang++)"
     if include is None:
@@ -62,7 +69,7 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> str | None:
     with tempfile.TemporaryDirectory() as scratch:
         jobs = {
             Path(scratch, f"{name}.o"): ["kernels.cpp", f"-DFERRUM_SET={name}", *flags]
-            for name, flags in SETS[machine].items()
+            for name, flags in SETS[platform.machine().lower()].items()
         }
         jobs[Path(scratch, "handlers.o")] = [
             "handlers.cpp", "-isystem", str(include), f'-DFERRUM_SOURCES="{digest_sources()}"'

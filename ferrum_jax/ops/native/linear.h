@@ -1,5 +1,5 @@
 // Products of few tokens. Every sum runs over the inputs in one order, whatever the tile, so that a row's result does not
-// depend on the rows beside it.
+// depend on the rows beside it; only a quantised weight has two orders, for calls of few rows and of more.
 #pragma once
 #include <type_traits>
 
@@ -91,7 +91,7 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
 // A quantised weight, by the types of its values, scales and offsets, and by the size of its groups where the compiler
 // is to know it (0: it does not). Four bits without offsets have one of -8 scales.
 template <class V, class S, class O, int kSize> struct Quantised {
-  static constexpr bool kIsPacked = sizeof(V) == sizeof(Nibbles) && !__is_same(V, int8_t);
+  static constexpr bool kIsPacked = sizeof(V) == sizeof(Nibbles) && !std::is_same_v<V, int8_t>;
   const V* values;
   const S* scales;
   const O* offsets;
@@ -170,7 +170,7 @@ struct Few {
 
 template <class V, class S, class O, int kSize> bool can_prepare(const Quantised<V, S, O, kSize>& w) {
   const int64_t bytes = w.size() / 2;
-  if (!w.kIsPacked) return w.size() % kLanes == 0;
+  if (!w.kIsPacked) return w.size() % kLanes == 0 && w.size() >= kLeastGroup;
   return bytes % kStepBytes == 0 || (kStepBytes % bytes == 0 && w.size() % 32 == 0);
 }
 // Numbers of a row of x in whole steps.

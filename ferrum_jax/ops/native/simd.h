@@ -177,7 +177,7 @@ inline float total(Vector v) {
   return fold<kLanes>(lanes);
 #endif
 }
-// The larger number; what is none (NaN) stays.
+// The larger number; NaN if one of the two is NaN.
 inline Vector larger(Vector a, Vector b) { return ((a > b) | (a != a)) ? a : b; }
 inline float larger(float a, float b) { return a > b || a != a ? a : b; }
 inline float largest(Vector v) {
