@@ -124,12 +124,13 @@ inline void mix_keys(const float* weights, const float* keep, const T* keys, int
       for (int j = 0; j < W; j++) sums[r][j] += key[j] * own;
     }
   }
-  for (int r = 0; r < R; r++)
+  if (c < count)
     for (int j = 0; j < W; j++) {
-      float found = total(sums[r][j]);
-      for (int64_t i = c; i < count; i++) found += widen(keys[j * block + i]) * weights[r * kChunk + i];
-      out[r * width + j] = out[r * width + j] * keep[r] + found;
+      const Vector key = load_first(keys + j * block + c, count - c);
+      for (int r = 0; r < R; r++) sums[r][j] += key * load(weights + r * kChunk + c);
     }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < W; j++) out[r * width + j] = out[r * width + j] * keep[r] + total(sums[r][j]);
 }
 
 template <int N> struct Size { static constexpr int value = N; };

@@ -52,12 +52,13 @@ inline void multiply(const float* const* x, const W* weight, int64_t inputs, int
       for (int r = 0; r < R; r++) sums[r][b] += row[r] * v;
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) {
-      float sum = total(sums[r][b]);
-      for (int64_t i = k; i < inputs; i++) sum += widen(w[r][i]) * u[b][i];
-      y[b][n + r] = sum;
+  if (k < inputs)
+    for (int r = 0; r < R; r++) {
+      const Vector row = load_first(w[r] + k, inputs - k);
+      for (int b = 0; b < B; b++) sums[r][b] += row * load_first(u[b] + k, inputs - k);
     }
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) y[b][n + r] = total(sums[r][b]);
 }
 
 // Outputs first to last of B rows of x.
@@ -113,13 +114,12 @@ template <class T> inline void widen_numbers(const T* from, int64_t count, float
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   for (; i < count; i++) to[i] = widen(from[i]);
 }
-template <class T> inline float dot(const T* a, const float* b, int64_t count) {
+inline float dot(const float* a, const float* b, int64_t count) {
   Vector sum = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) sum += load(a + i) * load(b + i);
-  float found = total(sum);
-  for (; i < count; i++) found += widen(a[i]) * b[i];
-  return found;
+  if (i < count) sum += load_first(a + i, count - i) * load_first(b + i, count - i);
+  return total(sum);
 }
 
 // Widens one row: value * scale + offset.

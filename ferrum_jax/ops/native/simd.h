@@ -155,6 +155,14 @@ template <class T> inline Vector load_first(const T* p, int64_t n) {
   std::memcpy(padded, p, size_t(n) * sizeof(T));
   return load(padded);
 }
+#if defined(__AVX512F__)
+inline Vector load_first(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(__mmask16((1u << n) - 1), p); }
+#elif defined(__AVX2__)
+inline Vector load_first(const float* p, int64_t n) {
+  static const int32_t kMask[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  return _mm256_maskload_ps(p, _mm256_loadu_si256((const __m256i*)(kMask + 8 - n)));
+}
+#endif
 inline void store_first(float* p, Vector v, int64_t n) { std::memcpy(p, &v, size_t(n) * sizeof(float)); }
 
 template <int N> inline float fold(const float* v) {  // in halves, whatever the instruction set
