@@ -9,18 +9,19 @@ import pytest
 from tests.bench.smoke import ROOT
 
 PEERS = ("transformers_ms", "transformers_over_ours", "llama_cpp_ms", "llama_cpp_over_ours")
-TABLES = {  # by document: the table's heading, and the record's field in each column; an aim is of the field before it
-    "README.md": ("## How fast", ("ours_ms", *PEERS)),
-    "docs/benchmarks.md": (
-        "## Beside transformers and llama.cpp, CPU",
-        ("ours_ms", "ours_over_floor", "aim", *PEERS[:2], "aim", *PEERS[2:], "aim"),
-    ),
-}
+FIGURES = ("ours_ms", *PEERS)
+WITH_AIMS = ("ours_ms", "ours_over_floor", "aim", *PEERS[:2], "aim", *PEERS[2:], "aim")  # each of the field before it
+TABLES = [  # document, heading, the record under bench/results, its field in each column
+    ("README.md", "### An Intel Xeon with AVX-512", "compare-smollm2-avx512.json", FIGURES),
+    ("README.md", "### An AMD EPYC with AVX2", "compare-smollm2-cpu.json", FIGURES),
+    ("docs/benchmarks.md", "### Intel Xeon, AVX-512", "compare-smollm2-avx512.json", WITH_AIMS),
+    ("docs/benchmarks.md", "### AMD EPYC, AVX2", "compare-smollm2-cpu.json", WITH_AIMS),
+]
 
 
 def _table(text: str, heading: str) -> list[list[str]]:
     """Cells of the rows of the first table under a heading, without emphasis."""
-    section = text.partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    section = re.split(r"^##", text.partition(f"\n{heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
     table = re.search(r"^\|.*\n\|[-|]+\|\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
     assert table is not None, f"no table under {heading!r}"
     return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table[1].splitlines()]
@@ -49,14 +50,11 @@ def _faults(cells: list[str], fields: tuple[str, ...], row: dict[str, Any]) -> l
     return faults
 
 
-@pytest.mark.parametrize("document", TABLES)
-def test_a_table_of_speed_says_what_the_record_says(document: str):
-    record = json.loads((ROOT / "bench/results/compare-smollm2-cpu.json").read_text(encoding="utf-8"))
-    recorded = {row["row"]: row for row in record["rows"]}
-    heading, fields = TABLES[document]
-    wrong = []
-    for first, *cells in _table((ROOT / document).read_text(encoding="utf-8"), heading):
-        name = _name(first)
-        faults = _faults(cells, fields, recorded[name]) if name in recorded else ["no such row in the record"]
-        wrong += [f"{document}: {first}: {fault}" for fault in faults]
+@pytest.mark.parametrize(("document", "heading", "record", "fields"), TABLES)
+def test_a_table_of_speed_says_what_the_record_says(document: str, heading: str, record: str, fields: tuple[str, ...]):
+    rows = json.loads((ROOT / "bench/results" / record).read_text(encoding="utf-8"))["rows"]
+    recorded = {row["row"]: row for row in rows}
+    table = _table((ROOT / document).read_text(encoding="utf-8"), heading)
+    assert {_name(first) for first, *_ in table} == recorded.keys()
+    wrong = [f"{first}: {fault}" for first, *cells in table for fault in _faults(cells, fields, recorded[_name(first)])]
     assert not wrong, "\n".join(wrong)
