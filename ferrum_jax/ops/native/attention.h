@@ -241,9 +241,18 @@ void begin(const Attention& a, const Queries& of, const RunningSoftmax& seen, bo
   for (int64_t i = 0; i < of.rows() * a.width; i++) seen.out[i] = 0.0f;
 }
 
-// Turns a row's scores of `count` positions into weights; `start` to `end` are those it sees. Returns by what to multiply
-// what it has seen before.
-float weigh(float* scores, int64_t count, int64_t start, int64_t end, float softcap, float* best_so_far, float* sum) {
+// The largest of scores that are all seen; NaN if one of them is not finite.
+inline float largest_finite(const float* scores, int64_t count) {
+  Vector top = splat(-kInfinity), odd = {};
+  for (int64_t c = 0; c < count; c += kLanes) {
+    const Vector s = load(scores + c);
+    top = s > top ? s : top;
+    odd += s * 0.0f;
+  }
+  return largest(top + odd);
+}
+// Caps the scores, hides those that are not from `start` to `end`, and returns the largest.
+inline float largest_seen(float* scores, int64_t count, int64_t start, int64_t end, float softcap) {
   Vector top = splat(-kInfinity);
   for (int64_t c = 0; c < count; c += kLanes) {
     Vector s = load(scores + c);
@@ -253,7 +262,16 @@ float weigh(float* scores, int64_t count, int64_t start, int64_t end, float soft
     store(scores + c, s);
     top = larger(top, s);
   }
-  const float best = larger(*best_so_far, largest(top));
+  return largest(top);
+}
+
+// Turns a row's scores of `count` positions into weights; `start` to `end` are those it sees. Returns by what to multiply
+// what it has seen before.
+float weigh(float* scores, int64_t count, int64_t start, int64_t end, float softcap, float* best_so_far, float* sum) {
+  const bool all = start <= 0 && end >= count && softcap == 0.0f;
+  float own_best = all ? largest_finite(scores, count) : kInfinity;
+  if (!all || own_best != own_best) own_best = largest_seen(scores, count, start, end, softcap);
+  const float best = larger(*best_so_far, own_best);
   if (best == -kInfinity) {
     for (int64_t c = 0; c < count; c += kLanes) store(scores + c, Vector{});
     return 1.0f;

@@ -165,35 +165,35 @@ inline Vector load_first(const float* p, int64_t n) {
 #endif
 inline void store_first(float* p, Vector v, int64_t n) { std::memcpy(p, &v, size_t(n) * sizeof(float)); }
 
-template <int N> inline float fold(const float* v) {  // in halves, whatever the instruction set
-  if constexpr (N == 1) {
-    return v[0];
-  } else {
-    float half[N / 2];
-    for (int i = 0; i < N / 2; i++) half[i] = v[i] + v[i + N / 2];
-    return fold<N / 2>(half);
-  }
-}
-inline float total(Vector v) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+// The larger number; NaN if one of the two is NaN. Of vectors, lane by lane.
+template <class T> inline T larger(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
+
+// All lanes taken together: the halves of v, then the halves of what came of that, whatever the instruction set.
+#if defined(__AVX2__)
+template <class F> inline float fold(Vector v, const F& both) {
+#if defined(__AVX512F__)
+  const __m256 eight = both(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
 #else
+  const __m256 eight = (__m256)v;
+#endif
+  const __m128 four = both(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = both(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(both(two, _mm_movehdup_ps(two)));
+}
+#else
+template <class F> inline float fold(Vector v, const F& both) {
   float lanes[kLanes];
   store(lanes, v);
-  return fold<kLanes>(lanes);
-#endif
+  for (int n = kLanes / 2; n; n /= 2)
+    for (int i = 0; i < n; i++) lanes[i] = both(lanes[i], lanes[i + n]);
+  return lanes[0];
 }
-// The larger number; NaN if one of the two is NaN.
-inline Vector larger(Vector a, Vector b) { return ((a > b) | (a != a)) ? a : b; }
-inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+#endif
+inline float total(Vector v) {
+  return fold(v, [](auto a, auto b) { return a + b; });
+}
 inline float largest(Vector v) {
-  float lanes[kLanes], best;
-  store(lanes, v);
-  best = lanes[0];
-  for (int i = 1; i < kLanes; i++) best = larger(lanes[i], best);
-  return best;
+  return fold(v, [](auto a, auto b) { return larger(a, b); });
 }
 inline Integers lanes_from(int64_t first) {
   Integers v;
@@ -203,7 +203,7 @@ inline Integers lanes_from(int64_t first) {
 
 // exp(x) to about 2 units in the last place; 0 below -87. Cephes' polynomial, Moshier 1989.
 inline Vector exponential(Vector x) {
-  const Vector low = larger(x, splat(-87.33654f));
+  const Vector low = x < splat(-87.33654f) ? splat(-87.33654f) : x;  // NaN stays
   const Vector shifted = low * 1.44269504088896341f + 12582912.0f;  // rounds to an integer in the low bits
   const Vector n = shifted - 12582912.0f;
   Vector r = low - n * 0.693359375f;
