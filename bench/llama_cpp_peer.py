@@ -42,6 +42,12 @@ def _library() -> tuple[Any, Any]:
     return lib, silence
 
 
+def _has_amx() -> bool:
+    """Whether the processor has AMX; llama.cpp 0.3.36 crashes in its own use of it, with quantised weights."""
+    path = Path("/proc/cpuinfo")
+    return path.exists() and "amx_tile" in path.read_text(encoding="utf-8")
+
+
 class LlamaCppPeer:
     """One model of llama.cpp, read from a temporary file that is gone afterwards, or from one that is there."""
 
@@ -51,7 +57,8 @@ class LlamaCppPeer:
             raise NotImplementedError(f"it is compared in float32 on a CPU, this is {subject.dtype} on a {platform}")
         self._lib, _ = _library()
         params = self._lib.llama_model_default_params()
-        params.n_gpu_layers, params.use_mmap = 0, False
+        params.n_gpu_layers, params.load_mode = 0, self._lib.LLAMA_LOAD_MODE_NONE
+        params.use_extra_bufts = not _has_amx()
         with tempfile.TemporaryDirectory() as folder:
             path = file or Path(folder, "weights.gguf")
             if file is None:

@@ -72,7 +72,7 @@ def serving(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, de
         weights[leaf.dtype.name] += leaf.nbytes
     dtype, attention = activation_dtype(params).name, plan.cache.attention
     uses_kernels = attention == "cpu"
-    obstacle = obstacle_of_kernels(cfg, dtype) or f"attention is {attention!r}, they belong to 'cpu'"
+    obstacle = obstacle_of_kernels(cfg, dtype) or f"attention={attention!r}, the kernels are those of attention='cpu'"
     return {
         "model": name,
         "model_type": cfg.model_type,

@@ -3,7 +3,7 @@
 | backend | module | runs on | dtypes |
 |---|---|---|---|
 | `xla` | attention_xla | everything; gradients | all |
-| `cpu` | attention_cpu | CPUs with kernels (ops/native), which products of few tokens then use, too | float32 |
+| `cpu` | attention_cpu | CPUs with kernels (ops/native), which products then use, too | float32 |
 | `triton` | attention_triton | NVIDIA GPUs; interpreted on CPU | all |
 | `cudnn` | attention_cudnn | NVIDIA GPUs: prompt chunks; rows of one token as `triton` | bfloat16, float16 |
 | `tpu` | attention_tpu | TPUs | bfloat16 |

@@ -61,7 +61,7 @@ def test_a_runner_tells_which_code_serves_it(params: ParamTree):
     with make(params, "xla") as runner:
         told = runner.describe()
     assert (told["attention"], told["kernels"]) == ("xla", None)
-    assert told["no_kernels_because"] == "attention is 'xla', they belong to 'cpu'"
+    assert told["no_kernels_because"] == "attention='xla', the kernels are those of attention='cpu'"
     in_bfloat16 = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), params)
     with make(in_bfloat16, "xla") as runner:
         assert runner.describe()["no_kernels_because"] == "dtype is bfloat16, the kernels compute in float32"

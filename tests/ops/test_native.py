@@ -65,16 +65,18 @@ def check_product(found: Any, x: NDArray[Any], weight: NDArray[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", by_default([1, 2, 3, 4, 5, 8, 13, 64], 1, 3, 13))
+@pytest.mark.parametrize("rows", by_default([1, 2, 3, 4, 5, 8, 13, 64, 65, 128, 131, 300], 1, 3, 13, 131))
 def test_products_are_numpys(kind: str, rows: int):
-    for outputs, inputs in ((37, 96), (128, 576), (3, 32)):
+    for outputs, inputs in ((37, 96), (128, 576), (3, 32), (19, 2080)):
         x, weight = normal(rows, rows, inputs), make_weight(kind, outputs, outputs, inputs)
         check_product(product(x, weight), x, wide(weight))
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(native.FLOATS), st.integers(1, 70), st.integers(1, 70), st.integers(1, 70), st.integers(0, 99))
+@given(st.sampled_from(native.FLOATS), st.integers(1, 140), st.integers(1, 70), st.integers(1, 70), st.integers(0, 99))
 @example("float16", 1, 1, 1, 0)
+@example("bfloat16", 135, 13, 1030, 0)
+@example("float32", 66, 13, 1025, 0)
 def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, inputs: int, seed: int):
     x, weight = normal(seed, rows, inputs), make_weight(kind, seed, outputs, inputs)
     check_product(product(x, weight), x, wide(weight))
@@ -113,6 +115,9 @@ def test_groups_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, grou
 @example("wide uint4 with offsets", 96, 2, 14, 2, 0)
 @example("uint4", 128, 3, 14, 4, 0)
 @example("int8 with wide offsets", 256, 1, 14, 4, 0)
+@example("uint4 with offsets", 2048, 2, 14, 70, 0)  # a group that no part holds
+@example("uint4", 96, 13, 14, 70, 0)
+@example("int8 with offsets", 750, 2, 14, 7, 0)
 def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outputs: int, rows: int, seed: int):
     x, weight = normal(seed, rows, groups * size), make_weight(kind, seed, outputs, groups * size, size=size)
     check_product(product(x, weight), x, wide(weight))
@@ -121,10 +126,18 @@ def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outp
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
     dense = kind in native.FLOATS
-    for inputs in (192, 203 if dense else 224):  # the last ones do not fill a vector; of groups: their sums do not
-        x, weight = normal(1, 13, inputs), make_weight(kind, 2, 50, inputs)
+    for inputs in (
+        192,
+        *((203, 1061) if dense else (224, 1248)),
+    ):  # some do not fill a vector; of groups: their sums do not
+        x, weight = normal(1, 140, inputs), make_weight(kind, 2, 50, inputs)
         together = np.asarray(product(x, weight))
-        for count in range(1 if dense else 5, 13):  # up to four, quantised values meet x before their scales
+        for count in (
+            *range(1 if dense else 5, 13),
+            64,
+            65,
+            130,
+        ):  # up to four, quantised values meet x before their scales
             np.testing.assert_array_equal(product(x[:count], weight), together[:count])
         few = np.asarray(product(x[:4], weight))
         for count in (1, 2, 3):
@@ -348,7 +361,8 @@ def test_what_has_no_kernel_is_left_to_xla():
     with native.kernels(True):
         assert native.can_multiply(x, weight)
         assert not native.can_multiply(x.astype(jnp.bfloat16), weight)
-        assert not native.can_multiply(jnp.ones((65, 8)), weight)
+        assert native.can_multiply(jnp.ones((65, 8)), weight) == (native.instruction_set() == "avx512")
+        assert not native.can_multiply(jnp.ones((native.MOST_ROWS + 1, 8)), weight)
         assert not native.can_multiply(x, weight.astype(jnp.int32))
         assert not native.can_multiply(x, quantise_weight(weight, "float8_e4m3fn"))
         with native.kernels(False):

@@ -1,10 +1,10 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
-They multiply few tokens with float32, 16-bit, int8 and 4-bit weights, and attend over the paged KV. All arithmetic is
-float32. A row's result does not depend on the rows beside it, within one bucket: a quantised weight is multiplied in
-another order for up to four rows than for more. The library has a copy of them for each instruction set and chooses
-when it is loaded; it is built when the package is installed on Linux, if there is a C++ compiler (build.py). Where it
-is missing, or a size or type has no kernel, XLA's own code serves.
+They multiply with float32, 16-bit, int8 and 4-bit weights, few tokens or with AVX-512 any number, and attend over the
+paged KV. All arithmetic is float32. A row's result does not depend on the rows beside it: a product has one order of
+sums, but that a quantised weight is multiplied in another for up to four rows than for more. The library has a copy of
+them for each instruction set and chooses when it is loaded; it is built when the package is installed on Linux, if
+there is a C++ compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code serves.
 
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 
-FEW_TOKENS = 64  # in products of more, XLA's code is as fast
-MOST_ROWS = 8192  # of one product of experts, as in handlers.cpp
+MOST_ROWS = 8192  # of one product, as in handlers.cpp
+FEW_ROWS = 64  # with AVX2 and NEON XLA's products of more are not slower, or it is not known
 MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
 SPAN = 256  # positions of a row of one token that are computed together
@@ -92,9 +92,13 @@ def reads(values: str, inputs: int) -> bool:
     return values in FLOATS or (values in ("int8", "uint4") and inputs <= MOST_INPUTS)
 
 
-def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_tokens: int = FEW_TOKENS) -> bool:
+def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_rows: int | None = None) -> bool:
     """Whether there is a kernel for `x @ weight.T`, or for a stack of weights, and it is to be used."""
-    return in_use() and x.dtype == jnp.float32 and 1 <= x.shape[0] <= most_tokens and has_kernel(weight)
+    if not in_use() or x.dtype != jnp.float32 or not has_kernel(weight):
+        return False
+    if most_rows is None:
+        most_rows = MOST_ROWS if instruction_set() == "avx512" else FEW_ROWS
+    return 1 <= x.shape[0] <= most_rows
 
 
 def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:

@@ -269,8 +269,8 @@ inline float largest_seen(float* scores, int64_t count, int64_t start, int64_t e
 // what it has seen before.
 float weigh(float* scores, int64_t count, int64_t start, int64_t end, float softcap, float* best_so_far, float* sum) {
   const bool all = start <= 0 && end >= count && softcap == 0.0f;
-  float own_best = all ? largest_finite(scores, count) : kInfinity;
-  if (!all || own_best != own_best) own_best = largest_seen(scores, count, start, end, softcap);
+  float own_best = all ? largest_finite(scores, count) : __builtin_nanf("");
+  if (own_best != own_best) own_best = largest_seen(scores, count, start, end, softcap);
   const float best = larger(*best_so_far, own_best);
   if (best == -kInfinity) {
     for (int64_t c = 0; c < count; c += kLanes) store(scores + c, Vector{});

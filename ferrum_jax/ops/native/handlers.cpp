@@ -20,6 +20,7 @@ using FloatResult = ffi::ResultBuffer<ffi::F32>;
 
 constexpr int64_t kMostRows = 8192;  // of x in one product
 constexpr int64_t kFew = 4, kFewChoices = 256;  // rows of a product, and of one of experts, that are few
+constexpr int64_t kOutputsOfBlock = 96;  // that a block of many rows meets at once: what it costs to fetch is little beside
 constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that one thread takes at once, at least
 
 }  // namespace
@@ -103,7 +104,26 @@ Linear expert_of(const Linear& stack, int64_t expert) {
 }
 
 // Outputs that are taken together at least: whole tiles.
-int64_t outputs_at_least(const Linear& a) { return ((kLeastWork + a.inputs - 1) / a.inputs + 11) / 12 * 12; }
+int64_t whole_tiles(int64_t outputs) { return (outputs + 11) / 12 * 12; }
+int64_t outputs_at_least(const Linear& a) { return whole_tiles((kLeastWork + a.inputs - 1) / a.inputs); }
+
+// Multiplies, with rows and outputs divided among the threads.
+void multiply(ffi::ThreadPool& pool, const Linear& a) {
+  const int64_t blocks = (a.rows + kBlock - 1) / kBlock, shares = 4 * threads_of(pool);
+  const int64_t even = whole_tiles((a.outputs * blocks + shares - 1) / shares);
+  const int64_t size = a.rows < kBlock ? outputs_at_least(a) : std::min(even, kOutputsOfBlock);
+  const int64_t pieces = (a.outputs + size - 1) / size;
+  in_parallel(pool, blocks * pieces, [&](int64_t first, int64_t last) {
+    for (int64_t at = first / pieces; at * pieces < last; at++) {
+      Linear block = a;
+      block.rows = std::min(a.rows - at * kBlock, kBlock);
+      block.x = a.x + at * kBlock;
+      block.y = a.y + at * kBlock;
+      const int64_t begin = std::max(first - at * pieces, int64_t(0)), end = std::min(last - at * pieces, pieces);
+      kernels->linear(block, begin * size, std::min(a.outputs, end * size));
+    }
+  });
+}
 
 ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, FloatResult y) {
   Linear a{};
@@ -120,10 +140,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, 
   a.x = from;
   a.y = to;
   a.is_few = a.rows <= kFew;
-  const int64_t size = outputs_at_least(a);
-  in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t first, int64_t last) {
-    kernels->linear(a, first * size, std::min(a.outputs, last * size));
-  });
+  multiply(pool, a);
   return ffi::Error::Success();
 }
 

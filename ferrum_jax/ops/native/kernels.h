@@ -61,6 +61,7 @@ struct Kernels {
 };
 
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
+constexpr int64_t kBlock = 128;         // rows of a product that are computed together: they stay in the second cache
 constexpr int64_t kMostWidth = 640;     // H
 constexpr int64_t kTileRows = 48;       // query heads times tokens that attend together
 

@@ -1,6 +1,7 @@
-// Products of few tokens. Every sum runs over the inputs in one order, whatever the tile, so that a row's result does not
+// Products. Every sum runs over the inputs in one order, whatever the tile and the rows, so that a row's result does not
 // depend on the rows beside it; only a quantised weight has two orders, for calls of few rows and of more.
 #pragma once
+#include <numeric>
 #include <type_traits>
 
 #include "kernels.h"
@@ -8,6 +9,7 @@
 
 namespace {
 
+using ferrum::kBlock;
 using ferrum::Kind;
 using ferrum::Linear;
 
@@ -15,8 +17,15 @@ constexpr int64_t kAhead = 8;       // rows of the weight that are fetched ahead
 constexpr int kRowsOfFour = kManyRegisters ? 2 : 1;  // of a quantised weight that meet three or four rows of x
 constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
 constexpr int64_t kShort = 1 << 10;  // inputs of a row whose sum ends while the next one's begins
+constexpr int64_t kFewRows = 64;     // of x, which the nearest caches hold
+constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
 
+template <class T> inline void widen_numbers(const T* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
+  for (; i < count; i++) to[i] = widen(from[i]);
+}
 template <class W> inline void fetch(const W* p) { __builtin_prefetch(p, 0, 2); }
 
 // What a pass over the weight fetches for later: each of several passes over the same rows fetches its share of them.
@@ -24,27 +33,29 @@ struct Fetch {
   int64_t ahead;  // numbers
   int first, step;
 };
+template <int R> constexpr Fetch kNothing{0, R, 1};
 
-// R rows of the weight times B rows of x.
+// Some inputs of R rows of the weight, `stride` numbers apart.
+template <class W> struct Strip {
+  const W* numbers;
+  int64_t stride, count;
+  bool is_first;  // no inputs come before these
+};
+
+// Adds the products of R rows of the weight with B rows of x, from input `at` on.
 template <int R, int B, class W>
-inline void multiply(const float* const* x, const W* weight, int64_t inputs, int64_t n, float* const* y,
-                     const Fetch& later) {
+inline void add_products(const float* const* x, int64_t at, const Strip<W>& strip, Vector (*sums)[B], const Fetch& later) {
   const W* w[R];
   const float* u[B];
-  Vector sums[R][B];
-  for (int r = 0; r < R; r++) w[r] = weight + r * inputs;
-  for (int b = 0; b < B; b++) u[b] = x[b];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-    for (int b = 0; b < B; b++) sums[r][b] = Vector{};
+  for (int r = 0; r < R; r++) w[r] = strip.numbers + r * strip.stride;
+  for (int b = 0; b < B; b++) u[b] = x[b] + at;
   int64_t k = 0;
-  for (; k + kLanes <= inputs; k += kLanes) {
+  for (; k + kLanes <= strip.count; k += kLanes) {
     Vector row[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) row[r] = load(w[r] + k);
     if (k % int64_t(64 / sizeof(W)) == 0)
-      for (int r = later.first; r < R; r += later.step) fetch(weight + r * inputs + later.ahead + k);
+      for (int r = later.first; r < R; r += later.step) fetch(strip.numbers + r * strip.stride + later.ahead + k);
 #pragma GCC unroll 16
     for (int b = 0; b < B; b++) {
       const Vector v = load(u[b] + k);
@@ -52,26 +63,130 @@ inline void multiply(const float* const* x, const W* weight, int64_t inputs, int
       for (int r = 0; r < R; r++) sums[r][b] += row[r] * v;
     }
   }
-  if (k < inputs)
+  if (const int64_t rest = strip.count - k)
     for (int r = 0; r < R; r++) {
-      const Vector row = load_first(w[r] + k, inputs - k);
-      for (int b = 0; b < B; b++) sums[r][b] += row * load_first(u[b] + k, inputs - k);
+      const Vector row = load_first(w[r] + k, rest);
+      for (int b = 0; b < B; b++) sums[r][b] += row * load_first(u[b] + k, rest);
     }
-  for (int r = 0; r < R; r++)
-    for (int b = 0; b < B; b++) y[b][n + r] = total(sums[r][b]);
 }
 
-// Outputs first to last of B rows of x.
+// Writes the sums of R by B vectors' lanes, or adds them to what is there.
+template <int R, int B> inline void put_totals(const Vector (*sums)[B], int64_t n, float* const* y, bool adds) {
+  for (int r = 0; r < R; r++)
+    for (int b = 0; b < B; b++) y[b][n + r] = adds ? y[b][n + r] + total(sums[r][b]) : total(sums[r][b]);
+}
+#if defined(__AVX512F__)
+inline __m512 halves_added(Vector a, Vector b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44), _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee));
+}
+inline __m512 quarters_added(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+inline __m512 eighths_added(__m512 a, __m512 b) {
+  const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+  return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+}
+inline __m512 neighbours_added(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd));
+}
+// The same in the same order, many at a time.
+template <> inline void put_totals<6, 4>(const Vector (*sums)[4], int64_t n, float* const* y, bool adds) {
+  __m512 rows[6];
+#pragma GCC unroll 6
+  for (int r = 0; r < 6; r++)
+    rows[r] = quarters_added(halves_added(sums[r][0], sums[r][1]), halves_added(sums[r][2], sums[r][3]));
+  const __m512 last = eighths_added(rows[4], rows[5]);
+  const __m512 low = neighbours_added(eighths_added(rows[0], rows[1]), eighths_added(rows[2], rows[3]));
+  const __m512 high = neighbours_added(last, last);
+  alignas(64) float four[16], two[16];
+  _mm512_store_ps(four, low);
+  _mm512_store_ps(two, high);
+  for (int b = 0; b < 4; b++) {
+    float* to = y[b] + n;
+    __m256 six = _mm256_set_m128(_mm_load_ps(two + 4 * b), _mm_load_ps(four + 4 * b));
+    if (adds) six = _mm256_add_ps(six, _mm256_maskz_loadu_ps(63, to));
+    _mm256_mask_storeu_ps(to, 63, six);
+  }
+}
+#endif
+
+template <int R, int B, class W>
+inline void multiply(const float* const* x, int64_t at, const Strip<W>& strip, int64_t n, float* const* y, const Fetch& later) {
+  Vector sums[R][B];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int b = 0; b < B; b++) sums[r][b] = Vector{};
+  add_products<R, B>(x, at, strip, sums, later);
+  put_totals<R, B>(sums, n, y, !strip.is_first);
+}
+
+// Inputs whose products are summed in one vector's lanes before the lanes are added up: as many in each part, a multiple
+// of `step`.
+inline int64_t part_of(int64_t inputs, int64_t step) {
+  const int64_t parts = (inputs + kMostPart - 1) / kMostPart;
+  return (inputs + parts * step - 1) / (parts * step) * step;
+}
+
+// Outputs first to last of B rows of x, R at a time.
 template <int R, int B, class W>
 inline void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t first, int64_t last, const Fetch& later) {
-  const int64_t k = a.inputs;
-  int64_t n = first;
-  for (; n + R <= last; n += R) multiply<R, B>(a.x + row, weight + n * k, k, n, a.y + row, later);
-  for (; n < last; n++) multiply<1, B>(a.x + row, weight + n * k, k, n, a.y + row, later);
+  const int64_t part = part_of(a.inputs, kLanes);
+  for (int64_t n = first, made; n < last; n += made) {
+    made = n + R <= last ? R : 1;
+    for (int64_t at = 0; at < a.inputs; at += part) {
+      const Strip<W> strip{weight + n * a.inputs + at, a.inputs, least(part, a.inputs - at), at == 0};
+      made == R ? multiply<R, B>(a.x + row, at, strip, n, a.y + row, later)
+                : multiply<1, B>(a.x + row, at, strip, n, a.y + row, later);
+    }
+  }
+}
+
+// Many rows of x: a block of them stays in the second cache while strips of R rows of the weight pass, and a strip in the
+// first while the block does (Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix Multiplication"). Rows that
+// are too long for that go in parts of `part` inputs. `near(n, rows, from, count)` is a part of a strip in float32, of
+// numbers that have `bits` in the weight; what the next one is made of is fetched meanwhile.
+template <int R, class Near>
+void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, int64_t first, int64_t last) {
+  alignas(64) float packed[kBlock * kMostPart];  // a part of a block
+  const bool packs = part < a.inputs;
+  const int64_t stride = a.inputs * bits / 8;
+  for (int64_t begin = 0; begin < a.rows; begin += kBlock)
+    for (int64_t from = 0; from < a.inputs; from += part) {
+      const int64_t rows = least(kBlock, a.rows - begin), count = least(part, a.inputs - from);
+      const float* x[kBlock];
+      for (int64_t row = 0; row < rows; row++) {
+        x[row] = packs ? packed + row * part : a.x[begin + row];
+        if (packs) std::memcpy(packed + row * part, a.x[begin + row] + from, size_t(count) * sizeof(float));
+      }
+      const int64_t lines = R * (count * bits / 512);
+      for (int64_t n = first, made; n < last; n += made) {
+        made = n + R <= last ? R : 1;
+        const Strip<float> strip = near(n, made, from, count);
+        const char* next = static_cast<const char*>(a.weight) + (n + R) * stride + from * bits / 8;
+        float* const* y = a.y + begin;
+        int64_t row = 0;
+        for (int64_t line = 0; made == R && row + 4 <= rows; row += 4) {
+          for (; line < lines * (row + 4) / rows; line++) fetch(next + line % R * stride + line / R * 64);
+          multiply<R, 4>(x + row, 0, strip, n, y + row, kNothing<R>);
+        }
+        for (; made == R && row < rows; row++) multiply<R, 1>(x + row, 0, strip, n, y + row, kNothing<R>);
+        for (; row < rows; row++) multiply<1, 1>(x + row, 0, strip, n, y + row, kNothing<1>);
+      }
+    }
 }
 
 template <class W> void dense(const Linear& a, const W* weight, int64_t first, int64_t last) {
   constexpr int R = kManyRegisters ? 6 : 3;
+  if (a.rows > kFewRows) {
+    alignas(64) float wide[R * kMostPart];
+    return many_rows<R>(a, 8 * sizeof(W), part_of(a.inputs, kLanes), [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
+      const W* numbers = weight + n * a.inputs + from;
+      if constexpr (sizeof(W) == 4) return Strip<float>{numbers, a.inputs, count, from == 0};
+      for (int64_t r = 0; r < rows; r++) widen_numbers(numbers + r * a.inputs, count, wide + r * kMostPart);
+      return Strip<float>{wide, kMostPart, count, from == 0};
+    }, first, last);
+  }
   if (a.rows == 1 && sizeof(W) == 4 && a.inputs <= kShort)  // one row after the other, as the processor expects it
     return multiply_rows<1, 1>(a, weight, 0, first, last, Fetch{kShort / 4, 0, 1});
   const int64_t fit = kStrip / a.inputs / R * R, strip = a.rows > 4 ? most(fit, R) : last - first;
@@ -109,11 +224,6 @@ template <class V, class S, class O, int kSize> struct Quantised {
   }
 };
 
-template <class T> inline void widen_numbers(const T* from, int64_t count, float* to) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
-  for (; i < count; i++) to[i] = widen(from[i]);
-}
 inline float dot(const float* a, const float* b, int64_t count) {
   Vector sum = {};
   int64_t i = 0;
@@ -122,19 +232,21 @@ inline float dot(const float* a, const float* b, int64_t count) {
   return total(sum);
 }
 
-// Widens one row: value * scale + offset.
-template <class S, class O, int kSize> void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, float* to) {
-  for (int64_t g = 0; g < w.groups; g++, to += w.size()) {
+// Widens a part of one row, of whole groups if it is packed: value * scale + offset.
+template <class S, class O, int kSize>
+void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
+  for (int64_t at = from; at < from + count;) {
+    const int64_t g = at / w.size(), end = least((g + 1) * w.size(), from + count);
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
-    const int8_t* p = w.at(n, g);
-    int64_t k = 0;
-    for (; k + kLanes <= w.size(); k += kLanes) store(to + k, load(p + k) * scale + offset);
-    for (; k < w.size(); k++) to[k] = float(p[k]) * scale + offset;
+    const int8_t* p = w.at(n, 0);
+    for (; at + kLanes <= end; at += kLanes, to += kLanes) store(to, load(p + at) * scale + offset);
+    for (; at < end; at++, to++) *to = float(p[at]) * scale + offset;
   }
 }
-template <class S, class O, int kSize> void widen_row(const Quantised<Nibbles, S, O, kSize>& w, int64_t n, float* to) {
+template <class S, class O, int kSize>
+void widen_row(const Quantised<Nibbles, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
   const int64_t half = w.size() / 2;
-  for (int64_t g = 0; g < w.groups; g++, to += w.size()) {
+  for (int64_t g = from / w.size(); g < (from + count) / w.size(); g++, to += w.size()) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
     const Nibbles* p = w.at(n, g);
     int64_t k = 0;
@@ -241,7 +353,11 @@ inline void multiply_groups(const Quantised<Nibbles, S, O, kSize>& w, const Nibb
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
       words[r] = here < kStepBytes ? load_words(p + at + r * stride, here) : load_words(p + at + r * stride);
-    Vector parts[R][B];
+    Vector parts[R][B];  // begins with zeros: of a sum of two products a compiler may round either first
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int b = 0; b < B; b++) parts[r][b] = Vector{};
 #pragma GCC unroll 8
     for (int j = 0; j < 8; j++) {
       Vector v[B];
@@ -251,7 +367,7 @@ inline void multiply_groups(const Quantised<Nibbles, S, O, kSize>& w, const Nibb
       for (int r = 0; r < R; r++) {
         const Vector values = nibble(words[r], j);
 #pragma GCC unroll 4
-        for (int b = 0; b < B; b++) parts[r][b] = j ? parts[r][b] + values * v[b] : values * v[b];
+        for (int b = 0; b < B; b++) parts[r][b] += values * v[b];
       }
     }
 #pragma GCC unroll 4
@@ -292,7 +408,8 @@ void few_outputs(const Quantised<V, S, O, kSize>& w, const Few& a, int64_t row, 
 }
 
 template <class V, class S, class O, int kSize>
-void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, float* room, int64_t first, int64_t last) {
+void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, int64_t first, int64_t last) {
+  alignas(64) float room[3 * ferrum::kMostInputs];  // for rows of x
   alignas(64) float scales[kTile * ferrum::kMostInputs / kLeastGroup], offsets[kTile * ferrum::kMostInputs / kLeastGroup];
   const int64_t numbers = prepared_inputs(w), most_rows = least(3 * ferrum::kMostInputs / (numbers + w.groups), kMostPrepared);
   const float* x[kMostPrepared];
@@ -322,17 +439,15 @@ void few_rows(const Quantised<V, S, O, kSize>& w, const Linear& a, float* room, 
 
 template <class V, class S, class O, int kSize> void quantised(const Linear& a, int64_t first, int64_t last) {
   const Quantised<V, S, O, kSize> w(a);
-  alignas(64) float wide[3 * ferrum::kMostInputs];  // rows of the weight, or of x
-  if (a.is_few && can_prepare(w)) return few_rows(w, a, wide, first, last);
-  for (int64_t n = first; n < last; n += 3) {
-    const int64_t rows = least(3, last - n);
-    for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, wide + r * a.inputs);
-    const float* from = wide - n * a.inputs;  // where row 0 would be
-    const Fetch nothing{0, 3, 1};
-    int64_t row = 0;
-    for (; row + 4 <= a.rows; row += 4) multiply_rows<3, 4>(a, from, row, n, n + rows, nothing);
-    for (; row < a.rows; row++) multiply_rows<3, 1>(a, from, row, n, n + rows, nothing);
-  }
+  if (a.is_few && can_prepare(w)) return few_rows(w, a, first, last);
+  constexpr int R = kManyRegisters ? 6 : 3;
+  alignas(64) float wide[R * ferrum::kMostInputs];
+  const int64_t step = w.kIsPacked ? std::lcm(w.size(), int64_t(kLanes)) : kLanes;
+  const int64_t part = step > kMostPart ? a.inputs : part_of(a.inputs, step);
+  many_rows<R>(a, w.kIsPacked ? 4 : 8, part, [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
+    for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, from, count, wide + r * part);
+    return Strip<float>{wide, part, count, from == 0};
+  }, first, last);
 }
 
 // Calls f with the types of the weight's scales and offsets, as null pointers to them.
@@ -365,7 +480,8 @@ template <class V> void widen_quantised(const Linear& a, float* to, int64_t firs
     const Quantised<V, S, O, 0> any(a);
     const Quantised<V, S, O, 32> usual(a);
     for (int64_t n = first; n < last; n++)
-      a.inputs == 32 * a.groups ? widen_row(usual, n, to + n * a.inputs) : widen_row(any, n, to + n * a.inputs);
+      a.inputs == 32 * a.groups ? widen_row(usual, n, 0, a.inputs, to + n * a.inputs)
+                                : widen_row(any, n, 0, a.inputs, to + n * a.inputs);
   });
 }
 
