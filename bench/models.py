@@ -20,6 +20,7 @@ from ferrum_jax.loading import load_params
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
+from ferrum_jax.sharding.mesh import on_one
 from ferrum_jax.weights import hub
 
 TOKEN = 1  # that is decoded
@@ -82,7 +83,7 @@ def run(subject: Subject, engine: EngineConfig, layout: str = CHECKPOINT, artifa
     params = lay_out(subject.params, subject.config, layout)
     kept = None
     if artifacts is not None:
-        kept = Artifacts(artifacts, describe_program(subject.config, params, plan.cache, plan.loras, device))
+        kept = Artifacts(artifacts, describe_program(subject.config, params, plan.cache, plan.loras, on_one(device)))
     return ModelRunner(params, subject.config, plan, device=device, strict=True, artifacts=kept)
 
 

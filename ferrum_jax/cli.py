@@ -118,6 +118,7 @@ def inspect(model: ModelArgument = None) -> None:
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead, with_defaults
+    from ferrum_jax.models.placement import ModelPlacement
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import named_leaves, num_bytes, num_parameters
     from ferrum_jax.sharding.devices import default_dtype, find_device
@@ -133,7 +134,7 @@ def inspect(model: ModelArgument = None) -> None:
         loaded = param_specs(source, "none")
     dtypes = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(loaded).values()))
     try:
-        plan, refusal = plan_ahead(settings, source, device), ""
+        plan, refusal = plan_ahead(settings, source, ModelPlacement.on_one(device)), ""
     except FerrumError as problem:
         plan, refusal = None, str(problem)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})

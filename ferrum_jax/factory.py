@@ -26,6 +26,7 @@ from ferrum_jax.executor.llm_executor.worker import wait_through_cancellation, w
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import Checkpoint, load, open_checkpoint, plan_ahead
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, find_device
@@ -144,7 +145,7 @@ def _check(config: ExecutorConfig) -> tuple[Checkpoint, EngineConfig, ModelInfo]
     engine = _engine(config, device).over_environment()
     if config.memory_config.memory_pool_size is not None:
         engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
-    plan_ahead(engine, source, device)
+    plan_ahead(engine, source, ModelPlacement.on_one(device))
     return source, engine, info
 
 

@@ -15,9 +15,9 @@ from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_e
 from ferrum_jax.compile.program_cache import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.checks import check_flag
-from ferrum_jax.config.engine import CompilerOptions
+from ferrum_jax.config.engine import CompilerOptions, MeshSizes
 from ferrum_jax.contract.decoding import is_integer
-from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, UnsupportedError, safe_repr
+from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
 from ferrum_jax.executor.runner import ModelRunner
@@ -26,11 +26,13 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
 from ferrum_jax.models.backends import choose_attention
 from ferrum_jax.models.layout import CHECKPOINT, joinable, layout_specs
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree, num_bytes
+from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
-from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device, free_bytes
+from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device
+from ferrum_jax.sharding.mesh import Placement, place_on_mesh
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
@@ -57,7 +59,7 @@ def load(
     max_loras: int = 0,
     max_lora_rank: int = 0,
     device: str | Device | JaxDevice | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: MeshSizes | jax.sharding.Mesh = None,
     artifacts: ModelPath | bool | None = None,
     strict: bool = False,
     progress: bool = True,
@@ -85,7 +87,8 @@ def load(
         max_loras: adapters loaded at a time.
         max_lora_rank: largest rank of an adapter.
         device: `cpu`, `cuda:0`, …; JAX's default device if None.
-        mesh: several devices: not built yet.
+        mesh: devices along the axes `data` (replicas), `expert` and `model` (which divide one replica), such as
+            `{"model": 4}`, taken from `device` on; or a mesh of these axes.
         artifacts: folder where compiled steps are kept for later starts; the user's cache folder if None or True, none
             if False. Loading one runs code, so a folder that somebody else may write is not used.
         strict: after `warmup`, a step that would have to be compiled is an error.
@@ -101,8 +104,6 @@ def load(
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
     """
-    if mesh is not None:
-        raise UnsupportedError("mesh: several devices are not built yet, pass a device")
     check_flag("strict", strict)
     check_flag("progress", progress)
     asked = EngineConfig(
@@ -121,38 +122,43 @@ def load(
         max_lora_rank=_unless_zero(max_lora_rank),
         artifacts=os.fspath(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
         quantize=quantize,
+        mesh=None if isinstance(mesh, jax.sharding.Mesh) else mesh,
     )
     settings, target = asked.joined(engine).over_environment(), find_device(device)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
+    replicas = place_on_mesh(mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes, target)
+    placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     settings = with_defaults(settings, source.config, target)
-    free = free_bytes(target)
-    ahead, root = plan_ahead(settings, source, target, free), artifacts_folder(settings)
-    early = None if root is None else _open_artifacts(root, source, ahead, target, settings)
+    free = placed.free_bytes
+    ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings)
+    early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
-    taken = _num_bytes(source, settings, target)
+    laid = served_specs(source, settings, target)
+    taken = placed.num_bytes(laid, settings.dtype or default_dtype(target))
     memory = None
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # on a CPU its zeros take seconds, too
         if target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken:
-            memory = pool.submit(_allocate_ahead, ahead.cache, target, early, settings.compiler_options)
-        params, cfg = _read(source, settings, target, progress)
+            memory = pool.submit(_allocate_ahead, ahead.cache, replicas[0], early, settings.compiler_options)
+        params, cfg = _read(source, settings, placed, progress)
     memory = None if memory is None else memory.result()
 
     def open_artifacts(plan: EnginePlan) -> Artifacts | None:
         if root is None:
             return None
-        facts = describe_program(cfg, params, plan.cache, plan.loras, target)
+        facts = describe_program(cfg, params, plan.cache, plan.loras, replicas[0])
         found = Artifacts(root, facts, settings.compiler_options)
         return early if early is not None and early.facts == found.facts else found
 
-    free = free_bytes(target) if memory is None else max(0, free - taken)
-    plan = plan_beside(params, settings, cfg, platform=target.platform, free_bytes=free, open_artifacts=open_artifacts)
+    free = placed.free_bytes if memory is None else max(0, free - taken)
+    plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
     return ModelRunner(
         params,
         cfg,
         plan,
-        device=target,
+        placed=placed,
+        specs=None if placed.division is None else laid,
         strict=strict,
         name=Path(source.path).name,
         artifacts=open_artifacts(plan),
@@ -162,10 +168,10 @@ def load(
 
 
 def _allocate_ahead(
-    spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None, options: CompilerOptions
+    spec: CacheSpec, placement: Placement, artifacts: Artifacts | None, options: CompilerOptions
 ) -> KvMemory | None:
     try:
-        memory = KvMemory(spec, device, artifacts, options)
+        memory = KvMemory(spec, placement, artifacts, options)
         memory.allocate_ahead()
     except ResourceExhaustedError:  # said again, if it is still so when the parameters are there
         return None
@@ -173,15 +179,12 @@ def _allocate_ahead(
 
 
 def _open_artifacts(
-    root: Path, source: Checkpoint, plan: EnginePlan, device: JaxDevice, settings: EngineConfig
+    root: Path, source: Checkpoint, plan: EnginePlan, placed: ModelPlacement, settings: EngineConfig
 ) -> Artifacts:
     """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
-    placed = jax.sharding.SingleDeviceSharding(device)
-    dtype, layout = settings.dtype or default_dtype(device), settings.layout or CHECKPOINT
-    laid = layout_specs(param_specs(source, settings.quantize, dtype, layout), source.config, layout)
-    shapes = specs.shapes(laid, dtype)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)
-    facts = describe_program(source.config, params, plan.cache, plan.loras, device)
+    device = placed.placement.first
+    params = placed.shapes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
+    facts = describe_program(source.config, params, plan.cache, plan.loras, placed.placement)
     return Artifacts(root, facts, settings.compiler_options)
 
 
@@ -226,7 +229,8 @@ def load_params(
     """
     target = find_device(device)
     settings = EngineConfig(dtype=dtype, layout=layout, quantize=quantize)
-    return _read(path if isinstance(path, Checkpoint) else open_checkpoint(path), settings, target, progress)
+    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    return _read(source, settings, ModelPlacement.on_one(target), progress)
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
@@ -246,8 +250,10 @@ def open_checkpoint(path: ModelPath) -> Checkpoint:
     return orbax.OrbaxSource(place) if orbax.is_checkpoint(place) else SafetensorsSource(place)
 
 
-def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice, free: int | None = None) -> EnginePlan:
-    """Decides the sizes of an engine before its parameters are on `device`; `load` decides again when they are.
+def plan_ahead(
+    settings: EngineConfig, source: Checkpoint, placed: ModelPlacement, free: int | None = None
+) -> EnginePlan:
+    """Decides the sizes of an engine before its parameters are on the devices; `load` decides again when they are.
 
     The dtype is the device's own if not set, and so many bytes are free as the device says if `free` is None.
 
@@ -255,11 +261,12 @@ def plan_ahead(settings: EngineConfig, source: Checkpoint, device: JaxDevice, fr
         ConfigError: as `param_specs`, or the compiler refuses an option.
         FerrumError: as `plan_engine`.
     """
+    device = placed.placement.first
     check_compiler_options(settings.compiler_options, device)
     settings = with_defaults(settings, source.config, device)
-    taken = _num_bytes(source, settings, device)
-    left = max(0, (free_bytes(device) if free is None else free) - taken)
-    return plan_engine(settings, source.config, platform=device.platform, free_bytes=left)
+    taken = placed.num_bytes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
+    left = max(0, (placed.free_bytes if free is None else free) - taken)
+    return plan_engine(settings, source.config, platform=device.platform, free_bytes=left, division=placed.division)
 
 
 def param_specs(
@@ -274,9 +281,10 @@ def param_specs(
     return quantised_specs(plain, _formats(source, quantize, dtype, layout) or source.formats)
 
 
-def _num_bytes(source: Checkpoint, settings: EngineConfig, device: JaxDevice) -> int:
+def served_specs(source: Checkpoint, settings: EngineConfig, device: JaxDevice) -> ParamTree:
+    """Describes the parameters in the layout they are served in, undivided; raises as `param_specs`."""
     dtype, layout = settings.dtype or default_dtype(device), settings.layout or CHECKPOINT
-    return num_bytes(param_specs(source, settings.quantize, dtype, layout), dtype)
+    return layout_specs(param_specs(source, settings.quantize, dtype, layout), source.config, layout)
 
 
 def with_defaults(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> EngineConfig:
@@ -344,7 +352,10 @@ def _narrow_formats(source: SafetensorsSource | GgufSource) -> dict[str, Format]
     return {name: Format(stored[name]) for name in matrices & stored.keys()}
 
 
-def _read(source: Checkpoint, asked: EngineConfig, device: JaxDevice, progress: bool) -> tuple[ParamTree, ModelConfig]:
+def _read(
+    source: Checkpoint, asked: EngineConfig, placed: ModelPlacement, progress: bool
+) -> tuple[ParamTree, ModelConfig]:
+    device = placed.placement.first
     dtype, layout = asked.dtype or default_dtype(device), asked.layout or CHECKPOINT
     formats = _formats(source, asked.quantize, dtype, layout)
     read_native = None
@@ -357,18 +368,19 @@ def _read(source: Checkpoint, asked: EngineConfig, device: JaxDevice, progress: 
                 source.config,
                 layout=layout,
                 dtype=dtype,
-                device=device,
+                placed=placed,
                 ignorable=lambda name: _ignorable(name, source.config),
                 formats=formats,
                 read_native=read_native,
                 progress=progress,
             )
-        elif layout == CHECKPOINT:
+        elif layout == CHECKPOINT and placed.division is None:
             params = source.restore(dtype, device)
         else:
-            params = lay_out_on_host(source.restore(dtype, find_device("cpu")), source.config, layout, device)
+            laid = served_specs(source, asked, device)
+            params = lay_out_on_host(source.restore(dtype, find_device("cpu")), source.config, layout, placed, laid)
     except jax.errors.JaxRuntimeError as problem:
-        needed = _num_bytes(source, asked, device)
+        needed = placed.num_bytes(served_specs(source, asked, device), dtype)
         raise ResourceExhaustedError(
             f"{source.path}: {needed:,} bytes of parameters in {dtype} cannot be put on {device}: {problem}"
         ) from problem

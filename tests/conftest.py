@@ -29,6 +29,7 @@ from ferrum_jax.weights import hub
 if os.environ.get("KERNELS") == "0":  # the suite as it runs where no C++ compiler was found
     native.LIBRARY = Path(os.devnull, "none")
 
+jax.config.update("jax_num_cpu_devices", 4)  # for meshes; what asks for no device has the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Checks shapes and dtypes in signatures, in what is imported from here on.
 jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.ops", "ferrum_jax.kvcache.state"], "beartype.beartype")

@@ -182,7 +182,7 @@ def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):
 
 def test_inspect_shows_what_load_would_refuse(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
     count = sum(tensor.nbytes for tensor in tiny.tensors(CONFIG).values())
-    monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: count)
+    monkeypatch.setattr("ferrum_jax.sharding.mesh.free_bytes", lambda _: count)
     code, out, err = run("inspect", folder)
     assert (code, err) == (0, "")
     text = " ".join(out.split())

@@ -22,9 +22,9 @@ from ferrum_jax.contract.errors import (
     InvalidParameterError,
     NotFoundError,
     ResourceExhaustedError,
-    UnsupportedError,
 )
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.sharding import mesh
 from tests import tiny
 
 NAME = "qwen3_window_biases"
@@ -93,7 +93,11 @@ def test_what_a_checkpoint_carries_beyond_its_parameters_is_left_unread(tmp_path
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
-    "a mesh": ({"mesh": object()}, UnsupportedError, "mesh: several devices are not built yet"),
+    "no mesh": ({"mesh": object()}, ConfigError, "mesh is <object object at"),
+    "another axis": ({"mesh": {"tensor": 2}}, ConfigError, "expected sizes of the axes data, expert or model"),
+    "no device": ({"mesh": {"model": 0}}, ConfigError, "model of the mesh is 0"),
+    "too many devices": ({"mesh": {"model": 5}}, DeviceError, "needs 5 devices"),
+    "more devices than heads": ({"mesh": {"model": 4, "expert": 4}}, DeviceError, "needs 16 devices"),
     "artifacts": ({"artifacts": ""}, ConfigError, "artifacts is ''"),
     "artifacts with a zero": ({"artifacts": "a\0b"}, ConfigError, "artifacts is"),
     "artifacts in no encoding": ({"artifacts": "\ud800"}, ConfigError, "artifacts is"),
@@ -135,10 +139,10 @@ def test_sizes_are_refused_before_weights_are_read(folder: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="decode_rows ends in 9, max_seqs is 2"):
         ferrum_jax.load(folder, engine=EngineConfig(decode_rows=(9,)), **SMALL)
     weights = sum(tensor.nbytes for tensor in tiny.tensors(tiny.CONFIGS[NAME]).values())
-    monkeypatch.setattr(loading, "free_bytes", lambda _: weights + 5)
+    monkeypatch.setattr(mesh, "free_bytes", lambda _: weights + 5)
     with pytest.raises(ResourceExhaustedError, match="beside the KV, there are 5 free bytes"):
         ferrum_jax.load(folder, **SMALL)
-    monkeypatch.setattr(loading, "free_bytes", lambda _: weights - 5)
+    monkeypatch.setattr(mesh, "free_bytes", lambda _: weights - 5)
     with pytest.raises(ResourceExhaustedError, match="beside the KV, there are 0 free bytes"):
         ferrum_jax.load(folder, **SMALL)
 
@@ -203,7 +207,7 @@ def test_a_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_pool_that_leaves_little_makes_room_for_the_largest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama3"] | {"num_hidden_layers": 2})
     free = 4_000_000  # bytes
-    monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: free)
+    monkeypatch.setattr("ferrum_jax.sharding.mesh.free_bytes", lambda _: free)
     sizes = {"max_seqs": 64, "block_size": 8, "engine": ONE_STEP, "progress": False}
     with ferrum_jax.load(folder, **sizes) as modest, ferrum_jax.load(folder, memory_fraction=1.0, **sizes) as greedy:
         modest_bytes, greedy_bytes = modest.plan.cache.num_bytes, greedy.plan.cache.num_bytes

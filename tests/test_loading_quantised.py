@@ -19,6 +19,7 @@ from ferrum_jax.contract.errors import ConfigError, InvalidFormatError
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead
 from ferrum_jax.models import specs
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.weights import assemble, orbax
@@ -167,10 +168,10 @@ def test_memory_is_values_and_scales(folder: Path, dtype: str, monkeypatch: pyte
     assert specs.num_bytes(param_specs(source, dtype), "float32") == expected_bytes(dtype)
     assert specs.num_bytes(param_specs(source, None), "float32") > 3 * expected_bytes(dtype)
     free: list[int] = []
-    monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: 10**9)
+    monkeypatch.setattr("ferrum_jax.sharding.mesh.free_bytes", lambda _: 10**9)
     monkeypatch.setattr("ferrum_jax.loading.plan_engine", lambda *_, free_bytes, **__: free.append(free_bytes))
     device = jax.local_devices()[0]
-    plan_ahead(EngineConfig(quantize=dtype, dtype="float32"), source, device)
+    plan_ahead(EngineConfig(quantize=dtype, dtype="float32"), source, ModelPlacement.on_one(device))
     assert free == [10**9 - expected_bytes(dtype)]
 
 

@@ -230,7 +230,7 @@ def test_a_pool_larger_than_half_the_memory_is_sized_without_compiling(
     folder: Path, tmp_path: Path, work: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     weights = sum(tensor.nbytes for tensor in tiny.tensors(CONFIG).values())
-    monkeypatch.setattr("ferrum_jax.loading.free_bytes", lambda _: weights + 10**7)
+    monkeypatch.setattr("ferrum_jax.sharding.mesh.free_bytes", lambda _: weights + 10**7)
     plans = []
     for _ in range(2):
         work.clear()

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ferrum_jax.compile.step import ProgramContext
 from ferrum_jax.kvcache import state
-from ferrum_jax.models import adapters, specs
+from ferrum_jax.models import adapters, division, specs
 from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.sharding.mesh import WHOLE
 
 
 @dataclass(frozen=True, order=True)
@@ -19,7 +21,8 @@ class CopyKey:
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the KV is donated."""
-        return jax.jit(state.copy_blocks, donate_argnums=0).lower(context.kv, _ints(self.blocks, 2), _ints())
+        copy = context.spread(state.copy_blocks, (context.kv_specs, WHOLE, WHOLE), context.kv_specs)
+        return jax.jit(copy, donate_argnums=0).lower(context.kv, _ints(self.blocks, 2), _ints())
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +33,9 @@ class GatherKey:
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
-        return jax.jit(state.gather_sequence).lower(context.kv, _ints(), _ints(self.table_columns))
+        heads = WHOLE if context.kv.layout == "latent" else PartitionSpec(None, context.kv_axes)
+        gather = context.spread(state.gather_sequence, (context.kv_specs, WHOLE, WHOLE), (heads, heads))
+        return jax.jit(gather).lower(context.kv, _ints(), _ints(self.table_columns))
 
 
 @dataclass(frozen=True, order=True)
@@ -44,8 +49,15 @@ class InstallKey:
         """Lowers the program."""
         dtype = jax.tree.leaves(context.loras)[0].dtype.name
         spec = LoraSpec(max_loras=self.max_loras, max_rank=self.max_rank)
-        tree = specs.shapes(adapters.adapter_specs(context.cfg, spec), dtype)
-        return jax.jit(adapters.install).lower(context.loras, tree, _ints())
+        own, divided = adapters.adapter_specs(context.cfg, spec), None
+        if context.division is not None:
+            divided = division.partitions(own, context.division)
+            own = division.specs_on_mesh(own, context.division)
+        tree = specs.shapes(own, dtype)
+        if context.placement is not None and divided is not None:
+            tree = context.placement.place(tree, divided)
+        install = context.spread(adapters.install, (context.lora_specs, divided, WHOLE), context.lora_specs)
+        return jax.jit(install).lower(context.loras, tree, _ints())
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:

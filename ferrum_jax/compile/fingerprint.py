@@ -21,7 +21,7 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops import native
-from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.sharding.mesh import Placement
 
 Facts = dict[str, Any]  # what JSON can hold
 PACKAGE = Path(__file__).parents[1]
@@ -38,12 +38,12 @@ SILENT = (
 
 
 def describe_program(
-    cfg: ModelConfig, params: ParamTree, cache: CacheSpec, loras: LoraSpec | None, device: JaxDevice
+    cfg: ModelConfig, params: ParamTree, cache: CacheSpec, loras: LoraSpec | None, placement: Placement
 ) -> Facts:
     """Gathers all that the steps of one engine depend on, but for JAX's settings: those may change at any time."""
     return {
         "code": describe_code(),
-        "machine": describe_machine(device),
+        "machine": describe_machine(placement),
         "model": dataclasses.asdict(cfg),
         "parameters": {name: _described(leaf) for name, leaf in sorted(named_leaves(params).items())},
         "kv": dataclasses.asdict(cache)
@@ -90,10 +90,12 @@ def _modules(package: Path) -> list[Path]:
     return sorted(path for path in package.rglob("*.py") if path.is_file())  # an editor's lock is a dangling link
 
 
-def describe_machine(device: JaxDevice) -> Facts:
-    """The device, the default device, the host and the compiler's environment."""
+def describe_machine(placement: Placement) -> Facts:
+    """The devices, the default device, the host and the compiler's environment."""
     return {
-        "device": _described_device(device),
+        "device": _described_device(placement.first),
+        "mesh": placement.sizes,
+        "device_ids": [device.id for device in placement.devices],
         "default_device": _described_device(jax.local_devices()[0]),
         "devices": jax.local_device_count(),
         "processes": jax.process_count(),

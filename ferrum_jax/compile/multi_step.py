@@ -20,6 +20,9 @@ from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
+from ferrum_jax.ops.shards import WHOLE as WHOLE_SHARDS
+from ferrum_jax.ops.shards import Shards
+from ferrum_jax.sharding.mesh import WHOLE
 
 Leaf = TypeVar("Leaf")
 
@@ -40,8 +43,9 @@ class MultiStepKey:
         """Lowers the program; it takes the leaves of the parameters; the KV and the sampler's state are donated."""
         pure = of_leaves(multi_step, context, self)
         buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
-        loras = [context.loras] if self.adapters else []
-        leaves = jax.tree.leaves(context.params)
+        loras, stacks = ([context.loras], [context.lora_specs]) if self.adapters else ([], [])
+        leaves, kv = jax.tree.leaves(context.params), context.kv_specs
+        pure = context.spread(pure, (context.leaf_specs, kv, WHOLE, WHOLE, *stacks), (WHOLE, kv, WHOLE))
         return jax.jit(pure, donate_argnums=(1, 2)).lower(leaves, context.kv, context.sampler, buffer, *loras)
 
 
@@ -100,10 +104,12 @@ def multi_step(
     cfg: ModelConfig,
     key: MultiStepKey,
     attention: str = "xla",
+    shards: Shards = WHOLE_SHARDS,
 ) -> tuple[Int[Array, "N D 3"], KvState[jax.Array], SamplerState[jax.Array]]:
     """Decodes up to N tokens of each row. `kv` and `state` are donated.
 
     A row ends with a stop id or at its limit, and is padding from then on: it writes nothing and sees nothing.
+    `shards` as for `step`; every device chooses all tokens itself.
     """
     rows = _split(buffer, key)
     wanted = rows.limits > 0
@@ -121,7 +127,9 @@ def multi_step(
             adapters=rows.adapters if key.adapters else None,
         )
         batch = Batch(groups=(group,), logit_rows=jnp.arange(key.rows, dtype=jnp.int32))
-        logits, kv, _ = family(cfg).forward(params, carry.kv, batch, cfg, loras=loras, attention=attention)
+        logits, kv, _ = family(cfg).forward(
+            params, carry.kv, batch, cfg, loras=loras, attention=attention, shards=shards
+        )
         slots = jnp.where(carry.alive, rows.slots, carry.sampler.last_tokens.shape[0])
         state, found = sampler.sample(carry.sampler, logits, jnp.stack([slots, group.lengths + 1], axis=1))
         ids = jnp.where(carry.alive, found.packed[:, 0], -1)

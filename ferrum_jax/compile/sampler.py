@@ -5,6 +5,7 @@ or to `VerifyKey` where drafted tokens of a row are judged, and 12 bytes a row c
 a multi-step program.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.step import ProgramContext
 from ferrum_jax.ops import sampling
 from ferrum_jax.ops.sampling import SampleInputs
+from ferrum_jax.sharding.mesh import WHOLE
 
 Leaf = TypeVar("Leaf")
 MAX_STOP_IDS = 16  # of one slot
@@ -342,7 +344,7 @@ class SampleKey:
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
         rows = _placed(context, jnp.int32, self.logit_rows, 2)
-        return jax.jit(sample, donate_argnums=0).lower(context.sampler, _logits(context, self.logit_rows), rows)
+        return _lower(context, sample, _logits(context, self.logit_rows), rows)
 
 
 @dataclass(frozen=True, order=True)
@@ -356,7 +358,7 @@ class VerifyKey:
         """Lowers the program; the sampler's state is donated."""
         rows = _placed(context, jnp.int32, self.blocks, 3 + self.block_tokens)
         logits = _logits(context, self.blocks * self.block_tokens)
-        return jax.jit(verify, donate_argnums=0).lower(context.sampler, logits, rows)
+        return _lower(context, verify, logits, rows)
 
 
 @dataclass(frozen=True, order=True)
@@ -370,7 +372,9 @@ class DistributionKey:
         """Lowers the program."""
         width = 3 + self.block_tokens if self.block_tokens else 2
         logits = _logits(context, self.blocks * max(1, self.block_tokens))
-        return jax.jit(distributions).lower(context.sampler, logits, _placed(context, jnp.int32, self.blocks, width))
+        rows = _placed(context, jnp.int32, self.blocks, width)
+        whole = context.spread(distributions, (WHOLE, WHOLE, WHOLE), WHOLE)
+        return jax.jit(whole).lower(context.sampler, logits, rows)
 
 
 @dataclass(frozen=True, order=True)
@@ -381,7 +385,8 @@ class ScoreKey:
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
-        return jax.jit(score).lower(
+        whole = context.spread(score, (WHOLE, WHOLE), WHOLE)
+        return jax.jit(whole).lower(
             _logits(context, self.logit_rows), jax.ShapeDtypeStruct((1 + self.logit_rows,), jnp.int32)
         )
 
@@ -397,9 +402,13 @@ class ConfigureKey:
         vocab_size = context.sampler.counts.shape[1]
         size = 1 + _COLUMNS + 2 * _num_words(vocab_size) + self.capacity
         buffer = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return jax.jit(configure, static_argnames="vocab_size", donate_argnums=0).lower(
-            context.sampler, buffer, vocab_size=vocab_size
-        )
+        return _lower(context, functools.partial(configure, vocab_size=vocab_size), buffer)
+
+
+def _lower(context: ProgramContext, function: Any, *inputs: Any) -> jax.stages.Lowered:
+    """Lowers a function of the sampler's state, which is donated; every device of a mesh computes all of it."""
+    whole = context.spread(function, (WHOLE,) * (1 + len(inputs)), WHOLE)
+    return jax.jit(whole, donate_argnums=0).lower(context.sampler, *inputs)
 
 
 def _logits(context: ProgramContext, rows: int) -> jax.ShapeDtypeStruct:

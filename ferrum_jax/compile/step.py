@@ -14,15 +14,21 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.capture import Captured, CaptureSpec
+from ferrum_jax.models.division import Division
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
+from ferrum_jax.ops.shards import WHOLE as WHOLE_SHARDS
+from ferrum_jax.ops.shards import Shards
+from ferrum_jax.sharding.mesh import WHOLE, Placement
 
 Leaf = TypeVar("Leaf")
 Outputs = Literal["last", "all"]
@@ -39,6 +45,37 @@ class ProgramContext:
     sampler: Any  # SamplerState
     loras: Any = None  # stacks of adapters, an argument of programs whose key has adapters
     attention: str = "xla"  # the backend whose layout the KV has
+    placement: Placement | None = None  # None: on one device
+    division: Division | None = None  # of the model over the devices of a mesh
+
+    def spread(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+        """Returns a function of the arrays on the mesh, for one of a device's own parts (`Placement.spread`)."""
+        return function if self.placement is None else self.placement.spread(function, in_specs, out_specs)
+
+    @property
+    def kv_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which heads are divided."""
+        return () if self.division is None else self.division.shards.axes
+
+    @property
+    def kv_specs(self) -> KvState[PartitionSpec]:
+        """How the KV is divided."""
+        return state.partitions(self.kv, self.kv_axes)
+
+    @property
+    def leaf_specs(self) -> list[PartitionSpec]:
+        """How the leaves of the parameters are divided."""
+        return jax.tree.leaves(self._specs_of(self.params))
+
+    @property
+    def lora_specs(self) -> Any:
+        """How the stacks of adapters are divided."""
+        return self._specs_of(self.loras)
+
+    def _specs_of(self, tree: Any) -> Any:
+        if self.division is None:
+            return jax.tree.map(lambda _: WHOLE, tree)
+        return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
 
 
 @dataclass(frozen=True, order=True)
@@ -70,7 +107,12 @@ class StepKey:
         """Lowers the step; it takes the leaves of the parameters, and the KV is donated."""
         pure = of_leaves(step, context, self)
         buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
-        loras = [context.loras] if self.adapters else []
+        loras, stacks = ([context.loras], [context.lora_specs]) if self.adapters else ([], [])
+        groups = (PartitionSpec(None, context.kv_axes),) * (bool(self.decode_rows) + bool(self.blocks))
+        captured = Captured(hidden=dict.fromkeys(self.hidden, WHOLE), attention=dict.fromkeys(self.attention, groups))
+        outputs = StepOutputs(logits=WHOLE, rows=WHOLE, captured=captured)
+        inputs = context.leaf_specs, context.kv_specs, WHOLE, WHOLE, *stacks
+        pure = context.spread(pure, inputs, (outputs, context.kv_specs))
         return jax.jit(pure, donate_argnums=1).lower(
             jax.tree.leaves(context.params), context.kv, context.sampler.last_tokens, buffer, *loras
         )
@@ -81,23 +123,24 @@ def of_leaves(function: Callable[..., Any], context: ProgramContext, key: Any) -
 
     A list is checked in half the time that nested mappings take in every call of a program.
     """
-    tree = jax.tree.structure(context.params)
+    tree, division = jax.tree.structure(context.params), context.division
+    cfg, shards = (context.cfg, WHOLE_SHARDS) if division is None else (division.local, division.shards)
 
     @functools.wraps(function)
     def pure(leaves: list[jax.Array], *rest: Any) -> Any:
         params = jax.tree.unflatten(tree, leaves)
-        return function(params, *rest, cfg=context.cfg, key=key, attention=context.attention)
+        return function(params, *rest, cfg=cfg, key=key, attention=context.attention, shards=shards)
 
     return pure
 
 
 @flax.struct.dataclass
-class StepOutputs:
+class StepOutputs(Generic[Leaf]):
     """What a step returns beside the KV."""
 
-    logits: jax.Array  # float32 [R, V]
-    rows: jax.Array  # int32 [R, 2]: sampler slot and position of each; for "all", [P, 3 + C], as `VerifyKey` takes them
-    captured: Captured[jax.Array]  # of the layers that the key names
+    logits: Leaf  # float32 [R, V]
+    rows: Leaf  # int32 [R, 2]: sampler slot and position of each; for "all", [P, 3 + C], as `VerifyKey` takes them
+    captured: Captured[Leaf]  # of the layers that the key names
 
 
 @flax.struct.dataclass
@@ -169,8 +212,12 @@ def step(
     cfg: ModelConfig,
     key: StepKey,
     attention: str = "xla",
-) -> tuple[StepOutputs, KvState[jax.Array]]:
-    """Runs the new tokens of one packed batch through the model. `kv` is donated."""
+    shards: Shards = WHOLE_SHARDS,
+) -> tuple[StepOutputs[jax.Array], KvState[jax.Array]]:
+    """Runs the new tokens of one packed batch through the model. `kv` is donated.
+
+    With `shards`, parameters and KV are one device's parts, and `cfg` counts its heads.
+    """
     packed = split(buffer, key)
     groups = []
     if packed.decode is not None:
@@ -190,5 +237,7 @@ def step(
         rows = jnp.stack([packed.sample_slots, packed.sample_positions], axis=1)
     batch = Batch(groups=tuple(groups), logit_rows=index)
     layers = CaptureSpec(hidden=key.hidden, attention=key.attention)
-    logits, kv, captured = family(cfg).forward(params, kv, batch, cfg, loras=loras, attention=attention, capture=layers)
+    logits, kv, captured = family(cfg).forward(
+        params, kv, batch, cfg, loras=loras, attention=attention, capture=layers, shards=shards
+    )
     return StepOutputs(logits=logits, rows=rows, captured=captured), kv

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -17,6 +17,8 @@ _DTYPE_OF = {
     **dict.fromkeys(("fp32", "f32"), "float32"), **dict.fromkeys(("fp16", "f16", "half"), "float16"), "bf16": "bfloat16"
 }  # fmt: skip
 CompilerOptions = Mapping[str, str | int | float | bool] | tuple[tuple[str, str | int | float | bool], ...] | None
+MESH_AXES = ("data", "expert", "model")
+MeshSizes = Mapping[str, int] | tuple[tuple[str, int], ...] | str | None
 QUANTISED = ("auto", "int8", "float8_e4m3fn", "keep", "none")
 _COUNTS = {  # from, to
     **dict.fromkeys(
@@ -61,6 +63,7 @@ class EngineConfig:
     layout: str | None = None  # of the parameters: `checkpoint`, `fused` or `scanned`
     artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
     compiler_options: CompilerOptions = None  # of XLA, for every step, by name; held as sorted pairs
+    mesh: MeshSizes = None  # devices along the axes data, expert and model; also as text, `model=4,data=2`
 
     def __post_init__(self):
         for field in fields(self):
@@ -81,6 +84,11 @@ class EngineConfig:
             except ValueError as problem:
                 raise ConfigError(f"{variable}={text!r} cannot be used: {problem}") from None
         return cls(**values)
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """Devices along each axis of the mesh that has more than one; none where there is no mesh."""
+        return dict(cast(tuple[tuple[str, int], ...], self.mesh or ()))
 
     def over(self, other: Self) -> Self:
         """Fills what is None here from `other`."""
@@ -136,6 +144,8 @@ def _checked(name: str, value: Any) -> Any:
             raise ConfigError(f"{name} is {safe_repr(value)}, expected at most 1")
     elif name == "compiler_options":
         return _checked_options(value)
+    elif name == "mesh":
+        return _checked_mesh(value)
     elif not (isinstance(value, bool) or (isinstance(value, str) and value and value.isprintable())):
         raise ConfigError(f"{name} is {safe_repr(value)}, expected a folder, True or False")
     return value
@@ -153,6 +163,25 @@ def _checked_options(value: Any) -> CompilerOptions:
             case _:
                 raise ConfigError(f"compiler_options has {safe_repr(pair)}, expected a name and a str, bool or number")
     return tuple(sorted(options.items()))
+
+
+def _checked_mesh(value: Any) -> MeshSizes:
+    """Returns the sizes of a mesh's axes as pairs, in the order of `MESH_AXES`, without those of one device."""
+    pairs: Any = value
+    if isinstance(value, str):
+        pairs = [pair.partition("=")[::2] for pair in value.split(",")]
+        pairs = [(name.strip(), int(size) if size.strip().isdecimal() else size) for name, size in pairs]
+    elif isinstance(value, Mapping):
+        pairs = value.items()
+    sizes: dict[str, int] = {}
+    for pair in pairs if isinstance(pairs, (list, tuple)) or isinstance(value, Mapping) else (pairs,):
+        match pair:
+            case (str(name), size) if name in MESH_AXES and name not in sizes:
+                sizes[name] = check_integer(f"{name} of the mesh", _plain(size), 1, 1 << 16)
+            case _:
+                known = f"{', '.join(MESH_AXES[:-1])} or {MESH_AXES[-1]}"
+                raise ConfigError(f"mesh is {safe_repr(value)}, expected sizes of the axes {known}, each once")
+    return tuple((name, sizes[name]) for name in MESH_AXES if sizes.get(name, 1) > 1)
 
 
 def _flag(text: str) -> bool:
@@ -173,6 +202,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_QUANTIZE": ("quantize", str),
     "FERRUM_SPEC_N": ("spec_tokens", int),
     "FERRUM_LAYOUT": ("layout", str),
+    "FERRUM_MESH": ("mesh", str),
     "FERRUM_ARTIFACTS": ("artifacts", lambda text: text if text not in ("0", "1") else text == "1"),
 }
 ENVIRONMENT: Mapping[str, str] = os.environ  # read by the compilers below JAX as well

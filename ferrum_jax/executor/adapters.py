@@ -24,8 +24,8 @@ from ferrum_jax.contract.errors import (
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter
 
 NONE = -1  # row of the stacks of a sequence without an adapter
@@ -57,7 +57,7 @@ class Adapters:
     cfg: ModelConfig
     spec: LoraSpec | None
     dtype: str
-    device: JaxDevice
+    placed: ModelPlacement
     steps: ProgramCache
     projection_applications: int = 0
     _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)  # least recently bound first
@@ -66,9 +66,9 @@ class Adapters:
 
     def __post_init__(self):
         if self.spec is not None:
-            shapes = specs.shapes(adapters.stack_specs(self.cfg, self.spec), self.dtype)
+            shapes = specs.shapes(stacks := adapters.stack_specs(self.cfg, self.spec), self.dtype)
             zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)  # which JAX would compile
-            self.stacks = jax.device_put(zeros, self.device)
+            self.stacks = self.placed.put_tree(zeros, stacks)
 
     def of(self, cache_id: str) -> LoadedAdapter | None:
         """Returns the adapter that an id is bound to."""
@@ -115,6 +115,8 @@ class Adapters:
             raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path}")
         places = _from_root(path), os.path.realpath(path)
         tree = lay_out(read, self.spec, self.dtype)
+        if self.placed.division is not None:
+            tree = self.placed.put_tree(tree, adapters.adapter_specs(self.cfg, self.spec))
         if older is not None:
             evicted = [older]
         else:

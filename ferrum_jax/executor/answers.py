@@ -1,7 +1,7 @@
 """What steps have answered: from arrays on the device to one answer per row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
@@ -68,6 +68,13 @@ def read_part(part: StepPart, answers: list[Answer], device: DeviceState, table:
     probabilities = None if part.probabilities is None else fetch(part.probabilities)
     scores = _scores(part, fetch)
     captured = jax.tree.map(fetch, part.outputs.captured)
+    captured = replace(
+        captured,
+        attention={
+            layer: tuple(device.of_heads(one, 1, "heads") for one in groups)
+            for layer, groups in captured.attention.items()
+        },
+    )
     width = part.key.block_tokens
     for at, row, piece in part.wanted:
         run = slice(at * width, at * width + piece.size)

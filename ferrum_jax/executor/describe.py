@@ -9,12 +9,14 @@ import jax
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.execution import AttentionType, ExecutorCapabilities, ExecutorMemoryUsage, MemoryRequirements
 from ferrum_jax.contract.values import DataType, Device, LlmRuntimeConfig, ModelInfo
+from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.pipeline import Pipeline
-from ferrum_jax.executor.sizing import EnginePlan, stack_bytes
+from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.kvcache.sequences import SequenceTable
 from ferrum_jax.models.backends import obstacle_of_kernels
 from ferrum_jax.models.layout import layout_of
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree, num_parameters
 from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import UINT4, activation_dtype, is_packed, is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
@@ -41,19 +43,19 @@ def runtime_config(cfg: ModelConfig) -> LlmRuntimeConfig:
     )
 
 
-def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ModelInfo:
+def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> ModelInfo:
     """Identity and size of a model as it was loaded; `max_sequence_length` is what it was loaded for.
 
     `dtype` is that of most of its parameters; scales of quantised weights are no parameters.
     """
     sizes: Counter[str] = Counter()
-    for leaf in jax.tree.leaves(params, is_leaf=is_quantised):
+    for leaf in jax.tree.leaves(device.params, is_leaf=is_quantised):
         kept = leaf.values.dtype.name if is_quantised(leaf) else leaf.dtype.name
         sizes[UINT4 if is_quantised(leaf) and is_packed(leaf) else kept] += math.prod(leaf.shape)
     return ModelInfo(
         model_id=name,
         model_type=cfg.model_type,
-        num_parameters=sizes.total(),
+        num_parameters=num_parameters(family(cfg).param_specs(cfg)),
         hidden_size=cfg.hidden_size,
         num_layers=cfg.num_hidden_layers,
         num_heads=cfg.num_attention_heads,
@@ -61,28 +63,30 @@ def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree,
         vocab_size=cfg.vocab_size,
         max_sequence_length=plan.kv_capacity,
         dtype=_DTYPES[sizes.most_common(1)[0][0]],
-        device=contract_device(device),
+        device=contract_device(device.placed.placement.first),
     )
 
 
-def serving(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> dict[str, Any]:
-    """Says which code computes a model's steps, in what dtypes, and how many bytes weights and KV take."""
+def serving(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> dict[str, Any]:
+    """Says which code computes a model's steps, in what dtypes, and what weights and KV take on each device."""
     weights: Counter[str] = Counter()
+    params, placement = device.params, device.placed.placement
     for leaf in jax.tree.leaves(params):
-        weights[leaf.dtype.name] += leaf.nbytes
+        weights[leaf.dtype.name] += _bytes_of_one(leaf)
     dtype, attention = activation_dtype(params).name, plan.cache.attention
     uses_kernels = attention == "cpu"
     obstacle = obstacle_of_kernels(cfg, dtype) or f"attention={attention!r}, the kernels are those of attention='cpu'"
     return {
         "model": name,
         "model_type": cfg.model_type,
-        "device": str(device),
+        "device": str(placement.first),
+        "mesh": placement.sizes,
         "dtype": dtype,
         "kv_dtype": plan.cache.dtype,
         "layout": layout_of(params),
         "attention": attention,
         "kernels": native.instruction_set() if uses_kernels else None,
-        "no_kernels_because": obstacle if device.platform == "cpu" and not uses_kernels else None,
+        "no_kernels_because": obstacle if placement.first.platform == "cpu" and not uses_kernels else None,
         "weight_bytes": dict(weights),
         "kv_bytes": plan.cache.num_bytes,
         "max_seqs": plan.max_seqs,
@@ -90,8 +94,9 @@ def serving(name: str, cfg: ModelConfig, plan: EnginePlan, params: ParamTree, de
     }
 
 
-def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: JaxDevice) -> ExecutorCapabilities:
-    """What was built: continuous batches over a paged KV on one device."""
+def capabilities(cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> ExecutorCapabilities:
+    """What was built: continuous batches over a paged KV; memory is that of all devices."""
+    params, placement = device.params, device.placed.placement
     dtype = activation_dtype(params).name
     return ExecutorCapabilities(
         max_batch_size=plan.max_seqs,
@@ -100,32 +105,31 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, params: ParamTree, device: 
         supports_dynamic_batching=True,
         supports_continuous_batching=True,
         supports_speculative_decoding=True,
-        supports_tensor_parallelism=False,
+        supports_tensor_parallelism=len(placement.devices) > 1,
         supports_pipeline_parallelism=False,
         supported_dtypes=(_DTYPES[dtype],),
-        supported_devices=(contract_device(device),),
+        supported_devices=tuple(dict.fromkeys(contract_device(one) for one in placement.devices)),
         memory_requirements=MemoryRequirements(
             parameter_memory=_num_bytes(params),
             activation_memory_per_token=_activation_bytes(cfg, params),
-            kv_cache_memory_per_token=plan.cache.bytes_per_layer,
-            overhead_memory=stack_bytes(cfg, plan.loras, dtype),
+            kv_cache_memory_per_token=plan.cache.bytes_per_layer * len(placement.devices),
+            overhead_memory=_num_bytes(device.stacks),
         ),
     )
 
 
-def memory_usage(
-    table: SequenceTable, plan: EnginePlan, cfg: ModelConfig, params: ParamTree, device: JaxDevice
-) -> ExecutorMemoryUsage:
-    """Counts parameters, stacks of adapters and KV; of the KV, used is what sequences hold.
+def memory_usage(table: SequenceTable, plan: EnginePlan, device: DeviceState) -> ExecutorMemoryUsage:
+    """Counts parameters, stacks of adapters and KV of all devices; of the KV, used is what sequences hold.
 
-    The peak is the device's own figure where it keeps one, and what is allocated elsewhere.
+    The peak is the devices' own figure where they keep one, and what is allocated elsewhere.
     """
-    weights = _num_bytes(params) + stack_bytes(cfg, plan.loras, activation_dtype(params).name)
+    devices = device.placed.placement.devices
+    weights = _num_bytes(device.params) + _num_bytes(device.stacks)
     block = plan.cache.bytes_per_position * plan.cache.block_size
-    allocated = weights + plan.cache.num_bytes
-    used = weights + (table.pool.num_blocks - table.pool.num_free) * block
-    used += len(table.cache_ids) * plan.cache.window_bytes
-    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", allocated)
+    allocated = weights + len(devices) * plan.cache.num_bytes
+    used = (table.pool.num_blocks - table.pool.num_free) * block + len(table.cache_ids) * plan.cache.window_bytes
+    used = weights + len(devices) * used
+    peak = sum((one.memory_stats() or {}).get("peak_bytes_in_use", 0) for one in devices)
     return ExecutorMemoryUsage(
         allocated_bytes=allocated,
         used_bytes=used,
@@ -170,8 +174,14 @@ def _attention(cfg: ModelConfig) -> tuple[AttentionType, ...]:
     return tuple(kinds)
 
 
-def _num_bytes(params: ParamTree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+def _num_bytes(tree: Any) -> int:
+    """Bytes of all arrays on all devices."""
+    return sum(_bytes_of_one(leaf) * len(leaf.sharding.device_set) for leaf in jax.tree.leaves(tree))
+
+
+def _bytes_of_one(leaf: jax.Array) -> int:
+    """Bytes of an array's part on one device."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _activation_bytes(cfg: ModelConfig, params: ParamTree) -> int:

@@ -1,6 +1,7 @@
 """What one model has on its device: parameters, KV, the sampler's state, and the programs that change them."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -35,20 +36,26 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
 )
 from ferrum_jax.executor.adapters import Adapters
+from ferrum_jax.executor.weights import check_like_specs, check_same_shapes
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.sharding.mesh import Placement
 
 T = TypeVar("T")
 EMPTY_KV = "empty KV"  # what the program that makes it is kept as
 
 
 class KvMemory:
-    """Allocates KVs of one size on one device."""
+    """Allocates KVs of one size on the devices of a model."""
 
     def __init__(
-        self, spec: CacheSpec, device: JaxDevice, artifacts: Artifacts | None = None, options: CompilerOptions = None
+        self,
+        spec: CacheSpec,
+        placement: Placement,
+        artifacts: Artifacts | None = None,
+        options: CompilerOptions = None,
     ):
         """Compiles the program; allocates nothing.
 
@@ -57,13 +64,14 @@ class KvMemory:
             ResourceExhaustedError: it does not compile.
         """
         _check_jit()
-        placed = jax.sharding.SingleDeviceSharding(device)
         self.spec = spec
-        self.shapes = _placed(state.shapes(spec), placed)
+        self.shapes = state.shapes_on(placement, spec)
+        specs = state.partitions(self.shapes, placement.axes)
         self._ahead: KvState[jax.Array] | None = None
-        empty = jax.jit(state.empty, static_argnums=0, out_shardings=placed)
+        make = placement.spread(functools.partial(state.empty, spec), (), specs)
+        empty = jax.jit(make, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.shapes))
         try:
-            self._empty = build(EMPTY_KV, lambda: empty.lower(spec), artifacts, options)
+            self._empty = build(EMPTY_KV, empty.lower, artifacts, options)
         except jax.errors.JaxRuntimeError as problem:
             raise ResourceExhaustedError(
                 f"a KV of {spec.num_blocks} blocks ({spec.num_bytes:,} bytes) cannot be compiled for: {problem}"
@@ -102,16 +110,19 @@ class DeviceState:
         cfg: ModelConfig,
         memory: KvMemory,
         sampler_spec: SamplerSpec,
-        device: JaxDevice,
+        placed: ModelPlacement,
         programs: ProgramCache,
         adapters: Adapters,
+        specs: ParamTree | None = None,
     ):
+        """Allocates the KV and the sampler's state; `specs` are those of the undivided parameters, needed on a mesh."""
         self.set_params(params)
+        self.placed = placed
+        self._specs = specs
         self._adapters = adapters
         self.sampler_spec = sampler_spec
         self._cfg = cfg
         self._memory = memory
-        self._device = device
         self._programs = programs
         self._kv: KvState[jax.Array] | None = None
         self._sampler: SamplerState[jax.Array] | None = None
@@ -123,6 +134,24 @@ class DeviceState:
     def set_params(self, params: ParamTree) -> None:
         """Takes parameters, which later ones must be like in all but their numbers."""
         self.params, self._leaves = params, jax.tree.leaves(params)
+
+    def check_params(self, params: ParamTree) -> ParamTree:
+        """Returns other parameters as they are to lie on the devices.
+
+        Raises:
+            InvalidParameterError: they differ from those that are there in more than their values.
+        """
+        if self._specs is None:
+            check_same_shapes(params, self.params)
+            return params
+        check_like_specs(params, self._specs, self.params)
+        params = self.placed.divide(params, self._specs)
+        check_same_shapes(params, self.params)
+        return params
+
+    def undivided_params(self) -> ParamTree:
+        """The parameters in the form of their layout, wherever they lie."""
+        return self.params if self._specs is None else self.placed.join(self.params, self._specs)
 
     @property
     def is_lost(self) -> bool:
@@ -136,17 +165,23 @@ class DeviceState:
             raise BackendError("the KV was lost in a failed step, reset() allocates it anew")
         return self._kv
 
+    @property
+    def stacks(self) -> ParamTree | None:
+        """The stacks of adapters, if there are any."""
+        return self._adapters.stacks
+
     def context(self) -> ProgramContext:
         """What programs are lowered for; raises ConfigError where JAX is set to compile nothing."""
         _check_jit()
-        placed = jax.sharding.SingleDeviceSharding(self._device)
         return ProgramContext(
             cfg=self._cfg,
             params=self.params,
             kv=self._memory.shapes,
-            sampler=_placed(sampler.shapes(self.sampler_spec), placed),
+            sampler=self.placed.placement.place(sampler.shapes(self.sampler_spec)),
             loras=self._adapters.stacks,
             attention=self._memory.spec.attention,
+            placement=self.placed.placement,
+            division=self.placed.division,
         )
 
     def reallocate(self) -> None:
@@ -158,7 +193,7 @@ class DeviceState:
         self._kv = self._sampler = None
         kv = self._memory.allocate()
         try:
-            self._sampler = jax.device_put(sampler.initial(self.sampler_spec), self._device)
+            self._sampler = self.placed.placement.put(sampler.initial(self.sampler_spec))
         except jax.errors.JaxRuntimeError as problem:
             size = self.sampler_spec.num_bytes
             raise ResourceExhaustedError(f"{size:,} bytes of the sampler cannot be allocated: {problem}") from problem
@@ -243,8 +278,9 @@ class DeviceState:
     def gather(self, layer: int, table: NDArray[np.int32], length: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies one layer's keys and values of a sequence to the host: `[length, K, H]` each."""
         program = self._programs.get(GatherKey(len(table)))
-        k, v = self._guarded(lambda: program(self.kv, np.int32(layer), table))
-        return self.fetch(k)[:length].copy(), self.fetch(v)[:length].copy()
+        pair = self._guarded(lambda: program(self.kv, np.int32(layer), table))
+        k, v = (self.of_heads(self.fetch(side)[:length], 1, "kv_heads") for side in pair)
+        return k, v
 
     def fetch(self, array: jax.Array) -> NDArray[Any]:
         """Waits for an array and copies it to the host.
@@ -256,6 +292,15 @@ class DeviceState:
         self.fetched_bytes += host.nbytes
         self.last_fetched_bytes += host.nbytes
         return host
+
+    def of_heads(self, array: NDArray[Any], axis: int, logical: str) -> NDArray[Any]:
+        """Copies an array of heads, `heads` or `kv_heads`, without those that devices of a mesh have padded or copied.
+
+        Of latents, which are on every device, there is one head.
+        """
+        if (self.placed.division is not None and self._cfg.latent is None) or logical == "heads":
+            array = self.placed.without_padding(array, axis, logical)
+        return array.copy()
 
     def wait(self, outputs: Any) -> None:
         """Waits for a program; raises as `fetch`."""
@@ -281,7 +326,3 @@ class DeviceState:
 def _check_jit() -> None:
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]  # JAX adds it when it is imported
         raise ConfigError("jax_disable_jit is True, expected False: every step is compiled ahead of time")
-
-
-def _placed(shapes: Any, placed: jax.sharding.Sharding) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed), shapes)

@@ -11,9 +11,9 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
 from ferrum_jax.executor.weights import check_fits_config
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
-from ferrum_jax.sharding.devices import free_bytes
 
 
 def from_params(
@@ -65,8 +65,9 @@ def from_params(
     asked = theirs.over(given).over_environment()
     check_compiler_options(asked.compiler_options, device)
     cfg = cfg.reaching(asked.kv_capacity or 0)
-    plan = plan_beside(params, asked, cfg, platform=device.platform, free_bytes=free_bytes(device))
-    return ModelRunner(params, cfg, plan, device=device, strict=strict, compiler_options=asked.compiler_options)
+    placed = ModelPlacement.on_one(device)
+    plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=placed.free_bytes)
+    return ModelRunner(params, cfg, plan, placed=placed, strict=strict, compiler_options=asked.compiler_options)
 
 
 def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:

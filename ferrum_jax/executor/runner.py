@@ -37,8 +37,8 @@ from ferrum_jax.executor.device import DeviceState, KvMemory
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.pipeline import PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.executor.weights import check_same_shapes
 from ferrum_jax.models.capture import check_capture
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.progress import Track
@@ -46,7 +46,7 @@ from ferrum_jax.sharding.devices import JaxDevice
 
 
 class ModelRunner(DecoderOnlyLLM):
-    """Live sequences of one model on one device.
+    """Live sequences of one model, on one device or divided over the devices of a mesh.
 
     Calls from several threads are serialised. Whatever can refuse does so before anything changes. A device failure
     inside a step, or an interrupt, leaves the state Error, in which every call says so until `reset`.
@@ -58,26 +58,29 @@ class ModelRunner(DecoderOnlyLLM):
         model_config: ModelConfig,
         plan: EnginePlan,
         *,
-        device: JaxDevice,
+        device: JaxDevice | None = None,
+        placed: ModelPlacement | None = None,
+        specs: ParamTree | None = None,
         strict: bool = False,
         name: str = "",
         artifacts: Artifacts | None = None,
         memory: KvMemory | None = None,
         compiler_options: CompilerOptions = None,
     ):
-        """Allocates the KV, unless `memory`, which is of the plan's size, has one ready."""
+        """Allocates the KV unless `memory` has one; `specs` are of the undivided parameters, needed on a mesh."""
+        self.placed = placed or ModelPlacement.on_one(device)
         self.params_version = 0  # how often they were set anew
         self.model_config = model_config
         self.plan = plan
-        self.device = device
+        self.device = self.placed.placement.first
         self.name = name or model_config.model_type
         self.artifacts = artifacts
         programs = ProgramCache(
             lambda key: key.lower(self._device.context()), strict=strict, artifacts=artifacts, options=compiler_options
         )
-        adapters = Adapters(model_config, plan.loras, activation_dtype(params).name, device, programs)
-        memory = memory or KvMemory(plan.cache, device, artifacts, compiler_options)
-        self._device = DeviceState(params, model_config, memory, plan.sampler, device, programs, adapters)
+        adapters = Adapters(model_config, plan.loras, activation_dtype(params).name, self.placed, programs)
+        memory = memory or KvMemory(plan.cache, self.placed.placement, artifacts, compiler_options)
+        self._device = DeviceState(params, model_config, memory, plan.sampler, self.placed, programs, adapters, specs)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
         self._pipeline = Pipeline(self._device, programs, plan, adapters, self._life)
         self._programs = programs
@@ -100,9 +103,9 @@ class ModelRunner(DecoderOnlyLLM):
 
     @property
     def params(self) -> ParamTree:
-        """The parameters that are served; raises CancelledError after `close`."""
+        """The parameters in the form of their layout, copies of what lies otherwise on a mesh; raises after `close`."""
         self._life.check_not_closed()
-        return self._device.params
+        return self._device.undivided_params()
 
     @property
     def config(self) -> LlmRuntimeConfig:
@@ -362,7 +365,7 @@ class ModelRunner(DecoderOnlyLLM):
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
-            check_same_shapes(params, self.params)
+            params = self._device.check_params(params)
             self._pipeline.forget_prefixes("new weights are set")
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.set_params(params)
@@ -457,22 +460,22 @@ class ModelRunner(DecoderOnlyLLM):
     def model_info(self) -> ModelInfo:
         """Identity and size of the model as it was loaded."""
         with self._life.lock, self._life:
-            return describe.model_info(self.name, self.model_config, self.plan, self.params, self.device)
+            return describe.model_info(self.name, self.model_config, self.plan, self._device)
 
     def describe(self) -> dict[str, Any]:
         """Which code computes the steps (`attention`, `kernels`), in what dtypes, and what weights and KV take."""
         with self._life.lock, self._life:
-            return describe.serving(self.name, self.model_config, self.plan, self.params, self.device)
+            return describe.serving(self.name, self.model_config, self.plan, self._device)
 
     def capabilities(self) -> ExecutorCapabilities:
         """What was built for this model on this device."""
         with self._life.lock, self._life:
-            return describe.capabilities(self.model_config, self.plan, self.params, self.device)
+            return describe.capabilities(self.model_config, self.plan, self._device)
 
     def memory_usage(self) -> ExecutorMemoryUsage:
         """Bytes of the parameters and the KV, and how much of them is in use."""
         with self._life.lock, self._life:
-            return describe.memory_usage(self._pipeline.table, self.plan, self.model_config, self.params, self.device)
+            return describe.memory_usage(self._pipeline.table, self.plan, self._device)
 
     def _install(self, name: str, read: Any, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
         for evicted in self._adapters.load(name, read, path, is_pinned=is_pinned):

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
@@ -28,7 +27,9 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.backends import cache_spec, choose_attention
+from ferrum_jax.models.division import Division, specs_of_one
 from ferrum_jax.models.layout import SCANNED
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.sliding_window import num_window_blocks
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
@@ -90,7 +91,9 @@ class EnginePlan:
         return [step, decode, sampler.ConfigureKey(self.kv_capacity), sampler.SampleKey(step.logit_rows)]
 
 
-def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
+def plan_engine(
+    engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int, division: Division | None = None
+) -> EnginePlan:
     """Decides every size that was left open.
 
     Where no number of sequences, rows or blocks is given, an accelerator has as many sequences, 64 at most, as a half
@@ -100,7 +103,8 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         engine: what was asked for.
         cfg: the model.
         platform: `cpu`, `gpu` or `tpu`.
-        free_bytes: what the device has left for the KV, the parameters being there already.
+        free_bytes: what the device, or each device of a mesh, has left for the KV, the parameters being there already.
+        division: of the model over the devices of a mesh.
 
     Raises:
         ConfigError: sizes contradict each other or the model.
@@ -114,11 +118,14 @@ def plan_engine(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
         for count in ACCELERATOR_SEQUENCES:
             whole = replace(engine, max_seqs=count, kv_capacity=capacity, memory_fraction=share)
             with contextlib.suppress(ResourceExhaustedError):
-                return _plan_sizes(whole, cfg, platform=platform, free_bytes=free_bytes)
-    return _plan_sizes(engine, cfg, platform=platform, free_bytes=free_bytes)
+                return _plan_sizes(whole, cfg, platform=platform, free_bytes=free_bytes, division=division)
+    return _plan_sizes(engine, cfg, platform=platform, free_bytes=free_bytes, division=division)
 
 
-def _plan_sizes(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int) -> EnginePlan:
+def _plan_sizes(
+    engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_bytes: int, division: Division | None
+) -> EnginePlan:
+    own = cfg if division is None else division.local
     max_seqs = engine.max_seqs or DEFAULT_SEQUENCES
     capacity = min(engine.kv_capacity or DEFAULT_CAPACITY, cfg.max_seq_len)
     block_size = engine.block_size or min(DEFAULT_BLOCK, capacity)
@@ -127,7 +134,7 @@ def _plan_sizes(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
     kv_dtype = engine.kv_dtype or dtype
     attention = choose_attention(
         engine.attention,
-        cfg,
+        own,
         platform=platform,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -142,7 +149,7 @@ def _plan_sizes(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
 
     def spec(num_blocks: int) -> CacheSpec:
         return replace(
-            cache_spec(cfg, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, attention=attention),
+            cache_spec(own, num_blocks=num_blocks, block_size=block_size, dtype=kv_dtype, attention=attention),
             num_layers=len(whole),
             window_layers=sum(windowed),
             window_blocks=window_blocks,
@@ -151,7 +158,7 @@ def _plan_sizes(engine: EngineConfig, cfg: ModelConfig, *, platform: str, free_b
 
     loras = _lora_spec(engine)
     sampler_bytes = SamplerSpec(num_slots=max_seqs, vocab_size=cfg.vocab_size, capacity=capacity).num_bytes
-    beside = 2 * stack_bytes(cfg, loras, engine.dtype or spec(1).dtype) + sampler_bytes
+    beside = 2 * stack_bytes(cfg, loras, engine.dtype or spec(1).dtype, division) + sampler_bytes
     if beside > free_bytes:
         raise ResourceExhaustedError(
             f"max_seqs={max_seqs} and max_loras={engine.max_loras or 0} take {beside:,} bytes beside the KV, there are "
@@ -205,7 +212,7 @@ def plan_beside(
     engine: EngineConfig,
     cfg: ModelConfig,
     *,
-    platform: str,
+    placed: ModelPlacement,
     free_bytes: int,
     open_artifacts: Callable[[EnginePlan], Artifacts | None] = lambda _: None,
 ) -> EnginePlan:
@@ -214,12 +221,13 @@ def plan_beside(
     A pool of at most half the free memory leaves enough. For a larger one the largest steps are compiled, which tells
     their temporary memory, and the pool is planned again in what is left; artifacts know it from an earlier start.
     """
-    plan = plan_engine(engine, cfg, platform=platform, free_bytes=free_bytes)
+    given = {"platform": placed.placement.first.platform, "division": placed.division}
+    plan = plan_engine(engine, cfg, **given, free_bytes=free_bytes)
     if 2 * plan.cache.num_bytes <= free_bytes:
         return plan
     stacks = None
     if plan.loras is not None:
-        stacks = specs.shapes(adapters.stack_specs(cfg, plan.loras), activation_dtype(params).name)
+        stacks = placed.shapes(adapters.stack_specs(cfg, plan.loras), activation_dtype(params).name)
     buckets, used = plan.buckets, stacks is not None
     steps = buckets.steps(adapters=used)
     largest = {key.outputs: key for key in reversed(steps)}  # those with the logits of all tokens may take more
@@ -227,34 +235,30 @@ def plan_beside(
     # Many rows of one token take more for their logits than prompts do.
     rows = replace(buckets.decode(buckets.decode_rows[-1]), adapters=used)
     keys = [*largest.values(), rows, *buckets.multi_steps(adapters=used)[-1:]]
-    taken = max(_temporary_bytes(cfg, params, plan, key, stacks, artifacts, engine.compiler_options) for key in keys)
-    return plan_engine(engine, cfg, platform=platform, free_bytes=max(0, free_bytes - taken))
+    context = ProgramContext(
+        cfg,
+        params,
+        state.shapes_on(placed.placement, plan.cache),
+        placed.placement.place(sampler.shapes(plan.sampler)),
+        stacks,
+        plan.cache.attention,
+        placed.placement,
+        placed.division,
+    )
+    taken = max(_temporary_bytes(key, context, artifacts, engine.compiler_options) for key in keys)
+    return plan_engine(engine, cfg, **given, free_bytes=max(0, free_bytes - taken))
 
 
 def _temporary_bytes(
-    cfg: ModelConfig,
-    params: ParamTree,
-    plan: EnginePlan,
-    key: StepKey | MultiStepKey,
-    stacks: Any,
-    artifacts: Artifacts | None,
-    options: CompilerOptions,
+    key: StepKey | MultiStepKey, context: ProgramContext, artifacts: Artifacts | None, options: CompilerOptions
 ) -> int:
     """Bytes that a step takes beside its parameters and its KV."""
     name = f"measured {key!r}"
     kept = None if artifacts is None else artifacts.find(name)
     if kept is not None:
         return _beside(kept.memory)
-
-    def lowered() -> jax.stages.Lowered:
-        return key.lower(
-            ProgramContext(
-                cfg, params, state.shapes(plan.cache), sampler.shapes(plan.sampler), stacks, plan.cache.attention
-            )
-        )
-
     try:
-        return _beside(memory_of(compile_and_save(name, lowered, artifacts, options)[0]))
+        return _beside(memory_of(compile_and_save(name, lambda: key.lower(context), artifacts, options)[0]))
     except jax.errors.JaxRuntimeError as problem:
         raise BackendError(f"step {key} does not compile: {problem}") from problem
 
@@ -333,9 +337,9 @@ def _lora_spec(engine: EngineConfig) -> LoraSpec | None:
     return LoraSpec(max_loras=engine.max_loras, max_rank=engine.max_lora_rank)
 
 
-def stack_bytes(cfg: ModelConfig, spec: LoraSpec | None, dtype: str) -> int:
-    """Bytes of the stacks of adapters; while one is loaded, they are there twice."""
+def stack_bytes(cfg: ModelConfig, spec: LoraSpec | None, dtype: str, division: Division | None = None) -> int:
+    """Bytes of the stacks of adapters on each device; while one is loaded, they are there twice."""
     if spec is None:
         return 0
-    leaves = jax.tree.leaves(specs.shapes(adapters.stack_specs(cfg, spec), dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    stacks = adapters.stack_specs(cfg, spec)
+    return specs.num_bytes(stacks if division is None else specs_of_one(stacks, division), dtype)

@@ -28,6 +28,14 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
 
 
+def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree) -> None:
+    """Raises InvalidParameter unless a tree has the leaves of specs, in the dtypes of the weights that are there."""
+    given = {name: _shape_and_dtype(leaf) for name, leaf in named_leaves(params).items()}
+    dtypes = {name: leaf.dtype for name, leaf in named_leaves(instead_of).items()}
+    wanted = {name: f"{dtypes[name]}{list(spec.shape)}" for name, spec in named_leaves(specs).items()}
+    _refuse("these weights cannot be set", _differences(given, wanted, "is"))
+
+
 def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
     """Raises InvalidParameter unless a tree has the parameters of a model, in a layout."""
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
@@ -57,9 +65,15 @@ def _refuse(what: str, problems: list[str]) -> None:
 
 
 def _described(leaf: object) -> str:
+    found = _shape_and_dtype(leaf)
+    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        return found
+    return f"{found} on {', '.join(sorted(str(device) for device in leaf.devices()))}"
+
+
+def _shape_and_dtype(leaf: object) -> str:
     if not isinstance(leaf, jax.Array):
         return f"a {type(leaf).__name__}"
     if leaf.is_deleted():
         return "an array that was donated or deleted"
-    places = ", ".join(sorted(str(device) for device in leaf.devices()))
-    return f"{'a weakly typed ' * leaf.weak_type}{leaf.dtype}{list(leaf.shape)} on {places}"
+    return f"{'a weakly typed ' * leaf.weak_type}{leaf.dtype}{list(leaf.shape)}"

@@ -22,9 +22,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.sharding.mesh import Placement
 
 Leaf = TypeVar("Leaf")
 Layout = Literal["products", "positions", "interleaved", "latent"]
@@ -32,7 +34,7 @@ Layout = Literal["products", "positions", "interleaved", "latent"]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """Sizes of the KV of one model."""
+    """Sizes of the KV of one model, on each of the devices that share it."""
 
     num_layers: int  # that keep everything
     num_blocks: int
@@ -104,6 +106,25 @@ def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
         return pools(spec.num_layers, spec.num_blocks)
     windowed = pools(spec.window_layers, spec.window_slots * spec.window_blocks)
     return pools(spec.num_layers, spec.num_blocks, windowed=windowed, window_blocks=spec.window_blocks)
+
+
+def partitions(kv: KvState[Any], axes: tuple[str, ...]) -> KvState[PartitionSpec]:
+    """How the KV is divided over mesh axes: by heads; a latent, which has one head, is whole on every device."""
+    head = {"products": 2, "latent": None}.get(kv.layout, 3)
+    spec = PartitionSpec() if head is None else PartitionSpec(*(None,) * head, axes)
+    return jax.tree.map(lambda _: spec, kv)
+
+
+def shapes_on(placement: Placement, spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
+    """Returns the shapes and shardings of the KV on all devices of a model, given what one of them has."""
+    own, count = shapes(spec), len(placement.devices)
+    divided = partitions(own, placement.axes)
+
+    def together(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        sizes = [size * count if at < len(spec) and spec[at] else size for at, size in enumerate(leaf.shape)]
+        return jax.ShapeDtypeStruct(tuple(sizes), leaf.dtype)
+
+    return placement.place(jax.tree.map(together, own, divided), divided)
 
 
 def empty(spec: CacheSpec) -> KvState[jax.Array]:

@@ -45,7 +45,7 @@ def stack_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
         adapters, rank = spec.max_loras, spec.max_rank
         return {
             "down": ParamSpec((adapters, rank, in_size), ("adapter", "rank", in_axis)),
-            "up": ParamSpec((out_size, adapters, rank), (out_axis, "adapter", "rank"), "zeros"),
+            "up": ParamSpec((out_size, adapters, rank), (out_axis, "adapter", "rank"), "zeros", parts=weight.parts),
         }
 
     return _map_projections(cfg, stack)

@@ -12,7 +12,9 @@ from ferrum_jax.models.projections import Lora, linear_specs, project, project_a
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
 from ferrum_jax.ops.attention import attend, attention_weights, write
 from ferrum_jax.ops.batch import Batch
+from ferrum_jax.ops.norm import wide_rms_norm
 from ferrum_jax.ops.rope import rotate
+from ferrum_jax.ops.shards import WHOLE, Shards, mean_squares
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
 Weights = tuple[jax.Array, ...]  # of attention: float32 [B, N, T, S] of each group of rows, or empty if not captured
@@ -29,6 +31,7 @@ class LayerContext(NamedTuple):
     batch: Batch[jax.Array]
     backend: str  # of attention
     captures_weights: bool = False
+    shards: Shards = WHOLE  # of the heads
 
 
 def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
@@ -59,8 +62,9 @@ def wide_norm_attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> Para
 
 def fused_attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
     """As `attention_specs`, with queries, keys and values fused in the checkpoint itself, as Phi-3 has them."""
-    heads = cfg.num_attention_heads + 2 * cfg.num_key_value_heads
-    qkv = linear_specs((heads * cfg.head_dim, "fused"), (cfg.hidden_size, "embed"))
+    keys = ("kv_heads", cfg.num_key_value_heads * cfg.head_dim)
+    parts = ("heads", cfg.num_attention_heads * cfg.head_dim), keys, keys
+    qkv = linear_specs((sum(size for _, size in parts), "fused"), (cfg.hidden_size, "embed"), parts=parts)
     return {"qkv_proj": qkv, "o_proj": attention_specs(cfg, norm_init)["o_proj"]}
 
 
@@ -76,7 +80,8 @@ def self_attention(
 ) -> LayerOutput:
     """Attends with grouped query heads; writes keys and values first.
 
-    Norms of queries and keys are over each head (`cfg.qk_norm`) or over all heads of a token together.
+    Norms of queries and keys are over each head (`cfg.qk_norm`) or over all heads of a token together. With `shards`,
+    the heads are this device's, and so is the output: a part of a sum.
     """
 
     def normed(y: jax.Array, name: str) -> jax.Array:
@@ -84,8 +89,10 @@ def self_attention(
 
     num_heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads
     q, k, v = project_all(x, block, lora, "qkv_proj", ("q_proj", "k_proj", "v_proj"), num_heads)
-    if not cfg.qk_norm:
-        q, k = normed(q, "q_norm"), normed(k, "k_norm")
+    if "q_norm" in block and not cfg.qk_norm:
+        of_q, of_k = mean_squares(q, k, cfg.head_dim, context.shards)
+        q = wide_rms_norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps, of_q)
+        k = wide_rms_norm(k, block["k_norm"]["weight"], cfg.rms_norm_eps, of_k)
     q, k, v = (y.reshape(len(x), -1, cfg.head_dim) for y in (q, k, v))
     if cfg.qk_norm:
         q, k = normed(q, "q_norm"), normed(k, "k_norm")

@@ -26,6 +26,7 @@ from ferrum_jax.ops.linear import uses, vocabulary_logits
 from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.quantised import activation_dtype, rows_of
 from ferrum_jax.ops.rope import rotations
+from ferrum_jax.ops.shards import WHOLE, Shards, add_parts, join_columns, own_rows
 
 Adapted = dict[str, Lora]  # adapters of each block of a layer: `self_attn` and `mlp`
 NO_WINDOW = 2**30  # wider than any sequence; for layers without a window beside layers with one, in one loop
@@ -50,7 +51,7 @@ class Family:
     mlp_specs: Callable[[ModelConfig], ParamTree] = mlp_specs
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
     expert_specs: Callable[[ModelConfig, ExpertsConfig], ParamTree] | None = None
-    mix_experts: Callable[[ParamTree, jax.Array, ExpertsConfig], jax.Array] | None = None
+    mix_experts: Callable[[ParamTree, jax.Array, ExpertsConfig, Shards], jax.Array] | None = None
 
     def param_specs(self, cfg: ModelConfig) -> ParamTree:
         """Specs of every parameter, in a tree whose paths are the checkpoint's names."""
@@ -97,26 +98,29 @@ class Family:
         before_attention, after_attention, before_mlp, after_mlp = self.norms
         y, block = normed(x, before_attention), layer["self_attn"]
         y, kv, weights = self.attention(block, adapted["self_attn"], y, kv, context, cfg, self.norm)
+        y = add_parts(y, context.shards)
         x = x + scaled(normed(y, after_attention))
         y, block = normed(x, before_mlp), layer[self.mlp]
         if "experts" in block:
             assert self.mix_experts is not None
             assert cfg.experts is not None
-            y = self.mix_experts(block, y, cfg.experts)
+            y = self.mix_experts(block, y, cfg.experts, context.shards)
         else:
             y = gated_mlp(block, adapted["mlp"], y, self.activation)
+        y = add_parts(y, context.shards)
         return x + scaled(normed(y, after_mlp)), kv, weights
 
     @jax.named_scope("head")
-    def head(self, params: ParamTree, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    def head(self, params: ParamTree, x: jax.Array, cfg: ModelConfig, shards: Shards = WHOLE) -> jax.Array:
         """Logits, float32 `[R, V]`, of the last layer's output `[R, D]`, after the last norm."""
         x = self.norm(x, params["model"]["norm"]["weight"], cfg.rms_norm_eps)
         table = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
         logits = vocabulary_logits(x, table["weight"])
         if cfg.logits_scaling != 1.0:
             logits = logits / cfg.logits_scaling
-        cap = cfg.final_logit_softcapping
-        return logits if cap is None else cap * jnp.tanh(logits / cap)
+        if (cap := cfg.final_logit_softcapping) is not None:
+            logits = cap * jnp.tanh(logits / cap)
+        return join_columns(logits, shards, cfg.vocab_size)
 
     def forward(
         self,
@@ -130,6 +134,7 @@ class Family:
         attention: str = "xla",
         steering: jax.Array | None = None,
         capture: CaptureSpec | None = None,
+        shards: Shards = WHOLE,
     ) -> tuple[jax.Array, KvState[jax.Array], Captured[jax.Array]]:
         """Runs all new tokens of a batch.
 
@@ -143,6 +148,8 @@ class Family:
             attention: the backend whose layout the KV has (ops/attention.py).
             steering: `[L, D]` or, for each token, `[L, X, D]`: added to the output of each layer, in float32.
             capture: layers whose hidden states or attention weights are returned.
+            shards: inside a `shard_map`, over which mesh axes the model is divided: parameters and KV are then one
+                device's parts, and so are attention weights that are captured. `cfg` counts this device's heads.
 
         Returns:
             Logits, float32 `[R, V]`; the KV written; and what was captured.
@@ -164,27 +171,31 @@ class Family:
         kinds, rope_of_layer = frequencies_of_layers(cfg)
         ropes = [rotations(at, *kind) for kind in kinds]
         adapted = _adapted(loras, batch, cfg)
-        x = _embed(params, tokens, cfg) if inputs_embeds is None else inputs_embeds
+        x = _embed(params, tokens, cfg, shards) if inputs_embeds is None else inputs_embeds
         window_context = None
         if kv.windowed is not None:
             batch, windowed = split_tables(batch, kv.window_blocks)
             widest = max(window for window in cfg.layer_windows if window is not None)
             slots = _slots(windowed, kv.windowed, is_cyclic=True)
             windowed = window_tables(windowed, widest, state.block_size(kv.windowed))
-            window_context = LayerContext(0, widest, ropes[0], slots, windowed, attention)
-        context = LayerContext(0, cfg.layer_windows[0], ropes[0], _slots(batch, kv), batch, attention)
+            window_context = LayerContext(0, widest, ropes[0], slots, windowed, attention, shards=shards)
+        context = LayerContext(0, cfg.layer_windows[0], ropes[0], _slots(batch, kv), batch, attention, shards=shards)
         step = _Step(self, cfg, context, window_context, ropes, rope_of_layer, adapted, steering, spec)
         layers = params["model"]["layers"]
         hidden = {0: x} if 0 in spec.hidden else {}
         with native.kernels(attention == "cpu"):
             x, kv, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
-            logits = self.head(params, x[batch.logit_rows], cfg)
+            logits = self.head(params, x[batch.logit_rows], cfg, shards)
         return logits, kv, replace(captured, hidden=hidden | captured.hidden)
 
 
-def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig) -> jax.Array:
+def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig, shards: Shards) -> jax.Array:
     """Looks up token embeddings, int32 `[X]` to `[X, D]`; a factor on them is rounded to their dtype first."""
-    x = rows_of(params["model"]["embed_tokens"]["weight"], tokens, activation_dtype(params))
+    table = params["model"]["embed_tokens"]["weight"]
+    rows, is_here = own_rows(tokens, table.shape[0], shards)
+    x = rows_of(table, rows, activation_dtype(params))
+    if is_here is not None:
+        x = add_parts(jnp.where(is_here[:, None], x, jnp.zeros((), x.dtype)), shards)
     return x if cfg.embedding_multiplier == 1.0 else x * jnp.asarray(cfg.embedding_multiplier, x.dtype)
 
 

@@ -15,6 +15,7 @@ from ferrum_jax.models.projections import Lora, linear_specs, project, project_a
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.linear import linear, vocabulary_logits
 from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, swiglu_experts, weigh_experts
+from ferrum_jax.ops.shards import WHOLE, Shards, first_expert
 
 NAMES = "gate_proj", "up_proj", "down_proj"
 MIXTRAL_NAMES = "w1", "w3", "w2"  # gate, up and down
@@ -33,7 +34,7 @@ def mlp_specs(cfg: ModelConfig, width: int | None = None) -> ParamTree:
 def fused_mlp_specs(cfg: ModelConfig) -> ParamTree:
     """As `mlp_specs`, with gate and up fused in the checkpoint itself, as Phi-3 has them."""
     model, wide = (cfg.hidden_size, "embed"), (cfg.intermediate_size, "mlp")
-    both = linear_specs((2 * cfg.intermediate_size, "fused"), model)
+    both = linear_specs((2 * cfg.intermediate_size, "fused"), model, parts=(("mlp", cfg.intermediate_size),) * 2)
     return {"gate_up_proj": both, "down_proj": linear_specs(model, wide)}
 
 
@@ -59,12 +60,26 @@ def mixtral_specs(cfg: ModelConfig, experts: ExpertsConfig, names: tuple[str, st
 
 
 def mix_experts(
-    block: ParamTree, x: jax.Array, experts: ExpertsConfig, names: tuple[str, str, str] = NAMES
+    block: ParamTree,
+    x: jax.Array,
+    experts: ExpertsConfig,
+    shards: Shards = WHOLE,
+    names: tuple[str, str, str] = NAMES,
 ) -> jax.Array:
-    """Sends each token through the experts that the router `gate` chooses for it, `[X, D]` to `[X, D]`."""
+    """Sends each token through the experts that the router `gate` chooses for it, `[X, D]` to `[X, D]`.
+
+    Here and below, with `shards` the output is a part of a sum over devices, each of which has some of the experts.
+    """
     logits = linear(x, block["gate"]["weight"])
     chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
-    return swiglu_experts(x, chosen, shares, *(block["experts"][name]["weight"] for name in names))
+    return _swiglu_experts(block, x, chosen, shares, names, shards)
+
+
+def _swiglu_experts(
+    block: ParamTree, x: jax.Array, chosen: jax.Array, shares: jax.Array, names: tuple[str, ...], shards: Shards
+) -> jax.Array:
+    gate, up, down = (block["experts"][name]["weight"] for name in names)
+    return swiglu_experts(x, chosen, shares, gate, up, down, first_expert(gate.shape[0], shards))
 
 
 def qwen_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
@@ -75,9 +90,9 @@ def qwen_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
     return specs | {"shared_expert": mlp_specs(cfg, shared), "shared_expert_gate": _router_specs(1, cfg.hidden_size)}
 
 
-def qwen_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig) -> jax.Array:
+def qwen_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE) -> jax.Array:
     """As `mix_experts`; the shared expert's output is multiplied by the sigmoid of its gate."""
-    y = mix_experts(block, x, experts)
+    y = mix_experts(block, x, experts, shards)
     if "shared_expert" not in block:
         return y
     gate = jax.nn.sigmoid(linear(x, block["shared_expert_gate"]["weight"]))
@@ -94,7 +109,7 @@ def deepseek_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
     return specs | {"shared_experts": mlp_specs(cfg, experts.shared_expert_intermediate_size)}
 
 
-def deepseek_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig) -> jax.Array:
+def deepseek_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE) -> jax.Array:
     """Chooses experts within the best groups, by scores in float32; a bias affects the choice, not the share.
 
     DeepSeek-AI 2024, "DeepSeek-V2" (section 2.2) and "DeepSeek-V3" (section 2.1.2).
@@ -113,7 +128,7 @@ def deepseek_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig) -> 
     if experts.norm_topk_prob:
         shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + 1e-20)
     shares = shares * experts.routed_scaling_factor
-    routed = swiglu_experts(x, chosen, shares, *(block["experts"][name]["weight"] for name in NAMES))
+    routed = _swiglu_experts(block, x, chosen, shares, NAMES, shards)
     return routed + gated_mlp(block["shared_experts"], None, x)
 
 
@@ -124,20 +139,21 @@ def gpt_oss_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
     return {
         "router": _router_specs(count, size) | {"bias": bias},
         "experts": {
-            "gate_up_proj": ParamSpec((count, 2 * wide, size), ("expert", "mlp", "embed"), stored=transposed),
-            "gate_up_proj_bias": ParamSpec((count, 2 * wide), ("expert", "mlp"), "zeros", stored=(0, 1)),
+            "gate_up_proj": ParamSpec((count, 2 * wide, size), ("expert", "mlp_pairs", "embed"), stored=transposed),
+            "gate_up_proj_bias": ParamSpec((count, 2 * wide), ("expert", "mlp_pairs"), "zeros", stored=(0, 1)),
             "down_proj": ParamSpec((count, size, wide), ("expert", "embed", "mlp"), stored=transposed),
-            "down_proj_bias": ParamSpec((count, size), ("expert", "embed"), "zeros", stored=(0, 1)),
+            "down_proj_bias": ParamSpec((count, size), ("expert", "sum"), "zeros", stored=(0, 1)),
         },
     }
 
 
 @jax.named_scope("mlp")
-def gpt_oss_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig) -> jax.Array:
+def gpt_oss_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE) -> jax.Array:
     """Mixes experts with a clamped SwiGLU. OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2."""
     logits = linear(x, block["router"]["weight"], block["router"]["bias"])
     chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
-    return weigh_experts(x, chosen, shares, block["experts"], partial(_gpt_oss_expert, experts))
+    first = first_expert(block["experts"]["down_proj"].shape[0], shards)
+    return weigh_experts(x, chosen, shares, block["experts"], partial(_gpt_oss_expert, experts), first)
 
 
 def _gpt_oss_expert(experts: ExpertsConfig, own: ParamTree, x: jax.Array) -> jax.Array:

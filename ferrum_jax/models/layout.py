@@ -113,11 +113,12 @@ def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
 def _spec_of(parts: Sequence[ParamSpec], recipe: Recipe) -> ParamSpec:
     first = parts[0]
     shape, axes = (sum(part.shape[0] for part in parts), *first.shape[1:]), first.axes
+    joined = first.parts
     if len(parts) > 1:
-        axes = ("fused", *axes[1:])
+        axes, joined = ("fused", *axes[1:]), tuple((part.axes[0], part.shape[0]) for part in parts)
     if recipe.is_stacked:
         shape, axes = (len(recipe.layers), *shape), ("layer", *axes)
-    return replace(first, shape=shape, axes=axes)
+    return replace(first, shape=shape, axes=axes, parts=joined)
 
 
 def layout_of(params: ParamTree) -> str:

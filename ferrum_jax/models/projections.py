@@ -8,11 +8,21 @@ from ferrum_jax.ops.linear import linear, low_rank
 Lora = tuple[ParamTree, jax.Array] | None  # adapter stacks of one block, and bool [X, A]: the adapter of each token
 
 
-def linear_specs(out: tuple[int, str], into: tuple[int, str], bias: bool = False) -> ParamTree:
-    """Specs of a product, given size and logical axis of its outputs and inputs; weights are `[out, in]`."""
-    specs: ParamTree = {"weight": ParamSpec((out[0], into[0]), (out[1], into[1]))}
+DIVIDED = ("heads", "mlp")  # logical axes of inputs of which each device of a mesh has its part
+
+
+def linear_specs(
+    out: tuple[int, str], into: tuple[int, str], bias: bool = False, parts: tuple[tuple[str, int], ...] = ()
+) -> ParamTree:
+    """Specs of a product, given size and logical axis of its outputs and inputs; weights are `[out, in]`.
+
+    `parts` are the logical axes and sizes of outputs that are joined. Where devices have parts of the inputs, their
+    products are added, and one of them has the bias: its axis is `sum`.
+    """
+    specs: ParamTree = {"weight": ParamSpec((out[0], into[0]), (out[1], into[1]), parts=parts)}
     if bias:
-        specs["bias"] = ParamSpec((out[0],), (out[1],), "zeros")
+        axis = "sum" if into[1] in DIVIDED else out[1]
+        specs["bias"] = ParamSpec((out[0],), (axis,), "zeros", parts=parts)
     return specs
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from ferrum_jax.sharding.axes import TENSOR_PARALLEL, partition
+from ferrum_jax.sharding.axes import RULES, partition
 
 ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes, quantised or not
 
@@ -25,6 +25,7 @@ class ParamSpec:
     axes: tuple[str, ...]
     init: str = "normal"  # or "ones", "zeros"
     dtype: str | None = None  # that of the activations if None
+    parts: tuple[tuple[str, int], ...] = ()  # logical axis and size of what is joined along a `fused` axis
     stored: tuple[int, ...] | None = None  # for experts stored as one tensor: its axis for each axis here
 
 
@@ -65,7 +66,7 @@ def shapes(specs: ParamTree, dtype: str) -> ParamTree:
     return map_specs(lambda _, spec: jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype)), specs)
 
 
-def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = TENSOR_PARALLEL) -> ParamTree:
+def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> ParamTree:
     """Returns the sharding of every parameter on a mesh, for `jax.device_put` of the whole tree."""
     return map_specs(lambda name, spec: partition(name, spec.shape, spec.axes, mesh, rules), specs)
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from ferrum_jax.ops import native
 from ferrum_jax.ops.linear import ChosenWeight, linear
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
+from ferrum_jax.ops.shards import local_ids
 
 Expert = Callable[[Any, jax.Array], jax.Array]  # of its own weights and tokens [rows, D], to [rows, D]
 
@@ -72,16 +73,22 @@ def swiglu_experts(
     gate: Float[Array, "E F D"] | QuantisedWeight,
     up: Float[Array, "E F D"] | QuantisedWeight,
     down: Float[Array, "E D F"] | QuantisedWeight,
+    first: Int[Array, ""] | None = None,
 ) -> Float[Array, "X D"]:
     """Sums `share * down @ (silu(gate @ x) * (up @ x))` over the U experts chosen for each token.
 
     Products are those of `linear`; weights are `[out, in]` and may be quantised. The rest is as in `weigh_experts`.
     """
-    return weigh_experts(x, chosen, shares, (gate, up, down), _swiglu)
+    return weigh_experts(x, chosen, shares, (gate, up, down), _swiglu, first)
 
 
 def weigh_experts(
-    x: Float[Array, "X D"], chosen: Int[Array, "X U"], shares: Float[Array, "X U"], stacks: Any, expert: Expert
+    x: Float[Array, "X D"],
+    chosen: Int[Array, "X U"],
+    shares: Float[Array, "X U"],
+    stacks: Any,
+    expert: Expert,
+    first: Int[Array, ""] | None = None,
 ) -> Float[Array, "X D"]:
     """Sums `share * expert(own, x)` over the U experts chosen for each token.
 
@@ -97,14 +104,20 @@ def weigh_experts(
         stacks: a tree of the weights of all experts, `[E, ...]`; any may be quantised.
         expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens. Where there
             are kernels it is called once with all choices, and the weights are `ChosenWeight`s, which `linear` takes.
+        first: id of the first expert of the stacks, where other devices hold the others: those add nothing here.
     """
+    num_experts = jax.tree.leaves(stacks)[0].shape[0]
+    chosen, is_here = local_ids(chosen, num_experts, first)
     if native.in_use() and all(
         native.can_multiply(x, leaf, native.MOST_ROWS // chosen.shape[1]) for leaf in _matrices(stacks)
     ):
-        outs = _outputs_of_kernels(expert, x, chosen.astype(jnp.int32), stacks)
-        return jnp.sum(outs * shares[..., None], axis=1)
-    with native.kernels(False):  # they would need a copy of each expert's weights
-        return _weigh_tiles(x, chosen, shares, stacks, expert)
+        outs = _outputs_of_kernels(expert, x, chosen, stacks)
+    else:
+        with native.kernels(False):  # they would need a copy of each expert's weights
+            outs = _outputs_of_tiles(expert, x, chosen, stacks, has_all=is_here is None).astype(jnp.float32)
+    if is_here is not None:
+        outs = jnp.where(is_here[..., None], outs, 0.0)
+    return jnp.sum(outs * shares[..., None], axis=1).astype(x.dtype)
 
 
 def _matrices(stacks: Any) -> list[Weight]:
@@ -122,16 +135,17 @@ def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks:
     return outs.reshape(*chosen.shape, -1)
 
 
-def _weigh_tiles(x: jax.Array, chosen: jax.Array, shares: jax.Array, stacks: Any, expert: Expert) -> jax.Array:
+def _outputs_of_tiles(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, has_all: bool) -> jax.Array:
+    """Outputs of all choices, `[X, U, D]`, by tiles of one expert each."""
     size = max(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(stacks, is_leaf=is_quantised))
-    outs = lax.platform_dependent(
+    outputs = partial(_outputs, expert, has_all=has_all)
+    return lax.platform_dependent(
         x,
-        chosen.astype(jnp.int32),
+        chosen,
         stacks,
-        cpu=partial(_outputs, expert, largest=CPU_TILE, at_once=1),
-        default=partial(_outputs, expert, largest=TILE, at_once=max(2, GATHERED // size)),
+        cpu=partial(outputs, largest=CPU_TILE, at_once=1),
+        default=partial(outputs, largest=TILE, at_once=max(2, GATHERED // size)),
     )
-    return jnp.sum(outs.astype(jnp.float32) * shares[..., None], axis=1).astype(x.dtype)
 
 
 def clamped_swiglu(
@@ -150,9 +164,19 @@ def _swiglu(own: tuple[Any, Any, Any], x: jax.Array) -> jax.Array:
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
-def _outputs(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, largest: int, at_once: int) -> jax.Array:
-    """Outputs of all choices, `[X, U, D]`, by tiles of up to `largest` rows, `at_once` of them in a step."""
-    tiles = _tile(chosen, jax.tree.leaves(stacks)[0].shape[0], largest, at_once)
+def _outputs(
+    expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, largest: int, at_once: int, has_all: bool = True
+) -> jax.Array:
+    """Outputs of all choices, `[X, U, D]`, by tiles of up to `largest` rows, `at_once` of them in a step.
+
+    Unless this device `has_all` experts, one past its last stands for those of others, whose tiles are not computed.
+    """
+    num_experts = jax.tree.leaves(stacks)[0].shape[0]
+    tiles = _tile(chosen, num_experts if has_all else num_experts + 1, largest, at_once)
+    if not has_all:
+        tiles = tiles._replace(
+            experts=jnp.minimum(tiles.experts, num_experts - 1), is_used=tiles.is_used & (tiles.experts < num_experts)
+        )
 
     @jax.checkpoint  # residuals of these products would be copies of every expert's weights
     def multiply(tokens: jax.Array, index: jax.Array) -> jax.Array:

@@ -15,10 +15,19 @@ def rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float)
     return normed.astype(x.dtype) * weight
 
 
-def wide_rms_norm(x: Float[Array, "*axes D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*axes D"]:
-    """As `rms_norm`, but scales in float32, and casts back at the end."""
+def wide_rms_norm(
+    x: Float[Array, "*axes D"],
+    weight: Float[Array, " D"],
+    eps: float,
+    mean_square: Float[Array, "*axes 1"] | None = None,
+) -> Float[Array, "*axes D"]:
+    """As `rms_norm`, but scales in float32, and casts back at the end.
+
+    `mean_square` is that of the last axis, for an x of which other devices hold parts.
+    """
     wide = x.astype(jnp.float32)
-    normed = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True) if mean_square is None else mean_square
+    normed = wide * lax.rsqrt(mean + eps)
     return (normed * weight.astype(jnp.float32)).astype(x.dtype)
 
 

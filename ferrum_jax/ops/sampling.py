@@ -192,8 +192,8 @@ def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[A
     missing = count + 1 - x.shape[-1]
     if missing > 0:
         x = jnp.pad(x, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    found, ids = lax.optimization_barrier(tuple(lax.top_k(x, count)))
-    return found, ids
+    found, ids = lax.top_k(x, count)  # a barrier around the pair crashes XLA's partitioner (jaxlib 0.10.2)
+    return lax.optimization_barrier(found), lax.optimization_barrier(ids)
 
 
 def _threshold(

@@ -1,20 +1,26 @@
-"""Logical parameter axes to mesh axes: how each dimension of a parameter is divided over devices."""
+"""Logical parameter axes to mesh axes, for research code that shards a checkpoint's parameters on a mesh of its own.
+
+Serving divides models by models/division.py instead, which also pads and copies.
+"""
 
 from collections.abc import Mapping
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
-TENSOR_PARALLEL: Mapping[str, str | None] = {
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "expert": None,  # every device has a part of each expert, divided like any feed-forward block
+RULES: Mapping[str, str | None] = {
+    "vocab": MODEL,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "mlp": MODEL,
+    "mlp_pairs": MODEL,
+    "expert": EXPERT,
     "router": None,
     "latent": None,
     "embed": None,
+    "sum": None,
     "head": None,
     "fused": None,  # a division would separate the parts of fused products
     "layer": None,
@@ -29,22 +35,21 @@ def partition(
     shape: tuple[int, ...],
     logical_axes: tuple[str, ...],
     mesh: Mesh,
-    rules: Mapping[str, str | None] = TENSOR_PARALLEL,
+    rules: Mapping[str, str | None] = RULES,
 ) -> NamedSharding:
     """Returns the sharding of one parameter on a mesh, given the logical axis of each of its dimensions.
 
-    `rules` name the mesh axis of each logical axis; None replicates.
+    `rules` name the mesh axis of each logical axis; None replicates, and so does an axis that the mesh lacks.
 
     Raises:
-        ConfigError: a rule is missing, names an axis the mesh lacks, or does not divide a dimension.
+        ConfigError: a rule is missing, or does not divide a dimension.
     """
     axes = []
     for size, logical in zip(shape, logical_axes, strict=True):
         if logical not in rules:
             raise ConfigError(f"{name}: no rule for the logical axis {logical!r}")
         axis = rules[logical]
-        if axis is not None and axis not in mesh.shape:
-            raise ConfigError(f"{name}: {logical} goes to {axis!r}, the mesh has {', '.join(mesh.shape)}")
+        axis = axis if axis in mesh.shape else None
         if axis is not None and size % mesh.shape[axis]:
             raise ConfigError(f"{name}: {logical} has {size}, which {mesh.shape[axis]} devices do not divide")
         axes.append(axis)

@@ -12,13 +12,13 @@ import numpy as np
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidFormatError
-from ferrum_jax.models.layout import Recipe, checkpoint_leaves, recipes
-from ferrum_jax.models.quantisation import Format, Formats
+from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, recipes
+from ferrum_jax.models.placement import ModelPlacement
+from ferrum_jax.models.quantisation import Format, Formats, formats_of, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
-from ferrum_jax.sharding.devices import JaxDevice
 
 LISTED = 8  # problems named in one error; the rest are counted
 PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit the cache
@@ -40,13 +40,13 @@ def assemble(
     *,
     layout: str,
     dtype: str,
-    device: JaxDevice,
+    placed: ModelPlacement,
     ignorable: Callable[[str], bool],
     formats: Formats = MappingProxyType({}),
     read_native: Callable[[str], QuantisedWeight[np.ndarray]] | None = None,
     progress: bool = False,
 ) -> ParamTree:
-    """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on `device`.
+    """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on its devices.
 
     The weights named in `formats` are quantised on the host, out of the checkpoint's numbers, or read by `read_native`;
     parameters with a dtype of their own have that. Tensors that no parameter needs may be left unread if `ignorable`.
@@ -72,28 +72,60 @@ def assemble(
             return read_one(name, form, own)
         return stack_in_turn((read_one(part, form, own) for part in apart[name]), len(apart[name]))
 
+    plain = quantised_specs(family(cfg).param_specs(cfg), formats)
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
     names = Track("reading weights")(made) if progress else made
-    leaves = {name: jax.device_put(made[name].make(read, np.concatenate, np.stack), device) for name in names}
+    own, laid = leaves_of(plain), leaves_of(layout_specs(plain, cfg, layout))
+    leaves = {name: put_recipe(made[name], read, placed, own, laid[name]) for name in names}
     return from_names(tree, leaves)
 
 
-def lay_out_on_host(params: ParamTree, cfg: ModelConfig, layout: str, device: JaxDevice) -> ParamTree:
-    """Lays out parameters that lie on the host and puts them on `device`; nothing is compiled for it.
+def put_recipe(
+    recipe: Recipe, read: Callable[[str], Any], placed: ModelPlacement, own: Mapping[str, Any], laid: Any
+) -> Any:
+    """Makes one leaf of a layout on its devices, out of the checkpoint's leaves that `read` returns.
 
-    Each leaf is freed as soon as it is laid out, if nobody else holds `params`.
+    `own` are the specs of those, by name, and `laid` that of the leaf.
+    """
+    if placed.division is None:
+        return jax.device_put(recipe.make(read, np.concatenate, np.stack), placed.placement.first)
+    found = {name: read(name) for names in recipe.layers for name in names}
+
+    def make(part: Callable[[Any, Any], Any]) -> Any:
+        return recipe.make(lambda name: part(found[name], own[name]), np.concatenate, np.stack)
+
+    return placed.put(make, laid)
+
+
+def lay_out_on_host(
+    params: ParamTree, cfg: ModelConfig, layout: str, placed: ModelPlacement, specs: ParamTree
+) -> ParamTree:
+    """Lays out parameters that lie on the host and puts them on their devices; nothing is compiled for it.
+
+    Each leaf is freed as soon as it is laid out, if nobody else holds `params`. `specs` are those of the layout.
     """
     leaves = checkpoint_leaves(params, cfg)
+    own = leaves_of(quantised_specs(family(cfg).param_specs(cfg), formats_of(leaves)))
     del params
 
     def take(name: str) -> Any:
         return jax.tree.map(np.asarray, leaves.pop(name))
 
-    def put(recipe: Recipe) -> Any:
-        return jax.device_put(recipe.make(take, np.concatenate, np.stack), device)
+    laid = leaves_of(specs)
+    return map_leaves(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name]), recipes(cfg, layout))
 
-    return jax.tree.map(put, recipes(cfg, layout))
+
+def leaves_of(specs: ParamTree) -> dict[str, Any]:
+    """Maps names to specs, those of a quantised weight together."""
+    kinds = (ParamSpec, QuantisedWeight)
+    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, kinds))[0]
+    return {name_of(path): leaf for path, leaf in paths}
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: ParamTree) -> ParamTree:
+    """Applies a function to the name and the value of every leaf."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name_of(path), leaf), tree)
 
 
 def check_tensors(

@@ -18,6 +18,7 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import family, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.sharding.devices import find_device
+from ferrum_jax.sharding.mesh import on_one, place_on_mesh
 from tests.executor.conftest import CFG
 
 CACHE = CacheSpec(num_layers=2, num_blocks=6, block_size=8, num_kv_heads=2, head_dim=10, dtype="float32")
@@ -25,7 +26,13 @@ PARAMS = specs.initialise(family(CFG).param_specs(CFG), jax.random.key(0), "floa
 
 
 def _facts(**changes: Any) -> Facts:
-    given: dict[str, Any] = {"cfg": CFG, "params": PARAMS, "cache": CACHE, "loras": None, "device": find_device("cpu")}
+    given: dict[str, Any] = {
+        "cfg": CFG,
+        "params": PARAMS,
+        "cache": CACHE,
+        "loras": None,
+        "placement": on_one(find_device("cpu")),
+    }
     return describe_program(**(given | changes))
 
 
@@ -57,7 +64,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "KV's layout": {"cache": replace(CACHE, layout="positions")},
     "backend of attention": {"cache": replace(CACHE, attention="triton")},
     "adapters": {"loras": LoraSpec(max_loras=1, max_rank=2)},
-    "device": {"device": OtherDevice()},
+    "device": {"placement": on_one(OtherDevice())},
+    "mesh": {"placement": place_on_mesh({"model": 2}, find_device("cpu"))[0]},
 }
 
 

@@ -225,6 +225,8 @@ def test_the_programs_serialise_after_they_have_run(
     rows = np.array([[0, 3], [0, 4]] if isinstance(key, SampleKey) else [[0, 3, 2, 1, 1]], np.int32)
     _, before = program(configured(programs, settings), *jax.device_put((logits_of(0, 2), rows)))
     payload, in_tree, out_tree = serialize_executable.serialize(program)
-    loaded = serialize_executable.deserialize_and_load(payload, in_tree, out_tree)
+    loaded = serialize_executable.deserialize_and_load(
+        payload, in_tree, out_tree, execution_devices=jax.local_devices()[:1]
+    )
     _, after = loaded(configured(programs, settings), *jax.device_put((logits_of(0, 2), rows)))
     np.testing.assert_array_equal(after.packed, before.packed)

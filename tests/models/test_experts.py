@@ -70,7 +70,9 @@ def test_a_step_serialises_after_it_has_run():
         return np.asarray(program(leaves, state.empty(spec), np.zeros(slots, np.int32), buffer)[0].logits)
 
     before = logits(program)
-    loaded = serialize_executable.deserialize_and_load(*serialize_executable.serialize(program))
+    loaded = serialize_executable.deserialize_and_load(
+        *serialize_executable.serialize(program), execution_devices=jax.local_devices()[:1]
+    )
     np.testing.assert_array_equal(logits(loaded), before)
     assert np.isfinite(before).all()
 

@@ -261,13 +261,13 @@ def test_the_specs_of_a_quantised_tree_are_its_shapes(dtype: str):
 def test_scales_lie_where_their_channels_do(group_size: int | None):
     cfg = tiny.model_config("llama31")
     formats = quantisation.choose_formats(cfg, "int8", group_size=group_size)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",), axis_types=(AxisType.Auto,))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",), axis_types=(AxisType.Auto,))
     placed = specs.shardings(quantisation.quantised_specs(family(cfg).param_specs(cfg), formats), mesh)
     block = placed["model"]["layers"][0]["self_attn"]
-    assert block["q_proj"]["weight"].values.spec == PartitionSpec("tensor", None)
-    assert block["q_proj"]["weight"].scales.spec == PartitionSpec("tensor", None)
-    assert block["o_proj"]["weight"].values.spec == PartitionSpec(None, "tensor")
-    assert block["o_proj"]["weight"].scales.spec == PartitionSpec(None, "tensor" if group_size else None)
+    assert block["q_proj"]["weight"].values.spec == PartitionSpec("model", None)
+    assert block["q_proj"]["weight"].scales.spec == PartitionSpec("model", None)
+    assert block["o_proj"]["weight"].values.spec == PartitionSpec(None, "model")
+    assert block["o_proj"]["weight"].scales.spec == PartitionSpec(None, "model" if group_size else None)
 
 
 @pytest.mark.slow

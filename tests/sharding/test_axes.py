@@ -8,22 +8,22 @@ from jax.sharding import Mesh, PartitionSpec
 from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.models import family
 from ferrum_jax.models.specs import named_leaves, shardings
-from ferrum_jax.sharding.axes import TENSOR_PARALLEL, partition
+from ferrum_jax.sharding.axes import RULES, partition
 from tests import tiny
 
 # One device at every place: enough to say where things would lie.
-MESH = Mesh(np.full((2, 3), jax.devices("cpu")[0]), ("data", "tensor"))
-PAIR = Mesh(np.full(2, jax.devices("cpu")[0]), ("tensor",))
+MESH = Mesh(np.full((2, 3), jax.devices("cpu")[0]), ("data", "model"))
+PAIR = Mesh(np.full(2, jax.devices("cpu")[0]), ("model",))
 
 
 def partitioned(shape: tuple[int, ...], axes: tuple[str, ...], **rules: str | None) -> PartitionSpec:
-    return partition("w", shape, axes, MESH, {**TENSOR_PARALLEL, **rules}).spec
+    return partition("w", shape, axes, MESH, {**RULES, **rules}).spec
 
 
 def test_each_dimension_goes_where_its_rule_says():
-    assert partitioned((12, 7), ("mlp", "embed")) == PartitionSpec("tensor", None)
-    assert partitioned((7, 12), ("embed", "heads")) == PartitionSpec(None, "tensor")
-    assert partitioned((8, 12), ("embed", "heads"), embed="data") == PartitionSpec("data", "tensor")
+    assert partitioned((12, 7), ("mlp", "embed")) == PartitionSpec("model", None)
+    assert partitioned((7, 12), ("embed", "heads")) == PartitionSpec(None, "model")
+    assert partitioned((8, 12), ("embed", "heads"), embed="data") == PartitionSpec("data", "model")
     assert partitioned((8,), ("embed",)) == PartitionSpec(None)
 
 
@@ -32,15 +32,18 @@ def test_what_cannot_be_partitioned_is_refused_by_name():
         partitioned((10, 7), ("heads", "embed"))
     with pytest.raises(ConfigError, match="w: no rule for the logical axis 'depth'"):
         partitioned((10,), ("depth",))
-    with pytest.raises(ConfigError, match="w: embed goes to 'model', the mesh has data, tensor"):
-        partitioned((10,), ("embed",), embed="model")
+
+
+def test_an_axis_that_the_mesh_lacks_divides_nothing():
+    assert partitioned((10, 7), ("expert", "embed")) == PartitionSpec(None, None)
+    assert partitioned((10,), ("embed",), embed="elsewhere") == PartitionSpec(None)
 
 
 def test_every_parameter_of_a_model_has_a_place():
     specs = family(tiny.model_config("qwen3")).param_specs(tiny.model_config("qwen3"))
-    placed = named_leaves(shardings(specs, PAIR, {**TENSOR_PARALLEL, "vocab": None}))
+    placed = named_leaves(shardings(specs, PAIR, {**RULES, "vocab": None}))
     assert set(placed) == set(named_leaves(specs))
-    assert placed["model.layers.0.self_attn.q_proj.weight"].spec == PartitionSpec("tensor", None)
-    assert placed["model.layers.0.self_attn.o_proj.weight"].spec == PartitionSpec(None, "tensor")
-    assert placed["model.layers.0.mlp.down_proj.weight"].spec == PartitionSpec(None, "tensor")
+    assert placed["model.layers.0.self_attn.q_proj.weight"].spec == PartitionSpec("model", None)
+    assert placed["model.layers.0.self_attn.o_proj.weight"].spec == PartitionSpec(None, "model")
+    assert placed["model.layers.0.mlp.down_proj.weight"].spec == PartitionSpec(None, "model")
     assert placed["model.norm.weight"].spec == PartitionSpec(None)

@@ -142,7 +142,7 @@ def widen(weight: QuantisedWeight, x: jax.Array) -> jax.Array:
 def expert_product(x: jax.Array, ids: jax.Array, stack: jax.Array | QuantisedWeight) -> jax.Array:
     """Multiplies row i of x `[A, K]` by the weight `ids[i]` of a stack `[E, N, K]`: float32 `[A, N]`.
 
-    Only the weights that some row needs are read, each once.
+    Rows of ids that are not in the stack are zeros. Only the weights that some row needs are read, each once.
     """
     found = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), jnp.float32)
     return jax.ffi.ffi_call("ferrum_experts", found)(x, ids, *jax.tree.leaves(stack))

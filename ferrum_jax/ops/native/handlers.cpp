@@ -157,7 +157,8 @@ ffi::Error run_widen(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::RemainingArgs pa
   return ffi::Error::Success();
 }
 
-// Row i of x with the weight of its own expert: x [A, K], ids [A], weights [E, N, K].
+// Row i of x with the weight of its own expert: x [A, K], ids [A], weights [E, N, K]. An expert that is not in the stack
+// is another device's: its rows are zeros.
 ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Integers ids, ffi::RemainingArgs parts, FloatResult y) {
   Linear stack{};
   int64_t experts;
@@ -171,7 +172,10 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Integers ids, ffi::Remain
   for (int64_t row = 0; row < rows; row++) {  // rows of one expert together
     if (is_placed[row]) continue;
     const int32_t expert = ids.typed_data()[row];
-    if (expert < 0 || expert >= experts) return ffi::Error::InvalidArgument("there is no such expert");
+    if (expert < 0 || expert >= experts) {
+      std::fill_n(y->typed_data() + row * stack.outputs, stack.outputs, 0.0f);
+      continue;
+    }
     of[used] = expert;
     starts[used++] = placed;
     for (int64_t other = row; other < rows; other++)

@@ -1,0 +1,391 @@
+"""How a model is divided over the devices of a mesh: which part of every parameter each of them holds.
+
+Heads, feed-forward blocks and the vocabulary are divided over the axes `expert` and `model` together; experts by
+number over `expert`, and each of them over `model`. What a size leaves over is padded with zeros, which change no
+number. Where there are fewer key/value heads than devices, several devices have a copy of the same one and share its
+query heads.
+
+A leaf on the mesh is the devices' parts one after another. Products that a layout joins are joined within each part,
+so that a device finds its own queries, keys and values side by side. Everything here follows from a leaf's
+`ParamSpec`; the functions that take arrays take NumPy's and JAX's, and the latter may be traced.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
+from ferrum_jax.ops.shards import Shards
+from ferrum_jax.sharding.mesh import EXPERT, MODEL
+
+PADDING = -1  # where a run has no numbers of the model: they are zeros
+Run = tuple[int, int]  # first index, or PADDING, and how many
+Runs = tuple[Run, ...]
+Leaf = Any  # an array, or a QuantisedWeight of arrays
+Spec = ParamSpec | QuantisedWeight[ParamSpec]
+_UNITS = {"mlp": 1, "mlp_pairs": 2, "vocab": 1}  # rows of these logical axes that belong together
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one dimension is divided: the runs of each device, in the order of the mesh axes, the outer one first."""
+
+    axes: tuple[str, ...]
+    parts: tuple[Runs, ...]
+
+    @property
+    def whole(self) -> Runs:
+        """The runs of the dimension as it lies on the mesh."""
+        return _merged([run for part in self.parts for run in part])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """A model on `expert * model` devices. Made by `divide`."""
+
+    cfg: ModelConfig
+    local: ModelConfig  # the same, with the heads of one device
+    expert: int
+    model: int
+    query_heads: tuple[Runs, ...]  # of each device, in heads
+    key_heads: tuple[Runs, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that share the model."""
+        return self.expert * self.model
+
+    @property
+    def shards(self) -> Shards:
+        """What the forward needs to know."""
+        return Shards(
+            axes=(EXPERT, MODEL),
+            expert_axis=EXPERT if self.expert > 1 else None,
+            num_query_heads=self.cfg.num_attention_heads,
+            num_key_heads=sum(count for runs in self.key_heads for start, count in runs if start != PADDING),
+        )
+
+
+def divide(cfg: ModelConfig, *, expert: int = 1, model: int = 1) -> Division:
+    """Divides a model over the axes of a mesh.
+
+    Raises:
+        ConfigError: there are more devices than attention heads or experts, or experts where the model has none.
+    """
+    devices, heads, keys = expert * model, cfg.num_attention_heads, cfg.num_key_value_heads
+    if devices > heads:
+        raise ConfigError(
+            f"the mesh axes expert and model have {expert} * {model} = {devices} devices, this {cfg.model_type} has "
+            f"{heads} attention heads: at most {heads} devices can share it"
+        )
+    most = 1 if cfg.experts is None else cfg.experts.num_experts
+    if expert > most:
+        raise ConfigError(f"the mesh axis expert has {expert} devices, this {cfg.model_type} has {most} experts")
+    group = heads // keys  # query heads that share a key head
+    if devices <= keys:
+        own_keys, own_group = -(-keys // devices), group
+        key_heads = tuple(_chunk(keys, own_keys, at) for at in range(devices))
+        query_heads = tuple(_chunk(heads, own_keys * group, at) for at in range(devices))
+    else:
+        copies = devices // keys
+        own_keys, own_group = 1, -(-group // copies)
+        pairs = [_heads_of(at, keys, copies, group, own_group) for at in range(devices)]
+        key_heads, query_heads = tuple(key for key, _ in pairs), tuple(query for _, query in pairs)
+    local = replace(cfg, num_attention_heads=own_keys * own_group, num_key_value_heads=own_keys)
+    return Division(cfg=cfg, local=local, expert=expert, model=model, query_heads=query_heads, key_heads=key_heads)
+
+
+def _heads_of(device: int, keys: int, copies: int, group: int, own_group: int) -> tuple[Runs, Runs]:
+    """The key head and the query heads of a device where key heads have copies."""
+    key, share = divmod(device, copies)
+    queries = _chunk(group, own_group, share)
+    if key >= keys or queries[0][0] == PADDING:
+        return ((PADDING, 1),), ((PADDING, own_group),)
+    return ((key, 1),), tuple((start if start == PADDING else start + key * group, count) for start, count in queries)
+
+
+def _chunk(size: int, length: int, at: int) -> Runs:
+    """Chunk number `at` of so many of 0 to size - 1, padded at the end."""
+    count = min(max(size - at * length, 0), length)
+    runs = [(at * length, count)] if count else []
+    return tuple(runs + ([(PADDING, length - count)] if count < length else []))
+
+
+def cuts(spec: ParamSpec, division: Division) -> tuple[Cut | None, ...]:
+    """How each dimension of a leaf is divided; None where every device has all of it."""
+    axes = (MODEL,) if EXPERT in spec.axes else (EXPERT, MODEL)
+
+    def cut(logical: str, size: int) -> Cut | None:
+        if logical == "fused":
+            parts = [cut(*part) for part in spec.parts]
+            starts = accumulate((part_size for _, part_size in spec.parts), initial=0)
+            moved = [_moved(one, start) for one, start in zip(parts, starts, strict=False)]
+            return Cut(axes, tuple(_merged([run for one in moved for run in one[at]]) for at in range(len(moved[0]))))
+        if logical == EXPERT:
+            return Cut((EXPERT,), tuple(_chunk(size, -(-size // division.expert), at) for at in range(division.expert)))
+        count = math.prod(getattr(division, name) for name in axes)
+        if logical == "sum":  # one device holds it, the others zeros
+            return Cut(axes, (((0, size),), *(((PADDING, size),) for _ in range(count - 1))))
+        if logical in ("heads", "kv_heads"):
+            of_devices, total = (
+                (division.query_heads, division.cfg.num_attention_heads)
+                if logical == "heads"
+                else (division.key_heads, division.cfg.num_key_value_heads)
+            )
+            return Cut(axes, tuple(_scaled(runs, size // total) for runs in of_devices))
+        if (unit := _UNITS.get(logical)) is not None:
+            length = -(-(size // unit) // count)
+            return Cut(axes, tuple(_scaled(_chunk(size // unit, length, at), unit) for at in range(count)))
+        return None
+
+    return tuple(cut(logical, size) for logical, size in zip(spec.axes, spec.shape, strict=True))
+
+
+def _moved(cut: Cut | None, start: int) -> list[Runs]:
+    assert cut is not None
+    return [tuple((at if at == PADDING else at + start, count) for at, count in runs) for runs in cut.parts]
+
+
+def _scaled(runs: Runs, unit: int) -> Runs:
+    return tuple((start if start == PADDING else start * unit, count * unit) for start, count in runs)
+
+
+def _merged(runs: Sequence[Run]) -> Runs:
+    """Joins runs that go on where the one before them ends."""
+    found: list[Run] = []
+    for start, count in runs:
+        before, length = found[-1] if found else (0, 0)
+        if found and (start == PADDING) == (before == PADDING) and (start in (PADDING, before + length)):
+            found[-1] = before, length + count
+        elif count:
+            found.append((start, count))
+    return tuple(found)
+
+
+def _length(runs: Runs) -> int:
+    return sum(count for _, count in runs)
+
+
+def take(array: Any, dim: int, runs: Runs) -> Any:
+    """Takes runs of one dimension, one after another, zeros where they are padding; all of it without a copy."""
+    if runs == ((0, array.shape[dim]),):
+        return array
+    xp, pieces = array.__array_namespace__(), []
+    for start, count in runs:
+        if start == PADDING:
+            pieces.append(xp.zeros((*array.shape[:dim], count, *array.shape[dim + 1 :]), array.dtype))
+        else:
+            pieces.append(array[(slice(None),) * dim + (slice(start, start + count),)])
+    return pieces[0] if len(pieces) == 1 else xp.concatenate(pieces, dim)
+
+
+# A quantised weight's columns are divided in whole groups, which have one scale each. Where the devices' columns do not
+# end with groups, groups are divided first: the same numbers with more scales.
+
+
+def group_size(columns: int, groups: int, cut: Cut | None, *, packed: bool) -> int:
+    """Columns of a group of scales on the mesh.
+
+    Raises:
+        UnsupportedError: columns that share a byte would have to be on different devices.
+    """
+    size = columns // groups
+    if cut is None or (groups == 1 and not packed):
+        return size
+    edges = [number for part in cut.parts for start, count in part for number in (max(start, 0), count)]
+    found = math.gcd(size, *edges)
+    if packed and found % 2:
+        raise UnsupportedError(
+            f"weights of four bits in groups of {size} columns cannot be divided: a device's share of {columns} "
+            f"columns is {_length(cut.parts[0])}, which must be even; quantize='none' dequantises them"
+        )
+    return found
+
+
+def regroup(weight: QuantisedWeight[Any], size: int) -> QuantisedWeight[Any]:
+    """Divides a quantised weight's groups into groups of `size` columns: the same numbers, with more scales."""
+    assert weight.scales is not None
+    before = weight.shape[-1] // weight.scales.shape[-1]
+    if before == size:
+        return weight
+    xp, times = weight.values.__array_namespace__(), before // size
+    values = weight.values
+    if is_packed(weight):
+        low, high = values & np.uint8(15), values >> np.uint8(4)
+        halves = (half.reshape(*weight.scales.shape, -1) for half in (low, high))
+        wide = xp.concatenate(tuple(halves), -1).reshape(*values.shape[:-1], -1, 2, size // 2)
+        values = (wide[..., 0, :] | wide[..., 1, :] << np.uint8(4)).reshape(values.shape)
+    scales, offsets = (
+        None if leaf is None else xp.repeat(leaf, times, axis=-1) for leaf in (weight.scales, weight.offsets)
+    )
+    return QuantisedWeight(values=values, scales=scales, offsets=offsets)
+
+
+def _take_columns(weight: QuantisedWeight[Any], cut: Cut, runs: Runs) -> QuantisedWeight[Any]:
+    last = weight.values.ndim - 1
+    if weight.scales is None:
+        return QuantisedWeight(values=take(weight.values, last, runs))
+    packed, columns, groups = is_packed(weight), weight.shape[-1], weight.scales.shape[-1]
+    if groups == 1 and not packed:
+        return replace(weight, values=take(weight.values, last, runs))
+    size = group_size(columns, groups, cut, packed=packed)
+    weight = regroup(weight, size)
+    of_groups = tuple((start if start == PADDING else start // size, count // size) for start, count in runs)
+    bytes_of = _scaled(of_groups, size // 2 if packed else size)
+    scales, offsets = (
+        None if leaf is None else take(leaf, last, of_groups) for leaf in (weight.scales, weight.offsets)
+    )
+    return QuantisedWeight(values=take(weight.values, last, bytes_of), scales=scales, offsets=offsets)
+
+
+def _weight_spec(spec: QuantisedWeight[ParamSpec]) -> ParamSpec:
+    """Spec of the weight itself, whatever it is packed in."""
+    return replace(spec.values, shape=(*spec.values.shape[:-1], spec.values.shape[-1] * _packing(spec)))
+
+
+def _packing(spec: QuantisedWeight[ParamSpec]) -> int:
+    return 2 if spec.values.dtype == "uint8" else 1
+
+
+def _taken(leaf: Leaf, spec: Spec, division: Division, runs_of: Mapping[str, int] | None) -> Leaf:
+    """Takes one device's part of a leaf, at these coordinates of the mesh, or the leaf as it lies on the mesh."""
+
+    def runs(cut: Cut) -> Runs:
+        if runs_of is None:
+            return cut.whole
+        at = 0
+        for axis in cut.axes:
+            at = at * getattr(division, axis) + runs_of[axis]
+        return cut.parts[at]
+
+    if isinstance(spec, QuantisedWeight):
+        *rows, columns = cuts(_weight_spec(spec), division)
+        for dim, cut in enumerate(rows):
+            if cut is not None:
+                leaf = jax.tree.map(lambda part, dim=dim, found=runs(cut): take(part, dim, found), leaf)
+        return leaf if columns is None else _take_columns(leaf, columns, runs(columns))
+    for dim, cut in enumerate(cuts(spec, division)):
+        if cut is not None:
+            leaf = take(leaf, dim, runs(cut))
+    return leaf
+
+
+def part_of(leaf: Leaf, spec: Spec, division: Division, coordinates: Mapping[str, int]) -> Leaf:
+    """Returns the part of a checkpoint's leaf that a device at these coordinates of the mesh holds."""
+    return _taken(leaf, spec, division, coordinates)
+
+
+def on_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
+    """Returns a checkpoint's leaf as it lies on the mesh: the devices' parts one after another."""
+    return _taken(leaf, spec, division, None)
+
+
+def from_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
+    """Undoes `on_mesh`; a quantised weight may have more scales than before, which give the same numbers."""
+    if isinstance(spec, QuantisedWeight):
+        weight = _weight_spec(spec)
+        *rows, columns = cuts(weight, division)
+        for dim, cut in enumerate(rows):
+            if cut is not None:
+                back = inverse(cut, weight.shape[dim])
+                leaf = jax.tree.map(lambda part, dim=dim, back=back: take(part, dim, back), leaf)
+        if columns is None:
+            return leaf
+        back = inverse(columns, weight.shape[-1])
+        return _take_columns(leaf, Cut(columns.axes, (back,)), back)
+    for dim, cut in enumerate(cuts(spec, division)):
+        if cut is not None:
+            leaf = take(leaf, dim, inverse(cut, spec.shape[dim]))
+    return leaf
+
+
+def inverse(cut: Cut, size: int) -> Runs:
+    """Returns where each number of the model lies on the mesh, the first copy of it."""
+    placed, at = [], 0
+    for start, count in cut.whole:
+        if start != PADDING:
+            placed.append((start, at, count))
+        at += count
+    found, done = [], 0
+    for start, where, count in sorted(placed):
+        skipped = done - start
+        if skipped < count:
+            found.append((where + skipped, count - skipped))
+            done = start + count
+    assert done == size
+    return _merged(found)
+
+
+def is_plain(spec: Spec, division: Division) -> bool:
+    """Whether a leaf on the mesh is the checkpoint's own, neither padded nor copied nor in another order."""
+    weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
+    return all(
+        cut is None or cut.whole == ((0, size),) for cut, size in zip(cuts(weight, division), weight.shape, strict=True)
+    )
+
+
+def specs_on_mesh(specs: ParamTree, division: Division) -> ParamTree:
+    """Specs of the leaves as they lie on the mesh."""
+    return jax.tree.map(lambda spec: _spec_on_mesh(spec, division), specs, is_leaf=_is_spec)
+
+
+def _spec_on_mesh(spec: Spec, division: Division) -> Spec:
+    weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
+    found = cuts(weight, division)
+    shape = tuple(size if cut is None else _length(cut.whole) for size, cut in zip(weight.shape, found, strict=True))
+    if not isinstance(spec, QuantisedWeight):
+        return replace(spec, shape=shape)
+    values = replace(spec.values, shape=(*shape[:-1], shape[-1] // _packing(spec)))
+    if spec.scales is None:
+        return QuantisedWeight(values=values)
+    columns, groups = weight.shape[-1], spec.scales.shape[-1]
+    if found[-1] is None or (groups == 1 and _packing(spec) == 1):
+        num_groups = groups
+    else:
+        num_groups = shape[-1] // group_size(columns, groups, found[-1], packed=_packing(spec) == 2)
+    scales = replace(spec.scales, shape=(*shape[:-1], num_groups))
+    offsets = None if spec.offsets is None else replace(spec.offsets, shape=scales.shape)
+    return QuantisedWeight(values=values, scales=scales, offsets=offsets)
+
+
+def specs_of_one(specs: ParamTree, division: Division) -> ParamTree:
+    """Specs of the parts that one device holds."""
+
+    def part(spec: ParamSpec, axes: PartitionSpec) -> ParamSpec:
+        each = ((names,) if isinstance(names, str) else names or () for names in axes)
+        counts = [math.prod(getattr(division, name) for name in names) for names in each]
+        return replace(spec, shape=tuple(size // count for size, count in zip(spec.shape, counts, strict=True)))
+
+    there, divided = specs_on_mesh(specs, division), partitions(specs, division)
+    return jax.tree.map(part, there, divided, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def partitions(specs: ParamTree, division: Division) -> ParamTree:
+    """The `PartitionSpec` of every array, in a tree like the parameters."""
+
+    def of(spec: Spec) -> Any:
+        weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
+        axes = [None if cut is None else cut.axes for cut in cuts(weight, division)]
+        values = PartitionSpec(*axes)
+        if not isinstance(spec, QuantisedWeight):
+            return values
+        if spec.scales is None:
+            return QuantisedWeight(values=values)
+        one_scale = spec.scales.shape[-1] == 1 and _packing(spec) == 1
+        scales = PartitionSpec(*axes[:-1], None) if one_scale else values
+        return QuantisedWeight(values=values, scales=scales, offsets=None if spec.offsets is None else scales)
+
+    return jax.tree.map(of, specs, is_leaf=_is_spec)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, (ParamSpec, QuantisedWeight))

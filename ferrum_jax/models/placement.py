@@ -1,0 +1,161 @@
+"""A model's parameters on its devices: host arrays to device arrays, and trees of arrays from one form to the other."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.models import division as divided
+from ferrum_jax.models.division import Division, Leaf, Spec
+from ferrum_jax.models.specs import ParamSpec, ParamTree, num_bytes, shapes
+from ferrum_jax.ops.quantised import QuantisedWeight
+from ferrum_jax.sharding.mesh import Placement, on_one
+
+
+@dataclass(frozen=True, eq=False)
+class ModelPlacement:
+    """The devices of one model, and how it is divided over them."""
+
+    placement: Placement
+    division: Division | None = None  # None: it is whole, on one device
+
+    @classmethod
+    def of(cls, cfg: ModelConfig, placement: Placement) -> "ModelPlacement":
+        """Divides a model over the devices of a placement; raises ConfigError where they are too many."""
+        if placement.mesh is None:
+            return cls(placement)
+        return cls(placement, divided.divide(cfg, **placement.sizes))
+
+    @classmethod
+    def on_one(cls, device: Any) -> "ModelPlacement":
+        """Places a model on one device."""
+        return cls(on_one(device))
+
+    def specs(self, specs: ParamTree) -> ParamTree:
+        """Specs of the arrays as they lie on the devices."""
+        return specs if self.division is None else divided.specs_on_mesh(specs, self.division)
+
+    def shapes(self, specs: ParamTree, dtype: str) -> ParamTree:
+        """Shapes, dtypes and shardings of the arrays on the devices, for lowering."""
+        found, placed = shapes(self.specs(specs), dtype), self.shardings(specs)
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), found, placed
+        )
+
+    def num_bytes(self, specs: ParamTree, dtype: str) -> int:
+        """Bytes of the parameters on each device; `specs` are the undivided ones."""
+        return num_bytes(specs if self.division is None else divided.specs_of_one(specs, self.division), dtype)
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that is free on the fullest device."""
+        return self.placement.free_bytes()
+
+    def shardings(self, specs: ParamTree) -> ParamTree:
+        """The sharding of every array, in a tree like the parameters; `specs` are the undivided ones."""
+        if self.division is None:
+            whole = self.placement.sharding()
+            return jax.tree.map(lambda _: whole, specs, is_leaf=_is_param_spec)
+        return jax.tree.map(self.placement.sharding, divided.partitions(specs, self.division))
+
+    def put(self, get: Callable[[Callable[[Leaf, Spec], Leaf]], Leaf], spec: Spec) -> Leaf:
+        """Puts one leaf on its devices.
+
+        Args:
+            get: makes the leaf of NumPy arrays, given a function that takes a device's part of each array it is made
+                of; called once for each device of this process.
+            spec: the leaf's, undivided.
+        """
+        if self.division is None:
+            return jax.device_put(get(lambda leaf, _: leaf), self.placement.first)
+        found, division = [], self.division
+        for device, coordinates in self.local_devices():
+            part = get(lambda leaf, own, at=coordinates: divided.part_of(leaf, own, division, at))
+            found.append(jax.device_put(part, device))
+        shapes = jax.tree.map(lambda own: own.shape, self.specs({"": spec}), is_leaf=_is_param_spec)[""]
+        return jax.tree.map(
+            lambda sharding, shape, *parts: jax.make_array_from_single_device_arrays(shape, sharding, list(parts)),
+            self.shardings({"": spec})[""],
+            shapes,
+            *found,
+        )
+
+    def put_tree(self, tree: ParamTree, specs: ParamTree) -> ParamTree:
+        """Puts a tree of NumPy arrays on the devices."""
+        if self.division is None:
+            return jax.device_put(tree, self.placement.first)
+        return jax.tree.map(
+            lambda spec, leaf: self.put(lambda part: part(leaf, spec), spec), specs, tree, is_leaf=_is_spec
+        )
+
+    def local_devices(self) -> list[tuple[Any, Mapping[str, int]]]:
+        """This process's devices of the mesh, with their coordinates."""
+        mesh = self.placement.mesh
+        assert mesh is not None
+        process = jax.process_index()
+        return [
+            (device, dict(zip(mesh.axis_names, at, strict=True)))
+            for at, device in _enumerated(mesh.devices)
+            if device.process_index == process
+        ]
+
+    def without_padding(self, array: Any, axis: int, logical: str) -> Any:
+        """Leaves out the heads along an axis that devices have padded or copied, and brings them in the model's order.
+
+        `logical` is `heads` or `kv_heads`.
+        """
+        if self.division is None:
+            return array
+        cfg = self.division.cfg
+        size = cfg.num_attention_heads if logical == "heads" else cfg.num_key_value_heads
+        (cut,) = divided.cuts(ParamSpec((size,), (logical,)), self.division)
+        assert cut is not None
+        return divided.take(array, axis, divided.inverse(cut, size))
+
+    def divide(self, params: ParamTree, specs: ParamTree) -> ParamTree:
+        """Brings arrays in the checkpoint's form onto the devices, divided; those that are there already are shared."""
+        if self.division is None:
+            return params
+        return self._converted(params, specs, divided.on_mesh, self.shardings(specs))
+
+    def join(self, params: ParamTree, specs: ParamTree) -> ParamTree:
+        """Undoes `divide`: arrays in the checkpoint's form, spread over the devices as far as their sizes allow.
+
+        Leaves that are in that form already are shared, the others are copies.
+        """
+        if self.division is None:
+            return params
+        return self._converted(params, specs, divided.from_mesh, None)
+
+    def _converted(self, params: ParamTree, specs: ParamTree, convert: Any, shardings: ParamTree | None) -> ParamTree:
+        division = self.division
+        assert division is not None
+
+        def one(path: Any, spec: Spec, leaf: Leaf) -> Leaf:
+            own = None if shardings is None else _at(shardings, path)
+            if divided.is_plain(spec, division):
+                return leaf if own is None else jax.device_put(leaf, own)
+            return jax.jit(lambda leaf: convert(leaf, spec, division), out_shardings=own)(leaf)
+
+        return jax.tree_util.tree_map_with_path(one, specs, params, is_leaf=_is_spec)
+
+
+def _at(tree: Any, path: Any) -> Any:
+    for key in path:
+        tree = tree[getattr(key, "key", getattr(key, "idx", None))]
+    return tree
+
+
+def _enumerated(devices: Any) -> list[tuple[tuple[int, ...], Any]]:
+    return [(at, devices[at]) for at in np.ndindex(devices.shape)]
+
+
+def _is_param_spec(leaf: Any) -> bool:
+    return isinstance(leaf, ParamSpec)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, (ParamSpec, QuantisedWeight))

@@ -1,0 +1,146 @@
+"""Meshes of devices, and where one model's arrays lie: on one device, or on the devices of a mesh.
+
+A mesh has up to three axes, of size 1 where they are absent: `data` has replicas of the model, each with a KV of its
+own; `expert` and `model` divide one replica (models/division.py). Devices next to each other on the axis `model`
+should have the quickest connection.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ferrum_jax.contract.errors import ConfigError, DeviceError
+from ferrum_jax.sharding.devices import JaxDevice, free_bytes
+
+DATA, EXPERT, MODEL = AXES = ("data", "expert", "model")
+WHOLE = PartitionSpec()  # every device has all of an array
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The devices of one model, or of one of its replicas."""
+
+    devices: tuple[JaxDevice, ...]
+    mesh: Mesh | None = None  # of the axes `expert` and `model`; None: the model is on one device, undivided
+
+    @property
+    def first(self) -> JaxDevice:
+        """The device that stands for all in what is told of a model."""
+        return self.devices[0]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis; none on one device."""
+        return {} if self.mesh is None else dict(self.mesh.shape)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that divide a model, outermost first; none on one device."""
+        return () if self.mesh is None else tuple(self.mesh.axis_names)
+
+    def sharding(self, spec: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
+        """Where an array lies that is divided so."""
+        if self.mesh is None:
+            return jax.sharding.SingleDeviceSharding(self.first)
+        return NamedSharding(self.mesh, spec)
+
+    def place(self, shapes: Any, specs: Any = WHOLE) -> Any:
+        """Gives a tree of shapes their shardings; `specs` is one `PartitionSpec` or a tree of them."""
+        if isinstance(specs, PartitionSpec):
+            specs = jax.tree.map(lambda _: WHOLE, shapes) if specs == WHOLE else jax.tree.map(lambda _: specs, shapes)
+        return jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.sharding(spec)),
+            shapes,
+            specs,
+        )
+
+    def put(self, tree: Any, specs: Any = WHOLE) -> Any:
+        """Puts host arrays where they belong, as `place` says."""
+        if isinstance(specs, PartitionSpec):
+            return jax.device_put(tree, self.sharding(specs))
+        return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, self.sharding(spec)), tree, specs)
+
+    def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """Returns a function that every device runs on its own parts of the arguments; on one device, `function`.
+
+        The specs are those of the arguments and the results, or of trees of them. What every device has all of, it
+        computes itself: only collectives inside `function` move numbers between devices.
+        """
+        if self.mesh is None:
+            return function
+        spread = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        spread.__name__ = getattr(function, "__name__", "spread")
+        return spread
+
+    def free_bytes(self) -> int:
+        """Memory that is free on the fullest device; devices of a CPU share the machine's."""
+        if self.first.platform == "cpu":
+            return free_bytes(self.first) // len(self.devices)
+        return min(free_bytes(device) for device in self.devices)
+
+
+def on_one(device: JaxDevice) -> Placement:
+    """Places a model on one device."""
+    return Placement((device,))
+
+
+def mesh_sizes(mesh: Mapping[str, int] | Mesh | None) -> dict[str, int]:
+    """Returns the size of every axis of `AXES`.
+
+    Raises:
+        ConfigError: it has an axis of another name, of more than one device.
+    """
+    given = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
+    others = {name: size for name, size in given.items() if name not in AXES and size != 1}
+    if others:
+        raise ConfigError(f"the mesh has the axes {others}, expected {', '.join(AXES[:-1])} or {AXES[-1]}")
+    return {name: given.get(name, 1) for name in AXES}
+
+
+def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> list[Placement]:
+    """Places the replicas of a model on a mesh: its own devices, or as many of the kind of `first` as it needs.
+
+    Raises:
+        ConfigError: an axis has another name.
+        DeviceError: there are fewer devices.
+    """
+    sizes = mesh_sizes(mesh)
+    if isinstance(mesh, Mesh):
+        names = [name for name in AXES if name in mesh.axis_names]
+        order = [mesh.axis_names.index(name) for name in names]
+        rest = [at for at in range(mesh.devices.ndim) if at not in order]
+        devices = mesh.devices.transpose(*order, *rest).reshape(tuple(sizes.values()))
+    else:
+        devices = _devices(sizes, first)
+    replicas = []
+    for block in devices:  # [expert, model]
+        if block.size == 1:
+            replicas.append(on_one(block.item()))
+        else:
+            replicas.append(Placement(tuple(block.ravel()), Mesh(block, (EXPERT, MODEL))))
+    return replicas
+
+
+def _devices(sizes: Mapping[str, int], first: JaxDevice) -> np.ndarray:
+    """Takes the devices of a mesh in their own order, beginning with `first`."""
+    of_kind = jax.devices(first.platform)
+    found = of_kind[of_kind.index(first) :] if first in of_kind else of_kind
+    needed = math.prod(sizes.values())
+    if needed > len(found):
+        asked = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        hint = "; jax_num_cpu_devices says how many a CPU is" if first.platform == "cpu" else ""
+        raise DeviceError(
+            f"the mesh {asked} needs {needed} devices, from {first} on there are {len(found)} of its kind{hint}"
+        )
+    return _array(found[:needed]).reshape(tuple(sizes.values()))
+
+
+def _array(devices: Sequence[Any]) -> np.ndarray:
+    found = np.empty(len(devices), object)
+    found[:] = devices
+    return found
