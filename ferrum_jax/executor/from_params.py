@@ -6,24 +6,34 @@ import jax
 
 from ferrum_jax.compile.artifacts import check_compiler_options
 from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
 from ferrum_jax.executor.weights import check_fits_config
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.placement import ModelPlacement
+from ferrum_jax.models.quantisation import specs_like
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
+from ferrum_jax.sharding.mesh import place_on_mesh
 
 
 def from_params(
-    params: ParamTree, cfg: ModelConfig, *, engine: EngineConfig | None = None, strict: bool = False, **settings: Any
+    params: ParamTree,
+    cfg: ModelConfig,
+    *,
+    mesh: MeshSizes | jax.sharding.Mesh = None,
+    engine: EngineConfig | None = None,
+    strict: bool = False,
+    **settings: Any,
 ) -> ModelRunner:
-    """Serves parameters as they are, without a copy, on the device where they lie.
+    """Serves parameters as they are, without a copy, on the device where they lie; or divided over a mesh.
 
     Args:
-        params: the tree that `load_params` and `models.init_params` give, in any layout.
+        params: the tree that `load_params` and `models.init_params` give, in any layout, wherever it lies.
         cfg: the model's.
+        mesh: as for `load`. What lies on its devices as it is served there is not copied.
         engine: how to run it; what is None in it is chosen for the model and the device.
         strict: after `warmup`, a step that would have to be compiled is an error.
         **settings: fields of `EngineConfig`, which go before those of `engine`. Compiled steps are not kept on disk.
@@ -31,7 +41,7 @@ def from_params(
     Raises:
         InvalidParameterError: a parameter is no array on a device, or they are not this model's.
         ConfigError: settings contradict each other or the parameters.
-        UnsupportedError: the parameters lie on several devices.
+        UnsupportedError: the parameters lie on several devices and there is no mesh.
         ResourceExhaustedError: the KV that was asked for does not fit.
     """
     if not isinstance(cfg, ModelConfig):
@@ -44,10 +54,14 @@ def from_params(
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
         raise InvalidParameterError("a parameter was deleted, as those are that were donated")
     places = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
-    if len(places) != 1:
-        raise UnsupportedError(f"the parameters lie on {len(places)} devices, a runner has one")
-    (device,) = places
-    given = EngineConfig(**settings).over(engine or EngineConfig())
+    own = None if isinstance(mesh, jax.sharding.Mesh) else mesh
+    given = EngineConfig(**settings, mesh=own).over(engine or EngineConfig())
+    asked_mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else given.over_environment().mesh_sizes
+    if len(places) != 1 and not asked_mesh:
+        raise UnsupportedError(
+            f"the parameters lie on {len(places)} devices, a runner has one: give the mesh to serve on"
+        )
+    device = min(places, key=lambda one: one.id)
     try:
         dtype, layout = activation_dtype(params).name, _layout(params, cfg, given.layout)
     except (LookupError, TypeError, AttributeError) as problem:
@@ -65,9 +79,12 @@ def from_params(
     asked = theirs.over(given).over_environment()
     check_compiler_options(asked.compiler_options, device)
     cfg = cfg.reaching(asked.kv_capacity or 0)
-    placed = ModelPlacement.on_one(device)
+    placed = ModelPlacement.of(cfg, place_on_mesh(asked_mesh, device)[0])
+    specs = None if placed.division is None else specs_like(params, cfg)
+    params = params if specs is None else placed.divide(params, specs)
     plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=placed.free_bytes)
-    return ModelRunner(params, cfg, plan, placed=placed, strict=strict, compiler_options=asked.compiler_options)
+    options = asked.compiler_options
+    return ModelRunner(params, cfg, plan, placed=placed, specs=specs, strict=strict, compiler_options=options)
 
 
 def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:

@@ -1,5 +1,6 @@
 """A model's parameters on its devices: host arrays to device arrays, and trees of arrays from one form to the other."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,10 @@ class ModelPlacement:
             own = None if shardings is None else _at(shardings, path)
             if divided.is_plain(spec, division):
                 return leaf if own is None else jax.device_put(leaf, own)
-            return jax.jit(lambda leaf: convert(leaf, spec, division), out_shardings=own)(leaf)
+            there = set(self.placement.devices)
+            if any(part.sharding.device_set != there for part in jax.tree.leaves(leaf)):
+                leaf = jax.device_put(leaf, self.placement.sharding())  # one leaf at a time, whole on each device
+            return jax.jit(functools.partial(convert, spec=spec, division=division), out_shardings=own)(leaf)
 
         return jax.tree_util.tree_map_with_path(one, specs, params, is_leaf=_is_spec)
 

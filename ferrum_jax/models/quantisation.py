@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models import specs
-from ferrum_jax.models.layout import CHECKPOINT, lay_out, layout_of
+from ferrum_jax.models.layout import CHECKPOINT, checkpoint_leaves, lay_out, layout_of, layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.quantised import (
@@ -100,6 +100,13 @@ def formats_of(params: ParamTree) -> dict[str, Format]:
     """Returns the formats of the quantised weights of a tree, by name; leaves may be shapes."""
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
     return {specs.name_of(path): _format_of(leaf) for path, leaf in paths if is_quantised(leaf)}
+
+
+def specs_like(params: ParamTree, cfg: ModelConfig) -> ParamTree:
+    """Specs of the parameters of a model as they are, quantised or not, in their layout; leaves may be shapes."""
+    leaves = jax.eval_shape(lambda tree: checkpoint_leaves(tree, cfg), params)
+    plain = family(cfg).param_specs(cfg)
+    return layout_specs(quantised_specs(plain, formats_of(leaves)), cfg, layout_of(params))
 
 
 def _format_of(leaf: QuantisedWeight[Any]) -> Format:

@@ -133,9 +133,9 @@ def make_runner(params: ParamTree, engine: EngineConfig = ENGINE, *, strict: boo
 
 def poison(runner: ModelRunner) -> None:
     """Fills the whole KV with NaN: whatever was not written must not matter."""
-    shapes = runner._device.kv
-    nothing = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), shapes)  # which JAX would compile
-    runner._device._kv = jax.device_put(nothing, runner.device)
+    kv = runner._device.kv
+    nothing = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), kv)  # which JAX would compile
+    runner._device._kv = jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), nothing, kv)
 
 
 def emptied(runner: ModelRunner) -> ModelRunner:

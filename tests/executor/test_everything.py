@@ -12,7 +12,7 @@ from tests.long import OPERATIONS, SEED
 Oracles = dict[str | None, Oracle]
 
 
-def _run(runner: ModelRunner, oracles: Oracles, folders: dict[str, str], operations: int, steps: int) -> int:
+def run_machine(runner: ModelRunner, oracles: Oracles, folders: dict[str, str], operations: int, steps: int) -> int:
     """Runs examples of `steps` operations until there were so many operations; returns their number."""
     print(f"seed {SEED}")
     done, rounds = 0, 0
@@ -40,9 +40,9 @@ def _run(runner: ModelRunner, oracles: Oracles, folders: dict[str, str], operati
 def test_any_sequence_of_calls_gives_the_logits_of_the_cache_free_forward(
     reusing: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
 ):
-    assert _run(reusing, oracles, adapter_folders, operations=400, steps=40) >= 400
+    assert run_machine(reusing, oracles, adapter_folders, operations=400, steps=40) >= 400
 
 
 @pytest.mark.slow
 def test_very_many_sequences_of_calls_do(reusing: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]):
-    assert _run(reusing, oracles, adapter_folders, OPERATIONS, steps=100) >= OPERATIONS
+    assert run_machine(reusing, oracles, adapter_folders, OPERATIONS, steps=100) >= OPERATIONS

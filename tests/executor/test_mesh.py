@@ -1,15 +1,26 @@
 """Law 4: a model divided over the devices of a mesh answers every call as it does on one device."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ferrum_jax
+from ferrum_jax import models
 from ferrum_jax.contract import DecodeRun, GreedyArgmax, Sampling
+from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.from_params import from_params
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.axes import RULES
 from tests import tiny
+from tests.executor.conftest import CFG, REUSING, Oracle
+from tests.executor.test_everything import run_machine
+from tests.long import OPERATIONS
 
 TOLERANCE = 1e-5  # of the largest number: float32 sums in another order
 ENGINE = ferrum_jax.EngineConfig(
@@ -106,3 +117,114 @@ def test_what_is_captured_is_what_one_device_captures(mesh: str, tmp_path_factor
     for layer, states in one.hidden.items():
         agree(many.hidden[layer], states)
     agree(many.attention_weights[1], one.attention_weights[1])
+
+
+def serve(folder: Path, mesh: dict[str, int] | None, **settings: Any) -> ModelRunner:
+    return ferrum_jax.load(folder, engine=ENGINE, mesh=mesh, progress=False, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"layout": "fused"},
+        {"layout": "scanned"},
+        {"quantize": "int8"},
+        pytest.param({"quantize": "float8_e4m3fn", "layout": "fused"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int8", "layout": "scanned"}, marks=pytest.mark.slow),
+        pytest.param({"attention": "xla"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_layouts_and_quantised_weights_give_the_same_logits(settings: dict[str, Any], tmp_path: Path):
+    folder, tokens = tiny.write_folder(tmp_path, tiny.CONFIGS["llama31"]), list(range(3, 33))
+    with serve(folder, None, **settings) as one, serve(folder, {"model": 3}, **settings) as many:
+        agree(many.forward_verify("a", tokens), one.forward_verify("a", tokens))
+        tiny.assert_same_tree(many.params, one.params)
+        assert many.model_info() == one.model_info()
+
+
+def test_weights_of_a_mesh_are_read_and_set_in_the_checkpoints_form(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS["llama_biases"])
+    other, cfg = tiny.tiny_params(tiny.CONFIGS["llama_biases"], seed=8), tiny.model_config("llama_biases")
+    tokens = [5, 6, 7, 8]
+    with serve(folder, {"model": 4}) as many, from_params(other, cfg, engine=ENGINE) as expected:
+        before = many.prefill("a", tokens)
+        with pytest.raises(RequestValidationError, match="release them before new weights are set"):
+            many.set_params(other)
+        many.release("a")
+        broken = jax.tree.map(lambda leaf: leaf, other)
+        broken["model"]["layers"][1]["mlp"]["up_proj"]["weight"] = jnp.zeros((72, 47))
+        with pytest.raises(InvalidParameterError, match=r"layers.1.mlp.up_proj.weight is float32\[72, 47\]"):
+            many.set_params(broken)
+        agree(many.prefill("a", tokens), before)
+        many.release("a")
+        many.set_params(other)
+        tiny.assert_same_tree(many.params, other)
+        agree(many.prefill("a", tokens), expected.prefill("a", tokens))
+        assert many.compile_stats()["compiles_after_warmup"] == 0
+
+
+def test_parameters_that_lie_on_a_mesh_already_are_served_there():
+    params, cfg = tiny.tiny_params(tiny.CONFIGS["qwen3"]), tiny.model_config("qwen3")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mine = jax.sharding.Mesh(mesh.devices[:1], ("data", "model"))
+    spread = jax.device_put(params, models.specs.shardings(models.family(cfg).param_specs(cfg), mesh, {
+        **RULES, "vocab": None}))  # fmt: skip
+    with from_params(params, cfg, engine=ENGINE) as one, from_params(spread, cfg, mesh=mine, engine=ENGINE) as many:
+        agree(many.prefill("a", [1, 2, 3]), one.prefill("a", [1, 2, 3]))
+        assert many.placed.placement.devices == tuple(mine.devices.ravel())
+    with pytest.raises(UnsupportedError, match="the parameters lie on 4 devices, a runner has one: give the mesh"):
+        from_params(spread, cfg, engine=ENGINE)
+
+
+def test_any_sequence_of_calls_on_a_mesh_gives_the_logits_of_the_cache_free_forward(
+    spread_runner: ModelRunner, oracles: dict[str | None, Oracle], adapter_folders: dict[str, str]
+):
+    assert run_machine(spread_runner, oracles, adapter_folders, operations=80, steps=40) >= 80
+
+
+@pytest.mark.slow
+def test_very_many_sequences_of_calls_on_a_mesh_do(
+    spread_runner: ModelRunner, oracles: dict[str | None, Oracle], adapter_folders: dict[str, str]
+):
+    operations = min(OPERATIONS, 20_000)
+    assert run_machine(spread_runner, oracles, adapter_folders, operations=operations, steps=100) >= operations
+
+
+@pytest.fixture(scope="module")
+def spread_runner(params: ParamTree) -> Iterator[ModelRunner]:
+    """A warm runner with prefixes, adapters and multi-step programs, on four devices for two key heads."""
+    with from_params(params, CFG, mesh={"model": 4}, engine=REUSING) as runner:
+        runner.warmup(progress=False)
+        yield runner
+
+
+def test_the_same_seeds_draw_the_same_text_on_a_mesh(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path, tiny.CONFIGS["llama31"])
+    prompts = [tiny.prompt("llama31")[: 5 + 4 * at] for at in range(5)]
+    wanted = [ferrum_jax.SamplingParams(temperature=0.8, top_p=0.9, seed=at, max_tokens=12) for at in range(5)]
+    texts = []
+    for mesh in (None, {"model": 2}):
+        with serve(folder, mesh) as runner:
+            llm = ferrum_jax.LLM.from_model(runner)
+            texts.append([(out.token_ids, out.finish_reason) for out in llm.generate(prompts, wanted)])
+    assert texts[0] == texts[1]
+
+
+def test_a_second_start_on_a_mesh_compiles_nothing(tmp_path: Path, compiles: list[str]):
+    folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama31"])
+    answers = []
+    for _ in range(2):
+        compiles.clear()
+        with serve(folder, {"model": 2}, artifacts=tmp_path / "steps") as runner:
+            runner.warmup(progress=False)
+            answers.append(runner.prefill("a", [1, 2, 3]))
+            stats = runner.compile_stats()
+    assert stats["compiled"] == 0
+    assert stats["loaded"] >= 1
+    assert compiles == []
+    np.testing.assert_array_equal(*answers)
+    with serve(folder, {"model": 4}, artifacts=tmp_path / "steps") as runner:  # other programs
+        agree(runner.prefill("a", [1, 2, 3]), answers[0])
+        assert runner.compile_stats()["compiled"] >= 1
