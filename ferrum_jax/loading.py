@@ -374,11 +374,11 @@ def _read(
                 read_native=read_native,
                 progress=progress,
             )
-        elif layout == CHECKPOINT and placed.division is None:
-            params = source.restore(dtype, device)
+        elif layout == CHECKPOINT:
+            params = source.restore(dtype, placed)
         else:
-            laid = served_specs(source, asked, device)
-            params = lay_out_on_host(source.restore(dtype, find_device("cpu")), source.config, layout, placed, laid)
+            laid, host = served_specs(source, asked, device), ModelPlacement.on_one(find_device("cpu"))
+            params = lay_out_on_host(source.restore(dtype, host), source.config, layout, placed, laid)
     except jax.errors.JaxRuntimeError as problem:
         needed = placed.num_bytes(served_specs(source, asked, device), dtype)
         raise ResourceExhaustedError(

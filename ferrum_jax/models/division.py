@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -256,6 +256,15 @@ def _packing(spec: QuantisedWeight[ParamSpec]) -> int:
     return 2 if spec.values.dtype == "uint8" else 1
 
 
+@runtime_checkable
+class Slices(Protocol):
+    """An array that is still in its file, of which parts can be read."""
+
+    def read(self, runs: tuple[Runs, ...]) -> Any:
+        """Reads runs of every dimension as a NumPy array, zeros where they are padding."""
+        ...
+
+
 def _taken(leaf: Leaf, spec: Spec, division: Division, runs_of: Mapping[str, int] | None) -> Leaf:
     """Takes one device's part of a leaf, at these coordinates of the mesh, or the leaf as it lies on the mesh."""
 
@@ -268,12 +277,18 @@ def _taken(leaf: Leaf, spec: Spec, division: Division, runs_of: Mapping[str, int
         return cut.parts[at]
 
     if isinstance(spec, QuantisedWeight):
+        if isinstance(leaf.values, Slices):
+            return QuantisedWeight(values=_taken(leaf.values, spec.values, division, runs_of))
         *rows, columns = cuts(_weight_spec(spec), division)
         for dim, cut in enumerate(rows):
             if cut is not None:
                 leaf = jax.tree.map(lambda part, dim=dim, found=runs(cut): take(part, dim, found), leaf)
         return leaf if columns is None else _take_columns(leaf, columns, runs(columns))
-    for dim, cut in enumerate(cuts(spec, division)):
+    found = cuts(spec, division)
+    if isinstance(leaf, Slices):
+        sizes = zip(spec.shape, found, strict=True)
+        return leaf.read(tuple(((0, size),) if cut is None else runs(cut) for size, cut in sizes))
+    for dim, cut in enumerate(found):
         if cut is not None:
             leaf = take(leaf, dim, runs(cut))
     return leaf

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models import division as divided
@@ -61,6 +62,22 @@ class ModelPlacement:
             whole = self.placement.sharding()
             return jax.tree.map(lambda _: whole, specs, is_leaf=_is_param_spec)
         return jax.tree.map(self.placement.sharding, divided.partitions(specs, self.division))
+
+    def stored_shardings(self, specs: ParamTree) -> ParamTree:
+        """The sharding to read each array of a checkpoint with: its own, or an even one if it lies otherwise here."""
+        if self.division is None:
+            return self.shardings(specs)
+        count, axes, division = len(self.placement.devices), self.placement.axes, self.division
+
+        def even(leaf: ParamSpec) -> Any:
+            divisible = [size % count == 0 for size in leaf.shape]
+            at = divisible.index(True) if any(divisible) else None
+            return self.placement.sharding(PartitionSpec() if at is None else PartitionSpec(*(None,) * at, axes))
+
+        def one(spec: Spec, final: Any) -> Any:
+            return final if divided.is_plain(spec, division) else jax.tree.map(even, spec, is_leaf=_is_param_spec)
+
+        return jax.tree.map(one, specs, self.shardings(specs), is_leaf=_is_spec)
 
     def put(self, get: Callable[[Callable[[Leaf, Spec], Leaf]], Leaf], spec: Spec) -> Leaf:
         """Puts one leaf on its devices.

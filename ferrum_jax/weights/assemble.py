@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ import numpy as np
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidFormatError
+from ferrum_jax.models.division import PADDING, Runs, Slices
 from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, formats_of, quantised_specs
@@ -32,6 +34,8 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...  # noqa: D102
 
     def read(self, name: str) -> np.ndarray: ...  # noqa: D102
+
+    def slices(self, name: str) -> Slices | None: ...  # noqa: D102  # None: it is read whole
 
 
 def assemble(
@@ -66,8 +70,13 @@ def assemble(
             return QuantisedWeight(source.read(name).astype(jnp.dtype(form.dtype), copy=False))
         return quantise_tensor(source.read(name), form) if read_native is None else read_native(name)
 
-    def read(name: str) -> np.ndarray | QuantisedWeight[np.ndarray]:
+    def read(name: str) -> Any:
         form, own = formats.get(name), wanted[name].dtype or dtype
+        if placed.division is not None and (form is None or form.dtype in NARROW):
+            found = [source.slices(part) for part in apart.get(name, (name,))]
+            if all(one is not None for one in found):
+                lazy = CastSlices(tuple(found), is_stack=name in apart, dtype=own if form is None else form.dtype)
+                return lazy if form is None else QuantisedWeight(values=lazy)
         if name not in apart:
             return read_one(name, form, own)
         return stack_in_turn((read_one(part, form, own) for part in apart[name]), len(apart[name]))
@@ -79,6 +88,28 @@ def assemble(
     own, laid = leaves_of(plain), leaves_of(layout_specs(plain, cfg, layout))
     leaves = {name: put_recipe(made[name], read, placed, own, laid[name]) for name in names}
     return from_names(tree, leaves)
+
+
+@dataclass(frozen=True)
+class CastSlices:
+    """A parameter that is still in its files, cast when it is read; experts are stored apart, a file's tensor each."""
+
+    parts: tuple[Any, ...]  # `Slices`
+    is_stack: bool
+    dtype: str
+
+    def read(self, runs: tuple[Runs, ...]) -> np.ndarray:
+        """Reads runs of every dimension."""
+        kind = jnp.dtype(self.dtype)
+        if not self.is_stack:
+            return self.parts[0].read(runs).astype(kind, copy=False)
+        found = np.zeros([sum(count for _, count in own) for own in runs], kind)
+        at = 0
+        for start, count in runs[0]:
+            for index in range(count if start != PADDING else 0):
+                found[at + index] = self.parts[start + index].read(runs[1:])
+            at += count
+        return found
 
 
 def put_recipe(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ferrum_jax.contract.errors import (
     NotFoundError,
     UnsupportedError,
 )
+from ferrum_jax.models.division import Runs
 from ferrum_jax.models.quantisation import Formats
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
@@ -32,6 +34,7 @@ from ferrum_jax.weights.safetensors_file import (
     check_dtype,
     check_regular,
     read_entries,
+    read_runs,
     read_tensor,
 )
 from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
@@ -80,6 +83,18 @@ def read_text(path: Path) -> str:
         raise InvalidFormatError(f"{path} is not UTF-8: {problem}") from None
 
 
+@dataclass(frozen=True)
+class TensorSlices:
+    """A tensor that is still in its file (models/division.py: `Slices`)."""
+
+    path: Path
+    name: str
+
+    def read(self, runs: tuple[Runs, ...]) -> np.ndarray:
+        """Reads runs of every dimension."""
+        return read_runs(self.path, self.name, runs)
+
+
 class SafetensorsSource:
     """The tensors of a folder. Each read opens the shard again, so that at most one tensor stays in memory."""
 
@@ -110,6 +125,12 @@ class SafetensorsSource:
         with self._naming(name):
             is_stack = self._scheme.packing == MXFP4
             return widen(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
+
+    def slices(self, name: str) -> "TensorSlices | None":
+        """Returns a tensor of which parts can be read; None for one that is quantised or has another order of axes."""
+        if name in self._packed or name in self._axes or name not in self._file_of:
+            return None
+        return TensorSlices(self._file_of[name], name)
 
     def stored_dtypes(self) -> dict[str, str]:
         """Dtype of every tensor of 16 bits; of experts that are stored apart, that of their stack."""

@@ -67,6 +67,9 @@ class GgufSource:
 
         return self._take(name, make)
 
+    def slices(self, name: str) -> None:
+        """No tensor is read in parts."""
+
     def stored_dtypes(self) -> dict[str, str]:
         """Dtype of every tensor of 16 bits."""
         names = {"F16": "float16", "BF16": "bfloat16"}

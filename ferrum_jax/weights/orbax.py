@@ -22,11 +22,11 @@ import numpy as np
 from ferrum_jax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
 from ferrum_jax.contract.errors import AlreadyExistsError, FerrumError, InvalidFormatError, InvalidParameterError
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
+from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, formats_of, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, from_names, map_specs, named_leaves, num_parameters, shapes
 from ferrum_jax.ops.quantised import is_quantised
-from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.weights.assemble import check_tensors
 from ferrum_jax.weights.folder import read_json
 from ferrum_jax.weights.safetensors_file import check_regular
@@ -126,21 +126,27 @@ class OrbaxSource:
         self._specs = quantised_specs(family(self.config).param_specs(self.config), self.formats)
         self._is_whole = False  # True once `_check_files` has passed
 
-    def restore(self, dtype: str, device: JaxDevice) -> ParamTree:
-        """Reads all parameters onto `device`, those that are not quantised cast to `dtype`.
+    def restore(self, dtype: str, placed: ModelPlacement) -> ParamTree:
+        """Reads all parameters onto a model's devices, those that are not quantised cast to `dtype`.
+
+        A device of a mesh reads its own part of what lies there as it is stored. The rest is read evenly divided and
+        converted on the devices, a leaf at a time.
 
         Raises:
             InvalidFormatError: this is no whole checkpoint of the model its configuration describes.
         """
         import orbax.checkpoint as ocp
 
-        placed = jax.sharding.SingleDeviceSharding(device)
-        wanted = jax.tree.map(lambda leaf: leaf.update(sharding=placed), shapes(self._specs, dtype))
+        wanted = jax.tree.map(
+            lambda leaf, sharding: leaf.update(sharding=sharding),
+            shapes(self._specs, dtype),
+            placed.stored_shardings(self._specs),
+        )
         with self._reading(), ocp.StandardCheckpointer() as checkpointer:
             # before any read: a restore that fails half-way leaves orbax's other reads running
             check_tensors(self.path / PARAMS, self.shapes(), named_leaves(self._specs))
             found = checkpointer.restore(self.path / PARAMS, _stored(wanted))
-        return from_names(self._specs, named_leaves(found))
+        return placed.divide(from_names(self._specs, named_leaves(found)), self._specs)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the checkpoint's own list."""
@@ -159,6 +165,9 @@ class OrbaxSource:
         with self._reading(), ocp.PyTreeCheckpointer() as checkpointer:
             args = ocp.args.PyTreeRestore(item=_stored(wanted), restore_args=_stored(kinds))
             return named_leaves(checkpointer.restore(self.path / PARAMS, args=args))[name]
+
+    def slices(self, name: str) -> None:
+        """No tensor is read in parts."""
 
     def _check_files(self) -> None:
         """Raises unless every file is a regular one and has the checksum that is listed for it, if there is a list."""

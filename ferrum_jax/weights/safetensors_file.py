@@ -1,7 +1,8 @@
 """One safetensors file: what its header says, and its tensors one by one."""
 
+import itertools
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, UnsupportedError
+from ferrum_jax.models.division import PADDING, Runs
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 NARROW = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # which only tensors of quantised weights have
@@ -69,6 +71,35 @@ def read_tensor(path: Path, name: str) -> NDArray[Any]:
         return _read_bytes(path, name).view(kind)
     except (SafetensorError, OSError) as problem:
         raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
+
+
+def read_runs(path: Path, name: str, runs: Sequence[Runs]) -> NDArray[Any]:
+    """Reads runs of every dimension of a tensor, zeros where they are padding; no more than them is in memory."""
+    shape = tuple(sum(count for _, count in own) for own in runs)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            tensor = file.get_slice(name)
+            ranges = [list(_placed(own)) for own in runs]
+            if all(len(own) == 1 and own[0][1].stop == size for own, size in zip(ranges, shape, strict=True)):
+                return tensor[tuple(source for (source, _) in (own[0] for own in ranges))]
+            found = None
+            for pieces in itertools.product(*ranges):
+                part = tensor[tuple(source for source, _ in pieces)]
+                if found is None:
+                    found = np.zeros(shape, part.dtype)
+                found[tuple(there for _, there in pieces)] = part
+            return np.zeros(shape, tensor[tuple(slice(0, 0) for _ in runs)].dtype) if found is None else found
+    except (SafetensorError, OSError) as problem:
+        raise InvalidFormatError(f"{path}: tensor {name} cannot be read: {problem}") from None
+
+
+def _placed(runs: Runs) -> Iterator[tuple[slice, slice]]:
+    """Where each run lies in the tensor, and where it goes."""
+    at = 0
+    for start, count in runs:
+        if start != PADDING:
+            yield slice(start, start + count), slice(at, at + count)
+        at += count
 
 
 def _read_bytes(path: Path, name: str) -> NDArray[np.uint8]:

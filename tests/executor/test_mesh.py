@@ -34,12 +34,7 @@ MESHES = {  # heads, key heads with copies, experts by number, and both; sizes t
     "expert 4": {"expert": 4},
     "expert 2, model 2": {"expert": 2, "model": 2},
 }
-QUICK = (
-    ("llama31", "model 4"),
-    ("qwen2_moe", "expert 2, model 2"),
-    ("deepseek3", "model 2"),
-    ("olmo2", "model 3"),
-)
+QUICK = ("llama31", "model 4"), ("qwen2_moe", "expert 2, model 2"), ("olmo2", "model 3")
 PAIRS = [
     pytest.param(name, mesh, marks=() if (name, mesh) in QUICK else pytest.mark.slow, id=f"{name}, {mesh}")
     for name in tiny.CONFIGS
@@ -105,7 +100,7 @@ def test_every_method_answers_as_on_one_device(pair: tuple[ModelRunner, ModelRun
     assert many.compile_stats()["compiles_after_warmup"] == 0
 
 
-@pytest.mark.parametrize("mesh", ["model 2", "model 4"])
+@pytest.mark.parametrize("mesh", [pytest.param("model 2", marks=pytest.mark.slow), "model 4"])
 def test_what_is_captured_is_what_one_device_captures(mesh: str, tmp_path_factory: pytest.TempPathFactory):
     folder = tiny.write_folder(tmp_path_factory.mktemp("captured"), tiny.CONFIGS["llama31"])
     found = []
@@ -126,9 +121,10 @@ def serve(folder: Path, mesh: dict[str, int] | None, **settings: Any) -> ModelRu
 @pytest.mark.parametrize(
     "settings",
     [
-        {"layout": "fused"},
-        {"layout": "scanned"},
-        {"quantize": "int8"},
+        {"layout": "fused", "quantize": "int8"},
+        pytest.param({"layout": "fused"}, marks=pytest.mark.slow),
+        pytest.param({"layout": "scanned"}, marks=pytest.mark.slow),
+        pytest.param({"quantize": "int8"}, marks=pytest.mark.slow),
         pytest.param({"quantize": "float8_e4m3fn", "layout": "fused"}, marks=pytest.mark.slow),
         pytest.param({"quantize": "int8", "layout": "scanned"}, marks=pytest.mark.slow),
         pytest.param({"attention": "xla"}, marks=pytest.mark.slow),

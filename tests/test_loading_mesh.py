@@ -1,0 +1,94 @@
+"""Weights on a mesh: every device reads its own part, whatever the checkpoint, and the numbers are the same."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ferrum_jax
+from ferrum_jax import EngineConfig
+from ferrum_jax.weights import folder as folders
+from tests import tiny
+
+ENGINE = EngineConfig(max_seqs=2, kv_capacity=32, block_size=8, block_tokens=16, artifacts=False)
+TOKENS = list(range(2, 21))
+MESHES = {"llama_biases": {"model": 3}, "phi3_beyond": {"model": 4}, "qwen2_moe": {"expert": 2, "model": 2},
+          "gpt_oss": {"expert": 2, "model": 2}, "deepseek3": {"model": 3}}  # fmt: skip
+
+
+def check_same(path: Path, mesh: dict[str, int], **settings: Any) -> None:
+    """Demands the same parameters, bit by bit, and the same logits as on one device."""
+    with (
+        ferrum_jax.load(path, engine=ENGINE, progress=False, **settings) as one,
+        ferrum_jax.load(path, engine=ENGINE, mesh=mesh, progress=False, **settings) as many,
+    ):
+        tiny.assert_same_tree(many.params, one.params)
+        expected = one.forward_verify("a", TOKENS)
+        tolerance = 1e-5 * max(1.0, np.abs(expected).max())
+        np.testing.assert_allclose(many.forward_verify("a", TOKENS), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("phi3_beyond", "deepseek3") else pytest.mark.slow) for name in MESHES],
+)
+def test_a_folder_gives_the_same_parameters(name: str, tmp_path: Path):
+    check_same(tiny.write_folder(tmp_path, tiny.CONFIGS[name], shards=3), MESHES[name])
+
+
+def test_sixteen_bits_are_kept_and_divided(tmp_path: Path):
+    config = tiny.CONFIGS["qwen3"] | {"torch_dtype": "bfloat16"}
+    tensors = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tiny.tensors(config).items()}
+    path = tiny.write_folder(tmp_path, config, named=tensors)
+    check_same(path, {"model": 3}, layout="fused")
+
+
+@pytest.mark.parametrize(
+    ("layout", "quantize"),
+    [
+        ("checkpoint", None),
+        pytest.param("fused", None, marks=pytest.mark.slow),
+        pytest.param("checkpoint", "int8", marks=pytest.mark.slow),
+        pytest.param("fused", "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_an_orbax_checkpoint_gives_the_same_parameters(layout: str, quantize: str | None, tmp_path: Path):
+    source = tiny.write_folder(tmp_path / "folder", tiny.CONFIGS["llama31"])
+    ferrum_jax.convert(source, tmp_path / "orbax", quantize=quantize, progress=False)
+    check_same(tmp_path / "orbax", {"model": 3}, layout=layout)
+
+
+def test_devices_read_no_more_than_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tiny.write_folder(tmp_path, tiny.CONFIGS["qwen2_moe"])
+    numbers: list[int] = []
+    read = folders.read_runs
+
+    def counted(*given: Any) -> np.ndarray:
+        numbers.append((found := read(*given)).size)
+        return found
+
+    monkeypatch.setattr(folders, "read_runs", counted)
+    monkeypatch.setattr(folders, "read_tensor", None)  # no tensor is read whole
+    with ferrum_jax.load(path, engine=ENGINE, mesh={"expert": 2, "model": 2}, progress=False) as runner:
+        held = sum(len(leaf.sharding.device_set) * int(np.prod(leaf.sharding.shard_shape(leaf.shape)))
+                   for leaf in jax.tree.leaves(runner._device.params))  # fmt: skip
+    assert 0.9 * held < sum(numbers) <= held  # padding is not read
+    assert max(numbers) <= 49 * 48  # half of the vocabulary at most
+
+
+def test_research_functions_take_what_a_mesh_serves(tmp_path: Path):
+    path = tiny.write_folder(tmp_path, tiny.CONFIGS["llama31"])
+    tokens = jnp.asarray([TOKENS])
+    with ferrum_jax.load(path, engine=ENGINE, mesh={"model": 4}, progress=False) as runner:
+        params, cfg = runner.params, runner.model_config
+        logits = ferrum_jax.models.forward(params, tokens, cfg)
+        grads = jax.grad(lambda tree: ferrum_jax.models.forward(tree, tokens, cfg).sum())(params)
+    whole, _ = ferrum_jax.load_params(path)
+    np.testing.assert_allclose(logits, ferrum_jax.models.forward(whole, tokens, cfg), atol=1e-5)
+    expected = jax.grad(lambda tree: ferrum_jax.models.forward(tree, tokens, cfg).sum())(whole)
+    for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-4 * max(1.0, np.abs(theirs).max()))
