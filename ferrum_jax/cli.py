@@ -18,6 +18,7 @@ QuantizeOption = Annotated[
 ModelArgument = Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")]
+MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, such as model=4,data=2")]
 CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
 LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 app = typer.Typer(
@@ -62,6 +63,7 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the model's chat template, if it has one")] = True,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    mesh: MeshOption = None,
     kv_capacity: CapacityOption = None,
     quantize: QuantizeOption = None,
     layout: LayoutOption = None,
@@ -88,7 +90,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     console = Console(stderr=True)
-    settings = {"dtype": dtype, "device": device, "kv_capacity": kv_capacity, "quantize": quantize, "layout": layout}
+    settings = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
+    settings |= {"quantize": quantize, "layout": layout}
     with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
         templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if system is not None and not templated:
@@ -177,6 +180,7 @@ def compile_steps(
     kv_capacity: CapacityOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    mesh: MeshOption = None,
     quantize: QuantizeOption = None,
     layout: LayoutOption = None,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
@@ -201,7 +205,8 @@ def compile_steps(
         except OSError as problem:
             raise IOError(f"the steps in {root} cannot be removed: {problem}") from problem
         return
-    settings = {"dtype": dtype, "device": device, "kv_capacity": kv_capacity, "quantize": quantize, "layout": layout}
+    settings = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
+    settings |= {"quantize": quantize, "layout": layout}
     sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
     with LLM(model, **settings, **sizes, artifacts=str(root)) as llm:
         store, started = llm.runner.artifacts, time.perf_counter()

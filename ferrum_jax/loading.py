@@ -20,6 +20,7 @@ from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
+from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
@@ -144,27 +145,31 @@ def load(
         params, cfg = _read(source, settings, placed, progress)
     memory = None if memory is None else memory.result()
 
-    def open_artifacts(plan: EnginePlan) -> Artifacts | None:
+    def open_artifacts(plan: EnginePlan, own: ParamTree = params, at: Placement = replicas[0]) -> Artifacts | None:
         if root is None:
             return None
-        facts = describe_program(cfg, params, plan.cache, plan.loras, replicas[0])
-        found = Artifacts(root, facts, settings.compiler_options)
+        found = Artifacts(root, describe_program(cfg, own, plan.cache, plan.loras, at), settings.compiler_options)
         return early if early is not None and early.facts == found.facts else found
 
     free = placed.free_bytes if memory is None else max(0, free - taken)
     plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
-    return ModelRunner(
-        params,
-        cfg,
-        plan,
-        placed=placed,
-        specs=None if placed.division is None else laid,
-        strict=strict,
-        name=Path(source.path).name,
-        artifacts=open_artifacts(plan),
-        memory=memory if memory is not None and memory.spec == plan.cache else None,
-        compiler_options=settings.compiler_options,
-    )
+    ready = memory if memory is not None and memory.spec == plan.cache else None
+
+    def runner_on(placed: ModelPlacement, params: ParamTree, memory: KvMemory | None) -> ModelRunner:
+        return ModelRunner(
+            params,
+            cfg,
+            plan,
+            placed=placed,
+            specs=None if placed.division is None else laid,
+            strict=strict,
+            name=Path(source.path).name,
+            artifacts=open_artifacts(plan, params, placed.placement),
+            memory=memory,
+            compiler_options=settings.compiler_options,
+        )
+
+    return replicate(runner_on(placed, params, ready), params, replicas, lambda at, own: runner_on(at, own, None))
 
 
 def _allocate_ahead(

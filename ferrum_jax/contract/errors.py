@@ -71,12 +71,14 @@ class ResourceExhaustedError(FerrumError, RuntimeError, retryable=True, server=T
     Attributes:
         needed: how many were needed, or None where counting makes no sense.
         free: how many were free, or None.
+        replica: where, of a runner with several replicas: its number, else None.
     """
 
     def __init__(self, message: str, *, needed: int | None = None, free: int | None = None):
         super().__init__(message)
         self.needed = needed
         self.free = free
+        self.replica: int | None = None
 
 
 class TimeoutError(FerrumError, TimeoutError, retryable=True, server=True):

@@ -134,8 +134,18 @@ class Adapters:
         self._loaded[name] = LoadedAdapter(name, *places, row, len(read.projections), is_pinned)
         return evicted
 
+    @property
+    def bound_ids(self) -> list[str]:
+        """The ids that are bound to an adapter."""
+        return list(self._bound)
+
     def unload(self, name: str) -> LoadedAdapter:
         """Forgets an adapter that no sequence is bound to."""
+        self.check_unloadable(name)
+        return self._loaded.pop(name)
+
+    def check_unloadable(self, name: str) -> None:
+        """Raises NotFoundError for an adapter that is not loaded, RequestValidationError for one in use."""
         _check_name(name)
         found = self._loaded.get(name)
         if found is None:
@@ -143,7 +153,6 @@ class Adapters:
         users = [cache_id for cache_id, one in self._bound.items() if one is found]
         if users:
             raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
-        return self._loaded.pop(name)
 
     def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
         """Returns the loaded adapter of that name, None if there is none, or one from another path that may go.

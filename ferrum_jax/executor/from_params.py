@@ -8,6 +8,7 @@ from ferrum_jax.compile.artifacts import check_compiler_options
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
+from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
 from ferrum_jax.executor.weights import check_fits_config
@@ -79,12 +80,17 @@ def from_params(
     asked = theirs.over(given).over_environment()
     check_compiler_options(asked.compiler_options, device)
     cfg = cfg.reaching(asked.kv_capacity or 0)
-    placed = ModelPlacement.of(cfg, place_on_mesh(asked_mesh, device)[0])
+    replicas = place_on_mesh(asked_mesh, device)
+    placed = ModelPlacement.of(cfg, replicas[0])
     specs = None if placed.division is None else specs_like(params, cfg)
     params = params if specs is None else placed.divide(params, specs)
     plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=placed.free_bytes)
-    options = asked.compiler_options
-    return ModelRunner(params, cfg, plan, placed=placed, specs=specs, strict=strict, compiler_options=options)
+
+    def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:
+        options = asked.compiler_options
+        return ModelRunner(own, cfg, plan, placed=placed, specs=specs, strict=strict, compiler_options=options)
+
+    return replicate(runner_on(placed, params), params, replicas, runner_on)
 
 
 def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:

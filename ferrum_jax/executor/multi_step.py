@@ -1,7 +1,8 @@
 """`decode_n`: many tokens of several sequences in a few device calls, their KV allocated ahead."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from ferrum_jax.compile import multi_step
 from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
+from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.sampler import MAX_STOP_IDS, ConfigureKey, SlotSettings
 from ferrum_jax.contract.checks import (
     check_cache_id,
@@ -22,6 +24,7 @@ from ferrum_jax.contract.checks import (
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, Sampling
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.executor.adapters import NONE
+from ferrum_jax.executor.answers import ActiveRow
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
 
@@ -46,8 +49,10 @@ class _Run:
         return len(self.token_ids) >= self.max_tokens or (bool(self.token_ids) and self.token_ids[-1] in self.stop_ids)
 
 
-def decode_n(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool) -> list[DecodedRun]:
-    """Chooses up to `max_tokens` tokens of each run, in order; whatever can refuse does so before anything changes.
+def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool) -> Callable[[], list[DecodedRun]]:
+    """Returns a call that chooses up to `max_tokens` tokens of each run, in order.
+
+    Whatever can refuse does so now; then nothing has changed.
 
     Args:
         pipeline: the runner's.
@@ -61,7 +66,7 @@ def decode_n(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: b
     checked = [_check_run(run, pipeline) for run in check_items("runs", runs, DecodeRun)]
     check_distinct(run.cache_id for run in checked)
     if not checked:
-        return []
+        return list
     transaction = KvTransaction(
         table,
         [
@@ -91,9 +96,23 @@ def decode_n(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: b
     copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
     for key in [*copy, *(plan.key for _, plan in recompute), *keys, ConfigureKey(pipeline.plan.kv_capacity)]:
         pipeline.programs.get(key)
+    return partial(
+        _decode, pipeline, transaction, recompute, checked, list(zip(keys, groups, strict=True)), uses, until_one_ends
+    )
+
+
+def _decode(
+    pipeline: Pipeline,
+    transaction: KvTransaction,
+    recompute: Sequence[tuple[list[ActiveRow], StepPlan]],
+    checked: Sequence[_Run],
+    groups: Sequence[tuple[MultiStepKey, list[int]]],
+    uses: Sequence[int],
+    until_one_ends: bool,
+) -> list[DecodedRun]:
     try:
         pipeline.begin(transaction, recompute)
-        for key, group in zip(keys, groups, strict=True):
+        for key, group in groups:
             _run_group(pipeline, key, transaction, {at: checked[at] for at in group}, uses, until_one_ends)
         transaction.commit([[int(run.token[0]), *run.token_ids[:-1]] for run in checked])
     except BaseException:  # an interrupt, too: nobody knows how far it came

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,18 @@ class PendingStep:
         return self.answers
 
 
+class PlannedBatch(NamedTuple):
+    """A batch that nothing refuses any more."""
+
+    batch: ScheduledBatch
+    requests: list[AllocationRequest]
+    transaction: KvTransaction
+    reused: list[int]  # tokens of each row that are known already
+    uses: list[int]  # rows of the adapters' stacks
+    plans: list[tuple[list[int], StepPlan]]  # steps, and which rows each has
+    recompute: list[tuple[list[ActiveRow], StepPlan]]
+
+
 @dataclass(eq=False)
 class Pipeline:
     """The sequences of one model, on the host and on the device, kept in step.
@@ -122,9 +134,12 @@ class Pipeline:
             RequestValidationError, ResourceExhaustedError, BackendError: nothing has changed.
             DeviceError: the device failed; the KV is lost.
         """
-        pending = PendingStep(self, [None] * len(batch), self.device.losses)
+        return self.run(self.plan_batch(batch))
+
+    def plan_batch(self, batch: ScheduledBatch) -> "PlannedBatch | None":
+        """Checks and plans a batch, and has its programs ready; raises as `execute`, and nothing has changed."""
         if not batch:
-            return pending
+            return None
         while len(self._pending) >= MOST_IN_FLIGHT:
             self.collect(self._pending[0])
         table, used = self.table, self.adapters.are_used()
@@ -155,6 +170,16 @@ class Pipeline:
         chained = _chained(batch, plans, self.plan.kv_capacity)
         for key in [*copy, *(one.key for _, one in (*recompute, *plans)), *chained]:
             self.programs.get(key)
+        return PlannedBatch(batch, requests, transaction, reused, uses, plans, recompute)
+
+    def run(self, planned: "PlannedBatch | None") -> PendingStep:
+        """Begins a batch that was planned, before anything else changed; raises DeviceError."""
+        batch = [] if planned is None else planned.batch
+        pending = PendingStep(self, [None] * len(batch), self.device.losses)
+        if planned is None:
+            return pending
+        _, requests, transaction, reused, uses, plans, recompute = planned
+        used = self.adapters.are_used()
         try:
             self.begin(transaction, recompute)
             rows = []

@@ -1,7 +1,8 @@
 """Reservations: positions made writable before the steps that write them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,8 +16,11 @@ from ferrum_jax.kvcache.sequences import SequenceTable
 from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
 
 
-def reserve(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
-    """Makes what is asked for writable, all or nothing; raises as `ModelRunner.reserve_kv_slots`."""
+def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], KvSlotReservation]:
+    """Returns a call that makes what is asked for writable, all or nothing.
+
+    Raises as `ModelRunner.reserve_kv_slots`; then nothing has changed.
+    """
     table, pool = pipeline.table, pipeline.table.pool
     targets: dict[str, int] = {}
     admissions: dict[str, int] = {}
@@ -42,6 +46,13 @@ def reserve(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> KvSlotRese
     pool.check_enough_free(max(transaction.num_new_blocks, later + transaction.num_copies), len(targets))
     if transaction.num_copies:
         pipeline.programs.get(CopyKey(pipeline.plan.buckets.max_copies))
+    return partial(_reserve, pipeline, transaction, list(targets), before)
+
+
+def _reserve(
+    pipeline: Pipeline, transaction: KvTransaction, targets: Sequence[str], before: Mapping[str, int]
+) -> KvSlotReservation:
+    table, pool = pipeline.table, pipeline.table.pool
     free, copied = pool.num_free, set(transaction.copied_ids)
     with pipeline.device.changing():
         pipeline.begin(transaction, [])

@@ -112,7 +112,7 @@ class ModelRunner(DecoderOnlyLLM):
         """Sizes a scheduler needs; answers in every state."""
         return describe.runtime_config(self.model_config)
 
-    can_run_ahead = True  # a row may take a token before the host has read it
+    can_run_ahead, num_replicas = True, 1  # rows may take tokens that the host has not read; see executor/replicas.py
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
         """Begins a batch of rows, each with the output it wants; the device works while the caller goes on.
@@ -127,7 +127,7 @@ class ModelRunner(DecoderOnlyLLM):
         """
         with self._life.lock, self._life:
             check.check_batch(batch, self._vocab_size)
-            return self._pipeline.execute(batch)
+            return self._pipeline.run(self._pipeline.plan_batch(batch))
 
     def collect(self, pending: PendingStep) -> list[Any]:
         """Waits for a batch, as `pending.result()`."""
@@ -216,7 +216,7 @@ class ModelRunner(DecoderOnlyLLM):
         """
         with self._life.lock, self._life:
             until_one_ends = check_flag("until_one_ends", until_one_ends)
-            return multi_step.decode_n(self._pipeline, runs, until_one_ends=until_one_ends)
+            return multi_step.plan(self._pipeline, runs, until_one_ends=until_one_ends)()
 
     @property
     def loop_tokens(self) -> int:
@@ -296,7 +296,7 @@ class ModelRunner(DecoderOnlyLLM):
             ResourceExhaustedError: slots or blocks are short, for the targets or for the admission targets.
         """
         with self._life.lock, self._life:
-            return reservations.reserve(self._pipeline, requests)
+            return reservations.plan(self._pipeline, requests)()
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Binds one id to an adapter, which is loaded from its path if it is not there, or to none.

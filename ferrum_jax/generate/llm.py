@@ -74,7 +74,8 @@ class LLM:
         plan = runner.plan
         try:
             drafts = make_drafts(speculation or Speculation(), runner, plan.spec_tokens, plan.max_seqs)
-            self._setup(runner, read, plan.max_seqs, plan.buckets.max_step_tokens, drafts)
+            chunk_tokens = plan.buckets.max_step_tokens * runner.num_replicas
+            self._setup(runner, read, plan.max_seqs, chunk_tokens, drafts)
         except BaseException:
             runner.close()
             raise
@@ -95,11 +96,11 @@ class LLM:
         `ModelRunner` has slots and as its largest step takes, 8 and 512 of any other model. Two LLMs of one model take
         its slots and blocks from each other, and do not wait for each other.
         """
-        plan = model.plan if isinstance(model, ModelRunner) else None
+        runner = model if isinstance(model, ModelRunner) else None
         if max_rows is None:
-            max_rows = 8 if plan is None else plan.max_seqs
+            max_rows = 8 if runner is None else runner.plan.max_seqs
         if chunk_tokens is None:
-            chunk_tokens = 512 if plan is None else plan.buckets.max_step_tokens
+            chunk_tokens = 512 if runner is None else runner.plan.buckets.max_step_tokens * runner.num_replicas
         made = cls.__new__(cls)
         tokens = 0 if speculation is None else speculation.asked_tokens or DEFAULT_TOKENS
         drafts = make_drafts(speculation or Speculation(), model, tokens, max_rows)

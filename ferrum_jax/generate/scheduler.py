@@ -28,6 +28,7 @@ from ferrum_jax.executor.batch import (
     TargetScores,
     TokenChoice,
 )
+from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.host_model import Backend, HostModel
@@ -360,8 +361,9 @@ class Scheduler:
 
         One that had read nothing yet was never admitted, and is not counted as preempted.
         """
-        last = next(reversed(self._running))
-        if len(self._running) == 1:
+        rivals = [one for one in self._running if self._competes(one, problem)]
+        last = rivals[-1]
+        if len(rivals) == 1:
             self._resynchronise()
             self._fail([last], problem)
             return
@@ -383,6 +385,12 @@ class Scheduler:
         self._release(last.cache_id)
         last.restart()
         self._resynchronise()
+
+    def _competes(self, request: Request, problem: ResourceExhaustedError) -> bool:
+        """Whether a request wants of the KV what is short: of several replicas, what is on the same one."""
+        if problem.replica is None or not isinstance(self.model, ReplicatedRunner):
+            return True
+        return self.model.replica_of(request.cache_id) in (None, problem.replica)
 
     def _resynchronise(self, *, failed: bool = False) -> None:
         """Restarts requests of which the model does not hold what they think it does."""

@@ -8,6 +8,9 @@ themselves, so a hit has compared all of them. Zheng et al. 2024, "SGLang", sect
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(eq=False)
 class PrefixEntry:
@@ -40,6 +43,16 @@ class PrefixIndex:
         if found is None:
             found = above.children[tokens] = PrefixEntry(block, above, tokens)
             self._by_block[block] = found
+        return found
+
+    def count_known(self, adapter: Hashable, tokens: NDArray[np.int32], block_size: int) -> int:
+        """Counts the full blocks of a prompt that are known, from its beginning on."""
+        entry, found = self.root(adapter), 0
+        while (end := (found + 1) * block_size) <= len(tokens):
+            below = entry.children.get(tokens[end - block_size : end].tobytes())
+            if below is None:
+                break
+            entry, found = below, found + 1
         return found
 
     def forget(self, block: int) -> list[int]:

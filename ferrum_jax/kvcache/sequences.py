@@ -96,6 +96,11 @@ class SequenceTable:
         """The live ids, oldest first."""
         return list(self._live)
 
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that could be begun."""
+        return len(self._free_slots)
+
     def num_blocks(self, positions: int) -> int:
         """Blocks that hold so many positions."""
         return -(-positions // self.block_size)

@@ -120,6 +120,12 @@ class ModelPlacement:
             if device.process_index == process
         ]
 
+    def copied(self, params: ParamTree) -> ParamTree:
+        """Copies the parameters of another replica, which is divided alike, to these devices."""
+        if self.division is None:
+            return jax.device_put(params, self.placement.first)
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, self.placement.sharding(leaf.sharding.spec)), params)
+
     def without_padding(self, array: Any, axis: int, logical: str) -> Any:
         """Leaves out the heads along an axis that devices have padded or copied, and brings them in the model's order.
 

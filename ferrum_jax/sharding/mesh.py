@@ -27,6 +27,7 @@ class Placement:
 
     devices: tuple[JaxDevice, ...]
     mesh: Mesh | None = None  # of the axes `expert` and `model`; None: the model is on one device, undivided
+    num_sharing: int = 1  # devices of all replicas: those of a CPU share its memory
 
     @property
     def first(self) -> JaxDevice:
@@ -80,7 +81,7 @@ class Placement:
     def free_bytes(self) -> int:
         """Memory that is free on the fullest device; devices of a CPU share the machine's."""
         if self.first.platform == "cpu":
-            return free_bytes(self.first) // len(self.devices)
+            return free_bytes(self.first) // self.num_sharing
         return min(free_bytes(device) for device in self.devices)
 
 
@@ -119,10 +120,8 @@ def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> li
         devices = _devices(sizes, first)
     replicas = []
     for block in devices:  # [expert, model]
-        if block.size == 1:
-            replicas.append(on_one(block.item()))
-        else:
-            replicas.append(Placement(tuple(block.ravel()), Mesh(block, (EXPERT, MODEL))))
+        own = None if block.size == 1 else Mesh(block, (EXPERT, MODEL))
+        replicas.append(Placement(tuple(block.ravel()), own, num_sharing=devices.size))
     return replicas
 
 

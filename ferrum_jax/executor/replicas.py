@@ -1,0 +1,388 @@
+"""Data parallel: several replicas of a model, each with a KV of its own, behind one runner.
+
+A sequence lives on one replica. It goes where its prompt's beginning is known, and else where most blocks are free, of
+the replicas that have room. Replicas work at the same time: all steps of a batch are begun before one is read.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+from numpy.typing import NDArray
+
+from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items
+from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
+from ferrum_jax.contract.errors import FerrumError, InvalidParameterError
+from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
+from ferrum_jax.contract.handles import BlockTable
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.values import ModelInfo
+from ferrum_jax.executor import multi_step, reservations
+from ferrum_jax.executor.counters import DecodeBatchCounters
+from ferrum_jax.executor.lifecycle import Lifecycle
+from ferrum_jax.executor.router import NOTHING, ReplicaRouter
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.models.placement import ModelPlacement
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.mesh import Placement
+
+T = TypeVar("T")
+
+
+class ReplicatedRunner(ModelRunner):
+    """Replicas of one model: a `ModelRunner` whose sequences are spread over them.
+
+    Sizes are of each replica, but for `plan.max_seqs` and what counts blocks. A sequence never moves to another
+    replica; a fork shares its original's.
+    """
+
+    def __init__(self, replicas: Sequence[ModelRunner]):
+        """Takes runners of the same model and sizes, which it closes with itself."""
+        first = replicas[0]
+        self.replicas = list(replicas)
+        self.placed, self.device, self.name = first.placed, first.device, first.name
+        self.model_config, self.artifacts = first.model_config, first.artifacts
+        self.plan = replace(first.plan, max_seqs=sum(replica.plan.max_seqs for replica in replicas))
+        self.params_version = 0
+        self._life = Lifecycle("runner", lambda: any(replica._device.is_lost for replica in self.replicas))
+        self._router = ReplicaRouter(replicas, self._life)
+        self._pipeline: Any = self._router
+        self._decode_batches = DecodeBatchCounters()
+        self._vocab_size = first.model_config.vocab_size
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that work at the same time."""
+        return len(self.replicas)
+
+    def replica_of(self, cache_id: str) -> int | None:
+        """The replica that an id is on, None if it is on none."""
+        return self._router.homes.get(cache_id)
+
+    @property
+    def params(self) -> ParamTree:
+        """The parameters of the first replica, in the form of their layout."""
+        return self.replicas[0].params
+
+    def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
+        """As of one runner, on all replicas at once; `until_one_ends` concerns each replica for itself."""
+        with self._life.lock, self._life:
+            check_flag("until_one_ends", until_one_ends)
+            checked = check_items("runs", runs, DecodeRun)
+            index_of = [self.replica_of(check_cache_id(run.cache_id)) or 0 for run in checked]
+            calls = []
+            for index in dict.fromkeys(index_of):
+                rows = [at for at, own in enumerate(index_of) if own == index]
+                with self._router.on(index) as replica:
+                    own = [checked[at] for at in rows]
+                    call = multi_step.plan(replica._pipeline, own, until_one_ends=until_one_ends)
+                calls.append((index, rows, call))
+            found: list[Any] = [None] * len(checked)
+            for (_, rows, _), answers in zip(
+                calls, self._at_once([(one, call) for one, _, call in calls]), strict=True
+            ):
+                for row, answer in zip(rows, answers, strict=True):
+                    found[row] = answer
+            return found
+
+    def _at_once(self, calls: Sequence[tuple[int, Callable[[], T]]]) -> list[T]:
+        """Runs calls on their replicas at the same time."""
+
+        def run(index: int, call: Callable[[], T]) -> T:
+            with self._router.on(index):
+                return call()
+
+        if len(calls) < 2:
+            return [run(*one) for one in calls]
+        with ThreadPoolExecutor(len(calls), thread_name_prefix="replica") as pool:
+            return list(pool.map(lambda one: run(*one), calls))
+
+    def release(self, cache_id: str) -> None:
+        """Frees the sequence's slot and blocks; an unknown id is no error."""
+        with self._life.lock, self._life:
+            for replica in self._router.owners(check_cache_id(cache_id)):
+                replica.release(cache_id)
+            self._router.forget(cache_id)
+
+    def truncate_kv(self, cache_id: str, new_len: int) -> None:
+        """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
+        with self._life.lock, self._life:
+            key, length = check_cache_id(cache_id), check_int("new_len", new_len, 0)
+            for replica in self._router.owners(key):
+                replica.truncate_kv(key, length)
+
+    def fork(self, cache_id: str, new_cache_id: str) -> None:
+        """Makes `new_cache_id` a copy of a live sequence, on the same replica; raises as of one runner."""
+        with self._life.lock, self._life:
+            old, new = check_cache_id(cache_id), check_cache_id(new_cache_id)
+            home = self._router.homes.get(old, 0)
+            if (other := self._router.homes.get(new)) not in (None, home):
+                home = other  # which refuses: one of the two is unknown there
+            with self._router.on(home) as replica:
+                replica.fork(old, new)
+            self._router.settle_homes({new: home})
+
+    def reset(self) -> None:
+        """Drops every sequence and prefix of all replicas; raises as of one runner."""
+        with self._life.lock:
+            self._life.check_not_closed()
+            for replica in self.replicas:
+                replica.reset()
+            self._router.clear()
+            self._life.state, self._life.paused = ExecutorState.Ready, ""
+
+    def prepare(self, cache_id: str, max_tokens: int) -> None:
+        """Takes a slot, and compiles what prompts of at most `max_tokens` tokens and decoding after them need."""
+        with self._life.lock, self._life:
+            key, count = check_cache_id(cache_id), check_int("max_tokens", max_tokens, 1)
+            homes = self._router.place([(key, NOTHING)], [count])
+            with self._router.on(homes[key]) as replica:
+                replica.prepare(key, count)
+            self._router.settle_homes(homes)
+
+    def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
+        """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
+        with self._life.lock, self._life:
+            self.replicas[0].prepare_kv_capacity(cache_id, capacity_hint)
+
+    def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
+        """Makes `target_len` positions of each id writable, all or nothing; raises as of one runner."""
+        with self._life.lock, self._life:
+            checked = check_items("requests", requests, KvSlotRequest)
+            targets: dict[str, int] = {}
+            for one in checked:
+                key, most = check_cache_id(one.cache_id), max(one.target_len, one.admission_target_len or 0)
+                targets[key] = max(targets.get(key, 0), most)
+            homes = self._router.place([(key, NOTHING) for key in targets], list(targets.values()))
+            planned = []
+            for index in dict.fromkeys(homes.values()):
+                own = [one for one in checked if homes[one.cache_id] == index]
+                with self._router.on(index) as replica:
+                    planned.append((index, reservations.plan(replica._pipeline, own)))
+            before = self.kv_slot_capacity_snapshot()
+            found = [call for index, plan in planned for call in self._at_once([(index, plan)])]
+            kept = {one.cache_id for one in found for one in one.allocations if self._is_known(homes, one.cache_id)}
+            self._router.settle_homes({key: home for key, home in homes.items() if key in kept})
+            by_id = {one.cache_id: one for part in found for one in part.allocations}
+            return KvSlotReservation(
+                block_size=before.block_size,
+                total_blocks=before.total_blocks,
+                free_blocks_before=before.free_blocks,
+                free_blocks_after=self.kv_slot_capacity_snapshot().free_blocks,
+                allocations=tuple(by_id[key] for key in targets),
+            )
+
+    def _is_known(self, homes: dict[str, int], cache_id: str) -> bool:
+        return self.replicas[homes[cache_id]]._pipeline.table.get(cache_id) is not None
+
+    def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
+        """Binds one id to an adapter, or to none; raises as of one runner.
+
+        An id that has no tokens yet is bound on every replica, until they say where it goes.
+        """
+        with self._life.lock, self._life:
+            key = check_cache_id(cache_id)
+            is_placed = key in self._router.homes
+            changed: list[ModelRunner] = []
+            try:
+                for replica in self._router.owners(key) if is_placed else self.replicas:
+                    replica.set_lora_adapter_for_cache(key, adapter)
+                    changed.append(replica)
+            except FerrumError:
+                for replica in changed if not is_placed else ():
+                    replica.set_lora_adapter_for_cache(key, None)
+                self._router.unplaced.discard(key)
+                raise
+            if not is_placed:
+                (self._router.unplaced.discard if adapter is None else self._router.unplaced.add)(key)
+
+    def load_lora(self, name: str, path: Any) -> None:
+        """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as of one runner."""
+        with self._life.lock, self._life:
+            done: list[ModelRunner] = []
+            try:
+                for replica in self.replicas:
+                    replica.load_lora(name, path)
+                    done.append(replica)
+            except FerrumError:
+                for replica in done:
+                    replica.unload_lora(name)
+                raise
+
+    def unload_lora(self, name: str) -> None:
+        """Drops an adapter and its prefixes; raises as of one runner."""
+        with self._life.lock, self._life:
+            for replica in self.replicas:
+                replica._adapters.check_unloadable(name)
+            for replica in self.replicas:
+                replica.unload_lora(name)
+
+    def warmup(self, *, progress: bool = True, load: bool = False, distributions: bool = False) -> None:
+        """Compiles every declared program of every replica, or finds it whole on disk."""
+        with self._life.lock, self._life:
+            for replica in self.replicas:
+                replica.warmup(progress=progress, load=load, distributions=distributions)
+
+    def set_params(self, params: ParamTree) -> None:
+        """Takes other weights on every replica, copied to all but the first; raises as of one runner."""
+        with self._life.lock:
+            self._life.check_not_closed()
+            self._life.check_not_failed()
+            self._check_empty("new weights are set")
+            self.replicas[0].set_params(params)
+            for replica in self.replicas[1:]:
+                replica.set_params(self._copied(params, replica))
+            self.params_version += 1
+
+    def _check_empty(self, why: str) -> None:
+        for replica in self.replicas:
+            if replica._pipeline.table.cache_ids:
+                replica._pipeline.forget_prefixes(why)  # which refuses
+
+    def _copied(self, params: ParamTree, replica: ModelRunner) -> ParamTree:
+        if replica.placed.division is not None:  # which brings them to its devices itself
+            return params
+        try:
+            return jax.device_put(params, replica.device)
+        except jax.errors.JaxRuntimeError as problem:
+            raise InvalidParameterError(f"these weights cannot be copied to {replica.device}: {problem}") from problem
+
+    def free_kv(self) -> None:
+        """Frees the KV's memory until `allocate_kv` or `reset`; refused while a sequence is live."""
+        with self._life.lock, self._life:
+            self._check_empty("the KV is freed")
+            for replica in self.replicas:
+                replica.free_kv()
+            self._life.paused = "the KV is freed: allocate_kv() first"
+
+    def allocate_kv(self) -> None:
+        """Brings the KV back after `free_kv`; raises ResourceExhaustedError, and the KV stays freed."""
+        with self._life.lock:
+            self._life.check_not_closed()
+            self._life.check_not_failed()
+            for replica in self.replicas:
+                replica.allocate_kv()
+            self._life.paused = ""
+
+    def compile_stats(self) -> dict[str, Any]:
+        """Counts programs of all replicas, as of one runner; steps have the number of their replica."""
+        with self._life.lock, self._life:
+            each = [replica.compile_stats() for replica in self.replicas]
+            found = {name: sum(stats[name] for stats in each) for name in each[0] if name != "steps"}
+            steps = {
+                f"{name}, replica {at}": one for at, stats in enumerate(each) for name, one in stats["steps"].items()
+            }
+            return found | {"steps": steps}
+
+    def close(self) -> None:
+        """Frees all replicas; closing twice is no error, any other call after is."""
+        with self._life.lock:
+            self._life.state = ExecutorState.Shutdown
+            for replica in self.replicas:
+                replica.close()
+
+    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""
+        with self._life.lock, self._life:
+            return self.replicas[self.replica_of(check_cache_id(cache_id)) or 0].kv_cache(cache_id, layer)
+
+    def kv_len(self, cache_id: str) -> int | None:
+        """Positions held for `cache_id`, or None for an unknown id."""
+        with self._life.lock, self._life:
+            home = self.replica_of(check_cache_id(cache_id))
+            return None if home is None else self.replicas[home].kv_len(cache_id)
+
+    def kv_block_table(self, cache_id: str) -> BlockTable | None:
+        """Where a sequence's positions lie on its replica; None for an unknown id."""
+        with self._life.lock, self._life:
+            home = self.replica_of(check_cache_id(cache_id))
+            return None if home is None else self.replicas[home].kv_block_table(cache_id)
+
+    def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
+        """Counts the blocks of all replicas; those that only a prefix could want are free."""
+        with self._life.lock, self._life:
+            each = [replica.kv_slot_capacity_snapshot() for replica in self.replicas]
+            total, free = sum(one.total_blocks for one in each), sum(one.free_blocks for one in each)
+            return KvSlotCapacitySnapshot(block_size=each[0].block_size, total_blocks=total, free_blocks=free)
+
+    def cache_metrics_snapshot(self) -> dict[str, Any]:
+        """Counters of KV reuse of all replicas, and of decode batches as they were called for."""
+        with self._life.lock, self._life:
+            each = [replica.cache_metrics_snapshot() for replica in self.replicas]
+            return _summed(each) | {
+                "block_size": each[0]["block_size"],
+                "source": type(self).__name__,
+                "decode_batch": self._decode_batches.snapshot(),
+            }
+
+    def lora_metrics_snapshot(self) -> dict[str, Any]:
+        """Counters of adapters; an id that is not placed yet counts once."""
+        with self._life.lock, self._life:
+            each = [replica.lora_metrics_snapshot() for replica in self.replicas]
+            bound = {cache_id for replica in self.replicas for cache_id in replica._adapters.bound_ids}
+            counts = {"adapter_count": each[0]["adapter_count"], "active_cache_bindings": len(bound)}
+            return _summed(each) | counts | {"source": type(self).__name__}
+
+    def model_info(self) -> ModelInfo:
+        """Identity and size of the model as it was loaded."""
+        with self._life.lock, self._life:
+            return self.replicas[0].model_info()
+
+    def describe(self) -> dict[str, Any]:
+        """What serves the steps of each replica, and how many there are."""
+        with self._life.lock, self._life:
+            first = self.replicas[0].describe()
+            return first | {"mesh": {"data": self.num_replicas} | first["mesh"], "max_seqs": self.plan.max_seqs}
+
+    def capabilities(self) -> ExecutorCapabilities:
+        """What was built for this model on these devices."""
+        with self._life.lock, self._life:
+            each = [replica.capabilities() for replica in self.replicas]
+            devices = tuple(dict.fromkeys(device for one in each for device in one.supported_devices))
+            memory = each[0].memory_requirements
+            parameters = sum(one.memory_requirements.parameter_memory for one in each)
+            return replace(
+                each[0],
+                max_batch_size=self.plan.max_seqs,
+                supported_devices=devices,
+                memory_requirements=replace(memory, parameter_memory=parameters),
+            )
+
+    def memory_usage(self) -> ExecutorMemoryUsage:
+        """Bytes of the parameters and the KV of all replicas, and how much of them is in use."""
+        with self._life.lock, self._life:
+            each = [replica.memory_usage() for replica in self.replicas]
+            allocated, used = (sum(getattr(one, name) for one in each) for name in ("allocated_bytes", "used_bytes"))
+            peak = sum(one.peak_bytes for one in each)
+            return ExecutorMemoryUsage(
+                allocated_bytes=allocated,
+                used_bytes=used,
+                peak_bytes=peak,
+                utilization_percent=100.0 * used / allocated,
+            )
+
+
+def replicate(
+    first: ModelRunner,
+    params: ParamTree,
+    placements: Sequence[Placement],
+    make: Callable[[ModelPlacement, ParamTree], ModelRunner],
+) -> ModelRunner:
+    """Returns `first`, or a runner of it and of copies on the other placements, which `make` makes."""
+    runners = [first]
+    try:
+        for placement in placements[1:]:
+            placed = ModelPlacement.of(first.model_config, placement)
+            runners.append(make(placed, placed.copied(params)))
+    except BaseException:
+        for runner in runners:
+            runner.close()
+        raise
+    return first if len(runners) == 1 else ReplicatedRunner(runners)
+
+
+def _summed(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Adds counters; what is no number is the first's."""
+    return {name: sum(one[name] for one in each) if type(value) is int else value for name, value in each[0].items()}

@@ -1,0 +1,152 @@
+"""Which replica of a model holds each sequence, and batches divided among them."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.contract.errors import ResourceExhaustedError
+from ferrum_jax.executor.batch import ScheduledBatch
+from ferrum_jax.executor.lifecycle import Lifecycle
+from ferrum_jax.executor.pipeline import PendingStep, PlannedBatch
+from ferrum_jax.executor.runner import ModelRunner
+
+NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(eq=False)
+class PendingReplicas:
+    """A batch that was begun on several replicas. `result` waits for all of them."""
+
+    life: Lifecycle
+    steps: list[tuple[PendingStep, list[int]]]  # and which rows of the batch each has
+    size: int
+
+    def result(self) -> list[Any]:
+        """Waits, and returns one answer per row, in order; raises as `PendingStep.result`."""
+        with self.life.lock, self.life:
+            answers: list[Any] = [None] * self.size
+            for step, rows in self.steps:
+                for row, answer in zip(rows, step.result(), strict=True):
+                    answers[row] = answer
+            return answers
+
+
+class ReplicaRouter:
+    """Which replica each sequence is on; it stands for the pipeline of a runner with one."""
+
+    def __init__(self, replicas: Sequence[ModelRunner], life: Lifecycle):
+        """Begins without sequences."""
+        self.replicas = list(replicas)
+        self.life = life
+        self.table = self  # of which a runner asks the length of a sequence
+        self.homes: dict[str, int] = {}
+        self.unplaced: set[str] = set()  # bound to an adapter on every replica, until their tokens say where they go
+
+    def length(self, cache_id: str) -> int:
+        """Positions written for an id; 0 if it is unknown."""
+        home = self.homes.get(cache_id)
+        return 0 if home is None else self.replicas[home]._pipeline.table.length(cache_id)
+
+    def execute(self, batch: ScheduledBatch) -> PendingReplicas:
+        """Begins a batch on the replicas of its rows; raises as `Pipeline.execute`, all replicas or none."""
+        return self.run(self.plan_batch(batch))
+
+    def plan_batch(self, batch: ScheduledBatch) -> tuple[int, list[tuple[int, list[int], PlannedBatch | None]]]:
+        """Places and plans a batch; returns its size, and what each replica is to run. Raises as `execute`."""
+        homes = self.place([(row.cache_id, NOTHING if row.tokens is None else row.tokens) for row in batch])
+        parts = []
+        for index in dict.fromkeys(homes.values()):
+            rows = [at for at, row in enumerate(batch) if homes[row.cache_id] == index]
+            with self.on(index) as replica:
+                parts.append((index, rows, replica._pipeline.plan_batch([batch[at] for at in rows])))
+        self.settle_homes(homes)
+        return len(batch), parts
+
+    def run(self, planned: tuple[int, list[tuple[int, list[int], PlannedBatch | None]]]) -> PendingReplicas:
+        """Begins a batch that was planned, on all its replicas."""
+        size, parts = planned
+        steps = []
+        for index, rows, part in parts:
+            with self.on(index) as replica:
+                steps.append((replica._pipeline.run(part), rows))
+        return PendingReplicas(self.life, steps, size)
+
+    @contextlib.contextmanager
+    def on(self, index: int) -> Iterator[ModelRunner]:
+        """Lets a call onto a replica; an error of want says which one it is."""
+        replica = self.replicas[index]
+        try:
+            with replica._life.lock, replica._life:
+                yield replica
+        except ResourceExhaustedError as problem:
+            problem.replica = index
+            raise
+
+    def place(self, wanted: Sequence[tuple[str, NDArray[np.int32]]], targets: Sequence[int] = ()) -> dict[str, int]:
+        """Chooses a replica for each id, given its new tokens, or how many positions it is to hold; changes nothing."""
+        found: dict[str, int] = {}
+        slots = [replica._pipeline.table.num_free_slots for replica in self.replicas]
+        blocks = [replica._pipeline.table.pool.num_free for replica in self.replicas]
+        for at, (cache_id, tokens) in enumerate(wanted):
+            if (home := self.homes.get(cache_id)) is not None:
+                found[cache_id] = home
+                continue
+            size = self.replicas[0].plan.cache.block_size
+            positions = targets[at] if targets else len(tokens)
+            needed = -(-positions // size)
+            known = [self._known(index, cache_id, tokens) for index in range(len(self.replicas))]
+
+            def rank(index: int, needed: int = needed, known: list[int] = known) -> tuple[bool, int, int, int, int]:
+                fits = slots[index] > 0 and blocks[index] >= needed - known[index]
+                return fits, known[index], blocks[index], slots[index], -index
+
+            best = max(range(len(self.replicas)), key=rank)
+            found[cache_id] = best
+            slots[best] -= 1
+            blocks[best] -= needed - known[best]
+        return found
+
+    def _known(self, index: int, cache_id: str, tokens: NDArray[np.int32]) -> int:
+        """Blocks of a prompt that a replica need not compute."""
+        replica = self.replicas[index]
+        prefixes = replica._pipeline.table.prefixes
+        if prefixes is None or len(tokens) < 2:
+            return 0
+        return prefixes.count_known(replica._adapters.of(cache_id), tokens[:-1], replica.plan.cache.block_size)
+
+    def settle_homes(self, homes: dict[str, int]) -> None:
+        """Keeps where ids are placed; an adapter that was bound on every replica stays bound there alone."""
+        for cache_id, home in homes.items():
+            self.homes[cache_id] = home
+            if cache_id in self.unplaced:
+                self.unplaced.discard(cache_id)
+                for index, replica in enumerate(self.replicas):
+                    if index != home:
+                        replica.set_lora_adapter_for_cache(cache_id, None)
+
+    def home(self, cache_id: str, positions: int = 0) -> int:
+        """The replica of an id, chosen and kept if it has none."""
+        homes = self.place([(cache_id, NOTHING)], [positions])
+        self.settle_homes(homes)
+        return homes[cache_id]
+
+    def owners(self, cache_id: str) -> list[ModelRunner]:
+        """The replicas that know of an id."""
+        if cache_id in self.unplaced:
+            return self.replicas
+        home = self.homes.get(cache_id)
+        return [] if home is None else [self.replicas[home]]
+
+    def forget(self, cache_id: str) -> None:
+        """Forgets where an id was."""
+        self.homes.pop(cache_id, None)
+        self.unplaced.discard(cache_id)
+
+    def clear(self) -> None:
+        """Forgets every id."""
+        self.homes.clear()
+        self.unplaced.clear()

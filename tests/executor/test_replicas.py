@@ -1,0 +1,294 @@
+"""Data parallel: two replicas behind one runner answer as one, take twice as many sequences, and know as much."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import ferrum_jax
+from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, KvSlotRequest, Sampling
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    DeviceError,
+    RequestValidationError,
+    ResourceExhaustedError,
+)
+from ferrum_jax.executor.from_params import from_params
+from ferrum_jax.executor.replicas import ReplicatedRunner
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CAPACITY, CFG, REUSING, Oracle
+from tests.long import OPERATIONS, SEED
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def shared(params: ParamTree) -> Iterator[ReplicatedRunner]:
+    with from_params(params, CFG, mesh={"data": 2, "model": 2}, engine=REUSING) as runner:
+        assert isinstance(runner, ReplicatedRunner)
+        runner.warmup(progress=False)
+        yield runner
+
+
+@pytest.fixture
+def two(shared: ReplicatedRunner) -> ReplicatedRunner:
+    """Two replicas of four sequences each, on two devices each, with nothing in them."""
+    shared.reset()
+    return shared
+
+
+def check(logits: Any, oracle: Oracle, tokens: list[int]) -> None:
+    np.testing.assert_allclose(logits, oracle(tokens)[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_sequences_are_spread_and_answer_alike(two: ReplicatedRunner, oracle: Oracle):
+    prompts = {f"s{at}": [at + 1, 5, 7, at] for at in range(8)}
+    items = [(key, tokens, 0, True) for key, tokens in prompts.items()]
+    for (key, tokens, _, _), row in zip(items, two.unified_forward(items), strict=True):
+        check(row, oracle, tokens)
+        assert two.kv_len(key) == 4
+    assert [two.replica_of(key) for key in prompts].count(0) == 4
+    rows = two.decode_batch([(key, 9, 4) for key in prompts])
+    for key, row in zip(prompts, rows, strict=True):
+        check(row, oracle, [*prompts[key], 9])
+    with pytest.raises(ResourceExhaustedError) as caught:
+        two.prefill("one too many", [1])
+    assert caught.value.free == 0
+    assert two.kv_len("one too many") is None
+    two.release("s3")
+    check(two.prefill("another", [1, 2]), oracle, [1, 2])
+
+
+def test_a_refused_batch_changes_nothing_on_any_replica(two: ReplicatedRunner, oracle: Oracle):
+    for key in "abcd":
+        two.prefill(key, [1, 2, 3])
+    here = {index: [key for key in "abcd" if two.replica_of(key) == index] for index in (0, 1)}
+    first, second = here[0][0], here[1][0]
+    before = two.kv_slot_capacity_snapshot()
+    for wrong in ([(first, 4, 3), (second, 4, 2)], [(second, 4, 3), (first, 4, 5)], [(first, 4, 3), (first, 4, 3)]):
+        with pytest.raises(RequestValidationError):
+            two.decode_batch(wrong)
+        assert two.kv_len(first) == two.kv_len(second) == 3
+    with pytest.raises(RequestValidationError, match="KV capacity is 44"):
+        two.unified_forward([(first, [4], 3, True), (second, [5] * 42, 3, True)])
+    assert two.kv_len(first) == 3
+    assert two.kv_slot_capacity_snapshot() == before
+    rows = two.decode_batch([(second, 6, 3), (first, 4, 3)])
+    check(rows[0], oracle, [1, 2, 3, 6])
+    check(rows[1], oracle, [1, 2, 3, 4])
+
+
+def test_a_prompt_goes_where_its_beginning_is_known(two: ReplicatedRunner, oracle: Oracle):
+    start = list(range(2, 20))
+    two.prefill("first", start)
+    home = two.replica_of("first")
+    two.prefill("elsewhere", [30, 31])
+    assert two.replica_of("elsewhere") != home
+    hits = two.cache_metrics_snapshot()["hits"]
+    for at in range(3):
+        check(two.prefill(f"more {at}", [*start, 33 - at]), oracle, [*start, 33 - at])
+        assert two.replica_of(f"more {at}") == home
+    assert two.cache_metrics_snapshot()["hits"] == hits + 3
+    check(two.prefill("full", [*start, 20]), oracle, [*start, 20])  # no slot is left there
+    assert two.replica_of("full") != home
+
+
+def test_forks_reservations_and_truncation_stay_on_their_replica(two: ReplicatedRunner, oracle: Oracle):
+    two.prefill("a", [1, 2, 3, 4, 5])
+    two.fork("a", "b")
+    assert two.replica_of("a") == two.replica_of("b")
+    check(two.decode("b", 6, 5), oracle, [1, 2, 3, 4, 5, 6])
+    two.truncate_kv("b", 2)
+    check(two.prefill("b", [7]), oracle, [1, 2, 7])
+    with pytest.raises(RequestValidationError, match="is a live sequence"):
+        two.fork("a", "b")
+    with pytest.raises(RequestValidationError, match="is unknown"):
+        two.fork("nobody", "c")
+    wanted = [KvSlotRequest(cache_id=key, target_len=20) for key in ("a", "x", "y")]
+    found = two.reserve_kv_slots(wanted)
+    assert [one.cache_id for one in found.allocations] == ["a", "x", "y"]
+    assert found.total_blocks == 36
+    assert found.free_blocks_before - found.free_blocks_after == sum(one.new_blocks for one in found.allocations)
+    with pytest.raises(ResourceExhaustedError):
+        two.reserve_kv_slots([KvSlotRequest(cache_id=f"z{at}", target_len=40) for at in range(6)])
+    assert two.kv_len("z0") is None
+    assert two.kv_len("x") == 0
+    two.prepare("p", 4)
+    assert two.kv_len("p") == 0
+    for key in ("a", "b", "x", "y", "p"):
+        two.release(key)
+    assert two.kv_slot_capacity_snapshot().free_blocks == 36
+
+
+def test_adapters_work_wherever_a_sequence_goes(
+    two: ReplicatedRunner, oracles: dict[str | None, Oracle], adapter_folders: dict[str, str]
+):
+    two.load_lora("one", adapter_folders["one"])
+    bound = ActiveLoraAdapter(name="one", path=adapter_folders["one"])
+    for key in ("a", "b", "c"):
+        two.set_lora_adapter_for_cache(key, bound)
+    assert two.lora_metrics_snapshot()["active_cache_bindings"] == 3
+    items = [(key, [at, 2, 3], 0, True) for at, key in enumerate(("a", "b", "c", "plain"))]
+    for (key, tokens, _, _), row in zip(items, two.unified_forward(items), strict=True):
+        check(row, oracles["one" if key != "plain" else None], tokens)
+    assert {two.replica_of(key) for key in ("a", "b", "c", "plain")} == {0, 1}
+    assert two.lora_metrics_snapshot()["active_cache_bindings"] == 3
+    with pytest.raises(RequestValidationError, match="in use"):
+        two.unload_lora("one")
+    for key in ("a", "b", "c"):
+        two.release(key)
+    two.unload_lora("one")
+    assert two.lora_metrics_snapshot()["adapter_count"] == 0
+
+
+def test_many_tokens_are_decoded_on_all_replicas_at_once(two: ReplicatedRunner, oracle: Oracle):
+    runs = []
+    for at in range(6):
+        two.prefill(f"r{at}", [at, 3, 4])
+        how = Sampling(temperature=0.7)
+        runs.append(DecodeRun(cache_id=f"r{at}", token=5, pos=3, max_tokens=7, sampling=how, seed=at))
+    found = two.decode_n(runs)
+    again = []
+    for run in runs:  # each alone
+        two.truncate_kv(run.cache_id, 3)
+        again += two.decode_n([run])
+    assert [one.token_ids for one in found] == [one.token_ids for one in again]
+    with pytest.raises(RequestValidationError):
+        two.decode_n([runs[0], DecodeRun(cache_id="r1", token=5, pos=1, max_tokens=2)])
+    assert two.kv_len("r0") == 10
+
+
+def test_weights_are_set_on_every_replica(params: ParamTree, two: ReplicatedRunner, oracle_of: Any):
+    other = jax.tree.map(lambda leaf: leaf * 1.25, params)
+    two.prefill("a", [1])
+    with pytest.raises(RequestValidationError, match="release them before new weights are set"):
+        two.set_params(other)
+    two.release("a")
+    two.set_params(other)
+    try:
+        expected = oracle_of(other)
+        for key, row in zip("abcd", two.unified_forward([(key, [4, 5], 0, True) for key in "abcd"]), strict=True):
+            check(row, expected, [4, 5])
+            assert two.replica_of(key) is not None
+    finally:
+        two.reset()
+        two.set_params(params)
+
+
+def test_a_replica_that_fails_stops_all_until_reset(two: ReplicatedRunner, oracle: Oracle):
+    two.prefill("a", [1, 2])
+    two.replicas[1]._device.lose()
+    two.replicas[1]._life.state = ferrum_jax.contract.ExecutorState.Error
+    with pytest.raises(DeviceError):
+        two.unified_forward([("b", [3], 0, True), ("c", [3], 0, True)])
+    with pytest.raises(DeviceError, match="only reset"):
+        two.prefill("a", [3])
+    two.reset()
+    check(two.prefill("a", [1, 2]), oracle, [1, 2])
+
+
+def test_text_is_the_same_and_twice_as_many_requests_are_served(params: ParamTree, two: ReplicatedRunner):
+    wanted = [ferrum_jax.SamplingParams(temperature=0.8, seed=at, max_tokens=6) for at in range(14)]
+    prompts = [[at, 7, 9] for at in range(14)]
+    with from_params(params, CFG, engine=REUSING) as one:
+        llms = [ferrum_jax.LLM.from_model(model) for model in (one, two)]
+        texts = [[out.token_ids for out in llm.generate(prompts, wanted)] for llm in llms]
+    assert texts[0] == texts[1]
+    assert two.plan.max_seqs == 8
+    assert two.kv_slot_capacity_snapshot().free_blocks == 36
+
+
+def test_policies_scores_and_captures_go_where_the_sequence_is(two: ReplicatedRunner, oracle: Oracle):
+    for key in "ab":
+        two.prefill(key, [1, 2])
+    ids = two.decode_batch_with_logits_policy([("a", 3, 2), ("b", 4, 2)], [GreedyArgmax(), GreedyArgmax()])
+    assert ids == [int(oracle([1, 2, 3])[-1].argmax()), int(oracle([1, 2, 4])[-1].argmax())]
+    logits = two.forward_verify_batch([("a", [5, 6]), ("b", [7])])
+    np.testing.assert_allclose(logits[0], oracle([1, 2, 3, 5, 6])[3:], atol=TOLERANCE, rtol=0)
+    (scores,) = two.score_batch([("b", [8], [9])])
+    row = oracle([1, 2, 4, 7, 8])[-1]
+    np.testing.assert_allclose(scores.logprobs, [row[9] - np.log(np.exp(row).sum())], atol=TOLERANCE)
+    assert two.capture("a", [1], hidden=(1,)).hidden[1].shape == (1, 24)
+    assert two.kv_cache("a", 1)[0].shape == (6, 2, 10)
+
+
+def test_a_closed_runner_says_so(params: ParamTree):
+    runner = from_params(params, CFG, mesh={"data": 2}, max_seqs=1, kv_capacity=16)
+    assert runner.describe()["mesh"] == {"data": 2}
+    assert runner.capabilities().max_batch_size == 2
+    runner.close()
+    runner.close()
+    with pytest.raises(CancelledError):
+        runner.prefill("a", [1])
+
+
+def drive(two: ReplicatedRunner, oracle: Oracle, operations: int, seed: int) -> int:
+    """Calls methods at random, and compares every logit; returns how many calls were refused for want of room."""
+    rng, refused = np.random.default_rng(seed), 0
+    sequences: dict[str, list[int]] = {}
+    names = [f"s{at}" for at in range(10)]  # more than the slots of both
+
+    def lengths() -> dict[str, int | None]:
+        return {one: len(sequences[one]) if one in sequences else None for one in names}
+
+    def attempt(grown: dict[str, list[int]], call: Any) -> Any:
+        nonlocal refused
+        try:
+            found = call()
+        except ResourceExhaustedError:
+            refused += 1
+            return None
+        for key, tokens in grown.items():
+            sequences[key] = sequences.get(key, []) + tokens
+        return found
+
+    for _ in range(operations):
+        key = names[rng.integers(len(names))]
+        held = sequences.get(key, [])
+        room = CAPACITY - len(held)
+        tokens = rng.integers(CFG.vocab_size, size=rng.integers(1, 13)).tolist()[: max(room, 1)]
+        match int(rng.integers(7)):
+            case 0 if room:
+                logits = attempt({key: tokens}, partial(two.prefill, key, tokens))
+                if logits is not None:
+                    check(logits, oracle, sequences[key])
+            case 1 | 2:
+                chosen = [one for one in names if rng.random() < 0.5 and len(sequences.get(one, [])) < CAPACITY]
+                batch = [(one, int(rng.integers(CFG.vocab_size)), len(sequences.get(one, []))) for one in chosen]
+                rows = attempt({one: [token] for one, token, _ in batch}, partial(two.decode_batch, batch))
+                for (one, _, _), row in zip(batch, rows or [], strict=rows is not None):
+                    check(row, oracle, sequences[one])
+            case 3 if room:
+                logits = attempt({key: tokens}, partial(two.forward_verify, key, tokens))
+                if logits is not None:
+                    expected = oracle(sequences[key])[len(held) :]
+                    np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+            case 4:
+                two.truncate_kv(key, at := int(rng.integers(CAPACITY)))
+                if key in sequences:
+                    sequences[key] = held[:at]
+            case 5:
+                two.release(key)
+                sequences.pop(key, None)
+            case 6 if held and (free := [one for one in names if one not in sequences]):
+                attempt({}, partial(two.fork, key, free[0]))
+                if two.kv_len(free[0]) is not None:
+                    sequences[free[0]] = list(held)
+        assert {one: two.kv_len(one) for one in names} == lengths()
+    for key in names:
+        two.release(key)
+    assert two.kv_slot_capacity_snapshot().free_blocks == 36
+    return refused
+
+
+def test_any_calls_on_replicas_give_the_logits_of_the_cache_free_forward(two: ReplicatedRunner, oracle: Oracle):
+    assert drive(two, oracle, 150, seed=3) > 3
+
+
+@pytest.mark.slow
+def test_very_many_calls_on_replicas_do(two: ReplicatedRunner, oracle: Oracle):
+    print(f"seed {SEED}")
+    assert drive(two, oracle, min(OPERATIONS, 20_000), seed=SEED) > 100
