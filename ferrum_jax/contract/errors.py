@@ -72,6 +72,7 @@ class ResourceExhaustedError(FerrumError, RuntimeError, retryable=True, server=T
         needed: how many were needed, or None where counting makes no sense.
         free: how many were free, or None.
         replica: where, of a runner with several replicas: its number, else None.
+        cache_ids: the rows of a batch that were to go there; empty where it is not known.
     """
 
     def __init__(self, message: str, *, needed: int | None = None, free: int | None = None):
@@ -79,6 +80,7 @@ class ResourceExhaustedError(FerrumError, RuntimeError, retryable=True, server=T
         self.needed = needed
         self.free = free
         self.replica: int | None = None
+        self.cache_ids: frozenset[str] = frozenset()
 
 
 class TimeoutError(FerrumError, TimeoutError, retryable=True, server=True):

@@ -4,7 +4,7 @@ A sequence lives on one replica. It goes where its prompt's beginning is known, 
 the replicas that have room. Replicas work at the same time: all steps of a batch are begun before one is read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -60,6 +60,16 @@ class ReplicatedRunner(ModelRunner):
     def replica_of(self, cache_id: str) -> int | None:
         """The replica that an id is on, None if it is on none."""
         return self._router.homes.get(cache_id)
+
+    def keep_from(self, short: Collection[int | None], positions: int) -> bool:
+        """Keeps new sequences away from replicas that ran short, unless no other has room.
+
+        Returns whether another has: a slot, and blocks for so many positions and one more.
+        """
+        with self._life.lock, self._life:
+            self._router.short = frozenset(short)
+            tables = [one._pipeline.table for at, one in enumerate(self.replicas) if at not in short]
+            return any(one.num_free_slots and one.pool.num_free > one.num_blocks(positions) for one in tables)
 
     @property
     def params(self) -> ParamTree:

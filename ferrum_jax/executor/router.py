@@ -44,6 +44,7 @@ class ReplicaRouter:
         self.life = life
         self.table = self  # of which a runner asks the length of a sequence
         self.homes: dict[str, int] = {}
+        self.short: frozenset[int | None] = frozenset()  # replicas that are the last to take new ids
         self.unplaced: set[str] = set()  # bound to an adapter on every replica, until their tokens say where they go
 
     def length(self, cache_id: str) -> int:
@@ -61,8 +62,13 @@ class ReplicaRouter:
         parts = []
         for index in dict.fromkeys(homes.values()):
             rows = [at for at, row in enumerate(batch) if homes[row.cache_id] == index]
-            with self.on(index) as replica:
-                parts.append((index, rows, replica._pipeline.plan_batch([batch[at] for at in rows])))
+            own = [batch[at] for at in rows]
+            try:
+                with self.on(index) as replica:
+                    parts.append((index, rows, replica._pipeline.plan_batch(own)))
+            except ResourceExhaustedError as problem:
+                problem.cache_ids = frozenset(row.cache_id for row in own)
+                raise
         self.settle_homes(homes)
         return len(batch), parts
 
@@ -101,7 +107,7 @@ class ReplicaRouter:
             known = [self._known(index, cache_id, tokens) for index in range(len(self.replicas))]
 
             def rank(index: int, needed: int = needed, known: list[int] = known) -> tuple[bool, int, int, int, int]:
-                fits = slots[index] > 0 and blocks[index] >= needed - known[index]
+                fits = slots[index] > 0 and blocks[index] >= needed - known[index] and index not in self.short
                 return fits, known[index], blocks[index], slots[index], -index
 
             best = max(range(len(self.replicas)), key=rank)

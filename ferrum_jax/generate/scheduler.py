@@ -72,6 +72,7 @@ class Scheduler:
         self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
         self._max_rows = max_rows
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
+        self._short: set[int | None] = set()  # replicas that take no more requests, until one of theirs ends
         self._chunk_tokens = chunk_tokens
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, None] = {}  # in the order in which they joined
@@ -353,15 +354,23 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._room:
+        while self._waiting and len(self._running) < self._room and self._has_room(self._waiting[0]):
             self._running[self._waiting.popleft()] = None
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether a request may join; of several replicas, none that ran short takes another until one there ends."""
+        if not isinstance(self.model, ReplicatedRunner) or not self._running:
+            return True
+        if self._short and any(self.model.replica_of(one.cache_id) is None for one in self._running):
+            return False  # what joined before has no blocks yet, so that nobody knows what is left
+        return self.model.keep_from(self._short, len(request.tokens))
 
     def _make_room(self, problem: ResourceExhaustedError) -> None:
         """Preempts the request that joined last (copies of a prompt join late), or fails it if it is alone.
 
         One that had read nothing yet was never admitted, and is not counted as preempted.
         """
-        rivals = [one for one in self._running if self._competes(one, problem)]
+        rivals = [one for one in self._running if self._competes(one, problem)] or [*self._running]
         last = rivals[-1]
         if len(rivals) == 1:
             self._resynchronise()
@@ -369,7 +378,10 @@ class Scheduler:
             return
         del self._running[last]
         self._waiting.appendleft(last)
-        self._room = len(self._running)
+        if problem.replica is None:
+            self._room = len(self._running)
+        else:
+            self._short.add(problem.replica)
         if last.num_read:
             level = logging.DEBUG if last.preemptions else logging.INFO
             _log.log(
@@ -378,7 +390,7 @@ class Scheduler:
                 "more kv_blocks or fewer max_seqs avoid it",
                 last.cache_id,
                 last.num_read,
-                self._room,
+                len(self._running),
                 problem,
             )
             last.preemptions += 1
@@ -390,7 +402,7 @@ class Scheduler:
         """Whether a request wants of the KV what is short: of several replicas, what is on the same one."""
         if problem.replica is None or not isinstance(self.model, ReplicatedRunner):
             return True
-        return self.model.replica_of(request.cache_id) in (None, problem.replica)
+        return request.cache_id in problem.cache_ids or self.model.replica_of(request.cache_id) == problem.replica
 
     def _resynchronise(self, *, failed: bool = False) -> None:
         """Restarts requests of which the model does not hold what they think it does."""
@@ -406,6 +418,8 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         del self._running[request]
         self._room = self._max_rows
+        if isinstance(self.model, ReplicatedRunner):
+            self._short.discard(self.model.replica_of(request.cache_id))
         self._release(request.cache_id)
 
     def _release(self, cache_id: str) -> None:

@@ -40,6 +40,13 @@ def test_prefix_ends_in_a_json_line_that_counts_what_was_reused(records: Path):
     assert row["ratio"] == pytest.approx(row["cold_ms"] / row["reused_ms"])
 
 
+def test_replicas_ends_in_a_json_line_of_twice_the_sequences(records: Path):
+    one, two = smoke("replicas", records)["rows"]
+    assert (one["replicas"], two["replicas"]) == (1, 2)
+    assert two["most_sequences"] > 1.5 * one["most_sequences"] > 0
+    assert one["prefix_hits"] > 0
+
+
 def test_adapters_ends_in_a_json_line(records: Path):
     row = smoke("adapters", records, "--rounds", "1")["rows"][0]
     assert (row["rows"], row["adapters"], row["rank"]) == (8, 5, 8)
