@@ -1,9 +1,10 @@
 """Does `ferrum-jax plan` predict the time of a step on this machine, and what does it predict for others?
 
 The decode steps and prompts of a model are timed in turn with the probes of the machine, whose rates then are the
-device of the plan: the time predicted is the roofline's, so a ratio below 1 would be an error of its counting. Then,
-without measuring anything, the plans of four large models for three machines, and the weak scaling of the 70B model
-from 1 to 64 devices. `--smoke` plans for smaller models.
+device of the plan: the time predicted is the roofline's, which a step cannot beat but by what the machine moves. Then,
+without measuring anything, the plans of four large models for three machines, published throughputs beside those that
+a plan gives in the same setting, and the weak scaling of the 70B model from 1 to 64 devices. `--smoke` plans for a
+smaller model.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ from bench.timing import Contestant, alternate
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ResourceExhaustedError
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.planning.estimate import Deployment, estimate, time_step
+from ferrum_jax.planning.estimate import STEP_TOKENS, Deployment, estimate, time_step
 from ferrum_jax.planning.machines import Machine, find_machine
 from ferrum_jax.planning.scaling import scale
 from ferrum_jax.planning.subject import Subject, read_subject
@@ -32,6 +33,17 @@ PLANNED = ("llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b", "deepseek-v3")
 PLACES = (("h100", 8), ("h200", 8), ("v5p", 16))
 WEIGHTS = (None, "float8_e4m3fn")  # as published, and in 8 bits
 SMOKE_PLANNED = ("qwen3-8b",)
+# Tokens per second at most load, fp8 weights, prompts of 128 and answers of 2,048 tokens: TensorRT-LLM 1.0,
+# docs/source/performance/perf-overview.md (Llama 3.3 70B has the shapes of 3.1).
+ASKED, ANSWERED = 128, 2048  # tokens
+PUBLISHED = (
+    ("llama-3.1-70b", "h200", 1, 4336),
+    ("llama-3.1-70b", "h100", 2, 6651),
+    ("llama-3.1-405b", "h200", 8, 5348),
+    ("llama-3.1-405b", "h100", 8, 4340),
+    ("qwen3-235b-a22b", "h200", 8, 42821),
+    ("qwen3-235b-a22b", "h100", 8, 19658),
+)
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # devices
 SCALED = (("h100", 8), ("h100", 64), ("v5p", 8), ("v5p", 64))  # and the most that share one replica
 CONTEXT, ROWS_PER_DEVICE = 8192, (8, 32)
@@ -56,6 +68,8 @@ def main() -> None:
         for device, count in PLACES
     ]
     _show_plans(planned)
+    beside = [] if found.smoke else [_beside(*one) for one in PUBLISHED]
+    _show_beside(beside)
     scaled = [
         row
         for device, widest in SCALED
@@ -63,7 +77,7 @@ def main() -> None:
         for row in _scale(SMOKE_PLANNED[0] if found.smoke else PLANNED[0], device, widest, per_device)
     ]
     _show_scaling(scaled)
-    setting.finish("plan", rows, plans=planned, scaling=scaled)
+    setting.finish("plan", rows, plans=planned, published=beside, scaling=scaled)
 
 
 def _decode(runner: ModelRunner, probes: Probes, count: int, context: int, rounds: int) -> dict[str, Any]:
@@ -113,6 +127,27 @@ def _plan(model: str, weights: str | None, device: str, count: int) -> dict[str,
         return kept | {"refused": str(problem)}
 
 
+def _beside(model: str, device: str, count: int, published: int) -> dict[str, Any]:
+    """As many sequences as fit at full length, each of them half answered, and the prompts that replace them."""
+    subject = read_subject(model, "float8_e4m3fn")
+    at = Deployment(subject=subject, machine=find_machine(device), model=count, context=ASKED + ANSWERED)
+    rows = estimate(at).sequences
+    decode, prompt = time_step(at, [(ASKED + ANSWERED // 2 - 1, 1)] * rows), time_step(at, [(0, STEP_TOKENS)])
+    seconds = ANSWERED * decode.seconds + rows * ASKED / STEP_TOKENS * prompt.seconds
+    predicted = rows * ANSWERED / seconds
+    return {
+        "model": model,
+        "device": device,
+        "devices": count,
+        "rows": rows,
+        "decode_ms": decode.seconds * 1e3,
+        "limit": decode.limit,
+        "predicted_tokens_per_second": predicted,
+        "published_tokens_per_second": published,
+        "published_over_predicted": published / predicted,
+    }
+
+
 def _scale(model: str, device: str, widest: int, per_device: int) -> list[dict[str, Any]]:
     at = Deployment(subject=read_subject(model), machine=find_machine(device), context=CONTEXT)
     cfg = at.subject.cfg
@@ -147,6 +182,16 @@ def _show_plans(rows: list[dict[str, Any]]) -> None:
         cells += [f"{decode['tokens_per_second']:,.0f}", decode["limit"]]
         lines.append([*cells, f"{prompt['tokens_per_second']:,.0f}", prompt["limit"]])
     card.show_table(headings, lines, left=("model", "weights", "devices", "limit"))
+
+
+def _show_beside(rows: list[dict[str, Any]]) -> None:
+    headings = "model", "devices", "rows", "decode ms", "limit", "predicted tokens/s", "published", "ratio"
+    lines = []
+    for row in rows:
+        cells = [row["model"], f"{row['devices']} x {row['device']}", f"{row['rows']}", f"{row['decode_ms']:.1f}"]
+        cells += [row["limit"], f"{row['predicted_tokens_per_second']:,.0f}"]
+        lines.append([*cells, f"{row['published_tokens_per_second']:,}", f"{row['published_over_predicted']:.2f}"])
+    card.show_table(headings, lines, left=("model", "devices", "limit"))
 
 
 def _show_scaling(rows: list[dict[str, Any]]) -> None:

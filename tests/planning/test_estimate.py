@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from ferrum_jax.contract.errors import ConfigError, ResourceExhaustedError
+from ferrum_jax.models.specs import num_parameters
 from ferrum_jax.planning.estimate import (
     Deployment,
     estimate,
@@ -160,13 +161,16 @@ def test_the_parts_of_a_scaled_step_add_up_and_nothing_is_lost_on_one_device():
 
 
 def test_the_70b_model_on_eight_h100_is_what_its_parts_say():
-    at = Deployment(subject=read_subject("llama-3.1-70b"), machine=find_machine("h100"), model=8)
-    norms = (2 * 80 + 1) * 8192 * 2  # on every device
-    assert sum(parameter_bytes(at).values()) == 70_553_706_496 * 2 / 8 + norms * 7 / 8
-    assert at.engine(64).cache.num_bytes == 64 * 8192 * 80 * 2 * 128 * 2  # one head of eight
+    whole, layers = read_subject("llama-3.1-70b"), 4  # of 80, for time's sake
+    cfg = replace(whole.cfg, num_hidden_layers=layers, layer_windows=(None,) * layers)
+    at = Deployment(subject=replace(whole, cfg=cfg), machine=find_machine("h100"), model=8)
+    norms = (2 * layers + 1) * 8192 * 2  # on every device
+    assert sum(parameter_bytes(at).values()) == num_parameters(at.subject.specs) * 2 / 8 + norms * 7 / 8
+    cached = at.engine(64).cache.num_bytes
+    assert cached == 64 * 8192 * layers * 2 * 128 * 2  # one head of eight
     step = time_step(at, [(8191, 1)] * 64)
-    assert step.work.kv_bytes == at.engine(64).cache.num_bytes
+    assert step.work.kv_bytes == cached
     embeddings = 128256 // 8 * 8192 * 2  # are looked up
     assert step.work.weight_bytes == sum(parameter_bytes(at).values()) - norms - embeddings
     assert [(one.count, one.num_bytes) for one in step.collectives] == [
-        (1, 64 * 8192 * 2), (160, 64 * 8192 * 2), (1, 64 * 128256 * 4)]  # fmt: skip
+        (1, 64 * 8192 * 2), (2 * layers, 64 * 8192 * 2), (1, 64 * 128256 * 4)]  # fmt: skip
