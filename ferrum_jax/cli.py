@@ -206,8 +206,9 @@ def plan(
     from ferrum_jax.planning.subject import read_subject
 
     settings: dict[str, Any] = {"rows": rows, "context": context, "kv_dtype": kv_dtype, "step_tokens": step_tokens}
+    settings |= parse_mesh(mesh) | {"memory_share": memory_share}
     subject, machine = read_subject(model, dtype), find_machine(device)
-    deployment = Deployment(subject=subject, machine=machine, memory_share=memory_share, **settings, **parse_mesh(mesh))
+    deployment = Deployment(subject=subject, machine=machine, **settings)
     estimate(deployment)  # refuses quickly
     needed = None
     if lower:
