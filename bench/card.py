@@ -19,8 +19,8 @@ from rich.table import Table
 
 from bench.machine import Machine
 from bench.models import Subject
-from bench.shapes import SHAPES
 from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.planning.published import CONFIGURATIONS
 
 PACKAGES = ("ferrum-jax", "jax", "jaxlib", "torch", "transformers", "llama-cpp-python")
 WIDTH = 150  # columns, where the output is no terminal
@@ -46,7 +46,7 @@ def options(
 ) -> argparse.Namespace:
     """Reads the options that all benchmarks share, and those that `more` adds; `timed` ones have `--rounds`, too."""
     reader = parser(description)
-    named = ", ".join(SHAPES)
+    named = ", ".join(CONFIGURATIONS)
     reader.add_argument(
         "--model",
         help=f"folder, .gguf file, Hugging Face id, or random weights as {named} [SmolLM2-135M-Instruct]",

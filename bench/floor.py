@@ -1,19 +1,16 @@
 """The least a step can cost: operations that must be done and bytes that must be read, counted from the configuration.
 
-Attention counts the positions that are seen, and no softmax, norm or rotation is counted: the floor is below what any
-implementation can reach. Of experts, each token meets those it chooses, and a step reads as many as tokens would choose
-that choose evenly and by themselves.
+What is counted, and what is not, is said in ferrum_jax/planning/work.py: the floor is below what any implementation can
+reach.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.machine import Machine
 from bench.timing import Timing
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.planning import work
 
 
 @dataclass(frozen=True)
@@ -67,28 +64,5 @@ def prefill_work(cfg: ModelConfig, *, tokens: int, itemsize: int) -> Work:
 
 def step_work(cfg: ModelConfig, rows: Sequence[tuple[int, int]], *, itemsize: int) -> Work:
     """Work of a step: each row holds some positions and has some new tokens, of which the last wants logits."""
-    named = named_leaves(family(cfg).param_specs(cfg)).items()
-    leaves = [spec for name, spec in named if name.startswith("model.layers.")]
-    experts = sum(math.prod(spec.shape) for spec in leaves if "expert" in spec.axes)
-    products = sum(math.prod(spec.shape) for spec in leaves if "expert" not in spec.axes and len(spec.shape) == 2)
-    head = cfg.vocab_size * cfg.hidden_size
-    seen, held = 0, 0  # positions, summed over layers: by every token, and by any
-    for window in cfg.layer_windows:
-        for start, count in rows:
-            spans = [min(at + 1, window or at + 1) for at in range(start, start + count)]
-            seen += sum(spans)
-            held += min(start + count, spans[0] + count - 1)
-    if cfg.latent is None:
-        attention = 4 * cfg.num_attention_heads * cfg.head_dim * seen
-        cached = 2 * cfg.num_key_value_heads * cfg.head_dim * held
-    else:  # one vector is the key of all heads, and but for what turns their value, too
-        value = cfg.latent.kv_lora_rank
-        attention = 2 * cfg.num_attention_heads * (2 * value + cfg.latent.qk_rope_head_dim) * seen
-        cached = (value + cfg.latent.qk_rope_head_dim) * held
-    tokens = sum(count for _, count in rows)
-    share = 0.0 if cfg.experts is None else cfg.experts.num_experts_per_tok / cfg.experts.num_experts
-    multiplied, met = round(experts * share * tokens), round(experts * (1 - (1 - share) ** tokens))
-    return Work(
-        operations=2 * (products * tokens + multiplied) + 2 * head * len(rows) + attention,
-        num_bytes=itemsize * (products + met + head + cached),
-    )
+    found = work.step_work(cfg, rows, itemsize=itemsize)
+    return Work(operations=found.operations, num_bytes=found.num_bytes)

@@ -18,12 +18,12 @@ from bench.bare import BareStep, random_kv
 from bench.floor import decode_work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.models import Subject
-from bench.shapes import SHAPES
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.ops import native
+from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
 FEW = {"vocab_size": 32768, "num_hidden_layers": 2}
@@ -52,7 +52,7 @@ def main() -> None:
     probes = make_probes(dtype, smoke=found.smoke)
     rows, conditions = [], {}
     for name, changes in CHANGES.items():
-        cfg = ModelConfig.from_hf(SHAPES[name] | changes | (TINY | SMOKE[name] if found.smoke else {}))
+        cfg = ModelConfig.from_hf(CONFIGURATIONS[name] | changes | (TINY | SMOKE[name] if found.smoke else {}))
         subject = models.random(f"{cfg.num_hidden_layers} layers of {name}, random weights", cfg, dtype)
         sizes = {"dtype": dtype, "kv_dtype": dtype, "block_size": BLOCK}
         chosen = choose_attention(None, cfg, platform=device.platform, **sizes)

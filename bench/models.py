@@ -8,7 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bench.shapes import SHAPES
 from ferrum_jax import models
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_program
@@ -19,6 +18,7 @@ from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import load_params
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 from ferrum_jax.sharding.mesh import on_one
 from ferrum_jax.weights import hub
@@ -60,8 +60,8 @@ def read(options: argparse.Namespace, dtype: str | None = None) -> Subject:
     dtype = dtype or default_dtype(find_device(None))
     if options.smoke:
         return random("tiny random", TINY, dtype)
-    if options.model in SHAPES:
-        return random(f"{options.model}, random weights", ModelConfig.from_hf(SHAPES[options.model]), dtype)
+    if options.model in CONFIGURATIONS:
+        return random(f"{options.model}, random weights", ModelConfig.from_hf(CONFIGURATIONS[options.model]), dtype)
     path = hub.resolve(options.model)
     params, cfg = load_params(path, dtype, progress=True)
     return Subject(Path(path).name, params, cfg, dtype)

@@ -19,7 +19,6 @@ from bench.bare import BareStep
 from bench.floor import Work, decode_work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.models import Subject
-from bench.shapes import SHAPES
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import ModelConfig
@@ -29,6 +28,7 @@ from ferrum_jax.models.feed_forward import NAMES, mix_experts
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.moe import route
+from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows
@@ -44,7 +44,7 @@ def main() -> None:
     found = card.options(__doc__)
     if found.model is not None:
         raise SystemExit(f"the model is two layers of qwen3-30b-a3b, --model {found.model} contradicts that")
-    cfg = ModelConfig.from_hf(SHAPES["qwen3-30b-a3b"] | CHANGES | (TINY if found.smoke else {}))
+    cfg = ModelConfig.from_hf(CONFIGURATIONS["qwen3-30b-a3b"] | CHANGES | (TINY if found.smoke else {}))
     name = "tiny random experts" if found.smoke else "two layers of qwen3-30b-a3b, random weights"
     subject = models.random(name, cfg, default_dtype(find_device(None)))
     probes = make_probes(subject.dtype, smoke=found.smoke)

@@ -2,7 +2,8 @@
 
 Reads every JSON file there and draws, for each machine and model (what follows the benchmark's name in a file's name):
 the decode steps and prompts of `decode` and `prefill` under the machine's two ceilings; the time of a step against
-batch and context, with its floor, from `scaling`; and the sides of `compare` beside each other. `--smoke` draws from
+batch and context, with its floor, from `scaling`; the sides of `compare` beside each other; and the weak scaling that
+`plan` predicts. `--smoke` draws from
 smoke runs, which it makes first unless `--results` says where some are, into a temporary folder. Needs the extra
 `bench`.
 """
@@ -24,7 +25,7 @@ from matplotlib.figure import Figure
 from bench import card
 
 RESULTS, IMAGES = Path("bench/results"), Path("docs/images")
-SOURCES = ("decode", "prefill", "scaling", "compare")  # benchmarks that are drawn
+SOURCES = ("decode", "prefill", "scaling", "compare", "plan")  # benchmarks that are drawn
 INK, OURS, FLOOR = "#222222", "#0072b2", "#999999"
 THEIRS = {"transformers": "#e69f00", "llama_cpp": "#009e73"}
 STYLE: dict[Any, Any] = {
@@ -178,6 +179,33 @@ def _peers(records: Records) -> Figure:
     return _titled(figure, "Beside other engines, less is better", records["compare"])
 
 
+def _weak_scaling(records: Records) -> Figure:
+    rows = records["plan"]["scaling"]
+    most = max(row["rows_per_device"] for row in rows)
+    rows = [row for row in rows if row["rows_per_device"] == most]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for device, color in zip(sorted({row["device"] for row in rows}), (OURS, *THEIRS.values()), strict=False):
+        for widest, style in zip(sorted({row["widest"] for row in rows}), ("-", "--"), strict=False):
+            mine = [row for row in rows if (row["device"], row["widest"]) == (device, widest)]
+            at, label = [row["devices"] for row in mine], f"{device}, one replica on up to {widest}"
+            drawn = {"color": color, "linestyle": style, "marker": "o", "label": label}
+            left.plot(at, [row["tokens_per_second"] for row in mine], **drawn)
+            right.plot(at, [100 * row["efficiency"] for row in mine], **drawn)
+    left.set(xscale="log", yscale="log", xlabel="devices", ylabel="tokens/s at most")
+    right.set(xscale="log", xlabel="devices", ylabel="% of the devices' time not lost", ylim=(0, 105))
+    for axes in (left, right):
+        axes.set_xticks(counts := sorted({row["devices"] for row in rows}), [str(count) for count in counts])
+        axes.minorticks_off()
+    left.legend(loc="upper left", fontsize=9)
+    figure.suptitle("Predicted weak scaling of a decode step\n", x=0.01, ha="left", fontsize=13, color=INK)
+    told = f"{rows[0]['model']}, {most} sequences a device; predicted, not measured"
+    figure.text(
+        0.01, 0.925, told + (" (smoke run)" if records["plan"]["smoke"] else ""), fontsize=9, color="#555555", va="top"
+    )
+    return figure
+
+
 def _titled(figure: Figure, title: str, record: dict[str, Any]) -> Figure:
     """Writes above a figure what it shows, and the conditions of the record."""
     conditions = record["card"]
@@ -191,6 +219,7 @@ DRAWINGS = (
     Drawing("roofline", ("decode", "prefill"), _roofline),
     Drawing("scaling", ("scaling",), _scaling),
     Drawing("peers", ("compare",), _peers),
+    Drawing("weak-scaling", ("plan",), _weak_scaling),
 )
 
 

@@ -27,7 +27,6 @@ from bench.llama_cpp_peer import LlamaCppPeer
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.models import TOKEN, Subject
 from bench.peers import NEEDS
-from bench.shapes import SHAPES
 from bench.timing import Contestant, alternate
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
@@ -35,6 +34,7 @@ from ferrum_jax.loading import load_params
 from ferrum_jax.models import quantise
 from ferrum_jax.models.quantisation import formats_of
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import find_device
 from ferrum_jax.weights import hub
 
@@ -105,7 +105,7 @@ def _find_peers(found: argparse.Namespace, plain: Subject) -> dict[str, LlamaCpp
 
 def _path_of(found: argparse.Namespace) -> Path | None:
     """Where the model lies, unless it is a random one."""
-    return None if found.smoke or found.model in SHAPES else Path(hub.resolve(found.model))
+    return None if found.smoke or found.model in CONFIGURATIONS else Path(hub.resolve(found.model))
 
 
 def _engine(context: int, lengths: Sequence[int]) -> EngineConfig:

@@ -1,5 +1,6 @@
-"""`ferrum-jax`: generate text, inspect, compile or convert a model, list devices."""
+"""`ferrum-jax`: generate text, inspect, plan for, compile or convert a model, list devices."""
 
+import json
 import sys
 import time
 from typing import Annotated, Any
@@ -170,6 +171,62 @@ def inspect(model: ModelArgument = None) -> None:
         table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, {letters}")
         for key in keys:
             table.add_row("", str(key))
+    Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="Folder, config.json, or a known name such as llama-3.1-70b")],
+    device: Annotated[str, typer.Option(help="h100, h200, b200, a100, l40s, v5e, v5p or v6e")],
+    mesh: Annotated[
+        str | None, typer.Option(help="Devices along its axes: model=8, or data=2,expert=4,model=2")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Sequences of a replica that decode together [default: as many as fit, up to 64]")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Positions of every sequence")] = 8192,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16, float16, int8 or float8_e4m3fn [default: as it is published]")
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of cached keys and values [default: that of activations]")
+    ] = None,
+    step_tokens: Annotated[int, typer.Option(help="Tokens of prompts in one step at most")] = 2048,
+    memory_share: Annotated[float, typer.Option(help="Of a device's memory that JAX may take")] = 0.9,
+    lower: Annotated[
+        bool, typer.Option("--lower/--no-lower", help="Compile steps for the CPU, which tells their temporaries")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead")] = False,
+) -> None:
+    """Tell what a model needs on devices that are not here and how fast it can be, from its configuration alone."""
+    import contextlib
+
+    import jax
+
+    from ferrum_jax.planning import report, temporaries
+    from ferrum_jax.planning.estimate import Deployment, estimate, parse_mesh
+    from ferrum_jax.planning.machines import find_machine
+    from ferrum_jax.planning.subject import read_subject
+
+    settings: dict[str, Any] = {"rows": rows, "context": context, "kv_dtype": kv_dtype, "step_tokens": step_tokens}
+    settings |= parse_mesh(mesh) | {"memory_share": memory_share}
+    subject, machine = read_subject(model, dtype), find_machine(device)
+    deployment = Deployment(subject=subject, machine=machine, **settings)
+    estimate(deployment)  # refuses quickly
+    needed = None
+    if lower:
+        if jax.config.values["jax_num_cpu_devices"] < deployment.devices:
+            with contextlib.suppress(RuntimeError):  # they have been counted: `measure` says how many are missing
+                jax.config.update("jax_num_cpu_devices", deployment.devices)
+        with Console(stderr=True).status("compiling steps of few layers for the CPU"):
+            needed = temporaries.measure(deployment)
+    found = estimate(deployment, needed)
+    if as_json:
+        print(json.dumps(found.summary()))
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in report.describe(found).items():
+        table.add_row(f"[bold]{name}[/bold]", escape(value))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
 
 

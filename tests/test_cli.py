@@ -225,12 +225,14 @@ def test_devices_lists_what_jax_sees(run: Run):
     assert "default dtype float32" in out
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("inspect",), ("compile",), ("convert",), ("devices",)])
+@pytest.mark.parametrize(
+    "command", [(), ("generate",), ("inspect",), ("plan",), ("compile",), ("convert",), ("devices",)]
+)
 def test_help_names_the_commands_and_options(run: Run, command: tuple[str, ...]):
     code, out, _ = run(*command, "--help")
     assert code == 0
     expected = {(): "inspect", ("generate",): "--max-tokens", ("inspect",): "Folder", ("devices",): "memory"}
-    expected |= {("convert",): "--dtype", ("compile",): "--clear"}
+    expected |= {("convert",): "--dtype", ("compile",): "--clear", ("plan",): "--mesh"}
     assert expected[command] in out
 
 

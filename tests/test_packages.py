@@ -8,7 +8,7 @@ import ferrum_jax
 ROOT = Path(ferrum_jax.__file__).parent
 ORDER = [
     "contract", "config", "progress", "sharding", "kvcache", "ops", "models", "weights", "compile", "executor",
-    "loading", "factory", "generate", "conversion", "integrations", "cli",
+    "loading", "factory", "generate", "conversion", "integrations", "planning", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 PURE = ("models", "ops", "kvcache/state.py", "weights/assemble.py")

@@ -228,13 +228,8 @@ def plan_beside(
     stacks = None
     if plan.loras is not None:
         stacks = placed.shapes(adapters.stack_specs(cfg, plan.loras), activation_dtype(params).name)
-    buckets, used = plan.buckets, stacks is not None
-    steps = buckets.steps(adapters=used)
-    largest = {key.outputs: key for key in reversed(steps)}  # those with the logits of all tokens may take more
-    artifacts = open_artifacts(plan)
-    # Many rows of one token take more for their logits than prompts do.
-    rows = replace(buckets.decode(buckets.decode_rows[-1]), adapters=used)
-    keys = [*largest.values(), rows, *buckets.multi_steps(adapters=used)[-1:]]
+    artifacts, used = open_artifacts(plan), stacks is not None
+    keys = [*largest_steps(plan.buckets, adapters=used), *plan.buckets.multi_steps(adapters=used)[-1:]]
     context = ProgramContext(
         cfg,
         params,
@@ -249,6 +244,13 @@ def plan_beside(
     return plan_engine(engine, cfg, **given, free_bytes=max(0, free_bytes - taken))
 
 
+def largest_steps(buckets: Buckets, *, adapters: bool = False) -> list[StepKey]:
+    """Returns the steps that may take the most memory while they run."""
+    largest = {key.outputs: key for key in reversed(buckets.steps(adapters=adapters))}  # logits of all tokens take more
+    # Many rows of one token take more for their logits than prompts do.
+    return [*largest.values(), replace(buckets.decode(buckets.decode_rows[-1]), adapters=adapters)]
+
+
 def _temporary_bytes(
     key: StepKey | MultiStepKey, context: ProgramContext, artifacts: Artifacts | None, options: CompilerOptions
 ) -> int:
@@ -256,15 +258,15 @@ def _temporary_bytes(
     name = f"measured {key!r}"
     kept = None if artifacts is None else artifacts.find(name)
     if kept is not None:
-        return _beside(kept.memory)
+        return bytes_beside(kept.memory)
     try:
-        return _beside(memory_of(compile_and_save(name, lambda: key.lower(context), artifacts, options)[0]))
+        return bytes_beside(memory_of(compile_and_save(name, lambda: key.lower(context), artifacts, options)[0]))
     except jax.errors.JaxRuntimeError as problem:
         raise BackendError(f"step {key} does not compile: {problem}") from problem
 
 
-def _beside(memory: dict[str, int]) -> int:
-    """Temporaries of the step that runs, and outputs of all that are begun."""
+def bytes_beside(memory: dict[str, int]) -> int:
+    """Temporaries of the step that runs, and outputs of all that are begun, out of what `memory_of` says."""
     if not memory:
         return 0
     return memory["temporary_bytes"] + MOST_IN_FLIGHT * (memory["output_bytes"] - memory["alias_bytes"])

@@ -54,9 +54,20 @@ def test_compare_ends_in_a_json_line_with_or_without_its_peers(records: Path):
         assert (aim["ratio"] is None) == (aim["peer"] not in peers)
 
 
+def test_plan_ends_in_a_json_line_of_times_no_shorter_than_predicted(records: Path):
+    result = smoke("plan", records, "--rounds", "1")
+    assert set(result["card"]) == CARD | CEILING
+    assert [(row["step"], row["rows"]) for row in result["rows"]] == [("decode", 1), ("decode", 3), ("prompt", 1)]
+    for row in result["rows"]:
+        assert row["measured_over_predicted"] == pytest.approx(row["measured_ms"] / row["predicted_ms"])
+        assert row["measured_over_predicted"] > 1
+    assert len(result["plans"]) == 6
+    assert all(0 < row["efficiency"] <= 1 for row in result["scaling"])
+
+
 def test_images_are_drawn_of_these_records(records: Path, tmp_path: Path):
     command = [sys.executable, "-m", "bench.plot", "--smoke", "--results", str(records)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     images = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert len(images) == 3
+    assert len(images) == 4

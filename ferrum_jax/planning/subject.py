@@ -1,0 +1,78 @@
+"""The model a plan is for: a published configuration by its name, or a `config.json`, and how its weights are kept."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ferrum_jax.config import DTYPES, ModelConfig
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
+from ferrum_jax.models.quantisation import Formats, choose_formats, quantised_specs
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops.quantised import LARGEST
+from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.weights.folder import read_json
+from ferrum_jax.weights.scheme import PLAIN, read_scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model without its weights."""
+
+    name: str
+    cfg: ModelConfig
+    dtype: str = "bfloat16"  # of activations, and of weights that have no format
+    formats: Formats = field(default_factory=dict)  # of quantised weights, by name
+
+    @property
+    def specs(self) -> ParamTree:
+        """Specs of the parameters, undivided."""
+        specs = family(self.cfg).param_specs(self.cfg)
+        return quantised_specs(specs, self.formats) if self.formats else specs
+
+    @property
+    def weights(self) -> str:
+        """What most weights are kept in."""
+        return next(iter(self.formats.values())).dtype if self.formats else self.dtype
+
+
+def read_subject(model: str, dtype: str | None = None) -> Subject:
+    """Reads a model's configuration.
+
+    Args:
+        model: one of `CONFIGURATIONS`, in any case, the path of a `config.json`, or of a folder that has one.
+        dtype: `bfloat16` or `float16`: of weights and activations; `int8` or `float8_e4m3fn`: every matrix in so many
+            bits with a scale for each of its rows, activations in bfloat16. None: as it is published, which is bfloat16
+            or, where the configuration says so, fp8 in blocks. (Data sheets say nothing of products in full float32.)
+
+    Raises:
+        ConfigError: there is no such model or dtype.
+        UnsupportedError: the configuration has a setting that is not implemented, or weights are published in a format
+            that only their files tell.
+        FerrumError: a file cannot be read.
+    """
+    plain = tuple(name for name in DTYPES if name != "float32")
+    known = (*plain, *LARGEST)
+    if dtype is not None and dtype not in known:
+        raise ConfigError(f"dtype is {safe_repr(dtype)}, expected {', '.join(known[:-1])} or {known[-1]}")
+    name, fields = model.lower(), CONFIGURATIONS.get(model.lower())
+    if fields is None:
+        path = Path(model).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ConfigError(f"{model} is no file or folder, and known names are {', '.join(CONFIGURATIONS)}")
+        name, fields = path.parent.name if path.name == "config.json" else path.stem, read_json(path)
+    packing = fields.get("quantization_config")
+    cfg = ModelConfig.from_hf({key: value for key, value in fields.items() if key != "quantization_config"})
+    if dtype in plain:
+        return Subject(name=name, cfg=cfg, dtype=dtype)
+    if dtype is not None:
+        return Subject(name=name, cfg=cfg, formats=choose_formats(cfg, dtype))
+    if packing is None:
+        return Subject(name=name, cfg=cfg)
+    scheme = read_scheme(packing)
+    if scheme.packing != PLAIN or not scheme.is_float:
+        raise UnsupportedError(
+            f"{name} is published in {scheme.method}, and which weights are packed only its files tell: give --dtype"
+        )
+    formats = choose_formats(cfg, "float8_e4m3fn", group_size=scheme.group_size, vocabulary=False)
+    return Subject(name=name, cfg=cfg, formats=formats)

@@ -1,0 +1,59 @@
+"""The published configurations have the number of parameters that their checkpoints have."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.models.specs import named_leaves, num_parameters
+from ferrum_jax.planning.published import CONFIGURATIONS
+from ferrum_jax.planning.subject import read_subject
+from tests import tiny
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("deepseek-v3", 671_026_419_200),
+    ],
+)
+def test_a_model_has_as_many_parameters_as_its_checkpoint(name: str, count: int):
+    assert num_parameters(read_subject(name, "bfloat16").specs) == count
+
+
+def test_a_model_is_read_in_what_it_is_published_in():
+    llama, deepseek = read_subject("Llama-3.1-8B"), read_subject("deepseek-v3")
+    assert (llama.weights, llama.dtype, llama.formats) == ("bfloat16", "bfloat16", {})
+    assert (deepseek.weights, deepseek.dtype) == ("float8_e4m3fn", "bfloat16")
+    leaves = named_leaves(deepseek.specs)
+    assert leaves["model.embed_tokens.weight"].dtype is None
+    assert leaves["model.layers.9.mlp.experts.down_proj.weight.values"].dtype == "float8_e4m3fn"
+    assert leaves["model.layers.9.mlp.experts.down_proj.weight.scales"].shape == (256, 7168, 2048 // 128)
+    assert read_subject("llama-3.1-8b", "int8").weights == "int8"
+    assert read_subject("deepseek-v3", "bfloat16").formats == {}
+
+
+def test_a_folder_and_its_configuration_are_the_same_model(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny.CONFIGS["qwen3"]))
+    assert read_subject(str(tmp_path)) == read_subject(str(tmp_path / "config.json"))
+    assert read_subject(str(tmp_path)).cfg == tiny.model_config("qwen3")
+
+
+def test_what_is_no_model_or_dtype_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere is no file or folder, and known names are llama-3.1-8b"):
+        read_subject("nowhere")
+    for dtype in ("float32", "int3"):
+        with pytest.raises(ConfigError, match=f"dtype is '{dtype}', expected float16, bfloat16, int8 or"):
+            read_subject("llama-3.1-8b", dtype)
+    packed = CONFIGURATIONS["qwen3-8b"] | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(packed))
+    with pytest.raises(UnsupportedError, match=r"published in gptq.* give --dtype"):
+        read_subject(str(tmp_path))
+    assert read_subject(str(tmp_path), "int8").weights == "int8"
