@@ -23,7 +23,7 @@ from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, Sampling
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.executor.adapters import NONE
 from ferrum_jax.executor.pipeline import Pipeline
-from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+from ferrum_jax.kvcache.transaction import KvTransaction
 
 MAX_SEED = 2**32 - 1
 
@@ -62,21 +62,16 @@ def decode_n(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: b
     check_distinct(run.cache_id for run in checked)
     if not checked:
         return []
+    cache_ids = [run.cache_id for run in checked]
     transaction = KvTransaction(
         table,
-        [
-            AllocationRequest(
-                run.cache_id,
-                run.token,
-                0,
-                pipeline.adapters.of(run.cache_id),
-                table.length(run.cache_id) + run.max_tokens,
-            )
-            for run in checked
-        ],
+        cache_ids,
+        [run.token for run in checked],
+        adapters=list(map(pipeline.adapters.of, cache_ids)),
+        targets=[table.length(run.cache_id) + run.max_tokens for run in checked],
     )
-    uses = [pipeline.adapters.row_of(run.cache_id) for run in checked]
-    recompute = pipeline.plan_recompute((run.cache_id, use) for run, use in zip(checked, uses, strict=True))
+    uses = list(map(pipeline.adapters.row_of, cache_ids))
+    recompute = pipeline.plan_recompute(zip(cache_ids, uses, strict=True))
     most = buckets.decode_rows[-1]
     groups = [list(range(start, min(start + most, len(checked)))) for start in range(0, len(checked), most)]
     keys = [
@@ -99,7 +94,7 @@ def decode_n(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: b
     except BaseException:  # an interrupt, too: nobody knows how far it came
         pipeline.device.lose()
         raise
-    pipeline.adapters.count(run.cache_id for run in checked)
+    pipeline.adapters.count(cache_ids)
     return [DecodedRun(run.token_ids, run.logprobs) for run in checked]
 
 
