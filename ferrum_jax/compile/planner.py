@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ferrum_jax.compile.buckets import Buckets, choose_bucket
 from ferrum_jax.compile.step import StepKey
 
@@ -25,14 +28,20 @@ class StepPlan:
     decodes: Sequence[Piece] = ()
     blocks: Sequence[Piece] = ()
 
+    @functools.cached_property
+    def columns(self) -> list[tuple[NDArray[np.intp], ...]]:
+        """Rows, starts and sizes of what decodes, and of the blocks: `[n]` each."""
+        groups = self.decodes, self.blocks
+        return [tuple(np.array(pieces, np.intp).reshape(-1, len(Piece._fields)).T) for pieces in groups]
+
 
 def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
-    """Serves rows of `counts` tokens (each at least 1) whose last token alone has logits.
+    """Serves rows of `counts` tokens whose last token alone has logits; a row of none takes no part.
 
     Rows of one token decode; a longer one takes consecutive query blocks, of which those of one step see each other's
     keys and values. Decode rows run beside the first blocks.
     """
-    if max(counts, default=1) == 1:
+    if set(counts) == {1}:
         return list(_plan_decodes(len(counts), buckets))
     size = buckets.block_tokens
     singles, pieces = [], []
@@ -63,7 +72,7 @@ def _decode_steps(singles: Sequence[Piece], buckets: Buckets) -> list[StepPlan]:
 
 
 def plan_all_logits(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
-    """Serves rows whose every token has logits: short ones together, longer ones a block at a time."""
+    """Serves rows whose every token has logits: short ones together, longer ones a block at a time; some have none."""
     small, size, most = buckets.verify_tokens, buckets.block_tokens, buckets.verify_blocks[-1]
     short, steps = [], []
     for row, count in enumerate(counts):

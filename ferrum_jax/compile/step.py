@@ -5,7 +5,6 @@ sampler chose last for their slot, which never leaves the device.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
@@ -167,24 +166,25 @@ def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
     """Cuts a buffer, NumPy or traced, into its pieces."""
     at = 0
 
-    def take(*shape: int) -> Any:
+    def take(size: int) -> Any:
         nonlocal at
-        size = math.prod(shape)
-        piece = buffer[at : at + size].reshape(shape)
         at += size
-        return piece
+        return buffer[at - size : at]
 
     groups, slots = [], []
     for rows, tokens in ((key.decode_rows, 1), (key.blocks, key.block_tokens)):
         slots.append(take(rows))
+        if not rows:
+            groups.append(None)
+            continue
         group = Rows(
-            tokens=take(rows, tokens),
+            tokens=take(rows * tokens).reshape(rows, tokens),
             lengths=take(rows),
             counts=take(rows),
-            tables=take(rows, key.table_columns),
+            tables=take(rows * key.table_columns).reshape(rows, key.table_columns),
             adapters=take(rows) if key.adapters else None,
         )
-        groups.append(group if rows else None)
+        groups.append(group)
     count = key.logit_rows if key.outputs == "last" else 0
     return PackedStep(*groups, *slots, *(take(count) for _ in range(3)))
 

@@ -81,23 +81,19 @@ def check_tokens(cache_id: str, tokens: Sequence[int], vocab_size: int) -> NDArr
     return array.astype(np.int32)
 
 
-def check_single_tokens(tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]] | None:
-    """Returns each token as an array `[1]`; None unless all are plain integers of the vocabulary and there are any.
-
-    It is quick for many rows of one token; where it returns None, `check_tokens` finds the wrong one.
-    """
-    if not tokens or not PLAIN_INTEGERS.issuperset(map(type, tokens)) or min(tokens) < 0 or max(tokens) >= vocab_size:
-        return None
-    return list(np.array(tokens, np.int32)[:, None])
+def check_single_tokens(cache_ids: Sequence[str], tokens: Sequence[Any], vocab_size: int) -> list[NDArray[np.int32]]:
+    """Returns the one token of each row as an array `[1]`; raises as `check_tokens`, which looks for the wrong one."""
+    if tokens and PLAIN_INTEGERS.issuperset(map(type, tokens)) and min(tokens) >= 0 and max(tokens) < vocab_size:
+        return list(np.array(tokens, np.int32)[:, None])
+    return [check_tokens(key, [token], vocab_size) for key, token in zip(cache_ids, tokens, strict=True)]
 
 
 def check_distinct(cache_ids: Iterable[str]) -> None:
     """Raises if an id occurs twice in a batch."""
-    seen: set[str] = set()
-    for cache_id in cache_ids:
-        if cache_id in seen:
-            raise RequestValidationError(f"{cache_id!r} occurs twice in one batch, a sequence can have one row")
-        seen.add(cache_id)
+    listed = list(cache_ids)
+    if len(set(listed)) < len(listed):
+        twice = next(one for at, one in enumerate(listed) if one in listed[:at])
+        raise RequestValidationError(f"{twice!r} occurs twice in one batch, a sequence can have one row")
 
 
 def check_position(cache_id: str, name: str, given: Any, length: int) -> int:

@@ -1,22 +1,23 @@
 """What steps have answered: from arrays on the device to one answer per row."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeAlias, cast
+from dataclasses import InitVar, dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile.planner import Piece
+from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.sampler import Sampled, SlotSettings
-from ferrum_jax.compile.step import StepKey, StepOutputs
+from ferrum_jax.compile.step import StepOutputs
 from ferrum_jax.contract.answers import Captured
 from ferrum_jax.executor.batch import (
     AllLogits,
     Capture,
     Distributions,
     LastLogits,
+    Output,
     SampledToken,
     Scores,
     TargetScores,
@@ -30,27 +31,30 @@ from ferrum_jax.models.capture import CaptureSpec
 Answer = Any  # what a row's output says: None, logits, TokenChoice, a list of them, Scores or Captured
 
 
-@dataclass(slots=True, eq=False)
-class ActiveRow:
-    """A scheduled row on its way: what is left of it to compute, and where it lies."""
+@dataclass(eq=False)
+class ActiveRows:
+    """The rows of a batch on their way, by column: what is left of each to compute, and where it lies."""
 
-    index: int  # in the batch
-    output: Any
-    tokens: NDArray[np.int32]  # [n], those that are computed
-    start: int  # position of the first of them
-    live: CachedSequence
-    adapter: int  # row of the stacks
+    outputs: Sequence[Output]
+    tokens: Sequence[NDArray[np.int32]]  # [n] each, those that are computed
+    first: InitVar[Sequence[int]]  # positions of the first of them
+    lives: Sequence[CachedSequence]
+    adapters: Sequence[int]  # rows of the stacks
 
-
-Wanted: TypeAlias = list[tuple[int, ActiveRow, Piece]]  # by row of the logits, or block of those of all tokens
+    def __post_init__(self, first: Sequence[int]):
+        self.slots = np.array([live.slot for live in self.lives], np.int32)
+        self.starts = np.array(first, np.int32)
+        self.ends = [start + len(new) for start, new in zip(first, self.tokens, strict=True)]
 
 
 class StepPart(NamedTuple):
     """One step that was begun, and what is wanted of it."""
 
-    key: StepKey
+    plan: StepPlan
     outputs: StepOutputs
-    wanted: Wanted
+    rows: ActiveRows
+    wanted: Sequence[int]  # which of the rows, by row of the logits, or by block of those of all tokens
+    asked: Sequence[Output]  # what each of these rows wants
     sampled: Sampled[jax.Array] | None = None
     probabilities: jax.Array | None = None  # of `Distributions`
     scores: tuple[jax.Array, ...] | None = None  # of `TargetScores`
@@ -58,64 +62,56 @@ class StepPart(NamedTuple):
 
 def read_part(part: StepPart, answers: list[Answer], device: DeviceState, table: SequenceTable) -> None:
     """Copies what is wanted of one step to the host, and enters what the device has chosen in the table."""
-    fetch = device.fetch
-    kinds = {type(row.output) for _, row, _ in part.wanted}
+    fetch, rows, kinds = device.fetch, part.rows, set(map(type, part.asked))
     if not kinds:
         device.wait(part.outputs.rows)
         return
     logits = fetch(part.outputs.logits) if kinds & {LastLogits, AllLogits, Capture} else None
-    chosen = None if part.sampled is None else _Choices(part.sampled, part.wanted, fetch)
+    chosen = None if part.sampled is None else _Choices(part.sampled, part.asked, fetch)
     probabilities = None if part.probabilities is None else fetch(part.probabilities)
     scores = _scores(part, fetch)
-    captured = jax.tree.map(fetch, part.outputs.captured)
-    captured = replace(
-        captured,
-        attention={
-            layer: tuple(device.of_heads(one, 1, "heads") for one in groups)
-            for layer, groups in captured.attention.items()
-        },
-    )
-    width = part.key.block_tokens
-    for at, row, piece in part.wanted:
-        run = slice(at * width, at * width + piece.size)
-        match row.output:
+    captured = _captured(part.outputs.captured, device) if Capture in kinds else None
+    width, pieces, ends = part.plan.key.block_tokens, part.plan.blocks, rows.ends
+    for at, (row, output) in enumerate(zip(part.wanted, part.asked, strict=True)):
+        match output:
             case SampledToken(settings):
                 assert chosen is not None
-                answers[row.index] = choice = chosen.at(at, settings)
-                table.resolve(row.live, row.start + len(row.tokens), choice.token_id)
+                answers[row] = choice = chosen.at(at, settings)
+                table.resolve(rows.lives[row], ends[row], choice.token_id)
+                continue
             case LastLogits():
                 assert logits is not None
-                answers[row.index] = logits[at].copy()
+                answers[row] = logits[at].copy()
+                continue
+        run = slice(at * width, at * width + pieces[at].size)
+        match output:
             case AllLogits():
                 assert logits is not None
-                _add(answers, row.index, _Logits(logits[run].copy()))
+                _add(answers, row, _Logits(logits[run].copy()))
             case VerifiedTokens(settings):
                 assert chosen is not None
                 each = [chosen.at(index, settings) for index in range(run.start, run.stop)]
-                _add(answers, row.index, _ChoicePiece(each))
+                _add(answers, row, _ChoicePiece(each))
             case Distributions():
                 assert probabilities is not None
-                rows = probabilities[run] if part.key.outputs == "all" else probabilities[at : at + 1]
-                _add(answers, row.index, _Logits(rows.copy()))
+                _add(answers, row, _Logits(probabilities[run].copy()))
             case TargetScores(_, with_alternatives):
                 packed, *tops = (array[run].copy() for array in scores)
                 tops = tops if with_alternatives else (None, None)
-                _add(answers, row.index, _ScorePiece(packed, *tops))
+                _add(answers, row, _ScorePiece(packed, *tops))
             case Capture(layers):
                 assert logits is not None
-                end = row.start + len(row.tokens)
-                _add(answers, row.index, _capture_piece(logits[run], captured, layers, at, run, end))
+                _add(answers, row, _capture_piece(logits[run], captured, layers, at, run, ends[row]))
 
 
 class _Choices:
     """Tokens that were chosen in one step, read; the alternatives only where a row wants any."""
 
-    def __init__(self, sampled: Sampled[jax.Array], wanted: Sequence[tuple[int, ActiveRow, Piece]], fetch: Any):
+    def __init__(self, sampled: Sampled[jax.Array], asked: Sequence[Output], fetch: Any):
         packed = fetch(sampled.packed)
         self._ids = packed[:, 0].tolist()
         self._numbers = packed[:, 1:].view(np.float32).tolist()
-        outputs = [row.output for _, row, _ in wanted]
-        chosen = [one for one in outputs if isinstance(one, (SampledToken, VerifiedTokens))]
+        chosen = [one for one in asked if isinstance(one, (SampledToken, VerifiedTokens))]
         if any(one.settings.num_logprobs > 0 for one in chosen):
             self._top_ids, self._top = fetch(sampled.top_ids).tolist(), fetch(sampled.top_logprobs).tolist()
 
@@ -135,8 +131,7 @@ def _scores(part: StepPart, fetch: Any) -> list[NDArray[Any]]:
     """Copies scores to the host; the alternatives only where a row wants any."""
     if part.scores is None:
         return []
-    outputs = [row.output for _, row, _ in part.wanted]
-    with_tops = any(isinstance(one, TargetScores) and one.with_alternatives for one in outputs)
+    with_tops = any(isinstance(one, TargetScores) and one.with_alternatives for one in part.asked)
     return [fetch(array) for array in (part.scores if with_tops else part.scores[:1])]
 
 
@@ -166,10 +161,8 @@ def _add(answers: list[Answer], index: int, piece: Any) -> None:
     answers[index].append(piece)
 
 
-def join_answer(answer: Answer) -> Answer:
-    """Joins the pieces of a row that took several steps."""
-    if not isinstance(answer, list):
-        return answer
+def join_answer(answer: list[Any]) -> Answer:
+    """Joins the pieces of a row that may take several steps."""
     match answer[0]:
         case _Logits():
             return np.concatenate([piece.rows for piece in answer])
@@ -185,6 +178,15 @@ def join_answer(answer: Answer) -> Answer:
         case _CapturePiece():
             return _joined_capture(cast(list[_CapturePiece], answer))
     return answer
+
+
+def _captured(captured: Any, device: DeviceState) -> Any:
+    """Copies to the host what a step captured."""
+    found = jax.tree.map(device.fetch, captured)
+    heads = {
+        layer: tuple(device.of_heads(one, 1, "heads") for one in groups) for layer, groups in found.attention.items()
+    }
+    return replace(found, attention=heads)
 
 
 def _capture_piece(

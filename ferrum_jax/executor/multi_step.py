@@ -24,9 +24,9 @@ from ferrum_jax.contract.checks import (
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, Sampling
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.executor.adapters import NONE
-from ferrum_jax.executor.answers import ActiveRow
+from ferrum_jax.executor.answers import ActiveRows
 from ferrum_jax.executor.pipeline import Pipeline
-from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+from ferrum_jax.kvcache.transaction import KvTransaction
 
 MAX_SEED = 2**32 - 1
 
@@ -67,21 +67,16 @@ def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool)
     check_distinct(run.cache_id for run in checked)
     if not checked:
         return list
+    cache_ids = [run.cache_id for run in checked]
     transaction = KvTransaction(
         table,
-        [
-            AllocationRequest(
-                run.cache_id,
-                run.token,
-                0,
-                pipeline.adapters.of(run.cache_id),
-                table.length(run.cache_id) + run.max_tokens,
-            )
-            for run in checked
-        ],
+        cache_ids,
+        [run.token for run in checked],
+        adapters=list(map(pipeline.adapters.of, cache_ids)),
+        targets=[table.length(run.cache_id) + run.max_tokens for run in checked],
     )
-    uses = [pipeline.adapters.row_of(run.cache_id) for run in checked]
-    recompute = pipeline.plan_recompute((run.cache_id, use) for run, use in zip(checked, uses, strict=True))
+    uses = list(map(pipeline.adapters.row_of, cache_ids))
+    recompute = pipeline.plan_recompute(zip(cache_ids, uses, strict=True))
     most = buckets.decode_rows[-1]
     groups = [list(range(start, min(start + most, len(checked)))) for start in range(0, len(checked), most)]
     keys = [
@@ -104,7 +99,7 @@ def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool)
 def _decode(
     pipeline: Pipeline,
     transaction: KvTransaction,
-    recompute: Sequence[tuple[list[ActiveRow], StepPlan]],
+    recompute: Sequence[tuple[ActiveRows, StepPlan]],
     checked: Sequence[_Run],
     groups: Sequence[tuple[MultiStepKey, list[int]]],
     uses: Sequence[int],

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -11,19 +12,21 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import planner, step
 from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import ProgramKey
-from ferrum_jax.compile.planner import Piece, StepPlan
+from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, ScoreKey, SlotSettings, VerifyKey
-from ferrum_jax.compile.step import StepKey, StepOutputs
-from ferrum_jax.contract.checks import check_position
+from ferrum_jax.compile.step import StepOutputs
+from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters
-from ferrum_jax.executor.answers import ActiveRow, Answer, StepPart, Wanted, join_answer, read_part
+from ferrum_jax.executor.answers import ActiveRows, Answer, StepPart, join_answer, read_part
 from ferrum_jax.executor.batch import (
+    NO_OUTPUT,
     Capture,
     Distributions,
     LastLogits,
     NoOutput,
+    Output,
     SampledToken,
     ScheduledBatch,
     ScheduledRow,
@@ -37,11 +40,11 @@ from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import UNKNOWN, CachedSequence, SequenceTable
-from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+from ferrum_jax.kvcache.transaction import KvTransaction
 from ferrum_jax.ops.batch import Rows
 
-_ONE_OUTPUT = (LastLogits, SampledToken, NoOutput)  # of outputs, those that need the last token's logits at most
-_WITH_SETTINGS = (SampledToken, VerifiedTokens, Distributions)
+_ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # of outputs, those that need the last token's logits at most
+_WITH_SETTINGS = {SampledToken, VerifiedTokens, Distributions}
 _UNREAD = np.array([UNKNOWN], np.int32)
 
 
@@ -69,13 +72,17 @@ class PendingStep:
 class PlannedBatch(NamedTuple):
     """A batch that nothing refuses any more."""
 
-    batch: ScheduledBatch
-    requests: list[AllocationRequest]
-    transaction: KvTransaction
-    reused: list[int]  # tokens of each row that are known already
+    cache_ids: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    kinds: set[type]  # of the outputs
+    counts: list[int]  # new tokens of each row
+    reused: list[int]  # of them, those that are known already
+    tokens: Sequence[NDArray[np.int32]]  # the others
+    starts: Sequence[int]  # position of the first of those
     uses: list[int]  # rows of the adapters' stacks
-    plans: list[tuple[list[int], StepPlan]]  # steps, and which rows each has
-    recompute: list[tuple[list[ActiveRow], StepPlan]]
+    transaction: KvTransaction
+    plans: list[StepPlan]
+    recompute: list[tuple[ActiveRows, StepPlan]]
 
 
 @dataclass(eq=False)
@@ -142,61 +149,66 @@ class Pipeline:
             return None
         while len(self._pending) >= MOST_IN_FLIGHT:
             self.collect(self._pending[0])
-        table, used = self.table, self.adapters.are_used()
-        lives = self._check(batch)
-        if self._needs_known_tokens(batch, lives):
+        cache_ids, given, starts, outputs = zip(*batch, strict=True)
+        kinds, buckets, used = set(map(type, outputs)), self.plan.buckets, self.adapters.are_used()
+        lives = self._check(batch, kinds)
+        if self._needs_known_tokens(batch, lives, kinds):
             self.settle()
-        requests = [self._request(row, live, used) for row, live in zip(batch, lives, strict=True)]
-        transaction = KvTransaction(table, requests)
+        tokens = [_newest(live) if one is None else one for one, live in zip(given, lives, strict=True)]
+        counts = list(map(len, tokens))
+        reusable = [
+            count - (type(one) is not NoOutput) if type(one) in _ONE_OUTPUT else 0
+            for one, count in zip(outputs, counts, strict=True)
+        ]
+        bound = list(map(self.adapters.of, cache_ids)) if used else None
+        uses = list(map(self.adapters.row_of, cache_ids)) if used else [NONE] * len(batch)
+        transaction = KvTransaction(self.table, cache_ids, tokens, reusable, bound)
         reused = transaction.reused()
-        counts = [len(request.tokens) - skip for request, skip in zip(requests, reused, strict=True)]
-        last, every = [], []
-        for at, row in enumerate(batch):
-            if not isinstance(row.output, _ONE_OUTPUT):
-                every.append(at)
-            elif counts[at]:
-                last.append(at)
-        buckets = self.plan.buckets
-        plans = [(last, one) for one in planner.plan_steps([counts[at] for at in last], buckets)]
-        if every:
-            found = planner.plan_all_logits([counts[at] for at in every], buckets)
-            plans += [(every, _captured(one, [batch[at] for at in every])) for one in found]
-        uses = [NONE] * len(batch)
+        if any(reused):
+            tokens = [one[skip:] for one, skip in zip(tokens, reused, strict=True)]
+            starts = [start + skip for start, skip in zip(starts, reused, strict=True)]
+        left, every = list(map(len, tokens)), []
+        if not kinds <= _ONE_OUTPUT:
+            every = [0 if type(one) in _ONE_OUTPUT else count for one, count in zip(outputs, left, strict=True)]
+            left = [count - other for count, other in zip(left, every, strict=True)]
+        plans = planner.plan_steps(left, buckets)
+        plans += [_captured(one, outputs) for one in planner.plan_all_logits(every, buckets)]
         if used:
-            uses = [self.adapters.row_of(row.cache_id) for row in batch]
-            plans = [(rows, _adapted(one, [uses[at] for at in rows])) for rows, one in plans]
-        recompute = self.plan_recompute((row.cache_id, use) for row, use in zip(batch, uses, strict=True))
+            plans = [_adapted(one, uses) for one in plans]
+        recompute = self.plan_recompute(zip(cache_ids, uses, strict=True))
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
-        chained = _chained(batch, plans, self.plan.kv_capacity)
-        for key in [*copy, *(one.key for _, one in (*recompute, *plans)), *chained]:
+        chained = _chained(kinds, plans, self.plan.kv_capacity)
+        for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
-        return PlannedBatch(batch, requests, transaction, reused, uses, plans, recompute)
+        return PlannedBatch(
+            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, transaction, plans, recompute
+        )
 
     def run(self, planned: "PlannedBatch | None") -> PendingStep:
         """Begins a batch that was planned, before anything else changed; raises DeviceError."""
-        batch = [] if planned is None else planned.batch
-        pending = PendingStep(self, [None] * len(batch), self.device.losses)
         if planned is None:
-            return pending
-        _, requests, transaction, reused, uses, plans, recompute = planned
-        used = self.adapters.are_used()
+            return PendingStep(self, [], self.device.losses)
+        cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, transaction, plans, recompute = planned
+        pending = PendingStep(self, [None] * len(cache_ids), self.device.losses)
         try:
             self.begin(transaction, recompute)
-            rows = []
-            for at, (row, skip, use) in enumerate(zip(batch, reused, uses, strict=True)):
-                tokens, live = requests[at].tokens, transaction.lives[at]
-                assert live is not None
-                rows.append(ActiveRow(at, row.output, tokens[skip:] if skip else tokens, row.start + skip, live, use))
-                if isinstance(row.output, _WITH_SETTINGS):
-                    self.install_settings(live, row.output.settings)
-            for members, one in plans:
+            rows = ActiveRows(outputs, tokens, starts, cast(list[CachedSequence], transaction.lives), uses)
+            for live, one in zip(rows.lives, outputs, strict=True):
+                if isinstance(one, (SampledToken, VerifiedTokens, Distributions)):
+                    self.install_settings(live, one.settings)
+            for plan in plans:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, self.device, self.table)
-                key, buffer, wanted = self._pack_step(one, [rows[at] for at in members])
-                pending.parts.append(self._chain(key, self.device.step(key, buffer), wanted))
+                buffer, wanted = self._pack_step(plan, rows)
+                pending.parts.append(self._chain(plan, self.device.step(plan.key, buffer), rows, wanted))
             transaction.commit()
-            self._count(batch, requests, reused, used)
-            if any(isinstance(row.output, SampledToken) for row in batch):
+            if self.table.prefixes is not None:
+                for count, skip, one in zip(counts, reused, outputs, strict=True):
+                    if count > 1 and type(one) in _ONE_OUTPUT:
+                        self.prefixes.count(skip)
+            if self.adapters.are_used():
+                self.adapters.count(cache_ids)
+            if SampledToken in kinds:
                 self._pending.append(pending)
         except BaseException:  # an interrupt, too: nobody knows how far it came
             self.device.lose()
@@ -220,38 +232,34 @@ class Pipeline:
         while self._pending:
             self.collect(self._pending[-1])
 
-    def _check(self, batch: ScheduledBatch) -> list[CachedSequence | None]:
+    def _check(self, batch: ScheduledBatch, kinds: set[type]) -> list[CachedSequence | None]:
         """Returns the sequence of each row; raises RequestValidationError for rows that cannot be served."""
-        table, seen, lives = self.table, set(), []
-        for row in batch:
-            live = table.get(row.cache_id)
+        cache_ids = [row.cache_id for row in batch]
+        lives = self.table.find(cache_ids)
+        for (cache_id, tokens, start, _), live in zip(batch, lives, strict=True):
             length = 0 if live is None else len(live.tokens)
-            if row.start != length:
-                check_position(row.cache_id, "start", row.start, length)
-            if row.cache_id in seen:
-                raise RequestValidationError(f"{row.cache_id!r} occurs twice in one batch, a sequence can have one row")
-            seen.add(row.cache_id)
-            lives.append(live)
-            if isinstance(row.output, _ONE_OUTPUT):
-                pass
-            elif isinstance(row.output, VerifiedTokens) and row.num_tokens > self.plan.buckets.verify_tokens:
-                most = self.plan.buckets.verify_tokens
-                raise RequestValidationError(f"{row.cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
-            elif isinstance(row.output, TargetScores) and len(row.output.targets) != row.num_tokens:
-                num_targets = len(row.output.targets)
-                raise RequestValidationError(f"{row.cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
-            if isinstance(row.output, _WITH_SETTINGS):
-                self._check_settings(row, live, row.output.settings)
-            if row.tokens is None and (live is None or live.sampled_at != row.start):
-                raise RequestValidationError(
-                    f"{row.cache_id!r}: no token was sampled for it that the device could take"
-                )
+            if start != length:
+                check_position(cache_id, "start", start, length)
+            if tokens is None and (live is None or live.sampled_at != start):
+                raise RequestValidationError(f"{cache_id!r}: no token was sampled for it that the device could take")
+        check_distinct(cache_ids)
+        if kinds <= {LastLogits, NoOutput}:
+            return lives
+        most = self.plan.buckets.verify_tokens
+        for row, live in zip(batch, lives, strict=True):
+            cache_id, _, _, output = row
+            if isinstance(output, (SampledToken, VerifiedTokens, Distributions)):
+                if isinstance(output, VerifiedTokens) and row.num_tokens > most:
+                    raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
+                self._check_settings(row, live, output.settings)
+            elif isinstance(output, TargetScores) and len(output.targets) != row.num_tokens:
+                num_targets = len(output.targets)
+                raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
         return lives
 
     def _check_settings(self, row: ScheduledRow, live: CachedSequence | None, settings: SlotSettings) -> None:
         """Raises RequestValidationError for settings that the slot cannot hold; those that it holds were checked."""
-        known = None if live is None else self._settings[live.slot][0]
-        if known is settings and row.start >= settings.min_position:
+        if live is not None and self._settings[live.slot][0] is settings and row.start >= settings.min_position:
             return
         position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
         check_settings(row.cache_id, settings, position, self.plan.vocab_size)
@@ -260,32 +268,25 @@ class Pipeline:
             count = len(settings.generated)
             raise RequestValidationError(f"{row.cache_id!r}: generated has {count} tokens, the capacity is {capacity}")
 
-    def begin(self, transaction: KvTransaction, recompute: Sequence[tuple[list[ActiveRow], StepPlan]]) -> None:
+    def begin(self, transaction: KvTransaction, recompute: Sequence[tuple[ActiveRows, StepPlan]]) -> None:
         """Takes slots and blocks, copies what is shared, and computes anew what sliding windows have lost."""
         if pairs := transaction.apply():
             self.device.copy_blocks(CopyKey(self.plan.buckets.max_copies), pairs)
         for rows, plan in recompute:
-            key, buffer, _ = self._pack_step(plan, rows)
-            self.device.wait(self.device.step(key, buffer).rows)
-        for live in {id(row.live): row.live for rows, _ in recompute for row in rows}.values():
+            buffer, _ = self._pack_step(plan, rows)
+            self.device.wait(self.device.step(plan.key, buffer).rows)
+        for live in recompute[0][0].lives if recompute else ():
             self.table.recomputed(live)
 
-    def _needs_known_tokens(self, batch: ScheduledBatch, lives: Sequence[CachedSequence | None]) -> bool:
+    def _needs_known_tokens(
+        self, batch: ScheduledBatch, lives: Sequence[CachedSequence | None], kinds: set[type]
+    ) -> bool:
         """True where the host must read what was sampled: a row is computed by more than a decode row."""
-        if any(row.tokens is None and not isinstance(row.output, _ONE_OUTPUT) for row in batch):
+        others = [] if kinds <= _ONE_OUTPUT else [row for row in batch if type(row.output) not in _ONE_OUTPUT]
+        if any(row.tokens is None for row in others):
             return True
         known = [live for live in lives if live is not None] if self.table.window_size else []
         return any(self.table.needs_recompute(live) for live in known)
-
-    def _request(self, row: ScheduledRow, live: CachedSequence | None, used: bool) -> AllocationRequest:
-        """Returns what a row needs of the KV; of the token sampled last for its sequence what is known, or UNKNOWN."""
-        tokens, reusable = row.tokens, 0
-        if tokens is None:
-            assert live is not None
-            tokens = _UNREAD if live.sampled == UNKNOWN else np.array([live.sampled], np.int32)
-        if isinstance(row.output, _ONE_OUTPUT):
-            reusable = len(tokens) - (not isinstance(row.output, NoOutput))
-        return AllocationRequest(row.cache_id, tokens, reusable, self.adapters.of(row.cache_id) if used else None)
 
     def install_settings(self, live: CachedSequence, settings: SlotSettings) -> None:
         """Writes how a sequence is sampled, unless its slot holds that already."""
@@ -294,86 +295,72 @@ class Pipeline:
             self.device.configure(live.slot, settings)
             self._settings[live.slot] = settings, live
 
-    def _pack_step(self, plan: StepPlan, rows: Sequence[ActiveRow]) -> tuple[StepKey, NDArray[np.int32], Wanted]:
-        """Returns a step's key and buffer, and what is wanted of its outputs, by row of logits."""
-        key, num_slots = plan.key, self.plan.max_seqs
-        buffer, packed = step.blank(key, num_slots)
+    def _pack_step(self, plan: StepPlan, rows: ActiveRows) -> tuple[NDArray[np.int32], list[int]]:
+        """Returns a step's buffer, and which rows want something of its outputs, by row of logits."""
+        key, tokens, outputs = plan.key, rows.tokens, rows.outputs
+        buffer, packed = step.blank(key, self.plan.max_seqs)
+        indices, wanted = [], []
         if packed.decode is not None:
-            members = [rows[piece.row] for piece in plan.decodes]
-            packed.decode.tokens[: len(members), 0] = [row.tokens[0] for row in members]
-            packed.decode_slots[: len(members)] = [row.live.slot for row in members]
-            self._pack(packed.decode, plan.decodes, members)
+            members = self._pack(packed.decode, plan.columns[0], rows)
+            wanted, count = members.tolist(), len(members)
+            indices = list(range(count))
+            packed.decode.tokens[:count, 0] = np.concatenate([tokens[row] for row in wanted])
+            packed.decode_slots[:count] = rows.slots[members]
         if packed.blocks is not None:
-            members = [rows[piece.row] for piece in plan.blocks]
-            for at, piece in enumerate(plan.blocks):
-                tokens = members[at].tokens[piece.start : piece.start + piece.size]
-                packed.blocks.tokens[at, : piece.size] = tokens
-            self._pack(packed.blocks, plan.blocks, members)
+            self._pack(packed.blocks, plan.columns[1], rows)
+            for at, (row, start, size) in enumerate(plan.blocks):
+                packed.blocks.tokens[at, :size] = tokens[row][start : start + size]
+                if key.outputs == "all" or start + size == len(tokens[row]):
+                    wanted.append(row)
+                    indices.append(key.decode_rows + at * key.block_tokens + size - 1)
+        asks = [type(outputs[row]) is not NoOutput for row in wanted]
+        indices, wanted = list(compress(indices, asks)), list(compress(wanted, asks))
+        lives, nobody = rows.lives, self.plan.max_seqs
+        slots = [lives[row].slot if type(outputs[row]) in _WITH_SETTINGS else nobody for row in wanted]
         if key.outputs == "all":
-            wanted = [(at, rows[piece.row], piece) for at, piece in enumerate(plan.blocks)]
-            for at, row, _ in wanted:
-                if isinstance(row.output, _WITH_SETTINGS):
-                    packed.block_slots[at] = row.live.slot
+            packed.block_slots[: len(wanted)] = slots
         else:
-            wanted = self._pack_outputs(key, plan, rows, packed)
-        return key, buffer, wanted
+            packed.logit_index[: len(wanted)] = indices
+            packed.sample_slots[: len(wanted)] = slots
+            packed.sample_positions[: len(wanted)] = [rows.ends[row] for row in wanted]
+        return buffer, wanted
 
-    def _pack(self, group: Rows[NDArray[np.int32]], pieces: Sequence[Piece], members: Sequence[ActiveRow]) -> None:
-        """Writes where the pieces of one group lie; `members` are their rows."""
-        count = len(members)
-        group.lengths[:count] = [row.start + piece.start for row, piece in zip(members, pieces, strict=True)]
-        group.counts[:count] = [piece.size for piece in pieces]
-        group.tables[:count] = self.table.table[[row.live.slot for row in members]]
+    def _pack(
+        self, group: Rows[NDArray[np.int32]], columns: Sequence[NDArray[np.intp]], rows: ActiveRows
+    ) -> NDArray[np.intp]:
+        """Writes where the pieces of one group lie; returns their rows."""
+        members, starts, sizes = columns
+        count, slots = len(members), rows.slots[members]
+        group.lengths[:count] = rows.starts[members] + starts
+        group.counts[:count] = sizes
+        group.tables[:count] = self.table.table[slots]
         if group.adapters is not None:
-            group.adapters[:count] = [row.adapter for row in members]
+            group.adapters[:count] = [rows.adapters[row] for row in members]
+        return members
 
-    def _pack_outputs(
-        self, key: StepKey, plan: StepPlan, rows: Sequence[ActiveRow], packed: step.PackedStep[NDArray[np.int32]]
-    ) -> Wanted:
-        """Writes which tokens' logits are wanted, and how their rows are sampled; returns them by row of logits."""
-        index, wanted = [], []
-        for at, piece in enumerate(plan.decodes):
-            row = rows[piece.row]
-            if not isinstance(row.output, NoOutput):
-                wanted.append((len(index), row, piece))
-                index.append(at)
-        for at, piece in enumerate(plan.blocks):
-            row = rows[piece.row]
-            if piece.start + piece.size == len(row.tokens) and not isinstance(row.output, NoOutput):
-                wanted.append((len(index), row, piece))
-                index.append(key.decode_rows + at * key.block_tokens + piece.size - 1)
-        packed.logit_index[: len(index)] = index
-        nobody = self.plan.max_seqs
-        settled = [isinstance(row.output, (SampledToken, Distributions)) for _, row, _ in wanted]
-        packed.sample_slots[: len(index)] = [
-            row.live.slot if one else nobody for one, (_, row, _) in zip(settled, wanted, strict=True)
-        ]
-        packed.sample_positions[: len(index)] = [row.start + len(row.tokens) for _, row, _ in wanted]
-        return wanted
-
-    def _chain(self, key: StepKey, outputs: StepOutputs, wanted: Wanted) -> StepPart:
+    def _chain(self, plan: StepPlan, outputs: StepOutputs, rows: ActiveRows, wanted: Sequence[int]) -> StepPart:
         """Begins what follows on a step's logits: sampling, verification, scores."""
-        kinds = {type(row.output) for _, row, _ in wanted}
+        key, asked = plan.key, [rows.outputs[row] for row in wanted]
+        kinds = set(map(type, asked))
         sampled = probabilities = scores = None
         if SampledToken in kinds:
             sampled = self.device.sample(SampleKey(key.logit_rows), outputs)
-            for _, row, _ in wanted:
-                if isinstance(row.output, SampledToken):
-                    self.table.expect(row.live, row.start + len(row.tokens))
+            for row, one in zip(wanted, asked, strict=True):
+                if isinstance(one, SampledToken):
+                    self.table.expect(rows.lives[row], rows.ends[row])
         if VerifiedTokens in kinds:
             sampled = self.device.sample(VerifyKey(key.blocks, key.block_tokens), outputs)
         if Distributions in kinds:
-            probabilities = self.device.distributions(_distribution_key(key), outputs)
+            probabilities = self.device.distributions(DistributionKey(key.blocks, key.block_tokens), outputs)
         if TargetScores in kinds:
             buffer = np.zeros(1 + key.logit_rows, np.int32)
-            for at, row, piece in wanted:
-                if isinstance(row.output, TargetScores):
-                    buffer[0] |= row.output.with_alternatives
+            for at, (one, piece) in enumerate(zip(asked, plan.blocks, strict=True)):
+                if isinstance(one, TargetScores):
+                    buffer[0] |= one.with_alternatives
                     start = 1 + at * key.block_tokens
-                    targets = row.output.targets[piece.start : piece.start + piece.size]
-                    buffer[start : start + piece.size] = targets
+                    buffer[start : start + piece.size] = one.targets[piece.start : piece.start + piece.size]
             scores = self.device.score(ScoreKey(key.logit_rows), outputs, buffer)
-        return StepPart(key, outputs, wanted, sampled, probabilities, scores)
+        return StepPart(plan, outputs, rows, wanted, asked, sampled, probabilities, scores)
 
     def _read_all(self, pending: PendingStep) -> None:
         if not pending.parts:
@@ -381,19 +368,9 @@ class Pipeline:
         self.device.last_fetched_bytes = 0
         while pending.parts:
             read_part(pending.parts.popleft(), pending.answers, self.device, self.table)
-        pending.answers = [join_answer(answer) for answer in pending.answers]
+        pending.answers = [join_answer(one) if isinstance(one, list) else one for one in pending.answers]
 
-    def _count(
-        self, batch: ScheduledBatch, requests: Sequence[AllocationRequest], reused: Sequence[int], used: bool
-    ) -> None:
-        if self.table.prefixes is not None:
-            for row, request, count in zip(batch, requests, reused, strict=True):
-                if len(request.tokens) > 1 and isinstance(row.output, _ONE_OUTPUT):
-                    self.prefixes.count(count)
-        if used:
-            self.adapters.count(row.cache_id for row in batch)
-
-    def plan_recompute(self, rows: Iterable[tuple[str, int]]) -> list[tuple[list[ActiveRow], StepPlan]]:
+    def plan_recompute(self, rows: Iterable[tuple[str, int]]) -> list[tuple[ActiveRows, StepPlan]]:
         """Plans to compute sequences anew whose sliding-window caches lost what their next token sees.
 
         From their beginning: what a layer keeps depends on what the layer below made of a window, and so on. All their
@@ -405,37 +382,40 @@ class Pipeline:
         again = [(one, use) for one, use in live if one is not None and self.table.needs_recompute(one)]
         if not again:
             return []
-        members = [ActiveRow(0, NoOutput(), np.array(one.tokens, np.int32), 0, one, use) for one, use in again]
-        plans = planner.plan_steps([len(row.tokens) for row in members], self.plan.buckets)
-        return [(members, _adapted(one, [use for _, use in again])) for one in plans]
+        lives, uses = zip(*again, strict=True)
+        tokens = [np.array(one.tokens, np.int32) for one in lives]
+        members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses)
+        plans = planner.plan_steps(list(map(len, tokens)), self.plan.buckets)
+        return [(members, _adapted(one, uses)) for one in plans]
 
 
-def _chained(batch: ScheduledBatch, plans: Sequence[tuple[list[int], StepPlan]], capacity: int) -> list[ProgramKey]:
+def _newest(live: CachedSequence | None) -> NDArray[np.int32]:
+    """Returns the token that was sampled last for a sequence, or UNKNOWN."""
+    assert live is not None
+    return _UNREAD if live.sampled == UNKNOWN else np.array([live.sampled], np.int32)
+
+
+def _chained(kinds: set[type], plans: Sequence[StepPlan], capacity: int) -> list[ProgramKey]:
     """The programs that follow on the steps' logits, and the one that tells the sampler how."""
-    keys: list[ProgramKey] = []
-    for rows, plan in plans:
-        kinds = {type(batch[at].output) for at in rows}
-        if kinds & {SampledToken, VerifiedTokens, Distributions}:
-            keys.append(ConfigureKey(capacity))
-        if SampledToken in kinds and plan.key.outputs == "last":
-            keys.append(SampleKey(plan.key.logit_rows))
+    keys: list[ProgramKey] = [ConfigureKey(capacity)] if kinds & _WITH_SETTINGS else []
+    for key in (plan.key for plan in plans):
+        if key.outputs == "last":
+            if SampledToken in kinds:
+                keys.append(SampleKey(key.logit_rows))
+            continue
         if VerifiedTokens in kinds:
-            keys.append(VerifyKey(plan.key.blocks, plan.key.block_tokens))
+            keys.append(VerifyKey(key.blocks, key.block_tokens))
         if TargetScores in kinds:
-            keys.append(ScoreKey(plan.key.logit_rows))
+            keys.append(ScoreKey(key.logit_rows))
         if Distributions in kinds:
-            keys.append(_distribution_key(plan.key))
+            keys.append(DistributionKey(key.blocks, key.block_tokens))
     return keys
 
 
-def _distribution_key(key: StepKey) -> DistributionKey:
-    return DistributionKey(key.blocks, key.block_tokens) if key.outputs == "all" else DistributionKey(key.logit_rows)
-
-
-def _captured(plan: StepPlan, rows: Sequence[ScheduledRow]) -> StepPlan:
+def _captured(plan: StepPlan, outputs: Sequence[Output]) -> StepPlan:
     """Returns the plan for a step that captures what its rows ask for, all of them together."""
-    outputs = [rows[piece.row].output for piece in plan.blocks]
-    layers = [one.layers for one in outputs if isinstance(one, Capture)]
+    asked = [outputs[piece.row] for piece in plan.blocks]
+    layers = [one.layers for one in asked if isinstance(one, Capture)]
     if not any(one.hidden or one.attention for one in layers):
         return plan
     hidden = tuple(sorted({layer for one in layers for layer in one.hidden}))

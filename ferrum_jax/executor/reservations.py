@@ -13,7 +13,7 @@ from ferrum_jax.contract.checks import check_cache_id, check_items
 from ferrum_jax.contract.slots import KvSlotAllocation, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor.pipeline import Pipeline
 from ferrum_jax.kvcache.sequences import SequenceTable
-from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+from ferrum_jax.kvcache.transaction import KvTransaction
 
 
 def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], KvSlotReservation]:
@@ -36,10 +36,10 @@ def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], 
     nothing = np.zeros(0, np.int32)
     transaction = KvTransaction(
         table,
-        [
-            AllocationRequest(key, nothing, 0, pipeline.adapters.of(key), max(targets[key], table.length(key)))
-            for key in wanted
-        ],
+        wanted,
+        [nothing] * len(wanted),
+        adapters=list(map(pipeline.adapters.of, wanted)),
+        targets=[max(targets[key], table.length(key)) for key in wanted],
     )
     before = {key: _num_blocks(table, key) for key in targets}
     later = sum(max(0, table.num_blocks(admissions[key]) - held) for key, held in before.items())
@@ -80,7 +80,7 @@ def prepare(pipeline: Pipeline, key: str, count: int) -> None:
     buckets = pipeline.plan.buckets
     pipeline.table.check_capacity(key, pipeline.table.length(key) + count)
     nothing = np.zeros(0, np.int32)
-    transaction = KvTransaction(pipeline.table, [AllocationRequest(key, nothing, 0, pipeline.adapters.of(key))])
+    transaction = KvTransaction(pipeline.table, [key], [nothing], adapters=[pipeline.adapters.of(key)])
     is_adapted = pipeline.adapters.of(key) is not None
     steps = buckets.needed(count, adapters=is_adapted)
     chained: list[ProgramKey] = [SampleKey(step.logit_rows) for step in steps]

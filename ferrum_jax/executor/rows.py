@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SlotSettings
 from ferrum_jax.contract.checks import (
     check_cache_id,
-    check_distinct,
     check_flag,
     check_policy_count,
     check_position,
@@ -47,7 +46,6 @@ _RANGES: dict[str, tuple[float, float]] = {
     "min_position": (0, 2**31 - 1),
     "num_logprobs": (-1, MAX_TOP_LOGPROBS),
 }
-_FULL = FullLogits()
 _GREEDY = SampledToken(SlotSettings())
 
 
@@ -121,9 +119,7 @@ def appended_row(cache_id: str, tokens: Sequence[int], output: Output, vocab_siz
 def verify_rows(rows: Sequence[Any], vocab_size: int, length: Length) -> list[ScheduledRow]:
     """Checks (cache id, tokens) rows whose every token has logits."""
     checked = check_rows("rows", rows, "cache_id tokens")
-    batch = [appended_row(cache_id, tokens, ALL_LOGITS, vocab_size, length) for cache_id, tokens in checked]
-    check_distinct(row.cache_id for row in batch)
-    return batch
+    return [appended_row(cache_id, tokens, ALL_LOGITS, vocab_size, length) for cache_id, tokens in checked]
 
 
 def score_rows(rows: Sequence[Any], vocab_size: int, length: Length) -> list[ScheduledRow]:
@@ -135,46 +131,49 @@ def score_rows(rows: Sequence[Any], vocab_size: int, length: Length) -> list[Sch
         if len(wanted) != row.num_tokens:
             raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens, but {len(wanted)} targets")
         batch.append(row._replace(output=TargetScores(wanted)))
-    check_distinct(row.cache_id for row in batch)
     return batch
 
 
 def decode_rows(batch: Sequence[Any], policies: Policies, vocab_size: int, length: Length) -> list[ScheduledRow]:
     """Checks (cache id, token, position) rows."""
     rows = check_rows("batch", batch, "cache_id token pos")
-    singles = check_single_tokens([token for _, token, _ in rows], vocab_size)
-    placed = [(cache_id, [token], pos, True) for cache_id, token, pos in rows]
-    return _placed(placed, policies, vocab_size, length, "pos", singles)
+    ids = [check_cache_id(row[0]) for row in rows]
+    tokens = check_single_tokens(ids, [row[1] for row in rows], vocab_size)
+    outputs = _outputs(len(rows), policies, vocab_size)
+    return _placed(ids, tokens, "pos", [row[2] for row in rows], outputs, length)
 
 
 def unified_rows(items: Sequence[Any], policies: Policies, vocab_size: int, length: Length) -> list[ScheduledRow]:
     """Checks (cache id, tokens, position offset, is final chunk) rows."""
     rows = check_rows("items", items, "cache_id q_tokens pos_offset is_final_chunk")
-    return _placed(rows, policies, vocab_size, length, "pos_offset", None)
+    ids = [check_cache_id(row[0]) for row in rows]
+    tokens = [check_tokens(key, row[1], vocab_size) for key, row in zip(ids, rows, strict=True)]
+    finals = [check_flag(f"{key!r}: is_final_chunk", row[3]) for key, row in zip(ids, rows, strict=True)]
+    outputs = _outputs(len(rows), policies, vocab_size)
+    outputs = [one if is_final else NO_OUTPUT for one, is_final in zip(outputs, finals, strict=True)]
+    return _placed(ids, tokens, "pos_offset", [row[2] for row in rows], outputs, length)
 
 
 def _placed(
-    rows: Sequence[tuple[Any, ...]],
-    policies: Policies,
-    vocab_size: int,
+    ids: Sequence[str],
+    tokens: Sequence[NDArray[np.int32]],
+    position: str,  # what `starts` are called
+    starts: Sequence[Any],
+    outputs: Sequence[Output],
     length: Length,
-    position: str,
-    singles: Sequence[NDArray[np.int32]] | None,  # the rows' tokens, where they are checked already
 ) -> list[ScheduledRow]:
+    for key, start in zip(ids, starts, strict=True):
+        if type(start) is not int or start != length(key):
+            check_position(key, position, start, length(key))
+    return list(map(ScheduledRow, ids, tokens, starts, outputs))
+
+
+def _outputs(count: int, policies: Policies, vocab_size: int) -> list[Output]:
+    """Checks the policies of so many rows; returns what each row wants."""
     if policies is None:
-        policies = [_FULL] * len(rows)
-    check_policy_count(len(rows), policies)
-    batch = []
-    for at, ((cache_id, tokens, start, is_final), policy) in enumerate(zip(rows, policies, strict=True)):
-        check_cache_id(cache_id)
-        array = check_tokens(cache_id, tokens, vocab_size) if singles is None else singles[at]
-        if type(start) is not int or start != length(cache_id):
-            check_position(cache_id, position, start, length(cache_id))
-        wanted = is_final is True or check_flag(f"{cache_id!r}: is_final_chunk", is_final)
-        output = LAST_LOGITS if policy is _FULL else _output(policy, vocab_size)
-        batch.append(ScheduledRow(cache_id, array, start, output if wanted else NO_OUTPUT))
-    check_distinct(row.cache_id for row in batch)
-    return batch
+        return [LAST_LOGITS] * count
+    check_policy_count(count, policies)
+    return [_output(policy, vocab_size) for policy in policies]
 
 
 def _output(policy: LogitsReturnPolicy, vocab_size: int) -> Output:

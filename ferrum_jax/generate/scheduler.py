@@ -200,8 +200,8 @@ class Scheduler:
             self._fail([*self._running], problem)
             return
         for request, row, answer in zip(step.requests, step.rows, answers, strict=True):
-            if isinstance(row.output, SampledToken):
-                request.num_in_flight = max(0, request.num_in_flight - 1)
+            if request.num_in_flight and isinstance(row.output, SampledToken):
+                request.num_in_flight -= 1
             if request not in self._running:
                 continue  # it ended with an earlier token, or was aborted
             if isinstance(answer, TokenChoice):

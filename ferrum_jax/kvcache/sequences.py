@@ -81,6 +81,10 @@ class SequenceTable:
         """Returns the live sequence, or None."""
         return self._live.get(cache_id)
 
+    def find(self, cache_ids: Sequence[str]) -> list[CachedSequence | None]:
+        """Returns the live sequence of each id, or None."""
+        return list(map(self._live.get, cache_ids))
+
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
         found = self._live.get(cache_id)

@@ -3,32 +3,25 @@
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 from ferrum_jax.kvcache.sequences import CachedSequence, SequenceTable
 
 
-class AllocationRequest(NamedTuple):
-    """New tokens of one sequence."""
-
-    cache_id: str
-    tokens: NDArray  # int32 [n]; UNKNOWN where the device knows them
-    reusable: int = 0  # how many of them may come from known prefixes
-    adapter: Hashable = None  # what its keys and values are computed with, beside the model
-    target: int | None = None  # positions it must have room for; those written and the new tokens if None
-
-
 @dataclass(slots=True, eq=False)
-class _Row:
+class AllocationRequest:
     """What one sequence needs that lacks blocks, or whose blocks change hands."""
 
-    index: int  # among the requests
-    request: AllocationRequest
+    index: int  # among the rows
+    cache_id: str
+    tokens: NDArray[np.int32]  # [n]: the new ones
+    reusable: int  # how many of them may come from known prefixes
+    adapter: Hashable  # what its keys and values are computed with, beside the model
+    target: int  # positions it must have room for
     live: CachedSequence | None  # None: it is created by `apply`
-    target: int  # positions
     hits: Sequence[PrefixEntry] = ()
     new_blocks: int = 0
     copies: bool = False  # its last block is shared and must be copied before it is written
@@ -48,44 +41,53 @@ class KvTransaction:
     A sequence that already has room in blocks of its own takes no part but to be counted.
     """
 
-    def __init__(self, table: SequenceTable, requests: Sequence[AllocationRequest]):
+    def __init__(
+        self,
+        table: SequenceTable,
+        cache_ids: Sequence[str],
+        tokens: Sequence[NDArray[np.int32]],
+        reusable: Sequence[int] | None = None,
+        adapters: Sequence[Hashable] | None = None,
+        targets: Sequence[int] | None = None,
+    ):
         """Plans; changes nothing.
 
         Args:
             table: the sequences.
-            requests: one per sequence, all of different ids.
+            cache_ids: of the rows, all different.
+            tokens: new ones of each row, UNKNOWN where the device knows them.
+            reusable: how many of each row's tokens may come from known prefixes; none by default.
+            adapters: what each row's keys and values are computed with, beside the model; nothing by default.
+            targets: positions each row must have room for; those written and the new tokens by default.
 
         Raises:
             RequestValidationError: a target is past the capacity.
             ResourceExhaustedError: slots or blocks are short.
         """
         self._table = table
-        self._requests = requests
+        self._tokens = tokens
         # The sequence of each row; from `apply` on, there is one for each.
-        self.lives = [table.get(request.cache_id) for request in requests]
-        self._changed: list[_Row] = []
-        for index, (request, live) in enumerate(zip(requests, self.lives, strict=True)):
-            target = request.target
-            if target is None:
-                target = len(request.tokens) + (0 if live is None else len(live.tokens))
-            if (
-                live is None
-                or target > live.writable
-                or (request.reusable > 0 and table.prefixes is not None)
-                or live.adapter is not request.adapter
-            ):
-                self._changed.append(_Row(index, request, live, target))
+        self.lives = table.find(cache_ids)
+        self._changed: list[AllocationRequest] = []
+        lengths = [0 if live is None else len(live.tokens) for live in self.lives]
+        targets = targets or [length + len(new) for length, new in zip(lengths, tokens, strict=True)]
+        reusable = [0] * len(lengths) if reusable is None or table.prefixes is None else reusable
+        rows = zip(cache_ids, tokens, reusable, adapters or [None] * len(lengths), targets, self.lives, strict=True)
+        for index, row in enumerate(rows):
+            _, _, reused, adapter, target, live = row
+            if live is None or target > live.writable or reused > 0 or live.adapter is not adapter:
+                self._changed.append(AllocationRequest(index, *row))
         if self._changed:
             self._plan(self._changed)
 
-    def _plan(self, rows: Sequence[_Row]) -> None:
+    def _plan(self, rows: Sequence[AllocationRequest]) -> None:
         table = self._table
         for row in rows:
-            table.check_capacity(row.request.cache_id, row.target)
-        table.check_new_slots([row.request.cache_id for row in rows if row.live is None])
+            table.check_capacity(row.cache_id, row.target)
+        table.check_new_slots([row.cache_id for row in rows if row.live is None])
         if table.prefixes is not None:
             for row in rows:
-                if row.request.reusable:
+                if row.reusable:
                     row.hits = self._match(table.prefixes, row)
         self._count_blocks(rows)
         resting = {_block(entry) for row in rows for entry in row.hits if not self._holders(entry)}
@@ -104,11 +106,11 @@ class KvTransaction:
     @property
     def copied_ids(self) -> list[str]:
         """The sequences whose last block is copied."""
-        return [row.request.cache_id for row in self._changed if row.copies]
+        return [row.cache_id for row in self._changed if row.copies]
 
     def reused(self) -> list[int]:
         """How many of each row's new tokens need not be computed."""
-        size, found = self._table.block_size, [0] * len(self._requests)
+        size, found = self._table.block_size, [0] * len(self._tokens)
         for row in self._changed:
             if row.hits:
                 found[row.index] = (row.length // size + len(row.hits)) * size - row.length
@@ -118,7 +120,7 @@ class KvTransaction:
         """Takes slots and blocks; returns the (source, destination) of blocks to be copied now."""
         table, pool = self._table, self._table.pool
         for row in self._changed:  # all hits are held before any block is handed out anew
-            row.live = self.lives[row.index] = table.open(row.request.cache_id)
+            row.live = self.lives[row.index] = table.open(row.cache_id)
             row.num_blocks_before = len(row.live.blocks)
             for entry in row.hits:
                 pool.hold(_block(entry))
@@ -141,9 +143,10 @@ class KvTransaction:
             live = self.live(row.index)
             live.entries += row.hits
             table.pool.release(row.lost)
-        for index, (request, live) in enumerate(zip(self._requests, self.lives, strict=True)):
+        counted = written if written is not None else [new.tolist() for new in self._tokens]
+        for live, tokens in zip(self.lives, counted, strict=True):
             assert live is not None
-            table.append(live, request.tokens.tolist() if written is None else written[index])
+            table.append(live, tokens)
         for row in self._changed:
             live = self.live(row.index)
             if written is not None:
@@ -153,11 +156,11 @@ class KvTransaction:
             table.enter(live)
             table.update_writable(live)
 
-    def _take(self, row: _Row) -> list[tuple[int, int]]:
+    def _take(self, row: AllocationRequest) -> list[tuple[int, int]]:
         """Assigns a row its blocks; returns the copy that it needs, if any."""
         live, copies = row.live, []
         assert live is not None
-        live.adapter = row.request.adapter
+        live.adapter = row.adapter
         blocks = live.blocks[:]
         at = len(live.tokens) // self._table.block_size
         hits = [_block(entry) for entry in row.hits]
@@ -173,16 +176,16 @@ class KvTransaction:
         self._table.set_blocks(live, blocks + fresh)
         return copies
 
-    def _match(self, prefixes: PrefixIndex, row: _Row) -> list[PrefixEntry]:
+    def _match(self, prefixes: PrefixIndex, row: AllocationRequest) -> list[PrefixEntry]:
         """Finds the full blocks, from where the sequence ends, that are in the prefixes."""
-        size, request = self._table.block_size, row.request
+        size = self._table.block_size
         live = row.live or CachedSequence(slot=-1)
         at = live.length // size
         if len(live.entries) < at:  # a block of its own is not entered yet: a token of it has not been read
             return []
-        entry = live.entries[-1] if at else prefixes.root(request.adapter)
-        tail = live.tokens[at * size :].tobytes() + request.tokens.tobytes()
-        last = live.length + request.reusable
+        entry = live.entries[-1] if at else prefixes.root(row.adapter)
+        tail = live.tokens[at * size :].tobytes() + row.tokens.tobytes()
+        last = live.length + row.reusable
         hits: list[PrefixEntry] = []
         while (at + len(hits) + 1) * size <= last:
             start = len(hits) * size * 4
@@ -193,7 +196,7 @@ class KvTransaction:
             entry = found
         return hits
 
-    def _count_blocks(self, rows: Sequence[_Row]) -> None:
+    def _count_blocks(self, rows: Sequence[AllocationRequest]) -> None:
         """Decides how many blocks each row lacks, and whether it must copy the one it goes on in."""
         sharers = dict(Counter([_block(entry) for row in rows for entry in row.hits]))
         pool, size = self._table.pool, self._table.block_size

@@ -210,7 +210,7 @@ def test_the_same_seeds_draw_the_same_text_on_a_mesh(tmp_path: Path):
 
 def test_a_second_start_on_a_mesh_compiles_nothing(tmp_path: Path, compiles: list[str]):
     folder = tiny.write_folder(tmp_path / "model", tiny.CONFIGS["llama31"])
-    answers = []
+    answers, stats = [], {}
     for _ in range(2):
         compiles.clear()
         with serve(folder, {"model": 2}, artifacts=tmp_path / "steps") as runner:

@@ -49,6 +49,7 @@ def test_a_step_adds_parts_twice_a_layer_and_joins_the_logits(name: str, tmp_pat
             program = runner._programs.get(key)
             text, memory = program.as_text(), program.memory_analysis()
             assert text is not None
+            assert memory is not None
             # one sum for the embedding
             assert collectives(text) == {"all-reduce": 1 + sums * cfg.num_hidden_layers, "all-gather": 1}, key
             rows = key.logit_rows if isinstance(key, StepKey) else key.rows

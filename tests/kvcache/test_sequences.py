@@ -10,7 +10,7 @@ from ferrum_jax.contract.errors import InternalError, RequestValidationError, Re
 from ferrum_jax.kvcache.blocks import BlockPool
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import UNKNOWN, CachedSequence, SequenceTable
-from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+from ferrum_jax.kvcache.transaction import KvTransaction
 
 SLOTS, CAPACITY, BLOCK, BLOCKS = 3, 23, 5, 11  # the last block of a row is cut; three rows want 15 blocks
 IDS = st.sampled_from("abcde")
@@ -18,11 +18,8 @@ IDS = st.sampled_from("abcde")
 
 def _plan(table: SequenceTable, goals: dict[str, int], *, written: bool = True) -> KvTransaction:
     """Plans to write up to the goals, or only to have room for them."""
-    requests = []
-    for key, goal in goals.items():
-        count = goal - table.length(key) if written else 0
-        requests.append(AllocationRequest(key, np.zeros(count, np.int32), target=goal))
-    return KvTransaction(table, requests)
+    counts = [goal - table.length(key) if written else 0 for key, goal in goals.items()]
+    return KvTransaction(table, list(goals), [np.zeros(count, np.int32) for count in counts], targets=[*goals.values()])
 
 
 class Tables(RuleBasedStateMachine):
@@ -63,7 +60,7 @@ class Tables(RuleBasedStateMachine):
         start = self.lengths.get(key, 0)
         goal, count = max(start, goal), min(count, max(0, goal - start))
         try:
-            transaction = KvTransaction(self.table, [AllocationRequest(key, np.zeros(1, np.int32), target=goal)])
+            transaction = KvTransaction(self.table, [key], [np.zeros(1, np.int32)], targets=[goal])
         except ResourceExhaustedError:
             return
         transaction.apply()
@@ -144,7 +141,7 @@ def test_each_slot_has_its_own_blocks_for_sliding_windows_in_the_last_columns():
 
 
 def _written(table: SequenceTable, key: str, tokens: list[int]) -> CachedSequence:
-    transaction = KvTransaction(table, [AllocationRequest(key, np.array(tokens, np.int32))])
+    transaction = KvTransaction(table, [key], [np.array(tokens, np.int32)])
     transaction.apply()
     transaction.commit()
     return transaction.live(0)
@@ -176,7 +173,7 @@ def test_a_block_is_entered_as_a_prefix_once_all_its_tokens_are_known():
     assert live.entries == []
     table.resolve(live, 3, 4)
     assert len(live.entries) == 1
-    again = KvTransaction(table, [AllocationRequest("b", np.arange(1, 8, dtype=np.int32), 6)])
+    again = KvTransaction(table, ["b"], [np.arange(1, 8, dtype=np.int32)], [6])
     assert again.reused() == [BLOCK]
 
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import UNKNOWN, SequenceTable
-from ferrum_jax.kvcache.transaction import AllocationRequest, KvTransaction
+from ferrum_jax.kvcache.transaction import KvTransaction
 
 CAPACITY, BLOCK, BLOCKS = 23, 5, 14
 IDS = st.sampled_from("abcd")
@@ -32,12 +32,10 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(rows=st.dictionaries(IDS, TOKENS, min_size=1, max_size=3))
     def write(self, rows: dict[str, list[int]]):
-        requests = [
-            AllocationRequest(key, np.array(tokens, np.int32), max(0, len(tokens) - 1)) for key, tokens in rows.items()
-        ]
+        arrays = [np.array(tokens, np.int32) for tokens in rows.values()]
         before = self._state()
         try:
-            transaction = KvTransaction(self.table, requests)
+            transaction = KvTransaction(self.table, list(rows), arrays, [len(tokens) - 1 for tokens in arrays])
         except FerrumError:
             assert self._state() == before
             return
@@ -56,9 +54,9 @@ class Sharing(RuleBasedStateMachine):
 
     @rule(key=IDS, more=st.integers(0, 12))
     def reserve(self, key: str, more: int):
-        request = AllocationRequest(key, np.zeros(0, np.int32), target=self.table.length(key) + more)
+        target = self.table.length(key) + more
         try:
-            transaction = KvTransaction(self.table, [request])
+            transaction = KvTransaction(self.table, [key], [np.zeros(0, np.int32)], targets=[target])
         except FerrumError:
             return
         for source, destination in transaction.apply():
@@ -125,7 +123,7 @@ def test_shared_blocks_are_never_written_whatever_happens():
 
 
 def _write(table: SequenceTable, key: str, tokens: list[int], reusable: int = 0) -> KvTransaction:
-    transaction = KvTransaction(table, [AllocationRequest(key, np.array(tokens, np.int32), reusable)])
+    transaction = KvTransaction(table, [key], [np.array(tokens, np.int32)], [reusable])
     transaction.apply()
     transaction.commit()
     return transaction
@@ -149,8 +147,7 @@ def test_the_last_block_is_copied_for_all_who_share_it_but_one():
     shared = _write(table, "a", [0] * 7).live(0).blocks[1]
     table.fork("a", "b")
     table.fork("a", "c")
-    rows = [AllocationRequest(key, np.array([at], np.int32)) for at, key in enumerate("abc")]
-    transaction = KvTransaction(table, rows)
+    transaction = KvTransaction(table, ["a", "b", "c"], [np.array([at], np.int32) for at in range(3)])
     assert (transaction.num_copies, transaction.num_new_blocks, transaction.copied_ids) == (2, 2, ["a", "b"])
     copies = transaction.apply()
     transaction.commit()
@@ -162,9 +159,8 @@ def test_the_last_block_is_copied_for_all_who_share_it_but_one():
 def test_all_rows_of_a_transaction_get_their_blocks_or_none_does():
     table = SequenceTable(max_seqs=3, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=5)
     _write(table, "a", [0] * 4)
-    rows = [AllocationRequest("a", np.zeros(6, np.int32)), AllocationRequest("b", np.zeros(16, np.int32))]
     with pytest.raises(ResourceExhaustedError, match="need 5 KV blocks for 2 sequences, 4 of 5 are free"):
-        KvTransaction(table, rows)
+        KvTransaction(table, ["a", "b"], [np.zeros(6, np.int32), np.zeros(16, np.int32)])
     assert (table.cache_ids, table.pool.num_free) == (["a"], 4)
 
 
@@ -173,20 +169,18 @@ def test_a_prefix_is_reused_up_to_the_last_token_that_may_be():
     tokens = list(range(12))
     _write(table, "a", tokens)
     for reusable, expected in ((4, 0), (5, 5), (9, 5), (12, 10)):
-        request = AllocationRequest("b", np.array(tokens, np.int32), reusable)
-        assert KvTransaction(table, [request]).reused() == [expected]
-    other = AllocationRequest("b", np.array(tokens, np.int32), 12, adapter="another")
-    assert KvTransaction(table, [other]).reused() == [0]
+        assert KvTransaction(table, ["b"], [np.array(tokens, np.int32)], [reusable]).reused() == [expected]
+    assert KvTransaction(table, ["b"], [np.array(tokens, np.int32)], [12], ["another"]).reused() == [0]
 
 
 def test_a_block_whose_tokens_the_host_does_not_know_is_no_prefix_and_ends_no_hit():
     table = SequenceTable(max_seqs=3, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS, prefixes=PrefixIndex())
     _write(table, "a", list(range(10)))
     live = _write(table, "b", [*range(4), UNKNOWN]).live(0)
-    request = AllocationRequest("b", np.arange(5, 10, dtype=np.int32), 5)
-    assert KvTransaction(table, [request]).reused() == [0]
+    tokens = np.arange(5, 10, dtype=np.int32)
+    assert KvTransaction(table, ["b"], [tokens], [5]).reused() == [0]
     table.resolve(live, 4, 4)
-    assert KvTransaction(table, [request]).reused() == [5]
+    assert KvTransaction(table, ["b"], [tokens], [5]).reused() == [5]
 
 
 def test_blocks_of_a_prefix_in_use_are_not_handed_out_to_another_row_of_the_same_call():
@@ -194,8 +188,8 @@ def test_blocks_of_a_prefix_in_use_are_not_handed_out_to_another_row_of_the_same
     _write(table, "a", list(range(10)))
     table.release("a")  # its two blocks rest, and may be evicted
     assert table.pool.num_free == 3
-    reuse = AllocationRequest("b", np.arange(11, dtype=np.int32), 10)
+    tokens = np.arange(11, dtype=np.int32)
     with pytest.raises(ResourceExhaustedError):
-        KvTransaction(table, [reuse, AllocationRequest("c", np.ones(1, np.int32))])
-    transaction = KvTransaction(table, [reuse])
+        KvTransaction(table, ["b", "c"], [tokens, np.ones(1, np.int32)], [10, 0])
+    transaction = KvTransaction(table, ["b"], [tokens], [10])
     assert transaction.reused() == [10]
