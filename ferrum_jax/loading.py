@@ -20,6 +20,7 @@ from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
+from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_beside, plan_engine
@@ -32,6 +33,7 @@ from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quan
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
+from ferrum_jax.sharding import processes
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device
 from ferrum_jax.sharding.mesh import Placement, place_on_mesh
 from ferrum_jax.weights import orbax
@@ -72,6 +74,9 @@ def load(
     """Loads a model and gets it ready to serve; nothing is compiled until `warmup` or the first call.
 
     What is None comes from `engine`, then from the `FERRUM_…` variables, then from the model and the device.
+
+    On several hosts (docs/several-hosts.md) every process calls it. It returns in process 0 alone. In the others it
+    follows process 0 until the runner is closed or process 0 ends, and then raises SystemExit(0).
 
     Args:
         path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint; or one that `open_checkpoint` opened.
@@ -125,13 +130,16 @@ def load(
         quantize=quantize,
         mesh=None if isinstance(mesh, jax.sharding.Mesh) else mesh,
     )
-    settings, target = asked.joined(engine).over_environment(), find_device(device)
+    settings = asked.joined(engine).over_environment()
+    channel = processes.join(mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes)
+    target = find_device(device)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
     replicas = place_on_mesh(mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes, target)
+    hosts = Hosts.of(replicas, channel)
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     settings = with_defaults(settings, source.config, target)
-    free = placed.free_bytes
+    free = hosts.least(placed.free_bytes)
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
@@ -142,7 +150,7 @@ def load(
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # on a CPU its zeros take seconds, too
         if target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken:
             memory = pool.submit(_allocate_ahead, ahead.cache, replicas[0], early, settings.compiler_options)
-        params, cfg = _read(source, settings, placed, progress)
+        params, cfg = _read(source, settings, placed, progress and hosts.leads)
     memory = None if memory is None else memory.result()
 
     def open_artifacts(plan: EnginePlan, own: ParamTree = params, at: Placement = replicas[0]) -> Artifacts | None:
@@ -151,8 +159,9 @@ def load(
         found = Artifacts(root, describe_program(cfg, own, plan.cache, plan.loras, at), settings.compiler_options)
         return early if early is not None and early.facts == found.facts else found
 
-    free = placed.free_bytes if memory is None else max(0, free - taken)
+    free = hosts.least(placed.free_bytes if memory is None else max(0, free - taken))
     plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
+    hosts.check_same("a model or settings", repr((cfg, plan, settings.dtype, settings.quantize, settings.layout)))
     ready = memory if memory is not None and memory.spec == plan.cache else None
 
     def runner_on(placed: ModelPlacement, params: ParamTree, memory: KvMemory | None) -> ModelRunner:
@@ -167,6 +176,7 @@ def load(
             artifacts=open_artifacts(plan, params, placed.placement),
             memory=memory,
             compiler_options=settings.compiler_options,
+            hosts=hosts,
         )
 
     return replicate(runner_on(placed, params, ready), params, replicas, lambda at, own: runner_on(at, own, None))

@@ -55,7 +55,7 @@ class Artifact:
         Raises:
             RuntimeError, ValueError, …: one of `_UNUSABLE`; it does not suit this process.
         """
-        devices = [one for one in jax.local_devices(backend=self.platform) if one.id in self.device_ids]
+        devices = [one for one in jax.devices(self.platform) if one.id in self.device_ids]
         if len(devices) != len(self.device_ids):
             raise ValueError(f"it was compiled for {self.platform} {self.device_ids}, there are {devices}")
         serialised, in_tree, out_tree = pickle.loads(zlib.decompress(self.content))
@@ -254,7 +254,8 @@ def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifac
     loaded = executable.runtime_executable()
     if loaded is None:
         raise ValueError("it is not in the form of its runtime")
-    devices = loaded.local_devices()
+    shardings = jax.tree.leaves(executable.output_shardings)
+    devices = sorted({one for sharding in shardings for one in sharding.device_set}, key=lambda one: one.id)
     content = zlib.compress(pickle.dumps(serialize_executable.serialize(executable)), 1)
     ids = tuple(one.id for one in devices)
     return Artifact(name, program, devices[0].platform, ids, memory_of(executable), content)

@@ -35,7 +35,7 @@ class GatherKey:
         """Lowers the program."""
         heads = WHOLE if context.kv.layout == "latent" else PartitionSpec(None, context.kv_axes)
         gather = context.spread(state.gather_sequence, (context.kv_specs, WHOLE, WHOLE), (heads, heads))
-        return jax.jit(gather).lower(context.kv, _ints(), _ints(self.table_columns))
+        return jax.jit(gather, out_shardings=context.readable).lower(context.kv, _ints(), _ints(self.table_columns))
 
 
 @dataclass(frozen=True, order=True)

@@ -98,7 +98,7 @@ def describe_machine(placement: Placement) -> Facts:
         "device_ids": [device.id for device in placement.devices],
         "default_device": _described_device(jax.local_devices()[0]),
         "devices": jax.local_device_count(),
-        "processes": jax.process_count(),
+        "process": [jax.process_index(), jax.process_count()],  # each keeps the part that runs on its own devices
         "host": describe_host(),
         "environment": compiler_variables(ENVIRONMENT),
     }

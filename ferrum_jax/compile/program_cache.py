@@ -19,6 +19,7 @@ from ferrum_jax.contract.errors import BackendError
 
 _log = logging.getLogger(__name__)
 Key = Any  # hashable; its repr names what is kept on disk
+Together = Callable[..., contextlib.AbstractContextManager[None]]  # takes keys and, as keywords, how they are built
 MOST_THREADS = 16  # that compile at once; each may take gigabytes
 
 
@@ -35,7 +36,10 @@ class ProgramCache:
         strict: bool = False,
         artifacts: Artifacts | None = None,
         options: CompilerOptions = None,
+        together: Together = lambda *_, **__: contextlib.nullcontext(),
     ):
+        """Compiles nothing yet; `together` has other processes build the same programs, while this one does within."""
+        self._together = together
         self._lower = lower
         self._strict = strict  # but what was compiled here and cannot be loaded is compiled once more
         self._artifacts = artifacts
@@ -59,7 +63,15 @@ class ProgramCache:
         if found is not None:
             return found
         self._check_declared(key)
-        return self._build(key, late=self._warm)
+        with self._together([key]):
+            return self._build(key, late=self._warm)
+
+    def follow(self, keys: Iterable[Key], *, is_warmup: bool = False, load: bool = False) -> None:
+        """Does as the cache of another process does, whose `together` said so."""
+        if is_warmup:
+            self.warmup(keys, load=load)
+        else:
+            self.ensure(keys)
 
     def warmup(
         self, keys: Iterable[Key], track: Callable[[list[Key]], Any] | None = None, *, load: bool = False
@@ -73,7 +85,8 @@ class ProgramCache:
         """
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps and (load or key not in self._held)]
         compiled = len(self._compile_seconds)
-        self._do_all(missing, self._build if load else self._make_sure, track)
+        with self._together(missing, is_warmup=True, load=load):
+            self._do_all(missing, self._build if load else self._make_sure, track)
         self._warm = True
         if len(self._compile_seconds) > compiled:
             trim_heap()
@@ -88,7 +101,9 @@ class ProgramCache:
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps]
         for key in missing:
             self._check_declared(key)
-        self._do_all(missing, functools.partial(self._build, late=self._warm))
+        if missing:
+            with self._together(missing):
+                self._do_all(missing, functools.partial(self._build, late=self._warm))
 
     def _do_all(
         self, keys: list[Key], do: Callable[[Key], Any], track: Callable[[list[Key]], Any] | None = None

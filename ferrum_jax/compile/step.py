@@ -62,6 +62,11 @@ class ProgramContext:
         return state.partitions(self.kv, self.kv_axes)
 
     @property
+    def readable(self) -> jax.sharding.Sharding | None:
+        """Where results of a program must lie that only a host of several reads: whole, on its devices, too."""
+        return self.placement.sharding() if self.placement is not None and self.placement.is_shared else None
+
+    @property
     def leaf_specs(self) -> list[PartitionSpec]:
         """How the leaves of the parameters are divided."""
         return jax.tree.leaves(self._specs_of(self.params))
@@ -112,7 +117,10 @@ class StepKey:
         outputs = StepOutputs(logits=WHOLE, rows=WHOLE, captured=captured)
         inputs = context.leaf_specs, context.kv_specs, WHOLE, WHOLE, *stacks
         pure = context.spread(pure, inputs, (outputs, context.kv_specs))
-        return jax.jit(pure, donate_argnums=1).lower(
+        read = None
+        if self.attention and context.readable is not None:
+            read = replace(outputs, logits=None, rows=None, captured=context.readable), None
+        return jax.jit(pure, donate_argnums=1, out_shardings=read).lower(
             jax.tree.leaves(context.params), context.kv, context.sampler.last_tokens, buffer, *loras
         )
 

@@ -1,7 +1,7 @@
 """Which adapters are loaded, in which row of the stacks, and which sequence is bound to which."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from ferrum_jax.contract.errors import (
     safe_repr,
 )
 from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.placement import ModelPlacement
@@ -59,6 +60,7 @@ class Adapters:
     dtype: str
     placed: ModelPlacement
     steps: ProgramCache
+    hosts: Hosts = field(default_factory=Hosts)
     projection_applications: int = 0
     _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)  # least recently bound first
     _bound: dict[str, LoadedAdapter] = field(default_factory=dict)  # by cache id
@@ -114,21 +116,20 @@ class Adapters:
         if older is not None and (is_pinned or not self._is_idle(older)):
             raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path}")
         places = _from_root(path), os.path.realpath(path)
-        tree = lay_out(read, self.spec, self.dtype)
-        if self.placed.division is not None:
-            tree = self.placed.put_tree(tree, adapters.adapter_specs(self.cfg, self.spec))
+        # The files are read here alone, so that no other host needs them, or could find others under the same path.
+        leaves = jax.tree.leaves(lay_out(read, self.spec, self.dtype))
         if older is not None:
             evicted = [older]
         else:
             evicted = [] if len(self._loaded) < self.spec.max_loras else [self._first_idle()]
         used = {one.row for one in self._loaded.values()} - {one.row for one in evicted}
         row = min(set(range(self.spec.max_loras)) - used)
-        install = self.steps.get(InstallKey(self.spec.max_loras, self.spec.max_rank))
+        self.steps.get(self._install_key)
         try:
-            stacks = jax.block_until_ready(install(self.stacks, tree, np.int32(row)))
+            told = [np.asarray(leaf) for leaf in leaves] if self.hosts.are_several else []
+            self.hosts.run(lambda: self.install(row, leaves), "install", None, *told, is_answered=True, row=row)
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"adapter {name!r} cannot be put on the device: {problem}") from problem
-        self.stacks = stacks
         for one in evicted:
             del self._loaded[one.name]
         self._loaded[name] = LoadedAdapter(name, *places, row, len(read.projections), is_pinned)
@@ -138,6 +139,21 @@ class Adapters:
     def bound_ids(self) -> list[str]:
         """The ids that are bound to an adapter."""
         return list(self._bound)
+
+    def install(self, row: int, leaves: Sequence[Any]) -> None:
+        """Puts an adapter's tensors into a row of the stacks on this process's devices."""
+        assert self.spec is not None
+        own = adapters.adapter_specs(self.cfg, self.spec)
+        tree = jax.tree.unflatten(jax.tree.structure(own, is_leaf=_is_spec), leaves)
+        if self.placed.division is not None:
+            tree = self.placed.put_tree(tree, own)
+        install = self.steps.get(self._install_key)
+        self.stacks = jax.block_until_ready(install(self.stacks, tree, np.int32(row)))
+
+    @property
+    def _install_key(self) -> InstallKey:
+        assert self.spec is not None
+        return InstallKey(self.spec.max_loras, self.spec.max_rank)
 
     def unload(self, name: str) -> LoadedAdapter:
         """Forgets an adapter that no sequence is bound to."""
@@ -219,6 +235,10 @@ class Adapters:
             needed=1,
             free=0,
         )
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, specs.ParamSpec)
 
 
 def _check_name(name: Any) -> None:

@@ -121,15 +121,15 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> Exe
 def memory_usage(table: SequenceTable, plan: EnginePlan, device: DeviceState) -> ExecutorMemoryUsage:
     """Counts parameters, stacks of adapters and KV of all devices; of the KV, used is what sequences hold.
 
-    The peak is the devices' own figure where they keep one, and what is allocated elsewhere.
+    The peak is the figure of this process's own devices where they keep one, and what is allocated elsewhere.
     """
-    devices = device.placed.placement.devices
+    devices, own = device.placed.placement.devices, device.placed.placement.local
     weights = _num_bytes(device.params) + _num_bytes(device.stacks)
     block = plan.cache.bytes_per_position * plan.cache.block_size
     allocated = weights + len(devices) * plan.cache.num_bytes
     used = (table.pool.num_blocks - table.pool.num_free) * block + len(table.cache_ids) * plan.cache.window_bytes
     used = weights + len(devices) * used
-    peak = sum((one.memory_stats() or {}).get("peak_bytes_in_use", 0) for one in devices)
+    peak = sum((one.memory_stats() or {}).get("peak_bytes_in_use", 0) for one in own)
     return ExecutorMemoryUsage(
         allocated_bytes=allocated,
         used_bytes=used,

@@ -34,13 +34,15 @@ from ferrum_jax.contract.errors import (
     DeviceError,
     RequestValidationError,
     ResourceExhaustedError,
+    UnsupportedError,
 )
 from ferrum_jax.executor.adapters import Adapters
 from ferrum_jax.executor.weights import check_like_specs, check_same_shapes
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.placement import ModelPlacement
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.sharding.mesh import Placement
 
 T = TypeVar("T")
@@ -101,7 +103,8 @@ class KvMemory:
 class DeviceState:
     """The arrays of one runner. A program's donated input is dead at dispatch, and its output takes the place.
 
-    A failure of the device loses what the program had taken: `is_lost` until `reallocate`.
+    A failure of the device loses what the program had taken: `is_lost` until `reallocate`. What a method does to the
+    devices it has every process do (`Hosts.run`), each to its own.
     """
 
     def __init__(
@@ -116,47 +119,78 @@ class DeviceState:
         specs: ParamTree | None = None,
     ):
         """Allocates the KV and the sampler's state; `specs` are those of the undivided parameters, needed on a mesh."""
-        self.set_params(params)
+        self._hosts = adapters.hosts
+        self._keep_params(params)
         self.placed = placed
         self._specs = specs
-        self._adapters = adapters
+        self.adapters = adapters
         self.sampler_spec = sampler_spec
         self._cfg = cfg
         self._memory = memory
-        self._programs = programs
+        self.programs = programs
         self._kv: KvState[jax.Array] | None = None
         self._sampler: SamplerState[jax.Array] | None = None
         self.fetched_bytes = 0  # copied to the host
         self.last_fetched_bytes = 0  # of the last step that was read
         self.losses = 0  # how often everything was lost
-        self.reallocate()
+        self._put: dict[int, Any] = {}  # leaves of parameters that were put on the devices of several processes
+        self._reallocate()
 
     def set_params(self, params: ParamTree) -> None:
-        """Takes parameters, which later ones must be like in all but their numbers."""
+        """Takes parameters that `check_params` returned; several processes are sent them leaf by leaf."""
+        if not self._hosts.are_several:
+            self._keep_params(params)
+            return
+        for at, leaf in enumerate(jax.tree.leaves(params, is_leaf=_is_weight)):
+            parts = [np.asarray(part) for part in jax.tree.leaves(leaf)]
+            put = functools.partial(self.put_param, at, parts)
+            self._guarded(put, "put_param", None, *parts, is_answered=True, at=at)
+        self._guarded(self.take_params, "take_params")
+
+    def _keep_params(self, params: ParamTree) -> None:
         self.params, self._leaves = params, jax.tree.leaves(params)
 
     def check_params(self, params: ParamTree) -> ParamTree:
-        """Returns other parameters as they are to lie on the devices.
+        """Returns other parameters as they are to lie on the devices; for several processes, as they are.
 
         Raises:
             InvalidParameterError: they differ from those that are there in more than their values.
+            UnsupportedError: they lie on devices of several processes.
         """
         if self._specs is None:
             check_same_shapes(params, self.params)
             return params
         check_like_specs(params, self._specs, self.params)
+        if self._hosts.are_several:
+            if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
+                raise UnsupportedError("these weights lie on devices of several processes: give process 0 all of them")
+            return params
         params = self.placed.divide(params, self._specs)
         check_same_shapes(params, self.params)
         return params
 
+    def put_param(self, at: int, parts: Sequence[NDArray[Any]]) -> None:
+        """Puts this process's parts of one leaf on its devices, for `take_params`."""
+        spec = jax.tree.leaves(self._specs, is_leaf=_is_weight)[at]
+        leaf = jax.tree.unflatten(jax.tree.structure(spec, is_leaf=_is_spec), parts)
+        self._put[at] = self.placed.put(lambda part: part(leaf, spec), spec)
+
+    def take_params(self) -> None:
+        """Takes the parameters that were put on the devices leaf by leaf."""
+        tree = jax.tree.structure(self._specs, is_leaf=_is_weight)
+        self._keep_params(jax.tree.unflatten(tree, [self._put[at] for at in range(tree.num_leaves)]))
+        self._put.clear()
+
     def undivided_params(self) -> ParamTree:
         """The parameters in the form of their layout, wherever they lie."""
+        if self._hosts.are_several:
+            raise UnsupportedError("parameters that several processes share cannot be read back")
         return self.params if self._specs is None else self.placed.join(self.params, self._specs)
 
     @property
     def is_lost(self) -> bool:
-        """True after a failure, until `reallocate`."""
-        return self._kv is None
+        """True after a failure, until `reallocate`; for good once another process is lost."""
+        return self._kv is None or bool(self._hosts.lost)
 
     @property
     def kv(self) -> KvState[jax.Array]:
@@ -168,7 +202,7 @@ class DeviceState:
     @property
     def stacks(self) -> ParamTree | None:
         """The stacks of adapters, if there are any."""
-        return self._adapters.stacks
+        return self.adapters.stacks
 
     def context(self) -> ProgramContext:
         """What programs are lowered for; raises ConfigError where JAX is set to compile nothing."""
@@ -178,7 +212,7 @@ class DeviceState:
             params=self.params,
             kv=self._memory.shapes,
             sampler=self.placed.placement.place(sampler.shapes(self.sampler_spec)),
-            loras=self._adapters.stacks,
+            loras=self.adapters.stacks,
             attention=self._memory.spec.attention,
             placement=self.placed.placement,
             division=self.placed.division,
@@ -189,7 +223,11 @@ class DeviceState:
 
         Raises:
             ResourceExhaustedError: the device has not so much memory left.
+            DeviceError: another process is gone.
         """
+        self._hosts.run(self._reallocate, "reallocate")
+
+    def _reallocate(self) -> None:
         self._kv = self._sampler = None
         kv = self._memory.allocate()
         try:
@@ -218,69 +256,91 @@ class DeviceState:
     def free(self) -> None:
         """Frees the KV."""
         kv, self._kv = self._kv, None
-        for leaf in jax.tree.leaves(kv):
-            leaf.delete()
+        self._hosts.run(lambda: [leaf.delete() for leaf in jax.tree.leaves(kv)], "free")
 
     def drop(self) -> None:
-        """Frees the KV and forgets the parameters."""
+        """Frees the KV, forgets the parameters, and lets other processes end."""
+        self._hosts.close()
         self._kv = self._sampler = None
-        self.set_params({})
-        self._adapters.stacks = None
+        self._keep_params({})
+        self.adapters.stacks = None
 
     def step(self, key: StepKey, buffer: NDArray[np.int32]) -> StepOutputs:
         """Begins a step."""
-        program, sampled = self._programs.get(key), self._sampler
+        program, sampled = self.programs.get(key), self._sampler
         assert sampled is not None
-        loras = (self._adapters.stacks,) if key.adapters else ()
+        loras = (self.adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
+        begin = functools.partial(program, self._leaves, kv, sampled.last_tokens, buffer, *loras)
+        begin = self._hosts.everywhere(begin, "step", key, buffer)
         try:
-            outputs, self._kv = program(self._leaves, kv, sampled.last_tokens, buffer, *loras)
+            outputs, self._kv = begin()
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
         return outputs
 
     def sample(self, key: SampleKey | VerifyKey, outputs: StepOutputs) -> Sampled[jax.Array]:
-        """Begins to choose tokens from a step's logits."""
-        return self._with_sampler(key, outputs.logits, outputs.rows)
+        """Begins to choose tokens from the logits of the step that was begun last."""
+        program, state = self.programs.get(key), self._sampler
+        try:
+            self._sampler, found = self._hosts.run(lambda: program(state, outputs.logits, outputs.rows), "sample", key)
+        except jax.errors.JaxRuntimeError as problem:
+            self.lose()
+            raise DeviceError(f"{key} failed on the device: {problem}") from problem
+        return found
 
     def distributions(self, key: DistributionKey, outputs: StepOutputs) -> jax.Array:
-        """Begins to compute what tokens are drawn from."""
-        return self._programs.get(key)(self._sampler, outputs.logits, outputs.rows)
+        """Begins to compute what tokens are drawn from, after the step that was begun last."""
+        program = self.programs.get(key)
+        return self._guarded(lambda: program(self._sampler, outputs.logits, outputs.rows), "distributions", key)
 
     def score(self, key: ScoreKey, outputs: StepOutputs, buffer: NDArray[np.int32]) -> tuple[jax.Array, ...]:
-        """Begins to score given tokens."""
-        return self._programs.get(key)(outputs.logits, buffer)
+        """Begins to score given tokens by the logits of the step that was begun last."""
+        program = self.programs.get(key)
+        return self._guarded(lambda: program(outputs.logits, buffer), "score", key, buffer)
 
     def configure(self, slot: int, settings: SlotSettings) -> None:
         """Writes how a slot's tokens are chosen."""
         buffer = sampler.pack_settings(slot, settings, self.sampler_spec)
-        program = self._programs.get(ConfigureKey(self.sampler_spec.capacity))
-        self._sampler = self._guarded(lambda: program(self._sampler, buffer))
+        self.write_settings(ConfigureKey(self.sampler_spec.capacity), buffer)
+
+    def write_settings(self, key: ConfigureKey, buffer: NDArray[np.int32]) -> None:
+        """Writes how a slot's tokens are chosen, as the sampler has packed it."""
+        program, state = self.programs.get(key), self._sampler
+        self._sampler = self._guarded(lambda: program(state, buffer), "configure", key, buffer)
 
     def multi_step(self, key: MultiStepKey, buffer: NDArray[np.int32]) -> jax.Array:
         """Begins many decode steps; returns what they choose, int32 `[N, D, 3]`."""
-        program, sampled = self._programs.get(key), self._sampler
-        loras = (self._adapters.stacks,) if key.adapters else ()
+        program, sampled = self.programs.get(key), self._sampler
+        loras = (self.adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
-        chosen, self._kv, self._sampler = self._guarded(lambda: program(self._leaves, kv, sampled, buffer, *loras))
+        chosen, self._kv, self._sampler = self._guarded(
+            lambda: program(self._leaves, kv, sampled, buffer, *loras), "multi_step", key, buffer
+        )
         return chosen
 
     def copy_blocks(self, key: CopyKey, pairs: Sequence[tuple[int, int]]) -> None:
         """Begins to copy blocks, (source, destination) each."""
-        program = self._programs.get(key)
+        program = self.programs.get(key)
         for start in range(0, len(pairs), key.blocks):
-            part = pairs[start : start + key.blocks]
+            part = np.array(pairs[start : start + key.blocks], np.int32)
             padded = np.zeros((key.blocks, 2), np.int32)
             padded[: len(part)] = part
             kv, self._kv = self.kv, None
-            self._kv = self._guarded(lambda kv=kv, padded=padded, n=len(part): program(kv, padded, np.int32(n)))
+            self._kv = self._guarded(
+                lambda kv=kv, padded=padded, n=len(part): program(kv, padded, np.int32(n)), "copy_blocks", key, part
+            )
 
     def gather(self, layer: int, table: NDArray[np.int32], length: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies one layer's keys and values of a sequence to the host: `[length, K, H]` each."""
-        program = self._programs.get(GatherKey(len(table)))
-        pair = self._guarded(lambda: program(self.kv, np.int32(layer), table))
+        pair = self.begin_gather(GatherKey(len(table)), layer, table)
         k, v = (self.of_heads(self.fetch(side)[:length], 1, "kv_heads") for side in pair)
         return k, v
+
+    def begin_gather(self, key: GatherKey, layer: int, table: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
+        """Begins to copy one layer's keys and values of a sequence out of the KV."""
+        program, kv = self.programs.get(key), self.kv
+        return self._guarded(lambda: program(kv, np.int32(layer), table), "gather", key, table, layer=layer)
 
     def fetch(self, array: jax.Array) -> NDArray[Any]:
         """Waits for an array and copies it to the host.
@@ -306,21 +366,20 @@ class DeviceState:
         """Waits for a program; raises as `fetch`."""
         self._guarded(lambda: jax.block_until_ready(outputs))
 
-    def _with_sampler(self, key: SampleKey | VerifyKey, *inputs: jax.Array) -> Sampled[jax.Array]:
-        program = self._programs.get(key)
+    def _guarded(self, call: Callable[[], T], op: str = "", key: Any = None, *arrays: NDArray[Any], **facts: Any) -> T:
         try:
-            self._sampler, found = program(self._sampler, *inputs)
-        except jax.errors.JaxRuntimeError as problem:
-            self.lose()
-            raise DeviceError(f"{key} failed on the device: {problem}") from problem
-        return found
-
-    def _guarded(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
+            return self._hosts.run(call, op, key, *arrays, **facts)
         except jax.errors.JaxRuntimeError as problem:
             self.lose()
             raise DeviceError(f"the device failed: {problem}") from problem
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, ParamSpec)
+
+
+def _is_weight(leaf: Any) -> bool:
+    return isinstance(leaf, (ParamSpec, QuantisedWeight))
 
 
 def _check_jit() -> None:

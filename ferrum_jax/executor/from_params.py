@@ -8,6 +8,7 @@ from ferrum_jax.compile.artifacts import check_compiler_options
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
+from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
@@ -62,7 +63,7 @@ def from_params(
         raise UnsupportedError(
             f"the parameters lie on {len(places)} devices, a runner has one: give the mesh to serve on"
         )
-    device = min(places, key=lambda one: one.id)
+    device = min(places, key=lambda one: (one.process_index != jax.process_index(), one.id))
     try:
         dtype, layout = activation_dtype(params).name, _layout(params, cfg, given.layout)
     except (LookupError, TypeError, AttributeError) as problem:
@@ -81,14 +82,16 @@ def from_params(
     check_compiler_options(asked.compiler_options, device)
     cfg = cfg.reaching(asked.kv_capacity or 0)
     replicas = place_on_mesh(asked_mesh, device)
+    hosts = Hosts.of(replicas)
     placed = ModelPlacement.of(cfg, replicas[0])
     specs = None if placed.division is None else specs_like(params, cfg)
     params = params if specs is None else placed.divide(params, specs)
-    plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=placed.free_bytes)
+    plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=hosts.least(placed.free_bytes))
+    hosts.check_same("a model or settings", repr((cfg, plan)))
+    how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
 
     def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:
-        options = asked.compiler_options
-        return ModelRunner(own, cfg, plan, placed=placed, specs=specs, strict=strict, compiler_options=options)
+        return ModelRunner(own, cfg, plan, placed=placed, specs=specs, **how)
 
     return replicate(runner_on(placed, params), params, replicas, runner_on)
 

@@ -34,6 +34,8 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.device import DeviceState, KvMemory
+from ferrum_jax.executor.following import follow
+from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.pipeline import PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
@@ -66,27 +68,24 @@ class ModelRunner(DecoderOnlyLLM):
         artifacts: Artifacts | None = None,
         memory: KvMemory | None = None,
         compiler_options: CompilerOptions = None,
+        hosts: Hosts | None = None,
     ):
-        """Allocates the KV unless `memory` has one; `specs` are of the undivided parameters, needed on a mesh."""
+        """Allocates the KV unless `memory` has one; `specs` are undivided, for a mesh. Other processes `follow` 0."""
+        hosts, self.params_version = hosts or Hosts(), 0  # how often they were set anew
         self.placed = placed or ModelPlacement.on_one(device)
-        self.params_version = 0  # how often they were set anew
-        self.model_config = model_config
-        self.plan = plan
-        self.device = self.placed.placement.first
+        self.model_config, self.plan = model_config, plan
+        self.device, self.artifacts = self.placed.placement.first, artifacts
         self.name = name or model_config.model_type
-        self.artifacts = artifacts
-        programs = ProgramCache(
-            lambda key: key.lower(self._device.context()), strict=strict, artifacts=artifacts, options=compiler_options
-        )
-        adapters = Adapters(model_config, plan.loras, activation_dtype(params).name, self.placed, programs)
+        how: dict[str, Any] = {"strict": strict, "artifacts": artifacts, "options": compiler_options}
+        programs = ProgramCache(lambda key: key.lower(self._device.context()), together=hosts.together, **how)
+        adapters = Adapters(model_config, plan.loras, activation_dtype(params).name, self.placed, programs, hosts)
         memory = memory or KvMemory(plan.cache, self.placed.placement, artifacts, compiler_options)
         self._device = DeviceState(params, model_config, memory, plan.sampler, self.placed, programs, adapters, specs)
+        follow(self._device, hosts)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
         self._pipeline = Pipeline(self._device, programs, plan, adapters, self._life)
-        self._programs = programs
-        self._adapters = adapters
-        self._decode_batches = DecodeBatchCounters()
-        self._vocab_size = model_config.vocab_size
+        self._programs, self._adapters = programs, adapters
+        self._decode_batches, self._vocab_size = DecodeBatchCounters(), model_config.vocab_size
 
     def __enter__(self) -> "ModelRunner":
         self._life.check_not_closed()

@@ -54,6 +54,11 @@ def _default_device() -> JaxDevice:
         raise DeviceError(f"jax_default_device is {chosen!r}: {problem}") from None
 
 
+def process_of(device: JaxDevice) -> int:
+    """Which of several processes a device belongs to."""
+    return getattr(device, "process_index", 0)
+
+
 def default_dtype(device: JaxDevice) -> str:
     """Float32 on CPU, where XLA's narrower products are slow; bfloat16 elsewhere."""
     return "float32" if device.platform == "cpu" else "bfloat16"

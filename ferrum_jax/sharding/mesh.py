@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ferrum_jax.contract.errors import ConfigError, DeviceError
-from ferrum_jax.sharding.devices import JaxDevice, free_bytes
+from ferrum_jax.sharding.devices import JaxDevice, free_bytes, process_of
 
 DATA, EXPERT, MODEL = AXES = ("data", "expert", "model")
 WHOLE = PartitionSpec()  # every device has all of an array
@@ -31,8 +31,18 @@ class Placement:
 
     @property
     def first(self) -> JaxDevice:
-        """The device that stands for all in what is told of a model."""
-        return self.devices[0]
+        """The device that stands for all in what is told of a model, the first of this process."""
+        return self.local[0]
+
+    @property
+    def local(self) -> tuple[JaxDevice, ...]:
+        """The devices of this process; all, where it has none of them."""
+        return tuple(one for one in self.devices if process_of(one) == jax.process_index()) or self.devices
+
+    @property
+    def is_shared(self) -> bool:
+        """True where other processes have devices of it, too."""
+        return len(self.local) < len(self.devices)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -61,7 +71,17 @@ class Placement:
         )
 
     def put(self, tree: Any, specs: Any = WHOLE) -> Any:
-        """Puts host arrays where they belong, as `place` says."""
+        """Puts host arrays where they belong, as `place` says; every process has them."""
+        if isinstance(specs, PartitionSpec):
+            specs = jax.tree.map(lambda _: specs, tree) if self.is_shared else specs
+        if self.is_shared:  # device_put would compare the processes' arrays
+            return jax.tree.map(
+                lambda leaf, spec: jax.make_array_from_callback(
+                    leaf.shape, self.sharding(spec), lambda index: leaf[index]
+                ),
+                tree,
+                specs,
+            )
         if isinstance(specs, PartitionSpec):
             return jax.device_put(tree, self.sharding(specs))
         return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, self.sharding(spec)), tree, specs)
@@ -79,10 +99,10 @@ class Placement:
         return spread
 
     def free_bytes(self) -> int:
-        """Memory that is free on the fullest device; devices of a CPU share the machine's."""
+        """Memory that is free on this process's fullest device; devices of a CPU share the machine's."""
         if self.first.platform == "cpu":
             return free_bytes(self.first) // self.num_sharing
-        return min(free_bytes(device) for device in self.devices)
+        return min(free_bytes(device) for device in self.local)
 
 
 def on_one(device: JaxDevice) -> Placement:
@@ -126,9 +146,9 @@ def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> li
 
 
 def _devices(sizes: Mapping[str, int], first: JaxDevice) -> np.ndarray:
-    """Takes the devices of a mesh in their own order, beginning with `first`."""
+    """Takes the devices of a mesh in their own order, beginning with `first`; all processes take the same."""
     of_kind = jax.devices(first.platform)
-    found = of_kind[of_kind.index(first) :] if first in of_kind else of_kind
+    found = of_kind[of_kind.index(first) :] if first in of_kind and jax.process_count() == 1 else of_kind
     needed = math.prod(sizes.values())
     if needed > len(found):
         asked = " * ".join(f"{name} {size}" for name, size in sizes.items())

@@ -1,0 +1,64 @@
+"""Which of several processes this one is, as the environment says: plain variables, or those of a launcher."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ferrum_jax.config.engine import ENVIRONMENT
+from ferrum_jax.contract.errors import ConfigError
+
+COORDINATOR, COUNT, INDEX = "FERRUM_COORDINATOR", "FERRUM_NUM_PROCESSES", "FERRUM_PROCESS_ID"
+START, START_SECONDS = "FERRUM_START_SECONDS", 300
+LAUNCHERS = (  # processes, which of them this is: plain variables, Open MPI, MPICH and Intel MPI, SLURM
+    (COUNT, INDEX),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """One of several processes that serve a model together."""
+
+    count: int
+    index: int
+    coordinator: str | None  # `host:port` of process 0; None: JAX asks the launcher
+    is_plain: bool  # the variables of this package say so, not only a launcher's
+    start_seconds: int = START_SECONDS  # until all processes must be there
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = ENVIRONMENT) -> "ProcessSettings | None":
+        """Reads what the environment says, None where this process is alone.
+
+        Raises:
+            ConfigError: a variable is missing or is no such number.
+        """
+        for count_name, index_name in LAUNCHERS:
+            if count_name not in environment and (count_name != COUNT or INDEX not in environment):
+                continue
+            count, index = _number(environment, count_name), 0
+            if count > 1:
+                index = _number(environment, index_name)
+            if count < 1 or index >= count:
+                raise ConfigError(
+                    f"{count_name}={count} and {index_name}={index}: expected a count of at least 1 and an index below"
+                )
+            coordinator = environment.get(COORDINATOR)
+            if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
+                raise ConfigError(f"{COORDINATOR}={coordinator!r} cannot be used: expected host:port")
+            is_plain = count_name == COUNT
+            if count > 1 and is_plain and coordinator is None:
+                raise ConfigError(f"{COUNT}={count}, but {COORDINATOR} is not set: expected host:port of process 0")
+            if count == 1:
+                return None
+            seconds = _number(environment, START) if START in environment else START_SECONDS
+            where = {"coordinator": coordinator, "is_plain": is_plain}
+            return cls(count=count, index=index, start_seconds=seconds, **where)
+        return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name)
+    if text is None or not text.strip().isdecimal():
+        raise ConfigError(f"{name}={text!r} cannot be used: expected a number")
+    return int(text)

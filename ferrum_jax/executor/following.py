@@ -1,0 +1,73 @@
+"""What a process other than 0 does with a model: as process 0 tells it, until the end."""
+
+import sys
+from typing import Any
+
+from ferrum_jax.contract.errors import BackendError
+from ferrum_jax.executor.device import DeviceState
+from ferrum_jax.executor.hosts import Hosts, unpacked_key
+from ferrum_jax.sharding.processes import Message
+
+
+def follow(device: DeviceState, hosts: Hosts) -> None:
+    """Follows process 0 until it ends, then ends this process; in process 0, does nothing.
+
+    Whatever goes wrong here alone ends this process with code 1, and process 0 is told why.
+
+    Raises:
+        SystemExit: with code 0, at the end.
+    """
+    if hosts.leads:
+        return
+    latest: Any = None  # outputs of the step that was begun last: what is chained on a step follows it at once
+    while (message := hosts.channel.receive(0)).op != "end":
+        try:
+            latest, problem = _do(message, device, latest), ""
+        except BackendError as refusal:
+            if message.op != "build":
+                hosts.channel.fail(f"{message.op}: {refusal}")
+            problem = str(refusal)
+        except Exception as trouble:  # the devices are no longer in step
+            hosts.channel.fail(f"{message.op}: {type(trouble).__name__}: {trouble}")
+            raise
+        if "number" in message.facts:
+            hosts.channel.send(Message("done", {"number": message.facts["number"], "problem": problem}))
+    sys.exit(0)
+
+
+def _do(message: Message, device: DeviceState, latest: Any) -> Any:
+    """Does one command; returns the outputs of the latest step."""
+    facts, arrays = message.facts, message.arrays
+    key: Any = unpacked_key(facts["key"]) if "key" in facts else None
+    match message.op:
+        case "step":
+            return device.step(key, arrays[0])
+        case "sample":
+            device.sample(key, latest)
+        case "distributions":
+            device.distributions(key, latest)
+        case "score":
+            device.score(key, latest, arrays[0])
+        case "configure":
+            device.write_settings(key, arrays[0])
+        case "multi_step":
+            device.multi_step(key, arrays[0])
+        case "copy_blocks":
+            device.copy_blocks(key, arrays[0].tolist())
+        case "gather":
+            device.begin_gather(key, facts["layer"], arrays[0])
+        case "install":
+            device.adapters.install(facts["row"], arrays)
+        case "put_param":
+            device.put_param(facts["at"], arrays)
+        case "take_params":
+            device.take_params()
+        case "reallocate":
+            device.reallocate()
+        case "free":
+            device.free()
+        case "build":
+            device.programs.follow(map(unpacked_key, facts["keys"]), **facts["how"])
+        case _:
+            raise ValueError(f"no command is called {message.op!r}")
+    return latest

@@ -1,0 +1,271 @@
+"""What process 0 does to its devices, done by every process: the commands of one model on several hosts.
+
+Process 0 alone checks, plans and keeps the books. Each of its effects on the devices goes through `Hosts.run`: it is
+told to the other processes and then done here, on a thread of its own, so that an interrupt or a lost process ends the
+wait and never leaves a command half sent. The others do as they are told (executor/following.py). With one process
+there is nobody to tell.
+"""
+
+import contextlib
+import functools
+import hashlib
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from threading import Thread
+from typing import Any, TypeVar, cast
+
+import jax
+import numpy as np
+
+from ferrum_jax.compile.block_programs import CopyKey, GatherKey, InstallKey
+from ferrum_jax.compile.multi_step import MultiStepKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, ScoreKey, VerifyKey
+from ferrum_jax.compile.step import StepKey
+from ferrum_jax.contract.errors import BackendError, ConfigError, DeviceError, UnsupportedError
+from ferrum_jax.sharding.devices import process_of
+from ferrum_jax.sharding.mesh import Placement
+from ferrum_jax.sharding.processes import Channel, Message, open_channel
+
+T = TypeVar("T")
+NOTICE_SECONDS = 3.0  # after a failure of the devices, for the loss of a process to be noticed
+_KEYS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        ConfigureKey, CopyKey, DistributionKey, GatherKey, InstallKey, MultiStepKey, SampleKey, ScoreKey, StepKey,
+        VerifyKey,
+    )
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Effect:
+    """One command on its way, and what became of it here."""
+
+    call: Callable[[], Any]
+    message: Message | None  # None: it concerns this process alone
+    number: int  # of the answers to wait for; 0: none
+    result: Any = None
+    problem: BaseException | None = None
+    is_done: bool = False
+    ended: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)  # done, or a process is lost
+
+
+class Hosts:
+    """The processes of one model, as one of them sees them; without a channel, this one alone."""
+
+    def __init__(self, channel: Channel | None = None, *, has_joined: bool = False):
+        """Begins to serve effects.
+
+        Args:
+            channel: to the other processes.
+            has_joined: this package made the processes a job, and takes them apart in the end.
+        """
+        self._channel = channel
+        self._has_joined = has_joined
+        self._effects: queue.SimpleQueue[_Effect | None] = queue.SimpleQueue()
+        self._number = 0  # of the command last told that is answered
+        self._awaited: _Effect | None = None
+        if channel is not None and channel.index == 0:
+            channel.on_loss = self._end_wait
+            Thread(target=self._work, name="effects", daemon=True).start()
+
+    @classmethod
+    def of(cls, replicas: Sequence[Placement], channel: Channel | None = None) -> "Hosts":
+        """Connects the processes that the devices of a model belong to, if they are several and `channel` does not.
+
+        Raises:
+            ConfigError: a process has none of the devices.
+            UnsupportedError: there are several replicas.
+            DeviceError: the processes do not find each other.
+        """
+        found = sorted({process_of(device) for one in replicas for device in one.devices})
+        if channel is None and found == [jax.process_index()]:
+            return cls()
+        if len(found) != jax.process_count():
+            asked = " * ".join(f"{name} {size}" for name, size in replicas[0].sizes.items()) or "none"
+            raise ConfigError(
+                f"the mesh ({asked}) has devices of the processes {found} of {jax.process_count()}: "
+                f"divide the model over devices of all, there are {jax.device_count()}"
+            )
+        if len(replicas) > 1:
+            raise UnsupportedError(
+                f"{len(replicas)} replicas on {len(found)} processes: start a job for each, or leave out the axis data"
+            )
+        opened = channel or open_channel(jax.process_count(), jax.process_index())
+        return cls(opened, has_joined=channel is not None)
+
+    @property
+    def are_several(self) -> bool:
+        """True where other processes have devices of the model."""
+        return self._channel is not None
+
+    @property
+    def leads(self) -> bool:
+        """True in process 0, which alone serves calls."""
+        return self._channel is None or self._channel.index == 0
+
+    @property
+    def channel(self) -> Channel:
+        """The connections to the others; only where there are several."""
+        assert self._channel is not None
+        return self._channel
+
+    @property
+    def lost(self) -> str:
+        """Why another process counts as gone; empty while all are there."""
+        return "" if self._channel is None else self._channel.lost
+
+    def run(self, call: Callable[[], T], op: str = "", key: Any = None, *arrays: np.ndarray, **facts: Any) -> T:
+        """Has every process do something, and returns what `call` gives here; arguments as of `everywhere`.
+
+        Raises:
+            DeviceError: a process is gone, or was before, or the devices failed: all must be started again.
+        """
+        return self.everywhere(call, op, key, *arrays, **facts)()
+
+    def everywhere(
+        self,
+        call: Callable[[], T],
+        op: str = "",
+        key: Any = None,
+        *arrays: np.ndarray,
+        is_answered: bool = False,
+        **facts: Any,
+    ) -> Callable[[], T]:
+        """Returns what has every process do something: `call` itself where this one is alone, or follows.
+
+        Args:
+            call: does it here.
+            op: what it is called; empty for what concerns this process alone, such as to wait.
+            key: of the program it runs.
+            *arrays: what the program takes from the host.
+            is_answered: wait until the others have done it, too.
+            **facts: whatever else the others need to know.
+        """
+        if self._channel is None or self._channel.index:
+            return call
+        if is_answered:
+            self._number += 1
+            facts["number"] = self._number
+        told = Message(op, facts | ({} if key is None else {"key": packed_key(key)}), arrays)
+        return functools.partial(self._do, _Effect(call, told if op else None, self._number if is_answered else 0))
+
+    def _do(self, effect: _Effect) -> Any:
+        self._awaited, channel = effect, self.channel
+        channel.check()  # who is lost from here on, ends the wait
+        self._effects.put(effect)
+        effect.ended.get()
+        if not effect.is_done:
+            channel.check()
+        if isinstance(effect.problem, jax.errors.JaxRuntimeError):
+            deadline = time.monotonic() + NOTICE_SECONDS
+            while not channel.lost and time.monotonic() < deadline:  # a peer's end often shows here first
+                time.sleep(0.05)
+            channel.fail(str(effect.problem))  # the processes' collectives may no longer be in step
+            channel.check()
+        self._awaited = None  # it holds arrays
+        if effect.problem is not None:
+            raise effect.problem
+        return effect.result
+
+    @contextlib.contextmanager
+    def together(self, keys: Sequence[Any], **how: Any) -> Iterator[None]:
+        """Has every process build programs, while this one does within.
+
+        Raises:
+            BackendError: another process cannot.
+        """
+        if self._channel is None or self._channel.index:
+            yield
+            return
+        self._number = number = self._number + 1
+        self.run(lambda: None, "build", keys=[packed_key(key) for key in keys], how=how, number=number)
+        yield  # an error here leaves answers, which whoever waits for later ones drops
+        self._read_answers(number)
+
+    def least(self, number: int) -> int:
+        """Returns the least of the numbers that the processes give; each calls this at the same point."""
+        if self._channel is None:
+            return number
+        if self._channel.index:
+            self._channel.send(Message("least", {"number": number}))
+            return int(self._told("least").facts["number"])
+        others = [int(self._channel.receive(peer).facts["number"]) for peer in self._others]
+        self._channel.send(Message("least", {"number": (found := min(number, *others))}))
+        return found
+
+    def check_same(self, what: str, described: str) -> None:
+        """Raises ConfigError in a process that is to serve something else than process 0."""
+        if self._channel is None:
+            return
+        digest = hashlib.sha256(described.encode()).hexdigest()
+        self._channel.is_starting = False
+        if self._channel.index == 0:
+            self._channel.send(Message("same", {"digest": digest}))
+        elif self._told("same").facts["digest"] != digest:
+            raise ConfigError(f"process {self._channel.index} has {what} other than process 0")
+
+    def close(self) -> None:
+        """Lets the other processes end."""
+        if self._channel is None or not self.leads:
+            return
+        self._effects.put(None)
+        self._channel.close()
+        if self._has_joined and not self._channel.lost:
+            with contextlib.suppress(RuntimeError):  # whoever does not come is gone
+                jax.distributed.shutdown()
+
+    @property
+    def _others(self) -> range:
+        return range(1, self.channel.count)
+
+    def _told(self, op: str) -> Message:
+        message = self.channel.receive(0)
+        if message.op != op:
+            raise DeviceError(f"process 0 ended before the model was loaded in process {self.channel.index}")
+        return message
+
+    def _read_answers(self, number: int) -> None:
+        """Waits for the answers of all others; raises BackendError for the first that says what went wrong."""
+        problems = {}
+        for peer in self._others:
+            while (answer := self.channel.receive(peer)).facts["number"] != number:
+                continue  # of a command that was interrupted here
+            problems[peer] = answer.facts["problem"]
+        for peer, problem in problems.items():
+            if problem:
+                raise BackendError(f"process {peer} of {self.channel.count}: {problem}")
+
+    def _work(self) -> None:
+        """Sends and does one effect after another; what was lost meanwhile is for `run` to say."""
+        channel = self.channel
+        while (effect := self._effects.get()) is not None:
+            try:
+                if effect.message is not None:
+                    channel.send(effect.message)
+                effect.result = effect.call()
+                if effect.number:
+                    self._read_answers(effect.number)
+            except BaseException as problem:  # noqa: BLE001  # raised where it is waited for
+                effect.problem = problem
+            effect.is_done = True
+            effect.ended.put(None)
+            del effect
+
+    def _end_wait(self) -> None:
+        if (effect := self._awaited) is not None:
+            effect.ended.put(None)
+
+
+def packed_key(key: Any) -> list[Any]:
+    """A program's key as JSON can hold it."""
+    return [type(key).__name__, [getattr(key, field.name) for field in fields(key)]]
+
+
+def unpacked_key(packed: Sequence[Any]) -> Any:
+    """Undoes `packed_key`; raises LookupError for what is no key of a program."""
+    name, values = packed
+    plain = [tuple(cast(list[Any], value)) if isinstance(value, list) else value for value in values]
+    return _KEYS[name](*plain)

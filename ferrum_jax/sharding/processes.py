@@ -1,0 +1,356 @@
+"""The processes of one job: how this one joins them, and the connections that carry commands between them.
+
+JAX moves numbers between devices; what the host of process 0 decides goes to the others over connections of our own,
+from process 0 to each. Both ends send a sign of life every second, so that a process that is gone is noticed though
+no device says so: a collective whose other side is gone may wait for ever.
+"""
+
+import atexit
+import contextlib
+import hmac
+import json
+import os
+import queue
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.distributed import global_state  # its key-value store has deadlines, and compiles nothing
+
+from ferrum_jax.config.processes import COORDINATOR, COUNT, START_SECONDS, ProcessSettings
+from ferrum_jax.contract.errors import ConfigError, DeviceError
+
+BEAT_SECONDS = 1.0
+SILENT_SECONDS = 15.0  # without any byte: then a process counts as gone
+END_SECONDS = 15  # for an orderly end of all processes
+STUCK_SECONDS = 10.0  # after a loss while a model is loaded, for the loss to be said; then the process ends
+NEVER = 1 << 30  # seconds
+KEY = "ferrum_jax/commands"
+_FRAME = struct.Struct(">IQ")  # bytes of the header, and of what follows
+_MOST_HEADER = 1 << 24  # bytes
+_MOST_HELLO = 1 << 12
+
+
+def join(asked: Any) -> "Channel | None":
+    """Joins the processes that the environment names, if it does and a mesh is asked for, and connects them.
+
+    Nothing of JAX may have touched a device before.
+
+    Raises:
+        ConfigError: a variable is wrong, no mesh is asked for, or a device was touched already.
+        DeviceError: the processes do not find each other.
+    """
+    settings = ProcessSettings.from_environment()
+    if settings is None or jax.distributed.is_initialized():
+        return None
+    if not asked:
+        if settings.is_plain:
+            raise ConfigError(
+                f"{COUNT}={settings.count}, but no mesh divides the model: give mesh={{'model': …}} or FERRUM_MESH, "
+                "with devices of every process"
+            )
+        return None  # tasks of a launcher that have nothing to do with each other
+    who, seconds = f"process {settings.index} of {settings.count}", settings.start_seconds
+    where = settings.coordinator or "the address that the launcher gives"
+    # JAX would end the process, too, in words of its own.
+    watch = threading.Timer(seconds, _end, [f"{who} ends: the others have not come to {where} within {seconds} s"])
+    watch.daemon = True
+    watch.start()
+    own: dict[str, Any] = {"cluster_detection_method": "deactivate"} if settings.is_plain else {}
+    try:
+        jax.distributed.initialize(
+            settings.coordinator,
+            settings.count,
+            settings.index,
+            initialization_timeout=2 * seconds,
+            heartbeat_timeout_seconds=NEVER,  # it would end process 0 without an error that can be caught
+            shutdown_timeout_seconds=END_SECONDS,
+            **own,
+        )
+    except ValueError as problem:
+        raise ConfigError(f"the launcher does not say where process 0 is, set {COORDINATOR}: {problem}") from None
+    except RuntimeError as problem:  # JaxRuntimeError among them
+        if isinstance(problem, jax.errors.JaxRuntimeError):
+            raise DeviceError(f"{who} did not find the others at {where}: {problem}") from problem
+        raise ConfigError(f"{who} cannot join the others: {problem}") from None
+    finally:
+        watch.cancel()
+    try:
+        return open_channel(settings.count, settings.index, SILENT_SECONDS)  # all have just been there
+    except DeviceError:
+        atexit.register(_end)  # JAX would wait for whoever is gone
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """What one process tells another: an operation, facts that JSON can hold, and arrays."""
+
+    op: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    arrays: Sequence[np.ndarray] = ()
+
+    def pack(self) -> list[bytes | memoryview]:
+        """Returns what goes over a connection."""
+        arrays = [np.asarray(array, order="C") for array in self.arrays]
+        described = [[array.dtype.name, list(array.shape)] for array in arrays]
+        header = json.dumps([self.op, dict(self.facts), described]).encode()
+        size = sum(array.nbytes for array in arrays)
+        return [_FRAME.pack(len(header), size) + header, *map(_bytes_of, arrays)]
+
+
+class Channel:
+    """The connections of one process to its peers: of process 0 to all others, of another to process 0.
+
+    A peer that is lost stays lost, `lost` says why, and every call raises DeviceError. In a process other than 0 it
+    ends the process, as a collective may be waiting for the peer in a way that nothing can interrupt.
+    """
+
+    def __init__(self, peers: dict[int, socket.socket], names: dict[int, str], index: int, count: int):
+        self.index, self.count = index, count
+        self.lost = ""  # why a peer counts as gone
+        self.is_starting = True  # a model is being loaded
+        self.on_loss: Callable[[], None] = lambda: None  # called once, after `lost` is set
+        self._peers, self._names = peers, names
+        # Queues that an interrupt cannot leave locked; None says that a peer is lost.
+        self._inbox: dict[int, queue.SimpleQueue[Message | None]] = {peer: queue.SimpleQueue() for peer in peers}
+        self._sending, self._losing = threading.Lock(), threading.Lock()
+        self._is_ending = False
+        self._is_told = False  # that a peer is lost
+        for peer in peers:
+            threading.Thread(target=self._listen, args=(peer,), name=f"process {peer}", daemon=True).start()
+        threading.Thread(target=self._beat, name="signs of life", daemon=True).start()
+        atexit.register(self._at_exit)
+
+    def send(self, message: Message) -> None:
+        """Sends a message to every peer; raises DeviceError where one is lost."""
+        self.check()
+        try:
+            self._send(message)
+        except OSError as problem:
+            self._lose(f"{self._called(min(self._peers))} is gone: nothing can be sent to it: {problem}")
+            self.check()
+
+    def receive(self, peer: int) -> Message:
+        """Waits for the next message of a peer; raises DeviceError once one is lost."""
+        message = self._inbox[peer].get()
+        if message is None:
+            self._inbox[peer].put(None)
+            self.check()
+        assert message is not None
+        return message
+
+    def check(self) -> None:
+        """Raises DeviceError once a peer is lost."""
+        if self.lost:
+            self._is_told = True
+            raise DeviceError(f"{self.lost}; all processes must be started again")
+
+    def close(self) -> None:
+        """Tells the peers that this is the end, which is no loss."""
+        if self._is_ending:
+            return
+        self._is_ending = True
+        if not self.lost:
+            with contextlib.suppress(OSError):
+                self._send(Message("end"))
+
+    def fail(self, why: str) -> None:
+        """Tells the peers why this process can serve no longer; one other than 0 ends."""
+        if not self.lost:
+            with contextlib.suppress(OSError):
+                self._send(Message("failed", {"why": why}))
+        if self.index:
+            _end(f"process {self.index} of {self.count} ends: {why}")
+        self._lose(f"process 0 of {self.count} failed: {why}")
+
+    def _send(self, message: Message) -> None:
+        pieces = message.pack()
+        with self._sending:
+            for connection in self._peers.values():
+                for piece in pieces:
+                    connection.sendall(piece)
+
+    def _beat(self) -> None:
+        beat = Message("beat")
+        while not self.lost and not self._is_ending:
+            try:
+                self._send(beat)
+            except OSError:  # whoever listens says why
+                return
+            time.sleep(BEAT_SECONDS)
+
+    def _listen(self, peer: int) -> None:
+        try:
+            while True:
+                message = read_message(self._peers[peer], SILENT_SECONDS)
+                if message.op == "failed":
+                    self._lose(f"{self._called(peer)} is gone: {message.facts['why']}")
+                    return
+                if message.op == "beat":
+                    continue
+                self._is_ending |= message.op == "end"
+                self._inbox[peer].put(message)
+                if message.op == "end":
+                    return
+        except (OSError, ValueError) as problem:
+            self._lose(f"{self._called(peer)} is gone: {problem}")
+
+    def _called(self, peer: int) -> str:
+        return f"process {peer} of {self.count} ({self._names[peer]})"
+
+    def _lose(self, why: str) -> None:
+        with self._losing:
+            if self._is_ending or self.lost:
+                return
+            self.lost = why
+        for inbox in self._inbox.values():
+            inbox.put(None)
+        self.on_loss()
+        for connection in self._peers.values():  # which ends what waits to send
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        if self.index:
+            _end(f"{self.lost}; process {self.index} ends")
+        if self.is_starting:  # where the backends of JAX wait for each other, too
+            threading.Thread(target=self._end_if_stuck, name="end", daemon=True).start()
+
+    def _end_if_stuck(self) -> None:
+        time.sleep(STUCK_SECONDS)
+        if self.is_starting and not self._is_told:
+            _end(f"{self.lost}; process 0 ends")
+
+    def _at_exit(self) -> None:
+        """Ends the process in order, or at once where a peer is lost, for whom JAX would wait."""
+        if self.index == 0:
+            self.close()
+        elif not self._is_ending:
+            self.fail("its program ended before process 0 did")
+        if self.lost:
+            _end()
+
+
+def open_channel(count: int, index: int, seconds: float = START_SECONDS) -> Channel:
+    """Connects process 0 with every other one; each calls this once.
+
+    Raises:
+        DeviceError: a process did not come, or they were connected before: a job serves one model.
+    """
+    store, address = global_state.client, global_state.coordinator_address
+    if store is None or address is None:
+        raise DeviceError(f"process {index} of {count} has left the others, which have ended: start them again")
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        if index:
+            return _connect(host, json.loads(store.blocking_key_value_get(KEY, round(seconds * 1000))), index, count)
+        return _accept(host, store, count, seconds)
+    except (OSError, jax.errors.JaxRuntimeError) as problem:
+        raise DeviceError(
+            f"process {index} of {count} cannot be connected with the others, each of which serves one model once: "
+            f"{problem}"
+        ) from problem
+
+
+def _accept(host: str, store: Any, count: int, seconds: float) -> Channel:
+    token, peers, names = secrets.token_hex(32), {}, {}
+    try:
+        listener = socket.create_server((host, 0))
+    except OSError:  # an address that others see this host by
+        listener = socket.create_server(("", 0))
+    with listener:
+        store.key_value_set(KEY, json.dumps({"port": listener.getsockname()[1], "token": token}))
+        deadline = time.monotonic() + seconds
+        while len(peers) < count - 1:
+            listener.settimeout(max(0.1, deadline - time.monotonic()))
+            try:
+                connection, (where, *_) = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, count)) - peers.keys())
+                raise TimeoutError(f"after {seconds:.0f} s the processes {missing} have not come") from None
+            try:
+                hello = read_message(connection, SILENT_SECONDS, _MOST_HELLO)
+                mine = hmac.compare_digest(str(hello.facts["token"]), token)
+                peer = int(hello.facts["process"]) if mine else 0
+            except (OSError, ValueError, LookupError, TypeError):
+                mine, peer, hello = False, 0, Message("")
+            if not mine or peer not in range(1, count) or peer in peers:  # somebody else's
+                connection.close()
+                continue
+            peers[peer] = _kept_alive(connection)
+            names[peer] = f"host {hello.facts['host']}, pid {hello.facts['pid']}, from {where}"
+    return Channel(peers, names, 0, count)
+
+
+def _connect(host: str, found: Mapping[str, Any], index: int, count: int) -> Channel:
+    connection = _kept_alive(socket.create_connection((host, found["port"]), SILENT_SECONDS))
+    hello = {"token": found["token"], "process": index, "host": socket.gethostname(), "pid": os.getpid()}
+    for piece in Message("hello", hello).pack():
+        connection.sendall(piece)
+    return Channel({0: connection}, {0: f"host {host}"}, index, count)
+
+
+def _kept_alive(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def read_message(connection: socket.socket, seconds: float, most: int | None = None) -> Message:
+    """Reads the next message, of at most so many bytes.
+
+    Raises:
+        OSError: the connection ended, or nothing came for so long.
+        ValueError: it is no message.
+    """
+    header_size, size = _FRAME.unpack(_read(connection, _FRAME.size, seconds))
+    if header_size + (size if most else 0) > (most or _MOST_HEADER):
+        raise ValueError(f"a header of {header_size:,} bytes came, at most {most or _MOST_HEADER:,} are expected")
+    op, facts, described = json.loads(bytes(_read(connection, header_size, seconds)))
+    arrays = [np.empty(shape, jnp.dtype(name)) for name, shape in described]
+    if sum(array.nbytes for array in arrays) != size:
+        raise ValueError(f"{size:,} bytes came for arrays of {sum(array.nbytes for array in arrays):,}")
+    for array in arrays:
+        _read_into(connection, _bytes_of(array), seconds)
+    return Message(op, facts, arrays)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _read(connection: socket.socket, size: int, seconds: float) -> bytearray:
+    data = bytearray(size)
+    _read_into(connection, memoryview(data), seconds)
+    return data
+
+
+def _read_into(connection: socket.socket, data: memoryview, seconds: float) -> None:
+    at = 0
+    while at < len(data):
+        ready, _, _ = select.select([connection], [], [], seconds)
+        if not ready:
+            raise TimeoutError(f"it has sent nothing for {seconds:.0f} s")
+        count = connection.recv_into(data[at:])
+        if count == 0:
+            raise ConnectionError("its connection was closed")
+        at += count
+
+
+def _end(why: str = "") -> None:
+    """Ends this process at once: what waits for a lost peer cannot be ended in order."""
+    if why:
+        print(f"ferrum_jax: {why}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,281 @@
+"""A model on the devices of several processes: it answers as on one, and the loss of a process is an error, no hang."""
+
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ferrum_jax
+from ferrum_jax.config.processes import ProcessSettings
+from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.executor import plan_engine
+from ferrum_jax.executor.hosts import packed_key, unpacked_key
+from ferrum_jax.models import adapters
+from ferrum_jax.sharding import processes
+from ferrum_jax.sharding.processes import Message, read_message
+from tests import tiny
+from tests.executor.conftest import CFG, REUSING
+from tests.executor.hosts_process import MODEL
+from tests.executor.test_mesh import agree
+from tests.long import SEED
+
+ROOT = Path(ferrum_jax.__file__).parents[1]
+LIMIT = 30.0  # seconds from the loss of a process to the end of the other
+JAX_SAYS = "JAX distributed service detected fatal errors"  # which ends a process other than 0 as soon as ours does
+
+
+class Job:
+    """Processes of one job, which are killed in the end."""
+
+    def __init__(self, job: dict[str, Any], *, count: int, logs: Path):
+        self.logs = [logs / f"process{index}.log" for index in range(count)]
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("FERRUM_", "JAX_"))}
+        variables |= {"FERRUM_ARTIFACTS": "0", "FERRUM_START_SECONDS": "20", "PYTHONPATH": str(ROOT)}
+        if count > 1:
+            variables |= {"FERRUM_COORDINATOR": f"127.0.0.1:{free_port()}", "FERRUM_NUM_PROCESSES": str(count)}
+        self.processes = []
+        for index, log in enumerate(self.logs):
+            own = variables | ({"FERRUM_PROCESS_ID": str(index)} if count > 1 else {})
+            with log.open("w") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.executor.hosts_process", json.dumps(job)],
+                        env=own, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def end(self, index: int, seconds: float) -> int:
+        """Waits for a process; returns its exit code."""
+        try:
+            return self.processes[index].wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"process {index} has not ended after {seconds} s: {self.output(index)}") from None
+
+    def output(self, index: int) -> str:
+        """What a process has written."""
+        return self.logs[index].read_text(errors="replace")
+
+    def await_output(self, index: int, text: str, seconds: float) -> None:
+        """Waits until a process has written something."""
+        deadline = time.monotonic() + seconds
+        while text not in self.output(index):
+            assert self.processes[index].poll() is None, self.output(index)
+            assert time.monotonic() < deadline, self.output(index)
+            time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A model, an adapter of it, tokens, and a folder for compiled steps, as `hosts_process` takes them."""
+    folder, cfg, draw = tmp_path_factory.mktemp("hosts"), tiny.model_config(MODEL), np.random.RandomState(3)
+    targets, tensors = ("q_proj", "k_proj", "o_proj", "down_proj"), {}
+    for module, weight in adapters.projections(cfg).items():
+        if module.rpartition(".")[2] in targets:
+            for half, shape in (("A", (3, weight.shape[1])), ("B", (weight.shape[0], 3))):
+                drawn = draw.normal(size=shape).astype(np.float32) / 3
+                tensors[f"base_model.model.{module}.lora_{half}.weight"] = drawn
+    (folder / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(targets)}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
+    return {
+        "do": "contract",
+        "model": str(tiny.write_folder(folder / "model", tiny.CONFIGS[MODEL])),
+        "adapter": str(folder / "adapter"),
+        "tokens": np.random.default_rng(3).integers(97, size=40).tolist(),
+        "artifacts": str(folder / "steps"),
+        "file": str(folder / "answers"),
+    }
+
+
+def answered(job: dict[str, Any], logs: Path, count: int) -> dict[str, Any]:
+    """Runs a job to its end; returns what process 0 has found."""
+    with Job(job, count=count, logs=logs) as running:
+        for index in range(count):
+            assert running.end(index, 240) == 0, running.output(index)
+    return pickle.loads(Path(job["file"]).read_bytes())
+
+
+def test_two_processes_answer_as_one_and_compile_nothing_when_they_start_again(job: dict[str, Any], tmp_path: Path):
+    one = answered(job | {"artifacts": False}, tmp_path, 1)
+    two = answered(job, tmp_path, 2)
+    agree(two["answers"], one["answers"])
+    assert len(one["answers"]) >= 20
+    assert two["stats"]["compiled"] == one["stats"]["compiled"] > 0
+    again = answered(job, tmp_path, 2)
+    agree(again["answers"], two["answers"])
+    assert again["stats"]["compiled"] == 0
+    assert again["stats"]["loaded"] == two["stats"]["compiled"]
+
+
+def check_loss(job: dict[str, Any], logs: Path, victim: int, *, after: float | None, how: int = signal.SIGKILL) -> str:
+    """Ends a process, so many seconds after the start or in the midst of generation; returns what the other says."""
+    with Job(job | {"do": "generate"}, count=2, logs=logs) as running:
+        if after is None:
+            running.await_output(0, "generating", 240)
+        else:
+            time.sleep(after)
+        running.processes[victim].send_signal(how)
+        other = 1 - victim
+        assert running.end(other, LIMIT) != 0, running.output(other)
+        return running.output(other)
+
+
+@pytest.mark.parametrize("victim", [1, 0])
+def test_the_loss_of_a_process_is_an_error_in_the_other(job: dict[str, Any], tmp_path: Path, victim: int):
+    said = check_loss(job, tmp_path, victim, after=None)
+    if victim == 1:
+        assert "DeviceError: " in said
+        assert "process 1 of 2 (host " in said
+        assert "all processes must be started again" in said.partition("then DeviceError: ")[2]  # reset() says so
+    else:
+        assert "process 0 of 2 (host 127.0.0.1) is gone: " in said or JAX_SAYS in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_process_that_stands_still_is_lost_too(job: dict[str, Any], tmp_path: Path, victim: int):
+    said = check_loss(job, tmp_path, victim, after=None, how=signal.SIGSTOP)
+    assert f"process {victim} of 2 (host " in said
+    assert "it has sent nothing for 15 s" in said
+
+
+@pytest.mark.slow
+def test_a_process_that_is_lost_at_any_moment_is_an_error_in_the_other(job: dict[str, Any], tmp_path: Path):
+    draw, longest = random.Random(SEED), 0.0
+    print(f"SEED={SEED}")
+    for _ in range(20):
+        victim, after = draw.randrange(2), draw.uniform(0.5, 6.0)
+        began = time.monotonic()
+        said = check_loss(job, tmp_path, victim, after=after)
+        longest = max(longest, time.monotonic() - began - after)
+        print(f"process {victim} killed after {after:.1f} s: {said.splitlines()[-1][:150]}")
+        other = f"process {1 - victim} of 2"
+        clear = (f"process {victim} of 2", f"{other} ends: the others", f"{other} cannot be connected", JAX_SAYS)
+        assert any(one in said for one in clear), said
+    print(f"the other ended within {longest:.1f} s")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ends = socket.socketpair()
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def test_messages_arrive_as_they_were_sent(pair: tuple[socket.socket, socket.socket]):
+    arrays = [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.float32), np.array(3.5, "float64")]
+    arrays.append(np.array([1.5, -2, 3], jnp.bfloat16))
+    sent = Message("step", {"key": ["StepKey", [1, 2, [3]]]}, arrays)
+    for piece in sent.pack():
+        pair[0].sendall(piece)
+    found = read_message(pair[1], 1.0)
+    assert (found.op, found.facts) == (sent.op, sent.facts)
+    for mine, theirs in zip(found.arrays, arrays, strict=True):
+        np.testing.assert_array_equal(mine, theirs, strict=True)
+
+
+def test_what_is_no_message_is_refused(pair: tuple[socket.socket, socket.socket]):
+    pair[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(ValueError, match="a header of 1,195,725,856 bytes came"):
+        read_message(pair[1], 1.0)
+    for piece in Message("step", {}, [np.zeros(1 << 10)]).pack():
+        pair[1].sendall(piece)
+    with pytest.raises(ValueError, match="at most 4,096 are expected"):
+        read_message(pair[0], 1.0, 1 << 12)
+
+
+def test_silence_and_an_end_are_told_apart(pair: tuple[socket.socket, socket.socket]):
+    with pytest.raises(TimeoutError, match="it has sent nothing for 0 s"):
+        read_message(pair[1], 0.05)
+    pair[0].close()
+    with pytest.raises(ConnectionError, match="its connection was closed"):
+        read_message(pair[1], 1.0)
+
+
+def test_every_programs_key_survives_the_way():
+    plan = plan_engine(replace(REUSING, spec_tokens=2), CFG, platform="cpu", free_bytes=10**9)
+    keys = [*plan.declared(), replace(plan.buckets.decode(1), hidden=(0, 2), attention=(1,))]
+    for key in keys:
+        assert unpacked_key(json.loads(json.dumps(packed_key(key)))) == key
+    assert len({type(key) for key in keys}) >= 8
+    with pytest.raises(LookupError):
+        unpacked_key(["open", ["/etc/passwd"]])
+
+
+PLAIN = {"FERRUM_COORDINATOR": "a:1", "FERRUM_NUM_PROCESSES": "2", "FERRUM_PROCESS_ID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        (PLAIN, (2, 1, "a:1", True)),
+        (PLAIN | {"FERRUM_NUM_PROCESSES": "1", "FERRUM_PROCESS_ID": "0"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}, (4, 3, None, False)),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "FERRUM_COORDINATOR": "b:2"}, (2, 0, "b:2", False)),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, (2, 1, None, False)),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "FERRUM_NUM_PROCESSES": "1"}, None),
+    ],
+)
+def test_the_environment_says_which_process_this_is(environment: dict[str, str], expected: Any):
+    found = ProcessSettings.from_environment(environment)
+    assert (None if found is None else (found.count, found.index, found.coordinator, found.is_plain)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"FERRUM_NUM_PROCESSES": "two"}, "FERRUM_NUM_PROCESSES='two' cannot be used: expected a number"),
+        ({"FERRUM_PROCESS_ID": "2"}, "FERRUM_NUM_PROCESSES=2 and FERRUM_PROCESS_ID=2: expected"),
+        ({"FERRUM_COORDINATOR": "a"}, "FERRUM_COORDINATOR='a' cannot be used: expected host:port"),
+        ({"FERRUM_START_SECONDS": "-1"}, "FERRUM_START_SECONDS='-1' cannot be used"),
+    ],
+)
+def test_a_wrong_variable_is_named(changed: dict[str, str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        ProcessSettings.from_environment(PLAIN | changed)
+
+
+@pytest.mark.parametrize("missing", PLAIN)
+def test_a_missing_variable_is_named(missing: str):
+    rest = {name: value for name, value in PLAIN.items() if name != missing}
+    if missing == "FERRUM_NUM_PROCESSES":
+        missing = "FERRUM_NUM_PROCESSES=None"
+    with pytest.raises(ConfigError, match=missing):
+        ProcessSettings.from_environment(rest)
+
+
+def test_plain_variables_without_a_mesh_are_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ProcessSettings, "from_environment", lambda: ProcessSettings(
+        count=2, index=0, coordinator="a:1", is_plain=True))  # fmt: skip
+    with pytest.raises(ConfigError, match="FERRUM_NUM_PROCESSES=2, but no mesh divides the model"):
+        processes.join({})
