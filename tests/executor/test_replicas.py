@@ -50,6 +50,7 @@ def test_sequences_are_spread_and_answer_alike(two: ReplicatedRunner, oracle: Or
     for (key, tokens, _, _), row in zip(items, two.unified_forward(items), strict=True):
         check(row, oracle, tokens)
         assert two.kv_len(key) == 4
+    assert two.num_replicas == 2
     assert [two.replica_of(key) for key in prompts].count(0) == 4
     rows = two.decode_batch([(key, 9, 4) for key in prompts])
     for key, row in zip(prompts, rows, strict=True):
