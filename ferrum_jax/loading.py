@@ -136,6 +136,8 @@ def load(
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
     replicas = place_on_mesh(mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes, target)
+    if device is not None and isinstance(mesh, jax.sharding.Mesh) and target != replicas[0].first:
+        raise ConfigError(f"device is {device}, but the mesh begins with {replicas[0].first}: leave out the device")
     hosts = Hosts.of(replicas, channel)
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     settings = with_defaults(settings, source.config, target)

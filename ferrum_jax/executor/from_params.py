@@ -85,7 +85,10 @@ def from_params(
     hosts = Hosts.of(replicas)
     placed = ModelPlacement.of(cfg, replicas[0])
     specs = None if placed.division is None else specs_like(params, cfg)
-    params = params if specs is None else placed.divide(params, specs)
+    if specs is not None:
+        params = placed.divide(params, specs)
+    elif places != {placed.placement.first}:
+        params = jax.device_put(params, placed.placement.first)
     plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=hosts.least(placed.free_bytes))
     hosts.check_same("a model or settings", repr((cfg, plan)))
     how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
-from ferrum_jax.contract.errors import FerrumError, InvalidParameterError
+from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
@@ -77,7 +77,10 @@ class ReplicatedRunner(ModelRunner):
         return self.replicas[0].params
 
     def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
-        """As of one runner, on all replicas at once; `until_one_ends` concerns each replica for itself."""
+        """As of one runner, on all replicas at once; `until_one_ends` concerns each replica for itself.
+
+        Where the device of one fails, the others' tokens are lost with the error: the state is Error until `reset`.
+        """
         with self._life.lock, self._life:
             check_flag("until_one_ends", until_one_ends)
             checked = check_items("runs", runs, DecodeRun)
@@ -195,26 +198,30 @@ class ReplicatedRunner(ModelRunner):
         with self._life.lock, self._life:
             key = check_cache_id(cache_id)
             is_placed = key in self._router.homes
-            changed: list[ModelRunner] = []
+            owners = self._router.owners(key) if is_placed else self.replicas
+            before = [replica._adapters.of(key) for replica in owners]
             try:
-                for replica in self._router.owners(key) if is_placed else self.replicas:
+                for replica in owners:
                     replica.set_lora_adapter_for_cache(key, adapter)
-                    changed.append(replica)
             except FerrumError:
-                for replica in changed if not is_placed else ():
-                    replica.set_lora_adapter_for_cache(key, None)
-                self._router.unplaced.discard(key)
+                for replica, former in zip(owners, before, strict=True):
+                    replica._adapters.bind(key, former)
                 raise
             if not is_placed:
                 (self._router.unplaced.discard if adapter is None else self._router.unplaced.add)(key)
 
     def load_lora(self, name: str, path: Any) -> None:
         """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as of one runner."""
+        adapters = self.replicas[0]._adapters
+        with self._life.lock, self._life:
+            adapters.check_free_row(name)
+        read = adapters.read(path)  # which takes a while, and concerns nobody else
         with self._life.lock, self._life:
             done: list[ModelRunner] = []
             try:
-                for replica in self.replicas:
-                    replica.load_lora(name, path)
+                for index, replica in enumerate(self.replicas):
+                    with self._router.on(index):
+                        replica._install(name, read, path, is_pinned=True)
                     done.append(replica)
             except FerrumError:
                 for replica in done:
@@ -241,10 +248,14 @@ class ReplicatedRunner(ModelRunner):
             self._life.check_not_closed()
             self._life.check_not_failed()
             self._check_empty("new weights are set")
-            self.replicas[0].set_params(params)
-            for replica in self.replicas[1:]:
-                replica.set_params(self._copied(params, replica))
+            first, *others = self.replicas
+            checked = [first._device.check_params(params)]
+            checked += [self._copied(params, replica) for replica in others]  # all there before any is taken
             self.params_version += 1
+            for replica, own in zip(self.replicas, checked, strict=True):
+                replica._pipeline.forget_prefixes("new weights are set")
+                replica.params_version += 1
+                replica._device.set_params(own)
 
     def _check_empty(self, why: str) -> None:
         for replica in self.replicas:
@@ -252,12 +263,12 @@ class ReplicatedRunner(ModelRunner):
                 replica._pipeline.forget_prefixes(why)  # which refuses
 
     def _copied(self, params: ParamTree, replica: ModelRunner) -> ParamTree:
-        if replica.placed.division is not None:  # which brings them to its devices itself
-            return params
         try:
-            return jax.device_put(params, replica.device)
+            if replica.placed.division is None:  # else they are brought to its devices when they are checked
+                params = jax.device_put(params, replica.device)
+            return replica._device.check_params(params)
         except jax.errors.JaxRuntimeError as problem:
-            raise InvalidParameterError(f"these weights cannot be copied to {replica.device}: {problem}") from problem
+            raise ResourceExhaustedError(f"these weights cannot be copied to {replica.device}: {problem}") from problem
 
     def free_kv(self) -> None:
         """Frees the KV's memory until `allocate_kv` or `reset`; refused while a sequence is live."""
@@ -272,8 +283,14 @@ class ReplicatedRunner(ModelRunner):
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
-            for replica in self.replicas:
-                replica.allocate_kv()
+            try:
+                for replica in self.replicas:
+                    replica.allocate_kv()
+            except FerrumError:
+                for replica in self.replicas:
+                    if not replica._life.paused:
+                        replica.free_kv()
+                raise
             self._life.paused = ""
 
     def compile_stats(self) -> dict[str, Any]:

@@ -104,25 +104,31 @@ class ReplicaRouter:
             size = self.replicas[0].plan.cache.block_size
             positions = targets[at] if targets else len(tokens)
             needed = -(-positions // size)
-            known = [self._known(index, cache_id, tokens) for index in range(len(self.replicas))]
+            known, resting = zip(*(self._known(at, cache_id, tokens) for at in range(len(self.replicas))), strict=True)
 
-            def rank(index: int, needed: int = needed, known: list[int] = known) -> tuple[bool, int, int, int, int]:
-                fits = slots[index] > 0 and blocks[index] >= needed - known[index] and index not in self.short
-                return fits, known[index], blocks[index], slots[index], -index
+            # Known blocks that nobody holds are among the free ones, until the prompt holds them.
+            taken = [needed - old + idle for old, idle in zip(known, resting, strict=True)]
+
+            def rank(
+                index: int, taken: list[int] = taken, known: tuple[int, ...] = known
+            ) -> tuple[bool, int, int, int]:
+                fits = slots[index] > 0 and blocks[index] >= taken[index] and index not in self.short
+                return fits, known[index], blocks[index], -index
 
             best = max(range(len(self.replicas)), key=rank)
             found[cache_id] = best
             slots[best] -= 1
-            blocks[best] -= needed - known[best]
+            blocks[best] -= taken[best]
         return found
 
-    def _known(self, index: int, cache_id: str, tokens: NDArray[np.int32]) -> int:
-        """Blocks of a prompt that a replica need not compute."""
+    def _known(self, index: int, cache_id: str, tokens: NDArray[np.int32]) -> tuple[int, int]:
+        """Blocks of a prompt that a replica need not compute, and how many of them no sequence holds."""
         replica = self.replicas[index]
-        prefixes = replica._pipeline.table.prefixes
-        if prefixes is None or len(tokens) < 2:
-            return 0
-        return prefixes.count_known(replica._adapters.of(cache_id), tokens[:-1], replica.plan.cache.block_size)
+        table = replica._pipeline.table
+        if table.prefixes is None or len(tokens) < 2:
+            return 0, 0
+        blocks = table.prefixes.known_blocks(replica._adapters.of(cache_id), tokens[:-1], table.block_size)
+        return len(blocks), sum(not table.pool.num_holders(block) for block in blocks)
 
     def settle_homes(self, homes: dict[str, int]) -> None:
         """Keeps where ids are placed; an adapter that was bound on every replica stays bound there alone."""
@@ -133,12 +139,6 @@ class ReplicaRouter:
                 for index, replica in enumerate(self.replicas):
                     if index != home:
                         replica.set_lora_adapter_for_cache(cache_id, None)
-
-    def home(self, cache_id: str, positions: int = 0) -> int:
-        """The replica of an id, chosen and kept if it has none."""
-        homes = self.place([(cache_id, NOTHING)], [positions])
-        self.settle_homes(homes)
-        return homes[cache_id]
 
     def owners(self, cache_id: str) -> list[ModelRunner]:
         """The replicas that know of an id."""

@@ -116,6 +116,7 @@ class Scheduler:
         for request in self._running:
             request.restart()
         self._room = self._max_rows
+        self._short.clear()
         if self.speculator is not None:
             self.speculator.source.reset()
 
@@ -354,8 +355,16 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
+        self._reopen()
         while self._waiting and len(self._running) < self._room and self._has_room(self._waiting[0]):
             self._running[self._waiting.popleft()] = None
+
+    def _reopen(self) -> None:
+        """Lets replicas take requests again on which none is running that could end."""
+        if self._short and isinstance(self.model, ReplicatedRunner):
+            homes = {self.model.replica_of(one.cache_id) for one in self._running}
+            if None not in homes:  # what is on no replica yet may be going to one of these
+                self._short &= homes
 
     def _has_room(self, request: Request) -> bool:
         """Whether a request may join; of several replicas, none that ran short takes another until one there ends."""

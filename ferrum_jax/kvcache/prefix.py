@@ -45,14 +45,16 @@ class PrefixIndex:
             self._by_block[block] = found
         return found
 
-    def count_known(self, adapter: Hashable, tokens: NDArray[np.int32], block_size: int) -> int:
-        """Counts the full blocks of a prompt that are known, from its beginning on."""
-        entry, found = self.root(adapter), 0
-        while (end := (found + 1) * block_size) <= len(tokens):
+    def known_blocks(self, adapter: Hashable, tokens: NDArray[np.int32], block_size: int) -> list[int]:
+        """Returns the blocks that hold the full blocks of a prompt which are known, from its beginning on."""
+        entry = self.root(adapter)
+        found: list[int] = []
+        while (end := (len(found) + 1) * block_size) <= len(tokens):
             below = entry.children.get(tokens[end - block_size : end].tobytes())
-            if below is None:
+            if below is None or below.block is None:
                 break
-            entry, found = below, found + 1
+            entry = below
+            found.append(below.block)
         return found
 
     def forget(self, block: int) -> list[int]:

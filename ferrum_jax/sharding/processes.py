@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import hmac
 import json
+import math
 import os
 import queue
 import secrets
@@ -39,6 +40,8 @@ KEY = "ferrum_jax/commands"
 _FRAME = struct.Struct(">IQ")  # bytes of the header, and of what follows
 _MOST_HEADER = 1 << 24  # bytes
 _MOST_HELLO = 1 << 12
+_HELLO_SECONDS = 2.0  # for the whole of a hello: others may be waiting behind it
+_CHUNK = 1 << 24  # bytes that go to one peer before the next one has its share
 
 
 def join(asked: Any) -> "Channel | None":
@@ -177,9 +180,10 @@ class Channel:
     def _send(self, message: Message) -> None:
         pieces = message.pack()
         with self._sending:
-            for connection in self._peers.values():
-                for piece in pieces:
-                    connection.sendall(piece)
+            for piece in map(memoryview, pieces):
+                for start in range(0, len(piece), _CHUNK):  # in turn, so that no peer waits for another's share
+                    for connection in self._peers.values():
+                        connection.sendall(piece[start : start + _CHUNK])
 
     def _beat(self) -> None:
         beat = Message("beat")
@@ -203,8 +207,8 @@ class Channel:
                 self._inbox[peer].put(message)
                 if message.op == "end":
                     return
-        except (OSError, ValueError) as problem:
-            self._lose(f"{self._called(peer)} is gone: {problem}")
+        except Exception as problem:  # noqa: BLE001  # of memory, say: a peer that nobody hears is gone
+            self._lose(f"{self._called(peer)} is gone: {problem or type(problem).__name__}")
 
     def _called(self, peer: int) -> str:
         return f"process {peer} of {self.count} ({self._names[peer]})"
@@ -278,16 +282,16 @@ def _accept(host: str, store: Any, count: int, seconds: float) -> Channel:
                 missing = sorted(set(range(1, count)) - peers.keys())
                 raise TimeoutError(f"after {seconds:.0f} s the processes {missing} have not come") from None
             try:
-                hello = read_message(connection, SILENT_SECONDS, _MOST_HELLO)
+                hello = read_message(connection, _HELLO_SECONDS, _MOST_HELLO)
                 mine = hmac.compare_digest(str(hello.facts["token"]), token)
                 peer = int(hello.facts["process"]) if mine else 0
-            except (OSError, ValueError, LookupError, TypeError):
-                mine, peer, hello = False, 0, Message("")
+                name = f"host {hello.facts['host']}, pid {hello.facts['pid']}, from {where}"
+            except Exception:  # noqa: BLE001  # whatever a stranger sends, it is no hello
+                mine, peer, name = False, 0, ""
             if not mine or peer not in range(1, count) or peer in peers:  # somebody else's
                 connection.close()
                 continue
-            peers[peer] = _kept_alive(connection)
-            names[peer] = f"host {hello.facts['host']}, pid {hello.facts['pid']}, from {where}"
+            peers[peer], names[peer] = _kept_alive(connection), name
     return Channel(peers, names, 0, count)
 
 
@@ -307,19 +311,22 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 
 def read_message(connection: socket.socket, seconds: float, most: int | None = None) -> Message:
-    """Reads the next message, of at most so many bytes.
+    """Reads the next message; with `most`, one without arrays of at most so many bytes, all of it within `seconds`.
 
     Raises:
         OSError: the connection ended, or nothing came for so long.
         ValueError: it is no message.
     """
-    header_size, size = _FRAME.unpack(_read(connection, _FRAME.size, seconds))
-    if header_size + (size if most else 0) > (most or _MOST_HEADER):
+    deadline = None if most is None else time.monotonic() + seconds
+    header_size, size = _FRAME.unpack(_read(connection, _FRAME.size, seconds, deadline))
+    if header_size > (most or _MOST_HEADER) or (most and size):
         raise ValueError(f"a header of {header_size:,} bytes came, at most {most or _MOST_HEADER:,} are expected")
-    op, facts, described = json.loads(bytes(_read(connection, header_size, seconds)))
-    arrays = [np.empty(shape, jnp.dtype(name)) for name, shape in described]
-    if sum(array.nbytes for array in arrays) != size:
-        raise ValueError(f"{size:,} bytes came for arrays of {sum(array.nbytes for array in arrays):,}")
+    op, facts, described = json.loads(bytes(_read(connection, header_size, seconds, deadline)))
+    kinds = [(jnp.dtype(name), tuple(shape)) for name, shape in described]
+    wanted = sum(math.prod(shape) * kind.itemsize for kind, shape in kinds)
+    if wanted != size:
+        raise ValueError(f"{size:,} bytes came for arrays of {wanted:,}")
+    arrays = [np.empty(shape, kind) for kind, shape in kinds]
     for array in arrays:
         _read_into(connection, _bytes_of(array), seconds)
     return Message(op, facts, arrays)
@@ -329,16 +336,17 @@ def _bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _read(connection: socket.socket, size: int, seconds: float) -> bytearray:
+def _read(connection: socket.socket, size: int, seconds: float, deadline: float | None = None) -> bytearray:
     data = bytearray(size)
-    _read_into(connection, memoryview(data), seconds)
+    _read_into(connection, memoryview(data), seconds, deadline)
     return data
 
 
-def _read_into(connection: socket.socket, data: memoryview, seconds: float) -> None:
+def _read_into(connection: socket.socket, data: memoryview, seconds: float, deadline: float | None = None) -> None:
     at = 0
     while at < len(data):
-        ready, _, _ = select.select([connection], [], [], seconds)
+        left = seconds if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([connection], [], [], left)
         if not ready:
             raise TimeoutError(f"it has sent nothing for {seconds:.0f} s")
         count = connection.recv_into(data[at:])

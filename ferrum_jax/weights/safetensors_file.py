@@ -80,7 +80,7 @@ def read_runs(path: Path, name: str, runs: Sequence[Runs]) -> NDArray[Any]:
         with safe_open(path, framework="numpy") as file:
             tensor = file.get_slice(name)
             ranges = [list(_placed(own)) for own in runs]
-            if all(len(own) == 1 and own[0][1].stop == size for own, size in zip(ranges, shape, strict=True)):
+            if all(len(own) == 1 and own[0][1] == slice(0, size) for own, size in zip(ranges, shape, strict=True)):
                 return tensor[tuple(source for (source, _) in (own[0] for own in ranges))]
             found = None
             for pieces in itertools.product(*ranges):

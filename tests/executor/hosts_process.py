@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
+if __name__ == "__main__":  # a test that imports this has settings of its own
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 import jax  # noqa: E402
 
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 2)
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
 
 import ferrum_jax  # noqa: E402
 from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, Sampling  # noqa: E402

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from safetensors.numpy import save_file
 
 import ferrum_jax
 from ferrum_jax.config.processes import ProcessSettings
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.contract.errors import ConfigError, DeviceError
 from ferrum_jax.executor import plan_engine
 from ferrum_jax.executor.hosts import packed_key, unpacked_key
 from ferrum_jax.models import adapters
@@ -279,3 +280,53 @@ def test_plain_variables_without_a_mesh_are_an_error(monkeypatch: pytest.MonkeyP
         count=2, index=0, coordinator="a:1", is_plain=True))  # fmt: skip
     with pytest.raises(ConfigError, match="FERRUM_NUM_PROCESSES=2, but no mesh divides the model"):
         processes.join({})
+
+
+def test_strangers_neither_end_nor_hold_up_the_start():
+    told: dict[str, Any] = {}
+
+    class Store:
+        def key_value_set(self, _: str, value: str) -> None:
+            told.update(json.loads(value))
+            threading.Thread(target=come, daemon=True).start()
+
+    def come() -> None:
+        def connect(*pieces: Any) -> socket.socket:
+            connection = socket.create_connection(("127.0.0.1", told["port"]), 10)
+            for piece in pieces:
+                connection.sendall(piece)
+            return connection
+
+        held.append(connect(b"\0"))  # and no more, but the connection stays
+        deep = b"[" * 4000
+        held.append(connect(processes._FRAME.pack(len(deep), 0), deep))
+        large = json.dumps(["hello", {}, [["float32", [1 << 45]]]]).encode()
+        held.append(connect(processes._FRAME.pack(len(large), 1 << 47), large))
+        held.append(connect(*Message("hello", {"token": "wrong", "process": 1, "host": "x", "pid": 1}).pack()))
+        held.append(connect(*Message("hello", {"token": told["token"], "process": 1}).pack()))
+        facts = {"token": told["token"], "process": 1, "host": "here", "pid": 7}
+        held.append(connect(*Message("hello", facts).pack()))
+
+    held: list[socket.socket] = []
+    began = time.monotonic()
+    channel = processes._accept("127.0.0.1", Store(), 2, 30.0)
+    assert time.monotonic() - began < 20
+    assert channel._names == {1: channel._names[1]}
+    assert channel._names[1].startswith("host here, pid 7, from 127.0.0.1")
+    channel.close()
+    for connection in held:
+        connection.close()
+
+
+def test_a_peer_that_nobody_can_hear_counts_as_gone(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room for it")
+
+    monkeypatch.setattr(processes, "read_message", fail)
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        channel = processes.Channel({1: mine}, {1: "elsewhere"}, 0, 2)
+        channel.is_starting = False
+        with pytest.raises(DeviceError, match=r"process 1 of 2 .elsewhere. is gone: no room for it"):
+            channel.receive(1)
+        channel.lost, channel._is_ending = "", True  # nothing of it is to end this process

@@ -293,3 +293,66 @@ def test_any_calls_on_replicas_give_the_logits_of_the_cache_free_forward(two: Re
 def test_very_many_calls_on_replicas_do(two: ReplicatedRunner, oracle: Oracle):
     print(f"seed {SEED}")
     assert drive(two, oracle, min(OPERATIONS, 20_000), seed=SEED) > 100
+
+
+def test_a_refused_binding_leaves_the_one_before(params: ParamTree, adapter_folders: dict[str, str]):
+    bound = {name: ActiveLoraAdapter(name=name, path=path) for name, path in adapter_folders.items()}
+    with from_params(params, CFG, mesh={"data": 2}, engine=REUSING) as two:
+        assert isinstance(two, ReplicatedRunner)
+        for at, key in enumerate(("p", "q")):
+            two.set_lora_adapter_for_cache(key, bound["one"])
+            two.prefill(key, [1, 2])
+            assert two.replica_of(key) == at
+        two.set_lora_adapter_for_cache("x", bound["two"])
+        with pytest.raises(ResourceExhaustedError):
+            two.set_lora_adapter_for_cache("x", bound["three"])
+        assert [replica._adapters.bound_ids.count("x") for replica in two.replicas] == [1, 1]
+        two.release("x")
+        assert two.lora_metrics_snapshot()["active_cache_bindings"] == 2
+
+
+def test_weights_that_one_replica_cannot_take_are_taken_by_none(
+    params: ParamTree, two: ReplicatedRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise ResourceExhaustedError("injected")
+
+    monkeypatch.setattr(two, "_copied", fail)
+    with pytest.raises(ResourceExhaustedError, match="injected"):
+        two.set_params(jax.tree.map(lambda leaf: leaf * 2, params))
+    for key in "ab":
+        check(two.prefill(key, [1, 2]), oracle, [1, 2])
+    assert {two.replica_of(key) for key in "ab"} == {0, 1}
+
+
+def test_known_blocks_that_nobody_holds_are_not_counted_as_room(two: ReplicatedRunner):
+    start = list(range(1, 34))  # four full blocks
+    two.prefill("known", start)
+    home = two.replica_of("known")
+    assert home is not None
+    two.release("known")
+    pool = two.replicas[home]._pipeline.table.pool
+    others = [KvSlotRequest(cache_id=f"held {at}", target_len=40) for at in range(2)]
+    for one in others:
+        two.replicas[home].reserve_kv_slots([one])
+    two.replicas[home].reserve_kv_slots([KvSlotRequest(cache_id="more", target_len=32)])
+    assert pool.num_free == 4  # which are the known ones
+    two.prefill("next", [*start, *range(7)])  # five blocks
+    assert two.replica_of("next") != home
+    for key in ("held 0", "held 1", "more"):
+        two.replicas[home].release(key)
+
+
+def test_parameters_on_another_device_are_brought_to_the_replicas(params: ParamTree, oracle: Oracle):
+    elsewhere = jax.device_put(params, jax.devices()[0])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[2:4]), ("data",))
+    with from_params(elsewhere, CFG, mesh=mesh, max_seqs=1, kv_capacity=16) as two:
+        check(two.prefill("a", [1, 2]), oracle, [1, 2])
+        check(two.prefill("b", [3]), oracle, [3])
+
+
+def test_a_replica_that_ran_short_takes_requests_again_after_a_reset(two: ReplicatedRunner):
+    llm = ferrum_jax.LLM.from_model(two)
+    llm.engine.scheduler._short.add(0)
+    llm.reset()
+    assert llm.engine.scheduler._short == set()
