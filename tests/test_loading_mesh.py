@@ -80,6 +80,7 @@ def test_devices_read_no_more_than_what_they_hold(tmp_path: Path, monkeypatch: p
     assert max(numbers) <= 49 * 48  # half of the vocabulary at most
 
 
+@pytest.mark.slow
 def test_research_functions_take_what_a_mesh_serves(tmp_path: Path):
     path = tiny.write_folder(tmp_path, tiny.CONFIGS["llama31"])
     tokens = jnp.asarray([TOKENS])

@@ -34,7 +34,7 @@ MESHES = {  # heads, key heads with copies, experts by number, and both; sizes t
     "expert 4": {"expert": 4},
     "expert 2, model 2": {"expert": 2, "model": 2},
 }
-QUICK = ("llama31", "model 4"), ("qwen2_moe", "expert 2, model 2"), ("olmo2", "model 3")
+QUICK = ("llama31", "model 4"), ("qwen2_moe", "expert 2, model 2")
 PAIRS = [
     pytest.param(name, mesh, marks=() if (name, mesh) in QUICK else pytest.mark.slow, id=f"{name}, {mesh}")
     for name in tiny.CONFIGS

@@ -83,6 +83,7 @@ def test_experts_and_dense_layers_are_both_compiled_and_further_layers_extrapola
     assert temporaries.measure(half) == 1000 + 30 * 2 + 15 * 7 + 7
 
 
+@pytest.mark.slow
 def test_what_is_extrapolated_is_near_what_the_whole_model_takes():
     cfg = replace(tiny.model_config("llama31"), num_hidden_layers=5, layer_windows=(None,) * 5)
     at = deployment(cfg, rows=2, model=2, context=32)
