@@ -138,7 +138,7 @@ def inspect(model: ModelArgument = None) -> None:
         loaded = param_specs(source, "none")
     dtypes = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(loaded).values()))
     try:
-        plan, refusal = plan_ahead(settings, source, ModelPlacement.on_one(device)), ""
+        plan, refusal = plan_ahead(settings, source, ModelPlacement.on_mesh(cfg, settings.mesh_sizes, device)), ""
     except FerrumError as problem:
         plan, refusal = None, str(problem)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
@@ -203,13 +203,14 @@ def plan(
 
     import jax
 
+    from ferrum_jax.config import EngineConfig
     from ferrum_jax.planning import report, temporaries
-    from ferrum_jax.planning.estimate import Deployment, estimate, parse_mesh
+    from ferrum_jax.planning.estimate import Deployment, estimate
     from ferrum_jax.planning.machines import find_machine
     from ferrum_jax.planning.subject import read_subject
 
     settings: dict[str, Any] = {"rows": rows, "context": context, "kv_dtype": kv_dtype, "step_tokens": step_tokens}
-    settings |= parse_mesh(mesh) | {"memory_share": memory_share}
+    settings |= EngineConfig(mesh=mesh).mesh_sizes | {"memory_share": memory_share}
     subject, machine = read_subject(model, dtype), find_machine(device)
     deployment = Deployment(subject=subject, machine=machine, **settings)
     estimate(deployment)  # refuses quickly

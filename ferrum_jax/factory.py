@@ -32,8 +32,16 @@ from ferrum_jax.models.specs import num_parameters
 from ferrum_jax.sharding.devices import JaxDevice, find_device
 
 _DTYPES = {DataType.FP32: "float32", DataType.FP16: "float16", DataType.BF16: "bfloat16"}
-_TYPES = (ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative)
-_ENGINE_OPTIONS = ("attention", "kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout", "quantize")
+_TYPES = (
+    ExecutorType.Sequential,
+    ExecutorType.Batch,
+    ExecutorType.ContinuousBatch,
+    ExecutorType.Speculative,
+    ExecutorType.TensorParallel,
+)
+_ENGINE_OPTIONS = (
+    "attention", "kv_blocks", "max_step_tokens", "max_loras", "max_lora_rank", "layout", "quantize", "mesh",
+)  # fmt: skip
 _OPTIONS = (*_ENGINE_OPTIONS, "kv_dtype", "compiler_options", "engine", "strict", "progress", "executor_type")
 _FIELD_OF = {  # settings of `load` that have a field of their own
     "path": "model_info.model_id",
@@ -145,7 +153,9 @@ def _check(config: ExecutorConfig) -> tuple[Checkpoint, EngineConfig, ModelInfo]
     engine = _engine(config, device).over_environment()
     if config.memory_config.memory_pool_size is not None:
         engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
-    plan_ahead(engine, source, ModelPlacement.on_one(device))
+    if config.executor_options.get("executor_type") is ExecutorType.TensorParallel and not engine.mesh_sizes:
+        raise ConfigError("executor_type is TensorParallel and there is no mesh: set executor_options['mesh']")
+    plan_ahead(engine, source, ModelPlacement.on_mesh(source.config, engine.mesh_sizes, device))
     return source, engine, info
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
@@ -36,6 +37,7 @@ from ferrum_jax.ops import native
 from ferrum_jax.sharding import processes
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device
 from ferrum_jax.sharding.mesh import Placement, place_on_mesh
+from ferrum_jax.sharding.processes import telling
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
@@ -131,11 +133,27 @@ def load(
         mesh=None if isinstance(mesh, jax.sharding.Mesh) else mesh,
     )
     settings = asked.joined(engine).over_environment()
-    channel = processes.join(mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes)
+    wanted = mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes
+    channel = processes.join(wanted)
+    with telling(channel):
+        return _load(path, settings, device, wanted, channel, strict=strict, progress=progress)
+
+
+def _load(
+    path: ModelPath | Checkpoint,
+    settings: EngineConfig,
+    device: str | Device | JaxDevice | None,
+    mesh: Mapping[str, int] | jax.sharding.Mesh,
+    channel: processes.Channel | None,
+    *,
+    strict: bool,
+    progress: bool,
+) -> ModelRunner:
+    """Loads a model once all settings are known, in every process."""
     target = find_device(device)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
-    replicas = place_on_mesh(mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes, target)
+    replicas = place_on_mesh(mesh, target)
     if device is not None and isinstance(mesh, jax.sharding.Mesh) and target != replicas[0].first:
         raise ConfigError(f"device is {device}, but the mesh begins with {replicas[0].first}: leave out the device")
     hosts = Hosts.of(replicas, channel)

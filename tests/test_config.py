@@ -697,3 +697,22 @@ def test_eight_sequences_of_2048_positions_take_at_most_20_programs():
     plan = planned(max_seqs=8, kv_capacity=2048)
     assert len(plan.buckets.steps()) <= 12
     assert len(plan.declared()) <= 20, "with the small programs beside the steps"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [
+        (None, {}),
+        ("model=8", {"model": 8}),
+        ("data=2, expert=4,model=3", {"data": 2, "expert": 4, "model": 3}),
+        ({"model": 2, "data": 1}, {"model": 2}),
+    ],
+)
+def test_a_mesh_is_read(mesh: Any, sizes: dict[str, int]):
+    assert EngineConfig(mesh=mesh).mesh_sizes == sizes
+
+
+@pytest.mark.parametrize("mesh", ["model", "model=x", "model=0", "model=2,model=3", "heads=2", {"model": 2.0}, ("x",)])
+def test_what_is_no_mesh_is_refused(mesh: Any):
+    with pytest.raises(ConfigError, match="mesh"):
+        EngineConfig(mesh=mesh)

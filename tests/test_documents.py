@@ -1,6 +1,7 @@
 """What the documents say is run: code blocks of the README, and every example."""
 
 import ast
+import os
 import re
 import runpy
 import subprocess
@@ -24,7 +25,8 @@ def test_the_readmes_python_runs_from_top_to_bottom(smollm2_path: Path, tmp_path
     assert len(blocks) >= 3
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=900)
+    own = os.environ | {"JAX_NUM_CPU_DEVICES": "4"}  # for the block of several devices
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=900, env=own)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
 

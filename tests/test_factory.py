@@ -104,8 +104,14 @@ def test_a_batch_executor_is_one_as_well(config: ExecutorConfig):
     assert executor.supports_batch_size(2)
     assert AttentionType.Flash in executor.capabilities().attention_mechanisms
     run(executor.shutdown())
-    kinds = {ExecutorType.Sequential, ExecutorType.Batch, ExecutorType.ContinuousBatch, ExecutorType.Speculative}
-    assert set(LlmExecutorFactory().supported_types()) == kinds
+    assert set(LlmExecutorFactory().supported_types()) == set(ExecutorType) - {ExecutorType.PipelineParallel}
+
+
+def test_an_executor_may_be_divided_over_a_mesh(config: ExecutorConfig):
+    options = {"executor_type": ExecutorType.TensorParallel, "mesh": {"model": 2}, "progress": False}
+    executor = run(LlmExecutorFactory().create_executor(replace(config, executor_options=options)))
+    assert executor.capabilities().supports_tensor_parallelism
+    run(executor.shutdown())
 
 
 def test_a_sequential_executor_runs_one_sequence_and_is_no_batch_executor(config: ExecutorConfig):
@@ -220,7 +226,7 @@ def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: st
         ("executor_options", {"kv_blocks": 0}, ConfigError, "kv_blocks is 0"),
         ("executor_options", {"executor_type": "batch"}, ConfigError, "expected an ExecutorType"),
         ("executor_options", {"executor_type": ExecutorType.Sequential}, ConfigError, "set max_batch_size to 1"),
-        ("executor_options", {"executor_type": ExecutorType.TensorParallel}, UnsupportedError, "TensorParallel"),
+        ("executor_options", {"executor_type": ExecutorType.TensorParallel}, ConfigError, "there is no mesh"),
         ("executor_options", {"executor_type": ExecutorType.PipelineParallel}, UnsupportedError, "Pipeline"),
     ],
 )

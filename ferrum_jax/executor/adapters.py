@@ -144,7 +144,7 @@ class Adapters:
         """Puts an adapter's tensors into a row of the stacks on this process's devices."""
         assert self.spec is not None
         own = adapters.adapter_specs(self.cfg, self.spec)
-        tree = jax.tree.unflatten(jax.tree.structure(own, is_leaf=_is_spec), leaves)
+        tree = jax.tree.unflatten(jax.tree.structure(own, is_leaf=specs.is_spec), leaves)
         if self.placed.division is not None:
             tree = self.placed.put_tree(tree, own)
         install = self.steps.get(self._install_key)
@@ -235,10 +235,6 @@ class Adapters:
             needed=1,
             free=0,
         )
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, specs.ParamSpec)
 
 
 def _check_name(name: Any) -> None:

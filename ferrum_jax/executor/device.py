@@ -37,12 +37,12 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.executor.adapters import Adapters
+from ferrum_jax.executor.sizing import context_of
 from ferrum_jax.executor.weights import check_like_specs, check_same_shapes
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.placement import ModelPlacement
-from ferrum_jax.models.specs import ParamSpec, ParamTree
-from ferrum_jax.ops.quantised import QuantisedWeight
+from ferrum_jax.models.specs import ParamTree, is_spec, is_weight_spec
 from ferrum_jax.sharding.mesh import Placement
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ class DeviceState:
         if not self._hosts.are_several:
             self._keep_params(params)
             return
-        for at, leaf in enumerate(jax.tree.leaves(params, is_leaf=_is_weight)):
+        for at, leaf in enumerate(jax.tree.leaves(params, is_leaf=is_weight_spec)):
             parts = [np.asarray(part) for part in jax.tree.leaves(leaf)]
             put = functools.partial(self.put_param, at, parts)
             self._guarded(put, "put_param", None, *parts, is_answered=True, at=at)
@@ -171,13 +171,13 @@ class DeviceState:
 
     def put_param(self, at: int, parts: Sequence[NDArray[Any]]) -> None:
         """Puts this process's parts of one leaf on its devices, for `take_params`."""
-        spec = jax.tree.leaves(self._specs, is_leaf=_is_weight)[at]
-        leaf = jax.tree.unflatten(jax.tree.structure(spec, is_leaf=_is_spec), parts)
+        spec = jax.tree.leaves(self._specs, is_leaf=is_weight_spec)[at]
+        leaf = jax.tree.unflatten(jax.tree.structure(spec, is_leaf=is_spec), parts)
         self._put[at] = self.placed.put(lambda part: part(leaf, spec), spec)
 
     def take_params(self) -> None:
         """Takes the parameters that were put on the devices leaf by leaf."""
-        tree = jax.tree.structure(self._specs, is_leaf=_is_weight)
+        tree = jax.tree.structure(self._specs, is_leaf=is_weight_spec)
         self._keep_params(jax.tree.unflatten(tree, [self._put[at] for at in range(tree.num_leaves)]))
         self._put.clear()
 
@@ -207,15 +207,8 @@ class DeviceState:
     def context(self) -> ProgramContext:
         """What programs are lowered for; raises ConfigError where JAX is set to compile nothing."""
         _check_jit()
-        return ProgramContext(
-            cfg=self._cfg,
-            params=self.params,
-            kv=self._memory.shapes,
-            sampler=self.placed.placement.place(sampler.shapes(self.sampler_spec)),
-            loras=self.adapters.stacks,
-            attention=self._memory.spec.attention,
-            placement=self.placed.placement,
-            division=self.placed.division,
+        return context_of(
+            self._cfg, self.params, self._memory.spec, self.sampler_spec, self.placed, self.adapters.stacks
         )
 
     def reallocate(self) -> None:
@@ -372,14 +365,6 @@ class DeviceState:
         except jax.errors.JaxRuntimeError as problem:
             self.lose()
             raise DeviceError(f"the device failed: {problem}") from problem
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, ParamSpec)
-
-
-def _is_weight(leaf: Any) -> bool:
-    return isinstance(leaf, (ParamSpec, QuantisedWeight))
 
 
 def _check_jit() -> None:

@@ -19,6 +19,7 @@ from ferrum_jax.models.quantisation import specs_like
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.sharding.mesh import place_on_mesh
+from ferrum_jax.sharding.processes import telling
 
 
 def from_params(
@@ -83,20 +84,21 @@ def from_params(
     cfg = cfg.reaching(asked.kv_capacity or 0)
     replicas = place_on_mesh(asked_mesh, device)
     hosts = Hosts.of(replicas)
-    placed = ModelPlacement.of(cfg, replicas[0])
-    specs = None if placed.division is None else specs_like(params, cfg)
-    if specs is not None:
-        params = placed.divide(params, specs)
-    elif places != {placed.placement.first}:
-        params = jax.device_put(params, placed.placement.first)
-    plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=hosts.least(placed.free_bytes))
-    hosts.check_same("a model or settings", repr((cfg, plan)))
-    how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
+    with telling(hosts.channel if hosts.are_several else None):
+        placed = ModelPlacement.of(cfg, replicas[0])
+        specs = None if placed.division is None else specs_like(params, cfg)
+        if specs is not None:
+            params = placed.divide(params, specs)
+        elif places != {placed.placement.first}:
+            params = jax.device_put(params, placed.placement.first)
+        plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=hosts.least(placed.free_bytes))
+        hosts.check_same("a model or settings", repr((cfg, plan)))
+        how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
 
-    def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:
-        return ModelRunner(own, cfg, plan, placed=placed, specs=specs, **how)
+        def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:
+            return ModelRunner(own, cfg, plan, placed=placed, specs=specs, **how)
 
-    return replicate(runner_on(placed, params), params, replicas, runner_on)
+        return replicate(runner_on(placed, params), params, replicas, runner_on)
 
 
 def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:

@@ -368,13 +368,13 @@ class ReplicatedRunner(ModelRunner):
         with self._life.lock, self._life:
             each = [replica.capabilities() for replica in self.replicas]
             devices = tuple(dict.fromkeys(device for one in each for device in one.supported_devices))
-            memory = each[0].memory_requirements
-            parameters = sum(one.memory_requirements.parameter_memory for one in each)
+            needs = [one.memory_requirements for one in each]
+            fixed = {name: sum(getattr(one, name) for one in needs) for name in ("parameter_memory", "overhead_memory")}
             return replace(
                 each[0],
                 max_batch_size=self.plan.max_seqs,
                 supported_devices=devices,
-                memory_requirements=replace(memory, parameter_memory=parameters),
+                memory_requirements=replace(needs[0], **fixed),
             )
 
     def memory_usage(self) -> ExecutorMemoryUsage:

@@ -104,21 +104,17 @@ class ReplicaRouter:
             size = self.replicas[0].plan.cache.block_size
             positions = targets[at] if targets else len(tokens)
             needed = -(-positions // size)
-            known, resting = zip(*(self._known(at, cache_id, tokens) for at in range(len(self.replicas))), strict=True)
-
-            # Known blocks that nobody holds are among the free ones, until the prompt holds them.
-            taken = [needed - old + idle for old, idle in zip(known, resting, strict=True)]
-
-            def rank(
-                index: int, taken: list[int] = taken, known: tuple[int, ...] = known
-            ) -> tuple[bool, int, int, int]:
-                fits = slots[index] > 0 and blocks[index] >= taken[index] and index not in self.short
-                return fits, known[index], blocks[index], -index
-
-            best = max(range(len(self.replicas)), key=rank)
-            found[cache_id] = best
+            ranks = []
+            for index in range(len(self.replicas)):
+                known, resting = self._known(index, cache_id, tokens)
+                # Known blocks that nobody holds are among the free ones, until the prompt holds them.
+                taken = needed - known + resting
+                fits = slots[index] > 0 and blocks[index] >= taken and index not in self.short
+                ranks.append((fits, known, blocks[index], -index, taken))
+            *_, negated, taken = max(ranks)
+            found[cache_id] = best = -negated
             slots[best] -= 1
-            blocks[best] -= taken[best]
+            blocks[best] -= taken
         return found
 
     def _known(self, index: int, cache_id: str, tokens: NDArray[np.int32]) -> tuple[int, int]:

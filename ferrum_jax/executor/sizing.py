@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
@@ -35,6 +36,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 
 MOST_IN_FLIGHT = 2  # steps whose outputs lie on the device together
+POOL_SHARE = 0.85  # of an accelerator's free memory, by default; the rest is for what steps need while they run
 DEFAULT_SEQUENCES = 8
 ACCELERATOR_SEQUENCES = (64, 32, 16)  # by default, the most whose KV fits into a half of what is free
 DEFAULT_CAPACITY = 4096  # positions
@@ -167,7 +169,7 @@ def _plan_sizes(
             free=free_bytes,
         )
     free_bytes -= beside
-    fraction = engine.memory_fraction or (0.5 if platform == "cpu" else 0.85)
+    fraction = engine.memory_fraction or (0.5 if platform == "cpu" else POOL_SHARE)
     block_bytes, windows_bytes = spec(1).num_bytes - spec(0).num_bytes, spec(0).num_bytes
     for_blocks = int(free_bytes * fraction) - windows_bytes
     if for_blocks < 0:
@@ -230,18 +232,18 @@ def plan_beside(
         stacks = placed.shapes(adapters.stack_specs(cfg, plan.loras), activation_dtype(params).name)
     artifacts, used = open_artifacts(plan), stacks is not None
     keys = [*largest_steps(plan.buckets, adapters=used), *plan.buckets.multi_steps(adapters=used)[-1:]]
-    context = ProgramContext(
-        cfg,
-        params,
-        state.shapes_on(placed.placement, plan.cache),
-        placed.placement.place(sampler.shapes(plan.sampler)),
-        stacks,
-        plan.cache.attention,
-        placed.placement,
-        placed.division,
-    )
+    context = context_of(cfg, params, plan.cache, plan.sampler, placed, stacks)
     taken = max(_temporary_bytes(key, context, artifacts, engine.compiler_options) for key in keys)
     return plan_engine(engine, cfg, **given, free_bytes=max(0, free_bytes - taken))
+
+
+def context_of(
+    cfg: ModelConfig, params: Any, cache: CacheSpec, sizes: SamplerSpec, placed: ModelPlacement, loras: Any = None
+) -> ProgramContext:
+    """What the programs of a model on its devices are lowered for; `params` and `loras` are arrays or their shapes."""
+    at = placed.placement
+    slots = at.place(sampler.shapes(sizes))
+    return ProgramContext(cfg, params, state.shapes_on(at, cache), slots, loras, cache.attention, at, placed.division)
 
 
 def largest_steps(buckets: Buckets, *, adapters: bool = False) -> list[StepKey]:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
-from ferrum_jax.models.specs import ParamSpec, ParamTree
+from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 from ferrum_jax.ops.shards import Shards
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
@@ -350,7 +350,7 @@ def is_plain(spec: Spec, division: Division) -> bool:
 
 def specs_on_mesh(specs: ParamTree, division: Division) -> ParamTree:
     """Specs of the leaves as they lie on the mesh."""
-    return jax.tree.map(lambda spec: _spec_on_mesh(spec, division), specs, is_leaf=_is_spec)
+    return jax.tree.map(lambda spec: _spec_on_mesh(spec, division), specs, is_leaf=is_weight_spec)
 
 
 def _spec_on_mesh(spec: Spec, division: Division) -> Spec:
@@ -381,7 +381,7 @@ def specs_of_one(specs: ParamTree, division: Division) -> ParamTree:
         return replace(spec, shape=tuple(size // count for size, count in zip(spec.shape, counts, strict=True)))
 
     there, divided = specs_on_mesh(specs, division), partitions(specs, division)
-    return jax.tree.map(part, there, divided, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+    return jax.tree.map(part, there, divided, is_leaf=is_spec)
 
 
 def partitions(specs: ParamTree, division: Division) -> ParamTree:
@@ -399,8 +399,4 @@ def partitions(specs: ParamTree, division: Division) -> ParamTree:
         scales = PartitionSpec(*axes[:-1], None) if one_scale else values
         return QuantisedWeight(values=values, scales=scales, offsets=None if spec.offsets is None else scales)
 
-    return jax.tree.map(of, specs, is_leaf=_is_spec)
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, (ParamSpec, QuantisedWeight))
+    return jax.tree.map(of, specs, is_leaf=is_weight_spec)

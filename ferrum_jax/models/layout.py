@@ -20,8 +20,7 @@ import numpy as np
 from ferrum_jax.config import LAYOUTS, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, map_specs, name_of, named_leaves
-from ferrum_jax.ops.quantised import QuantisedWeight
+from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, map_specs, named_leaves, named_weights
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
 FUSED_PARTS = {  # by block: name of the joined weight, and its parts
@@ -96,16 +95,12 @@ def joinable(formats: Mapping[str, Any], cfg: ModelConfig, layout: str) -> dict[
 
 def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     """Specs of every parameter of a layout, given those of the checkpoint's tree, which may be quantised."""
-    kinds = (ParamSpec, QuantisedWeight)
-    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, kinds))[0]
-    own = {name_of(path): leaf for path, leaf in paths}
+    own = named_weights(specs)
 
     def describe(recipe: Recipe) -> Any:
         recipe.check_alike([own[name] for names in recipe.layers for name in names])
         parts = [own[name] for name in recipe.layers[0]]
-        return jax.tree.map(
-            lambda *found: _spec_of(found, recipe), *parts, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
-        )
+        return jax.tree.map(lambda *found: _spec_of(found, recipe), *parts, is_leaf=is_spec)
 
     return jax.tree.map(describe, recipes(cfg, layout))
 

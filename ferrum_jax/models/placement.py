@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.models import division as divided
 from ferrum_jax.models.division import Division, Leaf, Spec
-from ferrum_jax.models.specs import ParamSpec, ParamTree, num_bytes, shapes
-from ferrum_jax.ops.quantised import QuantisedWeight
-from ferrum_jax.sharding.mesh import Placement, on_one
+from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec, num_bytes, shapes
+from ferrum_jax.sharding.mesh import Placement, on_one, place_on_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +29,11 @@ class ModelPlacement:
         if placement.mesh is None:
             return cls(placement)
         return cls(placement, divided.divide(cfg, **placement.sizes))
+
+    @classmethod
+    def on_mesh(cls, cfg: ModelConfig, sizes: Mapping[str, int], first: Any) -> "ModelPlacement":
+        """Divides the first replica of a model over a mesh, as `place_on_mesh`; raises as that and `of`."""
+        return cls.of(cfg, place_on_mesh(sizes, first)[0])
 
     @classmethod
     def on_one(cls, device: Any) -> "ModelPlacement":
@@ -60,7 +64,7 @@ class ModelPlacement:
         """The sharding of every array, in a tree like the parameters; `specs` are the undivided ones."""
         if self.division is None:
             whole = self.placement.sharding()
-            return jax.tree.map(lambda _: whole, specs, is_leaf=_is_param_spec)
+            return jax.tree.map(lambda _: whole, specs, is_leaf=is_spec)
         return jax.tree.map(self.placement.sharding, divided.partitions(specs, self.division))
 
     def stored_shardings(self, specs: ParamTree) -> ParamTree:
@@ -75,9 +79,9 @@ class ModelPlacement:
             return self.placement.sharding(PartitionSpec() if at is None else PartitionSpec(*(None,) * at, axes))
 
         def one(spec: Spec, final: Any) -> Any:
-            return final if divided.is_plain(spec, division) else jax.tree.map(even, spec, is_leaf=_is_param_spec)
+            return final if divided.is_plain(spec, division) else jax.tree.map(even, spec, is_leaf=is_spec)
 
-        return jax.tree.map(one, specs, self.shardings(specs), is_leaf=_is_spec)
+        return jax.tree.map(one, specs, self.shardings(specs), is_leaf=is_weight_spec)
 
     def put(self, get: Callable[[Callable[[Leaf, Spec], Leaf]], Leaf], spec: Spec) -> Leaf:
         """Puts one leaf on its devices.
@@ -93,7 +97,7 @@ class ModelPlacement:
         for device, coordinates in self.local_devices():
             part = get(lambda leaf, own, at=coordinates: divided.part_of(leaf, own, division, at))
             found.append(jax.device_put(part, device))
-        shapes = jax.tree.map(lambda own: own.shape, self.specs({"": spec}), is_leaf=_is_param_spec)[""]
+        shapes = jax.tree.map(lambda own: own.shape, self.specs({"": spec}), is_leaf=is_spec)[""]
         return jax.tree.map(
             lambda sharding, shape, *parts: jax.make_array_from_single_device_arrays(shape, sharding, list(parts)),
             self.shardings({"": spec})[""],
@@ -106,7 +110,7 @@ class ModelPlacement:
         if self.division is None:
             return jax.device_put(tree, self.placement.first)
         return jax.tree.map(
-            lambda spec, leaf: self.put(lambda part: part(leaf, spec), spec), specs, tree, is_leaf=_is_spec
+            lambda spec, leaf: self.put(lambda part: part(leaf, spec), spec), specs, tree, is_leaf=is_weight_spec
         )
 
     def local_devices(self) -> list[tuple[Any, Mapping[str, int]]]:
@@ -146,7 +150,7 @@ class ModelPlacement:
         return self._converted(params, specs, divided.on_mesh, self.shardings(specs))
 
     def join(self, params: ParamTree, specs: ParamTree) -> ParamTree:
-        """Undoes `divide`: arrays in the checkpoint's form, spread over the devices as far as their sizes allow.
+        """Undoes `divide`: arrays in the checkpoint's form, which lie on the devices as the compiler chooses.
 
         Leaves that are in that form already are shared, the others are copies.
         """
@@ -167,7 +171,7 @@ class ModelPlacement:
                 leaf = jax.device_put(leaf, self.placement.sharding())  # one leaf at a time, whole on each device
             return jax.jit(functools.partial(convert, spec=spec, division=division), out_shardings=own)(leaf)
 
-        return jax.tree_util.tree_map_with_path(one, specs, params, is_leaf=_is_spec)
+        return jax.tree_util.tree_map_with_path(one, specs, params, is_leaf=is_weight_spec)
 
 
 def _at(tree: Any, path: Any) -> Any:
@@ -178,11 +182,3 @@ def _at(tree: Any, path: Any) -> Any:
 
 def _enumerated(devices: Any) -> list[tuple[tuple[int, ...], Any]]:
     return [(at, devices[at]) for at in np.ndindex(devices.shape)]
-
-
-def _is_param_spec(leaf: Any) -> bool:
-    return isinstance(leaf, ParamSpec)
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, (ParamSpec, QuantisedWeight))

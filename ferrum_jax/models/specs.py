@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.sharding.axes import RULES, partition
 
 ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes, quantised or not
@@ -34,9 +35,24 @@ def norm_specs(size: int, axis: str = "embed", init: str = "ones") -> ParamTree:
     return {"weight": ParamSpec((size,), (axis,), init)}
 
 
+def is_spec(leaf: Any) -> bool:
+    """True for the spec of one array: an `is_leaf` for `jax.tree`."""
+    return isinstance(leaf, ParamSpec)
+
+
+def is_weight_spec(leaf: Any) -> bool:
+    """True for the spec of one parameter, which is several arrays if it is quantised: an `is_leaf` for `jax.tree`."""
+    return isinstance(leaf, (ParamSpec, QuantisedWeight))
+
+
 def named_leaves(tree: ParamTree) -> dict[str, Any]:
     """Maps checkpoint names to leaves."""
-    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))[0]
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]}
+
+
+def named_weights(specs: ParamTree) -> dict[str, Any]:
+    """Maps names to specs, those of a quantised weight together."""
+    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_weight_spec)[0]
     return {name_of(path): leaf for path, leaf in paths}
 
 
@@ -56,9 +72,7 @@ def from_names(specs: ParamTree, leaves: dict[str, Any]) -> ParamTree:
 
 def map_specs(function: Any, specs: ParamTree) -> ParamTree:
     """Applies `function(name, spec)` to every parameter."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, spec: function(name_of(path), spec), specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec)
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, spec: function(name_of(path), spec), specs, is_leaf=is_spec)
 
 
 def shapes(specs: ParamTree, dtype: str) -> ParamTree:

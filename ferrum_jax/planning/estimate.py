@@ -10,14 +10,13 @@ import numpy as np
 
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError
-from ferrum_jax.executor.sizing import EnginePlan, plan_engine
+from ferrum_jax.executor.sizing import POOL_SHARE, EnginePlan, plan_engine
 from ferrum_jax.models.division import Division, divide, specs_of_one
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.moe import GATHERED
 from ferrum_jax.planning.machines import Machine
 from ferrum_jax.planning.subject import Subject
 from ferrum_jax.planning.work import Collectives, Work, spec_bytes, step_collectives, step_work
-from ferrum_jax.sharding.mesh import mesh_sizes
 
 MEMORY_SHARE = 0.9  # of a device's memory that JAX may take; the rest is the runtime's and the collectives'
 STEP_TOKENS = 2048  # of prompts in a step, the engine's own default on accelerators
@@ -93,23 +92,6 @@ class Deployment:
         )
         own = {"platform": self.machine.platform, "division": self.division}
         return plan_engine(settings, self.subject.cfg, free_bytes=free_bytes, **own)
-
-
-def parse_mesh(text: str | None) -> dict[str, int]:
-    """Reads a mesh such as `model=8` or `data=2,expert=4,model=2`.
-
-    Raises:
-        ConfigError: it is not of this form, or an axis has another name.
-    """
-    sizes = {}
-    for part in (text or "").split(","):
-        name, _, size = part.strip().partition("=")
-        if not part.strip():
-            continue
-        if not size.isdecimal() or int(size) < 1 or name in sizes:
-            raise ConfigError(f"mesh is {text!r}, expected axes and their sizes such as model=8 or expert=4,model=2")
-        sizes[name] = int(size)
-    return mesh_sizes(sizes)
 
 
 def parameter_bytes(deployment: Deployment) -> dict[str, int]:
@@ -285,7 +267,7 @@ def estimate(deployment: Deployment, temporary_bytes: int | None = None) -> Esti
             f"{deployment.subject.name} in {deployment.subject.weights} on {deployment.mesh} of "
             f"{deployment.machine.name}: each device needs {show_bytes(taken)} for parameters and temporaries and "
             f"{show_bytes(kv)} for the KV of {least} x {deployment.context} positions, {show_bytes(usable)} are usable "
-            f"and the KV may have 85% of what is left: {sequences} such sequences fit"
+            f"and the KV may have {POOL_SHARE:.0%} of what is left: {sequences} such sequences fit"
             f"{_advice(deployment, temporary_bytes)}",
             needed=taken + kv,
             free=usable,

@@ -47,7 +47,6 @@ class Machine:
     memory_bytes: int
     memory_rate: float  # bytes per second
     bf16_rate: float  # operations per second of dense products, a multiplication and an addition being two
-    fp8_rate: float | None = None  # the same; None: the data sheet has none
     links: tuple[Link, ...] = ()  # the quickest first
 
     def link(self, devices: int) -> Link:
@@ -86,7 +85,6 @@ MACHINES: Mapping[str, Machine] = {
             memory_bytes=80 * GB,
             memory_rate=3.35 * TERA,
             bf16_rate=989.5 * TERA,
-            fp8_rate=1979 * TERA,
             links=(_nvlink(4, 450 * GB), _infiniband(400)),
         ),
         Machine(
@@ -95,7 +93,6 @@ MACHINES: Mapping[str, Machine] = {
             memory_bytes=141 * GB,
             memory_rate=4.8 * TERA,
             bf16_rate=989.5 * TERA,
-            fp8_rate=1979 * TERA,
             links=(_nvlink(4, 450 * GB), _infiniband(400)),
         ),
         Machine(
@@ -104,7 +101,6 @@ MACHINES: Mapping[str, Machine] = {
             memory_bytes=180 * GB,
             memory_rate=8 * TERA,
             bf16_rate=2250 * TERA,
-            fp8_rate=4500 * TERA,
             links=(_nvlink(5, 900 * GB), _infiniband(400)),
         ),
         Machine(
@@ -121,7 +117,6 @@ MACHINES: Mapping[str, Machine] = {
             memory_bytes=48 * GB,
             memory_rate=0.864 * TERA,
             bf16_rate=362.05 * TERA,
-            fp8_rate=733 * TERA,
             links=(Link(name="PCIe 4.0 x16", bandwidth=32 * GB, most_devices=8, latency=10e-6),),
         ),
         Machine(
@@ -138,7 +133,6 @@ MACHINES: Mapping[str, Machine] = {
             memory_bytes=95 * GIB,
             memory_rate=2.765 * TERA,
             bf16_rate=459 * TERA,
-            fp8_rate=459 * TERA,
             links=(_torus(4800, 6, 6144),),
         ),
         Machine(

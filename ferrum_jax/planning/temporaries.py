@@ -14,16 +14,13 @@ from typing import Any
 
 import jax
 
-from ferrum_jax.compile import sampler
 from ferrum_jax.compile.artifacts import memory_of
 from ferrum_jax.compile.step import ProgramContext, StepKey
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.executor.sizing import bytes_beside, largest_steps
-from ferrum_jax.kvcache import state
+from ferrum_jax.executor.sizing import bytes_beside, context_of, largest_steps
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.planning.estimate import DEFAULT_ROWS, Deployment, gathered_bytes
 from ferrum_jax.planning.subject import Subject
-from ferrum_jax.sharding.mesh import place_on_mesh
 
 LOWERED = "float32"
 QUICKLY: Any = {"xla_llvm_disable_expensive_passes": True}  # of machine code: it is never run
@@ -68,16 +65,7 @@ def lower_for(deployment: Deployment) -> tuple[ProgramContext, list[StepKey]]:
     """What the steps of a deployment are lowered with on a mesh of CPU devices, and the largest of them."""
     cfg = deployment.subject.cfg
     mesh = {"expert": deployment.expert, "model": deployment.model}
-    placed = ModelPlacement.of(cfg, place_on_mesh(mesh, jax.devices("cpu")[0])[0])
+    placed = ModelPlacement.on_mesh(cfg, mesh, jax.devices("cpu")[0])
     plan = deployment.engine(deployment.rows or DEFAULT_ROWS)
-    context = ProgramContext(
-        cfg,
-        placed.shapes(deployment.subject.specs, deployment.subject.dtype),
-        state.shapes_on(placed.placement, plan.cache),
-        placed.placement.place(sampler.shapes(plan.sampler)),
-        None,
-        plan.cache.attention,
-        placed.placement,
-        placed.division,
-    )
-    return context, largest_steps(plan.buckets)
+    params = placed.shapes(deployment.subject.specs, deployment.subject.dtype)
+    return context_of(cfg, params, plan.cache, plan.sampler, placed), largest_steps(plan.buckets)

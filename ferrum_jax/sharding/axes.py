@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ferrum_jax.config.engine import MESH_AXES
 from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
@@ -39,17 +40,21 @@ def partition(
 ) -> NamedSharding:
     """Returns the sharding of one parameter on a mesh, given the logical axis of each of its dimensions.
 
-    `rules` name the mesh axis of each logical axis; None replicates, and so does an axis that the mesh lacks.
+    `rules` name the mesh axis of each logical axis. None replicates, and so does `expert` or `model` on a mesh without.
 
     Raises:
-        ConfigError: a rule is missing, or does not divide a dimension.
+        ConfigError: a rule is missing, names an axis that neither the mesh nor `MESH_AXES` has, or does not divide a
+            dimension.
     """
     axes = []
     for size, logical in zip(shape, logical_axes, strict=True):
         if logical not in rules:
             raise ConfigError(f"{name}: no rule for the logical axis {logical!r}")
         axis = rules[logical]
-        axis = axis if axis in mesh.shape else None
+        if axis not in mesh.shape:
+            if axis not in (None, *MESH_AXES):
+                raise ConfigError(f"{name}: {logical} goes to the axis {axis!r}, the mesh has {tuple(mesh.shape)}")
+            axis = None
         if axis is not None and size % mesh.shape[axis]:
             raise ConfigError(f"{name}: {logical} has {size}, which {mesh.shape[axis]} devices do not divide")
         axes.append(axis)

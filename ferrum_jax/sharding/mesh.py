@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ferrum_jax.config.engine import MESH_AXES
 from ferrum_jax.contract.errors import ConfigError, DeviceError
 from ferrum_jax.sharding.devices import JaxDevice, free_bytes, process_of
 
-DATA, EXPERT, MODEL = AXES = ("data", "expert", "model")
+_, EXPERT, MODEL = MESH_AXES
 WHOLE = PartitionSpec()  # every device has all of an array
 
 
@@ -111,16 +112,16 @@ def on_one(device: JaxDevice) -> Placement:
 
 
 def mesh_sizes(mesh: Mapping[str, int] | Mesh | None) -> dict[str, int]:
-    """Returns the size of every axis of `AXES`.
+    """Returns the size of every axis of `MESH_AXES`.
 
     Raises:
         ConfigError: it has an axis of another name, of more than one device.
     """
     given = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
-    others = {name: size for name, size in given.items() if name not in AXES and size != 1}
+    others = {name: size for name, size in given.items() if name not in MESH_AXES and size != 1}
     if others:
-        raise ConfigError(f"the mesh has the axes {others}, expected {', '.join(AXES[:-1])} or {AXES[-1]}")
-    return {name: given.get(name, 1) for name in AXES}
+        raise ConfigError(f"the mesh has the axes {others}, expected {', '.join(MESH_AXES[:-1])} or {MESH_AXES[-1]}")
+    return {name: given.get(name, 1) for name in MESH_AXES}
 
 
 def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> list[Placement]:
@@ -132,7 +133,7 @@ def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> li
     """
     sizes = mesh_sizes(mesh)
     if isinstance(mesh, Mesh):
-        names = [name for name in AXES if name in mesh.axis_names]
+        names = [name for name in MESH_AXES if name in mesh.axis_names]
         order = [mesh.axis_names.index(name) for name in names]
         rest = [at for at in range(mesh.devices.ndim) if at not in order]
         devices = mesh.devices.transpose(*order, *rest).reshape(tuple(sizes.values()))

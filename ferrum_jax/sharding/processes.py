@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +92,19 @@ def join(asked: Any) -> "Channel | None":
         return open_channel(settings.count, settings.index, SILENT_SECONDS)  # all have just been there
     except DeviceError:
         atexit.register(_end)  # JAX would wait for whoever is gone
+        raise
+
+
+@contextlib.contextmanager
+def telling(channel: "Channel | None") -> Iterator[None]:
+    """Tells the other processes of a failure here while a model is loaded: they may be waiting for this one."""
+    try:
+        yield
+    except SystemExit:  # a process that followed to the end
+        raise
+    except BaseException as problem:
+        if channel is not None:
+            channel.abandon(f"{type(problem).__name__}: {problem}")
         raise
 
 
@@ -170,12 +183,22 @@ class Channel:
 
     def fail(self, why: str) -> None:
         """Tells the peers why this process can serve no longer; one other than 0 ends."""
-        if not self.lost:
-            with contextlib.suppress(OSError):
-                self._send(Message("failed", {"why": why}))
+        self._tell(why)
         if self.index:
             _end(f"process {self.index} of {self.count} ends: {why}")
         self._lose(f"process 0 of {self.count} failed: {why}")
+
+    def abandon(self, why: str) -> None:
+        """Tells the peers why this process did not load the model; unlike `fail`, it goes on to raise its error."""
+        self.is_starting = False
+        self._tell(why)
+        if self.index == 0:
+            self._lose(f"process 0 of {self.count} failed: {why}")
+
+    def _tell(self, why: str) -> None:
+        if not self.lost:
+            with contextlib.suppress(OSError):
+                self._send(Message("failed", {"why": why}))
 
     def _send(self, message: Message) -> None:
         pieces = message.pack()

@@ -18,7 +18,7 @@ from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, re
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, formats_of, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves, named_weights
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 
@@ -85,7 +85,7 @@ def assemble(
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
     names = Track("reading weights")(made) if progress else made
-    own, laid = leaves_of(plain), leaves_of(layout_specs(plain, cfg, layout))
+    own, laid = named_weights(plain), named_weights(layout_specs(plain, cfg, layout))
     leaves = {name: put_recipe(made[name], read, placed, own, laid[name]) for name in names}
     return from_names(tree, leaves)
 
@@ -137,21 +137,14 @@ def lay_out_on_host(
     Each leaf is freed as soon as it is laid out, if nobody else holds `params`. `specs` are those of the layout.
     """
     leaves = checkpoint_leaves(params, cfg)
-    own = leaves_of(quantised_specs(family(cfg).param_specs(cfg), formats_of(leaves)))
+    own = named_weights(quantised_specs(family(cfg).param_specs(cfg), formats_of(leaves)))
     del params
 
     def take(name: str) -> Any:
         return jax.tree.map(np.asarray, leaves.pop(name))
 
-    laid = leaves_of(specs)
+    laid = named_weights(specs)
     return map_leaves(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name]), recipes(cfg, layout))
-
-
-def leaves_of(specs: ParamTree) -> dict[str, Any]:
-    """Maps names to specs, those of a quantised weight together."""
-    kinds = (ParamSpec, QuantisedWeight)
-    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=lambda leaf: isinstance(leaf, kinds))[0]
-    return {name_of(path): leaf for path, leaf in paths}
 
 
 def map_leaves(function: Callable[[str, Any], Any], tree: ParamTree) -> ParamTree:

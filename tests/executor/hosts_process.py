@@ -118,8 +118,22 @@ def generate_for_ever(runner: Any) -> None:
             print("generating", flush=True)
 
 
+def refuse(job: dict[str, Any], who: str) -> None:
+    """Loads a model that process `who` has not; the others have it. Where that is an error, lives on for a minute."""
+    path = "nowhere" if os.environ["FERRUM_PROCESS_ID"] == who else job["model"]
+    try:
+        ferrum_jax.load(path, mesh={"model": 4}, engine=ENGINE, artifacts=False, progress=False)
+    except FerrumError as problem:
+        print(f"{type(problem).__name__}: {problem}", flush=True)
+        if os.environ["FERRUM_PROCESS_ID"] == "0":
+            time.sleep(60)
+        raise
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
+    if job["do"] == "refuse":
+        refuse(job, job["who"])
     began = time.perf_counter()
     mesh = {"model": 4} if os.environ.get("FERRUM_NUM_PROCESSES") else None
     runner = ferrum_jax.load(

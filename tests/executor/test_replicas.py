@@ -1,6 +1,8 @@
 """Data parallel: two replicas behind one runner answer as one, take twice as many sequences, and know as much."""
 
+import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 import ferrum_jax
+from ferrum_jax import LLM, DecodeInput, LlmExecutor, PrefillInput, SamplingParams, Speculation
 from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, KvSlotRequest, Sampling
 from ferrum_jax.contract.errors import (
     CancelledError,
@@ -356,3 +359,31 @@ def test_a_replica_that_ran_short_takes_requests_again_after_a_reset(two: Replic
     llm.engine.scheduler._short.add(0)
     llm.reset()
     assert llm.engine.scheduler._short == set()
+
+
+def test_generation_over_replicas_chooses_the_tokens_of_one_runner(params: ParamTree):
+    engine = replace(REUSING, spec_tokens=3, multi_step_tokens=None, verify_blocks=(1, 4))
+    prompts, answers = [[at, 5, at, 5, at, 5] for at in range(6)], []
+    for mesh in (None, {"data": 2}):
+        with from_params(params, CFG, mesh=mesh, engine=engine) as runner:
+            llm = LLM.from_model(runner, speculation=Speculation(num_tokens=3))
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=12))
+            assert sum(output.drafted for output in outputs) > 0
+            outputs += llm.generate(prompts[0], SamplingParams(max_tokens=5, n=3, temperature=0.8, seed=1))
+            answers.append([output.token_ids for output in outputs])
+    assert len(answers[0]) == 9
+    assert answers[1] == answers[0]
+
+
+def test_an_executor_over_replicas_answers_as_over_one_runner(two: ReplicatedRunner, oracle: Oracle):
+    async def call() -> None:
+        executor = LlmExecutor(two)
+        read = [await executor.prefill(PrefillInput(input_ids=np.array([[at, 2, 3]]))) for at in range(3)]
+        inputs = [DecodeInput(input_ids=np.array([[4]]), kv_cache=output.kv_cache) for output in read]
+        for at, output in enumerate(await executor.batch_decode(inputs)):
+            check(np.asarray(output.logits).ravel(), oracle, [at, 2, 3, 4])
+        copy = output.kv_cache.clone_handle()
+        assert copy.num_tokens == 4
+        assert two.replica_of(copy.cache_id) == two.replica_of(output.kv_cache.cache_id)
+
+    asyncio.run(call())

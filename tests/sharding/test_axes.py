@@ -32,11 +32,13 @@ def test_what_cannot_be_partitioned_is_refused_by_name():
         partitioned((10, 7), ("heads", "embed"))
     with pytest.raises(ConfigError, match="w: no rule for the logical axis 'depth'"):
         partitioned((10,), ("depth",))
+    with pytest.raises(ConfigError, match=r"w: embed goes to the axis 'modle', the mesh has \('data', 'model'\)"):
+        partitioned((12,), ("embed",), embed="modle")
 
 
 def test_an_axis_that_the_mesh_lacks_divides_nothing():
     assert partitioned((10, 7), ("expert", "embed")) == PartitionSpec(None, None)
-    assert partitioned((10,), ("embed",), embed="elsewhere") == PartitionSpec(None)
+    assert partitioned((10,), ("embed",), embed="expert") == PartitionSpec(None)
 
 
 def test_every_parameter_of_a_model_has_a_place():
