@@ -34,6 +34,8 @@ from ferrum_jax.weights.safetensors_file import check_regular
 CONFIG = "ferrum_config.json"
 PARAMS = "params"
 CHECKSUMS = "checksums.json"
+CHUNK = 1 << 24  # bytes of a tensor that are compressed together: what is read at least for a device's part of it
+GROUP = 1 << 27  # bytes of tensors that are read together: the host has them twice
 NUMBERS = 0  # marks the tensors to read in the tree that orbax is given
 QUANTISED = "quantised"  # field of the configuration: formats by name
 
@@ -52,8 +54,10 @@ def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> N
         raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over another")
     folder.mkdir(parents=True, exist_ok=True)
     params = lay_out(params, cfg, CHECKPOINT)
+    stored = _stored(params)
+    pieces = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), stored)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / PARAMS, _stored(params))
+        checkpointer.save(folder / PARAMS, stored, save_args=pieces)
     (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder / PARAMS), indent=1), encoding="utf-8")
     formats = {name: dataclasses.asdict(form) for name, form in formats_of(params).items()}
     text = json.dumps(dataclasses.asdict(cfg) | ({QUANTISED: formats} if formats else {}), indent=1)
@@ -116,6 +120,20 @@ def _stored(tree: ParamTree) -> ParamTree:
     return jax.tree.map(stored, tree, is_leaf=is_quantised)
 
 
+def _groups(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+    """Divides tensors into groups of at most `GROUP` bytes, or of one tensor."""
+    group: dict[str, jax.ShapeDtypeStruct] = {}
+    size = 0
+    for name, leaf in wanted.items():
+        more = leaf.size * leaf.dtype.itemsize
+        if group and size + more > GROUP:
+            yield group
+            group, size = {}, 0
+        group[name] = leaf
+        size += more
+    yield group
+
+
 class OrbaxSource:
     """A checkpoint that `save` wrote."""
 
@@ -135,18 +153,18 @@ class OrbaxSource:
         Raises:
             InvalidFormatError: this is no whole checkpoint of the model its configuration describes.
         """
-        import orbax.checkpoint as ocp
-
         wanted = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding),
             shapes(self._specs, dtype),
             placed.stored_shardings(self._specs),
         )
-        with self._reading(), ocp.StandardCheckpointer() as checkpointer:
+        with self._reading():
             # before any read: a restore that fails half-way leaves orbax's other reads running
             check_tensors(self.path / PARAMS, self.shapes(), named_leaves(self._specs))
-            found = checkpointer.restore(self.path / PARAMS, _stored(wanted))
-        return placed.divide(from_names(self._specs, named_leaves(found)), self._specs)
+        found: dict[str, jax.Array] = {}
+        for group in _groups(named_leaves(wanted)):
+            found |= self._restore(group)
+        return placed.divide(from_names(self._specs, found), self._specs)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the checkpoint's own list."""
@@ -158,13 +176,24 @@ class OrbaxSource:
 
     def read(self, name: str) -> np.ndarray:
         """Reads one tensor of a checkpoint that has it."""
+        return self._restore({name: None})[name]
+
+    def _restore(self, wanted: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
+        """Reads some tensors, onto devices where their shapes have shardings; those without a shape to the host."""
         import orbax.checkpoint as ocp
 
-        wanted = map_specs(lambda path, spec: NUMBERS if path == name else ocp.PLACEHOLDER, self._specs)
-        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+        def kind(name: str) -> Any:
+            leaf = wanted.get(name)
+            if leaf is None:
+                return ocp.RestoreArgs(restore_type=np.ndarray)
+            return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+        item = map_specs(lambda name, _: NUMBERS if name in wanted else ocp.PLACEHOLDER, self._specs)
+        kinds = map_specs(lambda name, _: kind(name), self._specs)
         with self._reading(), ocp.PyTreeCheckpointer() as checkpointer:
-            args = ocp.args.PyTreeRestore(item=_stored(wanted), restore_args=_stored(kinds))
-            return named_leaves(checkpointer.restore(self.path / PARAMS, args=args))[name]
+            args = ocp.args.PyTreeRestore(item=_stored(item), restore_args=_stored(kinds))
+            found = named_leaves(checkpointer.restore(self.path / PARAMS, args=args))
+        return {name: found[name] for name in wanted}
 
     def slices(self, name: str) -> None:
         """No tensor is read in parts."""

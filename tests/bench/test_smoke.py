@@ -47,6 +47,18 @@ def test_replicas_ends_in_a_json_line_of_twice_the_sequences(records: Path):
     assert one["prefix_hits"] > 0
 
 
+def test_shares_ends_in_a_json_line_of_what_two_processes_held(records: Path):
+    result = smoke("shares", records)
+    rows = result["rows"]
+    assert [(row["checkpoint"], row["process"]) for row in rows] == [
+        (kind, process) for kind in ("safetensors", "orbax") for process in (0, 1)
+    ]
+    for row in rows:
+        assert row["share"] == pytest.approx(result["checkpoint_bytes"] / 2, rel=0.05)
+        assert row["most"] - row["share"] - row["largest"] == row["beyond"]
+        assert row["before"] < row["most"]
+
+
 def test_adapters_ends_in_a_json_line(records: Path):
     row = smoke("adapters", records, "--rounds", "1")["rows"][0]
     assert (row["rows"], row["adapters"], row["rank"]) == (8, 5, 8)

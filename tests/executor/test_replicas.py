@@ -380,10 +380,11 @@ def test_an_executor_over_replicas_answers_as_over_one_runner(two: ReplicatedRun
         executor = LlmExecutor(two)
         read = [await executor.prefill(PrefillInput(input_ids=np.array([[at, 2, 3]]))) for at in range(3)]
         inputs = [DecodeInput(input_ids=np.array([[4]]), kv_cache=output.kv_cache) for output in read]
-        for at, output in enumerate(await executor.batch_decode(inputs)):
+        outputs = await executor.batch_decode(inputs)
+        for at, output in enumerate(outputs):
             check(np.asarray(output.logits).ravel(), oracle, [at, 2, 3, 4])
-        copy = output.kv_cache.clone_handle()
+        copy = outputs[2].kv_cache.clone_handle()
         assert copy.num_tokens == 4
-        assert two.replica_of(copy.cache_id) == two.replica_of(output.kv_cache.cache_id)
+        assert two.replica_of(copy.cache_id) == two.replica_of(outputs[2].kv_cache.cache_id)
 
     asyncio.run(call())

@@ -9,10 +9,12 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import ferrum_jax
@@ -52,6 +54,29 @@ def test_a_saved_checkpoint_is_loaded_as_it_was(name: str, tmp_path: Path):
     assert found_cfg == cfg
     assert hash(found_cfg) == hash(cfg)
     tiny.assert_same_tree(found, params)
+
+
+def test_a_checkpoint_is_the_same_in_groups_and_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(orbax, "GROUP", 20_000)  # bytes; all have 400,000
+    monkeypatch.setattr(orbax, "CHUNK", 1 << 10)
+    params = tiny.tiny_params(tiny.CONFIGS[NAME])
+    orbax.save(tmp_path / "checkpoint", params, tiny.model_config(NAME))
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = named_leaves(checkpointer.metadata(tmp_path / "checkpoint" / orbax.PARAMS).item_metadata.tree)
+    pieces = [np.prod(leaf.storage.chunk_shape) * leaf.dtype.itemsize for leaf in stored.values()]
+    assert max(pieces) <= 1 << 10
+    calls: list[int] = []
+    restore = orbax.OrbaxSource._restore
+
+    def counted(source: orbax.OrbaxSource, wanted: dict[str, Any]) -> dict[str, Any]:
+        calls.append(len(wanted))
+        return restore(source, wanted)
+
+    monkeypatch.setattr(orbax.OrbaxSource, "_restore", counted)
+    found, _ = ferrum_jax.load_params(tmp_path / "checkpoint")
+    tiny.assert_same_tree(found, params)
+    assert len(calls) > 10
+    assert max(calls) > 1
 
 
 def test_a_configuration_is_read_as_it_was_written(tmp_path: Path):
