@@ -61,15 +61,17 @@ class ReplicatedRunner(ModelRunner):
         """The replica that an id is on, None if it is on none."""
         return self._router.homes.get(cache_id)
 
-    def keep_from(self, short: Collection[int | None], positions: int) -> bool:
-        """Keeps new sequences away from replicas that ran short, unless no other has room.
+    def keep_from(self, short: Collection[int | None], positions: Sequence[int]) -> bool:
+        """Keeps new sequences away from replicas that ran short, unless the others have no room.
 
-        Returns whether another has: a slot, and blocks for so many positions and one more.
+        Returns whether those have: slots for sequences of so many positions, blocks for all, and one more.
         """
         with self._life.lock, self._life:
             self._router.short = frozenset(short)
             tables = [one._pipeline.table for at, one in enumerate(self.replicas) if at not in short]
-            return any(one.num_free_slots and one.pool.num_free > one.num_blocks(positions) for one in tables)
+            slots, blocks = sum(one.num_free_slots for one in tables), sum(one.pool.num_free for one in tables)
+            needed = sum(self.replicas[0]._pipeline.table.num_blocks(one) for one in positions)
+            return slots >= len(positions) and blocks > needed
 
     @property
     def params(self) -> ParamTree:

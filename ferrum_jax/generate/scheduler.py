@@ -370,9 +370,8 @@ class Scheduler:
         """Whether a request may join; of several replicas, none that ran short takes another until one there ends."""
         if not isinstance(self.model, ReplicatedRunner) or not self._running:
             return True
-        if self._short and any(self.model.replica_of(one.cache_id) is None for one in self._running):
-            return False  # what joined before has no blocks yet, so that nobody knows what is left
-        return self.model.keep_from(self._short, len(request.tokens))
+        joining = [one for one in self._running if self.model.replica_of(one.cache_id) is None]  # has no blocks yet
+        return self.model.keep_from(self._short, [len(one.tokens) for one in (*joining, request)])
 
     def _make_room(self, problem: ResourceExhaustedError) -> None:
         """Preempts the request that joined last (copies of a prompt join late), or fails it if it is alone.

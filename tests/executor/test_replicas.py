@@ -219,6 +219,21 @@ def test_policies_scores_and_captures_go_where_the_sequence_is(two: ReplicatedRu
     assert two.kv_cache("a", 1)[0].shape == (6, 2, 10)
 
 
+def test_room_is_counted_for_all_that_join_and_only_where_they_may_go(two: ReplicatedRunner):
+    size, free = two.plan.cache.block_size, [one._pipeline.table.pool.num_free for one in two.replicas]
+    assert free == [18, 18]
+    assert two.keep_from((), [17 * size, 18 * size])  # one more is left
+    assert not two.keep_from((), [18 * size, 17 * size + 1])
+    assert two.keep_from((0,), [17 * size])
+    assert not two.keep_from((0,), [18 * size])
+    assert two.keep_from((0,), [1] * 4)
+    assert not two.keep_from((0,), [1] * 5)  # of four slots
+    two.prefill("a", [1])
+    assert two.replica_of("a") == 1
+    assert not two.keep_from((0,), [1] * 4)
+    two.keep_from((), [])
+
+
 def test_a_closed_runner_says_so(params: ParamTree):
     runner = from_params(params, CFG, mesh={"data": 2}, max_seqs=1, kv_capacity=16)
     assert runner.describe()["mesh"] == {"data": 2}
