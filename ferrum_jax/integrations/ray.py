@@ -1,0 +1,183 @@
+"""An `LLM` on the processes of a Ray cluster, which is the extra `ray`.
+
+Each process is an actor that holds devices of its own. They find each other as in docs/several-hosts.md, and the first
+one answers. Answers and errors are those of `LLM`.
+"""
+
+# pyright: reportMissingImports=false
+import contextlib
+import importlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import ray
+import ray.exceptions
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ferrum_jax.config import EngineConfig
+from ferrum_jax.config.checks import check_integer
+from ferrum_jax.config.engine import MeshSizes
+from ferrum_jax.config.processes import COORDINATOR, COUNT, INDEX, START, START_SECONDS
+from ferrum_jax.contract.errors import CancelledError, ConfigError, DeviceError, FerrumError, ResourceExhaustedError
+from ferrum_jax.generate.params import RequestOutput, Score
+
+CALLS = 64  # that the first process answers at a time: they run in one batch
+PATIENCE = 20.0  # seconds, once another process has ended
+
+
+class RayLLM:
+    """An `LLM` whose processes are actors of Ray. Any thread may call it; calls at the same time share steps."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mesh: MeshSizes,
+        num_processes: int,
+        resources: Mapping[str, float] | None = None,
+        environment: Mapping[str, str] | None = None,
+        start_seconds: int = START_SECONDS,
+        **settings: Any,
+    ):
+        """Starts the processes on the cluster that `ray.init` has connected to, and loads the model in them.
+
+        Args:
+            path: as for `LLM`; every host of the cluster needs it there.
+            mesh: devices along the axes `expert` and `model`; all devices of all processes.
+            num_processes: actors, all placed at the same time.
+            resources: of each of them, by Ray's names, such as `{"CPU": 4, "GPU": 4}`; one CPU if None.
+            environment: variables of each of them.
+            start_seconds: until the cluster has placed all of them, and until they have found each other.
+            **settings: as for `LLM`.
+
+        Raises:
+            ConfigError: there is no mesh.
+            ResourceExhaustedError: the cluster has not so many resources free.
+            DeviceError: a process ended, or they did not find each other.
+            FerrumError: as `LLM`.
+        """
+        self._processes: list[Any] = []
+        self._group: Any = None
+        check_integer("num_processes", num_processes, 1)
+        check_integer("start_seconds", start_seconds, 1)
+        if not (sizes := EngineConfig(mesh=mesh).mesh_sizes):
+            raise ConfigError(f"mesh is {mesh!r}, expected devices along expert or model")
+        held = {"CPU": 1} | dict(resources or {})
+        others = {name: count for name, count in held.items() if name not in ("CPU", "GPU")}
+        try:
+            self._group = placement_group([held] * num_processes, strategy="PACK")
+            if not self._group.wait(start_seconds):
+                raise ResourceExhaustedError(
+                    f"the cluster has not placed {num_processes} processes with {held} each within {start_seconds} s; "
+                    f"free are {ray.available_resources()}"
+                )
+            places = [
+                PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+                for index in range(num_processes)
+            ]
+            where = _answer(ray.remote(_free_address).options(num_cpus=0, scheduling_strategy=places[0]).remote())
+            job = {COORDINATOR: where, COUNT: str(num_processes), START: str(start_seconds)}
+            for index, place in enumerate(places):
+                actor = ray.remote(_Process).options(
+                    num_cpus=held["CPU"],
+                    num_gpus=held.get("GPU", 0),
+                    resources=others,
+                    scheduling_strategy=place,
+                    runtime_env={"env_vars": dict(environment or {}) | job | {INDEX: str(index)}},
+                    max_concurrency=1 if index else CALLS,
+                )
+                self._processes.append(actor.remote())
+            settings = {"progress": False} | settings | {"mesh": sizes}
+            loads = [process.load.remote(os.fspath(path), settings) for process in self._processes]
+            ended, _ = ray.wait(loads)  # of the first process, while all is well
+            first, _ = ray.wait(loads[:1], timeout=PATIENCE)  # which knows why another has ended
+            _answer((first or ended)[0])
+            if not first:
+                raise DeviceError(f"a process of {num_processes} ended before the model was loaded")
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def generate(self, *given: Any, **options: Any) -> list[RequestOutput]:
+        """As `LLM.generate`."""
+        return self._call("generate", *given, **options)
+
+    def chat(self, *given: Any, **options: Any) -> Any:
+        """As `LLM.chat`."""
+        return self._call("chat", *given, **options)
+
+    def score(self, *given: Any, **options: Any) -> list[Score]:
+        """As `LLM.score`."""
+        return self._call("score", *given, **options)
+
+    def warmup(self) -> None:
+        """As `LLM.warmup`."""
+        self._call("warmup", progress=False)
+
+    def reset(self) -> None:
+        """As `LLM.reset`."""
+        self._call("reset")
+
+    def close(self) -> None:
+        """Ends the processes and gives their resources back; a second time does nothing."""
+        if not self._processes:
+            return
+        try:
+            with contextlib.suppress(DeviceError):  # of processes that are gone
+                self._call("close")
+        finally:
+            self._stop()
+
+    def _call(self, method: str, *given: Any, **options: Any) -> Any:
+        if not self._processes:
+            raise CancelledError("this LLM is closed")
+        return _answer(self._processes[0].call.remote(method, given, options))
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            ray.kill(process)
+        self._processes = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def _free_address() -> str:
+    """Where the processes may meet: the host where this runs, and a port that is free now."""
+    host = ray.util.get_node_ip_address()
+    with socket.create_server((host, 0)) as free:
+        return f"{host}:{free.getsockname()[1]}"
+
+
+class _Process:
+    """What an actor does."""
+
+    def load(self, path: str, settings: Mapping[str, Any]) -> None:
+        """Loads the model; processes other than the first are here until the end."""
+        llm: Any = importlib.import_module("ferrum_jax.generate.llm")
+        self._llm = llm.LLM(path, **settings)
+
+    def call(self, method: str, given: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Calls the LLM."""
+        return getattr(self._llm, method)(*given, **options)
+
+
+def _answer(ref: Any) -> Any:
+    """Waits for an actor; raises what it raised, or DeviceError where it is gone."""
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as problem:
+        if isinstance(problem.cause, FerrumError):
+            raise problem.cause from problem
+        raise
+    except ray.exceptions.RayActorError as problem:
+        raise DeviceError(f"a process of the model is gone: {' '.join(str(problem).split())}") from problem
