@@ -83,7 +83,8 @@ def load(
     Args:
         path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint; or one that `open_checkpoint` opened.
         dtype: of weights and activations; float32 on CPU and bfloat16 elsewhere if None.
-        kv_dtype: of cached keys and values; `dtype` if None.
+        kv_dtype: of cached keys and values; `dtype` if None. `float8_e4m3fn` (or `fp8`) has 3 bits of mantissa and
+            no scales: what is beyond 448 becomes that.
         max_seqs: live sequences.
         kv_capacity: positions one sequence can reach; the model's maximum up to 4096 if None.
         block_size: positions per KV block.

@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "artifacts of a stranger": ({"artifacts": "~no-such-user/x"}, ConfigError, "artifacts is '~no-such-user/x'"),
     "an unknown dtype": ({"dtype": "int4"}, ConfigError, "dtype is 'int4'"),
     "a dtype that is no name": ({"dtype": np.float32}, ConfigError, "expected a name"),
-    "an unknown dtype of the cache": ({"kv_dtype": "fp8"}, ConfigError, "kv_dtype is 'fp8'"),
+    "an unknown dtype of the cache": ({"kv_dtype": "fp4"}, ConfigError, "kv_dtype is 'fp4'"),
     "a device that is none": ({"device": "gpu:0"}, InvalidParameterError, "'gpu:0'"),
     "a second cpu": ({"device": "cpu:1"}, InvalidParameterError, "the cpu device has no index"),
     "a device that is not there": ({"device": "tpu:0"}, DeviceError, "tpu:0"),

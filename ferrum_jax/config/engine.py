@@ -13,8 +13,10 @@ from ferrum_jax.contract.errors import ConfigError, safe_repr
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
 ATTENTIONS = ("xla", "cpu", "triton", "cudnn", "tpu")
 DTYPES = ("float32", "float16", "bfloat16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 _DTYPE_OF = {
-    **dict.fromkeys(("fp32", "f32"), "float32"), **dict.fromkeys(("fp16", "f16", "half"), "float16"), "bf16": "bfloat16"
+    **dict.fromkeys(("fp32", "f32"), "float32"), **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    "bf16": "bfloat16", "fp8": "float8_e4m3fn",
 }  # fmt: skip
 CompilerOptions = Mapping[str, str | int | float | bool] | tuple[tuple[str, str | int | float | bool], ...] | None
 MESH_AXES = ("data", "expert", "model")
@@ -29,7 +31,7 @@ _COUNTS = {  # from, to
     **dict.fromkeys(("max_loras", "max_lora_rank"), (0, 1 << 16)),
     **dict.fromkeys(("spec_tokens", "multi_step_tokens"), (0, 1 << 10)),
 }
-_NAMES = {"dtype": DTYPES, "kv_dtype": DTYPES, "attention": ATTENTIONS, "layout": LAYOUTS, "quantize": QUANTISED}
+_NAMES = {"dtype": DTYPES, "kv_dtype": KV_DTYPES, "attention": ATTENTIONS, "layout": LAYOUTS, "quantize": QUANTISED}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -159,10 +159,14 @@ def write(
 ) -> KvState[jax.Array]:
     """Writes one layer's keys and values of each token at (block, offset within it); a latent has no values beside it.
 
-    A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.)
+    A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.) In 8 bits,
+    which have no infinity, what is beyond the largest number becomes that.
     """
 
     def put(pool: jax.Array, index: tuple[Any, ...], values: jax.Array) -> jax.Array:
+        if pool.dtype.itemsize == 1:
+            most = float(jnp.finfo(pool.dtype).max)
+            values = jnp.clip(values, -most, most)
         return pool.at[index].set(values.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
 
     across, along = (layer, block_ids, slice(None), slice(None), offsets), (layer, block_ids, offsets)

@@ -102,7 +102,7 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
     if width % step or width > WIDEST_HEAD:
         return f"head_dim is {width}, supported are multiples of {step} up to {WIDEST_HEAD}"
     if attention == "triton":
-        return None
+        return f"kv_dtype is {kv_dtype}, supported are 16 and 32 bits" if jnp.dtype(kv_dtype).itemsize == 1 else None
     dtypes = ("bfloat16", "float16") if attention == "cudnn" else ("bfloat16",)
     if dtype not in dtypes:
         return f"dtype is {dtype}, supported are {' and '.join(dtypes)}"

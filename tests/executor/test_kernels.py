@@ -83,6 +83,20 @@ def test_kernels_answer_as_xla_does(name: str, tmp_path: Path):
             np.testing.assert_allclose(ours, xla, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", by_default(["llama3", "gpt_oss", "gemma3", "deepseek3"], "llama3"))
+def test_a_kv_of_eight_bits_is_read_by_kernels_as_xla_reads_it(name: str, tmp_path: Path):
+    folder, tokens = tiny.write_folder(tmp_path, tiny.CONFIGS[name]), tiny.prompt(name)[: tiny.LENGTH]
+    eight: dict[str, Any] = {"kv_dtype": "fp8"}
+    with load(folder) as whole, load(folder, attention="xla", **eight) as wanted, load(folder, **eight) as found:
+        assert (found.describe()["attention"], found.describe()["kv_dtype"]) == ("cpu", "float8_e4m3fn")
+        assert 4 * found.plan.cache.num_bytes == whole.plan.cache.num_bytes
+        exact, xla, ours = answers(whole, tokens), answers(wanted, tokens), answers(found, tokens)
+        assert found.kv_cache("a", 0)[0].dtype == ml_dtypes.float8_e4m3fn
+    for one, two, three in zip(exact, xla, ours, strict=True):
+        np.testing.assert_allclose(three, two, rtol=0, atol=1e-4)
+        assert 1e-4 < np.abs(three - one).mean() < 0.3 * one.std()  # of experts others may be chosen
+
+
 @pytest.mark.parametrize("dtype", by_default([ml_dtypes.bfloat16, np.float16], ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "mixtral"))
 def test_weights_of_sixteen_bits_give_the_same_bits(dtype: Any, name: str, tmp_path: Path):

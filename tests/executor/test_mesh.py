@@ -129,6 +129,7 @@ def serve(folder: Path, mesh: dict[str, int] | None, **settings: Any) -> ModelRu
         pytest.param({"quantize": "int8", "layout": "scanned"}, marks=pytest.mark.slow),
         pytest.param({"attention": "xla"}, marks=pytest.mark.slow),
         pytest.param({"kv_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param({"kv_dtype": "float8_e4m3fn"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import Layout
 from ferrum_jax.ops import native
 from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
@@ -205,6 +207,38 @@ def test_rounding_to_sixteen_bits_is_numpys():
             np.testing.assert_array_equal(np.float32(pool), expected)
 
 
+def test_rounding_to_eight_bits_is_that_of_ml_dtypes_up_to_the_largest():
+    numbers = np.concatenate([normal(1, 500) * np.float32(2.0**at) for at in range(-16, 14, 2)])
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    halves = (every[:-1] + every[1:]) / 2  # ties
+    odd = [0.0, -0.0, np.inf, -np.inf, np.nan, 447.9, 464.0, 2.0**-10, 2.0**-11]
+    numbers = np.concatenate([numbers, every, halves, odd])
+    numbers = np.resize(numbers.astype(np.float32), (8, 1, 1024))
+    case = Case(lengths=(0,), counts=(8,), tokens=8, kv_heads=1, head_dim=1024, dtype="float8_e4m3fn")
+    at, kv = np.arange(8, dtype=np.int32), fill(case, "products").kv
+    expected = np.clip(numbers[:, 0], -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    for write in (write_cpu, state.write):
+        found = jax.jit(write)(kv, LAYER, np.full(8, 3, np.int32), at, numbers, numbers)
+        for pool in (found.k[LAYER, 3, 0, :, :8].T, found.v[LAYER, 3, 0, :8]):
+            np.testing.assert_array_equal(np.float32(pool), expected)
+
+
+@pytest.mark.parametrize("count", [8, 16, 13])
+def test_every_number_of_eight_bits_is_read_as_it_is(count: int):
+    every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    every = every[~np.isnan(every.astype(np.float32))]
+    for start in range(0, len(every), count):
+        own = np.resize(every[start : start + count], count).astype(np.float32)
+        case = Case(lengths=(0,), counts=(1,), tokens=1, kv_heads=1, group=1, head_dim=count, dtype="float8_e4m3fn")
+        filled = fill(case, "products")
+        ids, at = np.asarray(filled.rows.tables)[0, :1], np.zeros(1, np.int32)
+        kv = write_cpu(
+            filled.kv, LAYER, jnp.asarray(ids), jnp.asarray(at), jnp.zeros((1, 1, count)), jnp.asarray(own)[None, None]
+        )
+        out = attend_cpu(jnp.zeros((1, 1, 1, count)), kv, LAYER, filled.rows, scale=1.0, window=None)
+        np.testing.assert_array_equal(np.asarray(out)[0, 0, 0], own)  # one position has the whole weight
+
+
 def expected(filled: Filled, case: Case, sinks: NDArray[Any] | None) -> NDArray[np.float64]:
     """Attention by its definition, in float64."""
     q = np.asarray(filled.q, np.float64)
@@ -239,7 +273,7 @@ def check_attention(case: Case, layout: Layout = "products", sinks: NDArray[Any]
 SIZES = [(0, 5, 3), (1, 0, 0), (63, 64, 70), (300, 7, 0)]
 
 
-@pytest.mark.parametrize("dtype", native.FLOATS)
+@pytest.mark.parametrize("dtype", [*native.FLOATS, "float8_e4m3fn"])
 @pytest.mark.parametrize("layout", ["products", "latent"])
 @pytest.mark.parametrize("tokens", [1, 2, 37])
 def test_attention_is_numpys(dtype: str, layout: Layout, tokens: int):

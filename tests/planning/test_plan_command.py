@@ -46,7 +46,7 @@ def test_plan_prints_one_json_object_instead(run: Run, config: Path):
 def test_plan_refuses_what_does_not_fit_or_is_not_known(run: Run, config: Path):
     big = run("plan", "llama-3.1-8b", "--device", "v5e", "--no-lower")
     refused(big, "ResourceExhausted", "16.06 GB for parameters", "14.40 GB are usable", "fits on model=2 or on model=4")
-    refused(run("plan", config, "--device", "h100", "--mesh", "model=3x"), "Config", "mesh is 'model=3x'")
+    refused(run("plan", config, "--device", "h100", "--mesh", "model=3x"), "Config", "model of the mesh is '3x'")
     refused(
         run("plan", config, "--device", "h100", "--mesh", "model=9", "--context", "32"), "Config", "8 attention heads"
     )

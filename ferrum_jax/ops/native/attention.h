@@ -374,6 +374,7 @@ template <class T> void attend_as(const Attention& a, int64_t item) {
 void attend(const Attention& a, int64_t item) {
   if (a.kind == Kind::kFloat32) return attend_as<float>(a, item);
   if (a.kind == Kind::kBFloat16) return attend_as<BFloat16>(a, item);
+  if (a.kind == Kind::kFloat8) return attend_as<Float8>(a, item);
   attend_as<Float16>(a, item);
 }
 
@@ -424,6 +425,7 @@ template <class T> void write_as(const Write& a, int64_t first, int64_t last) {
 void write(const Write& a, int64_t first, int64_t last) {
   if (a.kind == Kind::kFloat32) return write_as<float>(a, first, last);
   if (a.kind == Kind::kBFloat16) return write_as<BFloat16>(a, first, last);
+  if (a.kind == Kind::kFloat8) return write_as<Float8>(a, first, last);
   write_as<Float16>(a, first, last);
 }
 

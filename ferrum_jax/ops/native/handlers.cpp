@@ -61,6 +61,12 @@ bool kind_of(ffi::DataType type, Kind* kind) {
   }
 }
 
+bool kind_of_pool(ffi::DataType type, Kind* kind) {
+  if (type != ffi::DataType::F8E4M3FN) return kind_of(type, kind) && *kind != Kind::kInt8 && *kind != Kind::kUint4;
+  *kind = Kind::kFloat8;
+  return true;
+}
+
 // Fills in what a product's weight is: values, scales and offsets. Returns what is wrong, or null.
 const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* experts) {
   auto values = parts.get<ffi::AnyBuffer>(0);
@@ -207,8 +213,7 @@ ffi::Error run_attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer keys, ffi::
                       FloatResult parts, float scale, float softcap, int64_t span) {
   Attention a{};
   auto sizes = q.dimensions(), pool_sizes = keys.dimensions();
-  if (!kind_of(keys.element_type(), &a.kind) || size_of(a.kind) == 1)
-    return ffi::Error::InvalidArgument("a KV of this type has no kernel");
+  if (!kind_of_pool(keys.element_type(), &a.kind)) return ffi::Error::InvalidArgument("a KV of this type has no kernel");
   a.q = q.typed_data();
   a.keys = keys.untyped_data();
   a.values = values.element_count() ? values.untyped_data() : nullptr;
@@ -244,7 +249,7 @@ ffi::Error run_attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer keys, ffi::
 }
 
 const char* check_write(const ffi::AnyBuffer& keys, const void* written, Write* a) {
-  if (!kind_of(keys.element_type(), &a->kind) || size_of(a->kind) == 1) return "a KV of this type has no kernel";
+  if (!kind_of_pool(keys.element_type(), &a->kind)) return "a KV of this type has no kernel";
   if (keys.untyped_data() != written) return "the KV was copied";
   auto sizes = keys.dimensions();
   a->blocks = sizes[1], a->kv_heads = sizes[2], a->width = sizes[3], a->block = sizes[4];

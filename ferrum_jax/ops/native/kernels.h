@@ -5,7 +5,7 @@
 
 namespace ferrum {
 
-enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4 };
+enum class Kind : int32_t { kFloat32, kBFloat16, kFloat16, kInt8, kUint4, kFloat8 };
 
 // y[b, n] = sum over k of x[b, k] * w[n, k], in float32. With groups, w[n, k] = value * scale + offset of its group.
 struct Linear {

@@ -27,6 +27,7 @@ typedef float Vector __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Integers __attribute__((vector_size(kLanes * 4)));
 struct BFloat16 { uint16_t bits; };
 struct Float16 { uint16_t bits; };
+struct Float8 { uint8_t bits; };   // e4m3fn: 4 bits of exponent, no infinity
 struct Nibbles { uint8_t bits; };  // two numbers
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -52,6 +53,13 @@ inline float widen(Float16 x) {
   return sign ? -size : size;
 #endif
 }
+inline float widen(Float8 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x80) << 24, rest = x.bits & 0x7f;
+  if (rest == 0x7f) return cast<float>(sign | 0x7fc00000u);  // not a number
+  if (rest >= 8) return cast<float>(sign | ((rest << 20) + (120u << 23)));
+  const float size = float(rest) * 0x1p-9f;
+  return sign ? -size : size;
+}
 inline float widen(int8_t x) { return x; }
 
 inline void narrow(float x, float* to) { *to = x; }
@@ -72,6 +80,19 @@ inline void narrow(float x, Float16* to) {
     to->bits = uint16_t(sign | ((rest + 0xfff + (rest >> 13 & 1)) - 0x38000000) >> 13);
   }
 }
+inline void narrow(float x, Float8* to) {  // what is beyond the largest, 448, becomes that
+  const uint32_t bits = cast<uint32_t>(x), sign = bits >> 24 & 0x80;
+  const uint32_t rest = bits & 0x7fffffff;
+  if (rest > 0x7f800000) {
+    to->bits = uint8_t(sign | 0x7f);
+  } else if (rest >= 0x43e00000) {
+    to->bits = uint8_t(sign | 0x7e);
+  } else if (rest < 0x3c800000) {  // subnormal: the addition rounds
+    to->bits = uint8_t(sign | (cast<uint32_t>(cast<float>(rest) + 16384.0f) - 0x46800000u));
+  } else {
+    to->bits = uint8_t(sign | ((rest + 0x7ffff + (rest >> 20 & 1)) - 0x3c000000) >> 20);
+  }
+}
 
 inline Vector load(const float* p) {
   Vector v;
@@ -85,6 +106,13 @@ inline Vector load(const BFloat16* p) {
   return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
 inline Vector load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline Vector load(const Float8* p) {  // as a half, whose exponent has one more bit: 2^8 times too small
+  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(short(0xbf80)));
+  const __m256i most = _mm256_set1_epi16(0x3f80), rest = _mm256_and_si256(half, most);
+  const __m256i none = _mm256_slli_epi16(_mm256_cmpeq_epi16(rest, most), 10);  // not a number
+  return (Vector)_mm512_cvtph_ps(_mm256_or_si256(half, none)) * 256.0f;
+}
 inline Vector load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
@@ -98,6 +126,13 @@ inline Vector load(const BFloat16* p) {
   return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 }
 inline Vector load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline Vector load(const Float8* p) {  // as a half, whose exponent has one more bit: 2^8 times too small
+  const __m128i wide = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8);
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(wide, 1), _mm_set1_epi16(short(0xbf80)));
+  const __m128i most = _mm_set1_epi16(0x3f80), rest = _mm_and_si128(half, most);
+  const __m128i none = _mm_slli_epi16(_mm_cmpeq_epi16(rest, most), 10);  // not a number
+  return (Vector)_mm256_cvtph_ps(_mm_or_si128(half, none)) * 256.0f;
+}
 inline Vector load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
