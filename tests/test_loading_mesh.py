@@ -88,7 +88,17 @@ def test_research_functions_take_what_a_mesh_serves(tmp_path: Path):
         params, cfg = runner.params, runner.model_config
         logits = ferrum_jax.models.forward(params, tokens, cfg)
         grads = jax.grad(lambda tree: ferrum_jax.models.forward(tree, tokens, cfg).sum())(params)
+
+    @jax.jit
+    def rollout(tree: Any) -> Any:
+        drawn, one = ferrum_jax.Sampling(temperature=0.8), jnp.ones(1, jnp.int32)
+        own = {"max_tokens": 6, "sampling": drawn}
+        return ferrum_jax.generate_fn(tree, None, tokens, one * len(TOKENS), one.astype(jnp.uint32), cfg, **own)[0]
+
     whole, _ = ferrum_jax.load_params(path)
+    found, wanted = rollout(params), rollout(whole)
+    np.testing.assert_array_equal(found.token_ids, wanted.token_ids)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=1e-5)
     np.testing.assert_allclose(logits, ferrum_jax.models.forward(whole, tokens, cfg), atol=1e-5)
     expected = jax.grad(lambda tree: ferrum_jax.models.forward(tree, tokens, cfg).sum())(whole)
     for mine, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
