@@ -64,14 +64,21 @@ class ReplicatedRunner(ModelRunner):
     def keep_from(self, short: Collection[int | None], positions: Sequence[int]) -> bool:
         """Keeps new sequences away from replicas that ran short, unless the others have no room.
 
-        Returns whether those have: slots for sequences of so many positions, blocks for all, and one more.
+        Returns whether those have: slots and blocks for sequences of so many positions, each placed where most blocks
+        are left, and one block more.
         """
         with self._life.lock, self._life:
             self._router.short = frozenset(short)
             tables = [one._pipeline.table for at, one in enumerate(self.replicas) if at not in short]
-            slots, blocks = sum(one.num_free_slots for one in tables), sum(one.pool.num_free for one in tables)
-            needed = sum(self.replicas[0]._pipeline.table.num_blocks(one) for one in positions)
-            return slots >= len(positions) and blocks > needed
+            left = [[one.pool.num_free, one.num_free_slots] for one in tables if one.num_free_slots]
+            for needed in map(self.replicas[0]._pipeline.table.num_blocks, positions):
+                if not left or max(left)[0] <= needed:
+                    return False
+                best = max(left)
+                best[0] -= needed
+                best[1] -= 1
+                left = [one for one in left if one[1]]
+            return True
 
     @property
     def params(self) -> ParamTree:

@@ -222,8 +222,10 @@ def test_policies_scores_and_captures_go_where_the_sequence_is(two: ReplicatedRu
 def test_room_is_counted_for_all_that_join_and_only_where_they_may_go(two: ReplicatedRunner):
     size, free = two.plan.cache.block_size, [one._pipeline.table.pool.num_free for one in two.replicas]
     assert free == [18, 18]
-    assert two.keep_from((), [17 * size, 18 * size])  # one more is left
-    assert not two.keep_from((), [18 * size, 17 * size + 1])
+    assert two.keep_from((), [17 * size, 17 * size])  # one more is left on each
+    assert not two.keep_from((), [17 * size, 18 * size])
+    assert not two.keep_from((), [9 * size, 9 * size, 9 * size])  # no replica has room for the third
+    assert two.keep_from((), [9 * size, 9 * size, 8 * size, 8 * size])
     assert two.keep_from((0,), [17 * size])
     assert not two.keep_from((0,), [18 * size])
     assert two.keep_from((0,), [1] * 4)
