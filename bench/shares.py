@@ -79,8 +79,10 @@ def main() -> None:
         layers = max(1, round((found.gigabytes * 1e9 - one) / (two - one)) + 1)
     config = shape | {"num_hidden_layers": layers}
     cfg = ModelConfig.from_hf(config)
-    conditions = card.show_card(models.Subject(f"llama of {layers} layers", {}, cfg, "bfloat16"))
     specs = family(cfg).param_specs(cfg)
+    size = num_bytes(specs, "bfloat16")
+    named = models.Subject(f"llama of {layers} layers, {size / 1e9:.2f} GB on disk", {}, cfg, "bfloat16")
+    conditions = card.show_card(named) | {"weight_bytes": size}
     largest = max(num_bytes({name: spec}, "bfloat16") for name, spec in named_leaves(specs).items())
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -110,7 +112,7 @@ def main() -> None:
         f"aim: at most {MOST / 1e6:.0f} MB beyond the share and the largest tensor: {verdict} with {worst / 1e6:,.0f}"
     )
     aims = [{"name": "bytes beyond", "aim": MOST, "found": worst}]
-    card.finish("shares", found, conditions, rows, aims=aims, checkpoint_bytes=num_bytes(specs, "bfloat16"))
+    card.finish("shares", found, conditions, rows, aims=aims, checkpoint_bytes=size)
 
 
 def _more(reader: argparse.ArgumentParser) -> None:

@@ -189,7 +189,7 @@ def plan(
         str | None, typer.Option(help="bfloat16, float16, int8 or float8_e4m3fn [default: as it is published]")
     ] = None,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="Of cached keys and values [default: that of activations]")
+        str | None, typer.Option(help="Of cached keys and values, fp8 for 8 bits [default: that of activations]")
     ] = None,
     step_tokens: Annotated[int, typer.Option(help="Tokens of prompts in one step at most")] = 2048,
     memory_share: Annotated[float, typer.Option(help="Of a device's memory that JAX may take")] = 0.9,

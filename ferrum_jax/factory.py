@@ -151,11 +151,15 @@ def _check(config: ExecutorConfig) -> tuple[Checkpoint, EngineConfig, ModelInfo]
     info = _check_info(config, source.config)
     _check_attention(config.attention_config, source.config)
     engine = _engine(config, device).over_environment()
+    placed = ModelPlacement.on_mesh(source.config, engine.mesh_sizes, device)
+    if config.executor_options.get("executor_type") is ExecutorType.TensorParallel and placed.division is None:
+        raise ConfigError(
+            f"executor_type is TensorParallel and the mesh is {engine.mesh_sizes or 'one device'}: set "
+            "executor_options['mesh'] to one with several devices along model or expert"
+        )
     if config.memory_config.memory_pool_size is not None:
-        engine = _sized(engine, config.memory_config.memory_pool_size, source.config, device.platform)
-    if config.executor_options.get("executor_type") is ExecutorType.TensorParallel and not engine.mesh_sizes:
-        raise ConfigError("executor_type is TensorParallel and there is no mesh: set executor_options['mesh']")
-    plan_ahead(engine, source, ModelPlacement.on_mesh(source.config, engine.mesh_sizes, device))
+        engine = _sized(engine, config.memory_config.memory_pool_size, source.config, placed)
+    plan_ahead(engine, source, placed)
     return source, engine, info
 
 
@@ -289,11 +293,12 @@ def _engine(config: ExecutorConfig, device: JaxDevice) -> EngineConfig:
     ).joined(options.get("engine"))
 
 
-def _sized(engine: EngineConfig, pool_bytes: Any, cfg: ModelConfig, platform: str) -> EngineConfig:
-    """Returns the settings with as many blocks as the pool's bytes hold."""
+def _sized(engine: EngineConfig, pool_bytes: Any, cfg: ModelConfig, placed: ModelPlacement) -> EngineConfig:
+    """Returns the settings with as many blocks as the pool's bytes hold on each device."""
     if not is_integer(pool_bytes):
         raise ConfigError(f"memory_pool_size is {safe_repr(pool_bytes)}, expected a number of bytes")
-    block_bytes = plan_engine(replace(engine, kv_blocks=1), cfg, platform=platform, free_bytes=2**62).cache.num_bytes
+    how: dict[str, Any] = {"platform": placed.placement.first.platform, "division": placed.division}
+    block_bytes = plan_engine(replace(engine, kv_blocks=1), cfg, **how, free_bytes=2**62).cache.num_bytes
     if pool_bytes < block_bytes:
         raise ConfigError(f"memory_pool_size is {safe_repr(pool_bytes)}, one KV block takes {block_bytes} bytes")
     return replace(engine, kv_blocks=pool_bytes // block_bytes)

@@ -226,7 +226,7 @@ def test_a_field_that_can_be_honoured_is_valid(config: ExecutorConfig, field: st
         ("executor_options", {"kv_blocks": 0}, ConfigError, "kv_blocks is 0"),
         ("executor_options", {"executor_type": "batch"}, ConfigError, "expected an ExecutorType"),
         ("executor_options", {"executor_type": ExecutorType.Sequential}, ConfigError, "set max_batch_size to 1"),
-        ("executor_options", {"executor_type": ExecutorType.TensorParallel}, ConfigError, "there is no mesh"),
+        ("executor_options", {"executor_type": ExecutorType.TensorParallel}, ConfigError, "the mesh is one device"),
         ("executor_options", {"executor_type": ExecutorType.PipelineParallel}, UnsupportedError, "Pipeline"),
     ],
 )

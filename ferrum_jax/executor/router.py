@@ -109,8 +109,9 @@ class ReplicaRouter:
                 known, resting = self._known(index, cache_id, tokens)
                 # Known blocks that nobody holds are among the free ones, until the prompt holds them.
                 taken = needed - known + resting
-                fits = slots[index] > 0 and blocks[index] >= taken and index not in self.short
-                ranks.append((fits, known, blocks[index], -index, taken))
+                is_open = index not in self.short
+                fits = slots[index] > 0 and blocks[index] >= taken and is_open
+                ranks.append((fits, is_open, known, blocks[index], -index, taken))
             *_, negated, taken = max(ranks)
             found[cache_id] = best = -negated
             slots[best] -= 1

@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ferrum_jax.config import EngineConfig
-from ferrum_jax.config.checks import check_integer
+from ferrum_jax.config.checks import check_integer, check_number
 from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.config.processes import COORDINATOR, COUNT, INDEX, START, START_SECONDS
 from ferrum_jax.contract.errors import CancelledError, ConfigError, DeviceError, FerrumError, ResourceExhaustedError
@@ -48,13 +48,13 @@ class RayLLM:
             path: as for `LLM`; every host of the cluster needs it there.
             mesh: devices along the axes `expert` and `model`; all devices of all processes.
             num_processes: actors, all placed at the same time.
-            resources: of each of them, by Ray's names, such as `{"CPU": 4, "GPU": 4}`; one CPU if None.
+            resources: of each of them, by Ray's names, such as `{"CPU": 4, "GPU": 4}`; one CPU where it names none.
             environment: variables of each of them.
             start_seconds: until the cluster has placed all of them, and until they have found each other.
             **settings: as for `LLM`.
 
         Raises:
-            ConfigError: there is no mesh.
+            ConfigError: a setting is wrong, or `ray.init` was not called.
             ResourceExhaustedError: the cluster has not so many resources free.
             DeviceError: a process ended, or they did not find each other.
             FerrumError: as `LLM`.
@@ -66,7 +66,16 @@ class RayLLM:
         if not (sizes := EngineConfig(mesh=mesh).mesh_sizes):
             raise ConfigError(f"mesh is {mesh!r}, expected devices along expert or model")
         held = {"CPU": 1} | dict(resources or {})
-        others = {name: count for name, count in held.items() if name not in ("CPU", "GPU")}
+        for name, count in held.items():
+            check_number(name, count, above=None)
+        held = {name: count for name, count in held.items() if count}
+        if not held or min(held.values()) < 0:
+            raise ConfigError(f"resources are {resources}, expected numbers above 0")
+        if any(not isinstance(text, str) for pair in (environment or {}).items() for text in pair):
+            raise ConfigError(f"environment is {environment}, expected texts by name")
+        if not ray.is_initialized():
+            raise ConfigError("no Ray cluster is connected: call ray.init first")
+        others = {name: count for name, count in held.items() if name not in ("CPU", "GPU", "memory")}
         try:
             self._group = placement_group([held] * num_processes, strategy="PACK")
             if not self._group.wait(start_seconds):
@@ -82,8 +91,9 @@ class RayLLM:
             job = {COORDINATOR: where, COUNT: str(num_processes), START: str(start_seconds)}
             for index, place in enumerate(places):
                 actor = ray.remote(_Process).options(
-                    num_cpus=held["CPU"],
+                    num_cpus=held.get("CPU", 0),
                     num_gpus=held.get("GPU", 0),
+                    memory=held.get("memory"),
                     resources=others,
                     scheduling_strategy=place,
                     runtime_env={"env_vars": dict(environment or {}) | job | {INDEX: str(index)}},
@@ -102,6 +112,7 @@ class RayLLM:
             raise
 
     def __enter__(self) -> Self:
+        self._first()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -129,26 +140,42 @@ class RayLLM:
 
     def close(self) -> None:
         """Ends the processes and gives their resources back; a second time does nothing."""
-        if not self._processes:
-            return
+        processes = self._processes
         try:
-            with contextlib.suppress(DeviceError):  # of processes that are gone
-                self._call("close")
+            if processes and ray.is_initialized():
+                with contextlib.suppress(DeviceError):  # of processes that are gone
+                    _answer(processes[0].call.remote("close", (), {}))
         finally:
             self._stop()
 
     def _call(self, method: str, *given: Any, **options: Any) -> Any:
-        if not self._processes:
+        first = self._first()
+        try:
+            return _answer(first.call.remote(method, given, options))
+        except DeviceError as problem:
+            if not self._processes:
+                raise CancelledError("this LLM was closed meanwhile") from problem
+            raise
+
+    def _first(self) -> Any:
+        processes = self._processes
+        if not processes:
             raise CancelledError("this LLM is closed")
-        return _answer(self._processes[0].call.remote(method, given, options))
+        return processes[0]
 
     def _stop(self) -> None:
-        for process in self._processes:
-            ray.kill(process)
-        self._processes = []
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        """Ends the actors and gives the resources back; where Ray has been shut down, they are gone already."""
+        processes, self._processes = self._processes, []
+        group, self._group = self._group, None
+        if not ray.is_initialized():
+            return
+        try:
+            for process in processes:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    ray.kill(process)
+        finally:
+            if group is not None:
+                remove_placement_group(group)
 
 
 def _free_address() -> str:
@@ -179,5 +206,5 @@ def _answer(ref: Any) -> Any:
         if isinstance(problem.cause, FerrumError):
             raise problem.cause from problem
         raise
-    except ray.exceptions.RayActorError as problem:
+    except ray.exceptions.RayError as problem:
         raise DeviceError(f"a process of the model is gone: {' '.join(str(problem).split())}") from problem

@@ -42,6 +42,7 @@ class Deployment:
     memory_share: float = MEMORY_SHARE
 
     def __post_init__(self):
+        object.__setattr__(self, "kv_dtype", EngineConfig(kv_dtype=self.kv_dtype).kv_dtype)  # by its full name
         longest = self.subject.cfg.max_seq_len
         if not 1 <= self.context <= longest:
             raise ConfigError(f"context is {self.context}, {self.subject.name} has 1 to {longest} positions")

@@ -97,10 +97,13 @@ def join(asked: Any) -> "Channel | None":
 
 @contextlib.contextmanager
 def telling(channel: "Channel | None") -> Iterator[None]:
-    """Tells the other processes of a failure here while a model is loaded: they may be waiting for this one."""
+    """Tells the other processes of a failure here while a model is loaded, and raises it: they may wait for this one.
+
+    SystemExit is none: so ends a process that has followed process 0 to the end.
+    """
     try:
         yield
-    except SystemExit:  # a process that followed to the end
+    except SystemExit:
         raise
     except BaseException as problem:
         if channel is not None:
@@ -143,6 +146,7 @@ class Channel:
         self._sending, self._losing = threading.Lock(), threading.Lock()
         self._is_ending = False
         self._is_told = False  # that a peer is lost
+        self._has_abandoned = False  # this process could not load the model, and ends with its own error
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), name=f"process {peer}", daemon=True).start()
         threading.Thread(target=self._beat, name="signs of life", daemon=True).start()
@@ -191,6 +195,7 @@ class Channel:
     def abandon(self, why: str) -> None:
         """Tells the peers why this process did not load the model; unlike `fail`, it goes on to raise its error."""
         self.is_starting = False
+        self._has_abandoned = True
         self._tell(why)
         if self.index == 0:
             self._lose(f"process 0 of {self.count} failed: {why}")
@@ -247,7 +252,7 @@ class Channel:
         for connection in self._peers.values():  # which ends what waits to send
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
-        if self.index:
+        if self.index and not self._has_abandoned:
             _end(f"{self.lost}; process {self.index} ends")
         if self.is_starting:  # where the backends of JAX wait for each other, too
             threading.Thread(target=self._end_if_stuck, name="end", daemon=True).start()
@@ -261,9 +266,9 @@ class Channel:
         """Ends the process in order, or at once where a peer is lost, for whom JAX would wait."""
         if self.index == 0:
             self.close()
-        elif not self._is_ending:
+        elif not self._is_ending and not self._has_abandoned:
             self.fail("its program ended before process 0 did")
-        if self.lost:
+        if self.lost or self._has_abandoned:
             _end()
 
 

@@ -34,7 +34,7 @@ from ferrum_jax.weights.safetensors_file import check_regular
 CONFIG = "ferrum_config.json"
 PARAMS = "params"
 CHECKSUMS = "checksums.json"
-CHUNK = 1 << 24  # bytes of a tensor that are compressed together: what is read at least for a device's part of it
+CHUNK = 1 << 24  # bytes of a tensor that are compressed together: the least that is read for a device's part
 GROUP = 1 << 27  # bytes of tensors that are read together: the host has them twice
 NUMBERS = 0  # marks the tensors to read in the tree that orbax is given
 QUANTISED = "quantised"  # field of the configuration: formats by name

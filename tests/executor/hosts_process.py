@@ -124,6 +124,7 @@ def refuse(job: dict[str, Any], who: str) -> None:
     try:
         ferrum_jax.load(path, mesh={"model": 4}, engine=ENGINE, artifacts=False, progress=False)
     except FerrumError as problem:
+        time.sleep(0.5)  # as a program does that cleans up first
         print(f"{type(problem).__name__}: {problem}", flush=True)
         if os.environ["FERRUM_PROCESS_ID"] == "0":
             time.sleep(60)

@@ -163,11 +163,11 @@ def test_the_loss_of_a_process_is_an_error_in_the_other(job: dict[str, Any], tmp
 @pytest.mark.parametrize("who", ["1", "0"])
 def test_what_one_process_refuses_to_load_no_other_waits_for(job: dict[str, Any], tmp_path: Path, who: str):
     with Job(job | {"do": "refuse", "who": who}, count=2, logs=tmp_path) as running:
-        if who == "1":
-            running.await_output(0, "DeviceError: process 1 of 2", 60)
+        running.await_output(0, "DeviceError: process 1 of 2" if who == "1" else "NotFoundError: ", 60)
         assert running.end(1, 60) != 0
         assert "NotFoundError: nowhere does not exist" in running.output(0), running.output(0)
         assert "NotFoundError: nowhere does not exist" in running.output(1), running.output(1)
+        assert "ended before process 0 did" not in running.output(1)
         assert running.processes[0].poll() is None  # it goes on after the error
 
 

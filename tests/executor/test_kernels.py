@@ -97,6 +97,25 @@ def test_a_kv_of_eight_bits_is_read_by_kernels_as_xla_reads_it(name: str, tmp_pa
         assert 1e-4 < np.abs(three - one).mean() < 0.3 * one.std()  # of experts others may be chosen
 
 
+@pytest.mark.parametrize("attention", ["cpu", "xla"])
+def test_a_kv_of_eight_bits_keeps_the_laws(attention: str, tmp_path: Path):
+    folder, tokens = tiny.write_folder(tmp_path, tiny.CONFIGS["llama3"]), tiny.prompt("llama3")[: tiny.LENGTH]
+    with load(folder, attention=attention, kv_dtype="fp8", prefix_cache=True) as runner:
+        whole = np.asarray(runner.prefill("a", tokens))
+        found = [np.asarray(runner.prefill("b", tokens))]  # its first blocks are reused
+        assert runner.cache_metrics_snapshot()["hits"] == 1
+        runner.release("b")
+        runner.fork("a", "c")
+        runner.truncate_kv("c", 5)
+        found.append(np.asarray(runner.prefill("c", tokens[5:])))
+        runner.reset()
+        for token in tokens[:-1]:
+            runner.prefill("d", [token])
+        found.append(np.asarray(runner.decode("d", tokens[-1], len(tokens) - 1)))
+    for one in found:
+        np.testing.assert_allclose(one, whole, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", by_default([ml_dtypes.bfloat16, np.float16], ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "mixtral"))
 def test_weights_of_sixteen_bits_give_the_same_bits(dtype: Any, name: str, tmp_path: Path):

@@ -236,6 +236,26 @@ def test_room_is_counted_for_all_that_join_and_only_where_they_may_go(two: Repli
     two.keep_from((), [])
 
 
+def test_requests_that_fit_on_no_replica_for_now_keep_none_of_the_others_waiting(params: ParamTree):
+    engine = replace(REUSING, max_seqs=3, decode_rows=(3,), kv_blocks=9, prefix_cache=False)
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(CFG.vocab_size, size=rng.choice([3, 30])).tolist() for _ in range(40)]
+    with from_params(params, CFG, mesh={"data": 3}, engine=engine) as runner:
+        llm, steps = LLM.from_model(runner), 0
+        step = llm.engine.scheduler.step
+
+        def counted() -> None:
+            nonlocal steps
+            steps += 1
+            assert steps < 1000  # without progress
+            step()
+
+        llm.engine.scheduler.step = counted
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
+        assert [len(output.token_ids) for output in outputs] == [6] * 40
+        assert steps > 20
+
+
 def test_a_closed_runner_says_so(params: ParamTree):
     runner = from_params(params, CFG, mesh={"data": 2}, max_seqs=1, kv_capacity=16)
     assert runner.describe()["mesh"] == {"data": 2}

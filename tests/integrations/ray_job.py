@@ -31,11 +31,14 @@ def refused(call: Any) -> str:
 
 def main() -> None:
     path, found = sys.argv[1], dict[str, Any]()
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     environment = {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"}
     own: dict[str, Any] = {"mesh": {"model": 4}, "num_processes": 2, "environment": environment, **SETTINGS}
+    found["no cluster"] = refused(lambda: RayLLM(path, **own))
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     found["nowhere"] = refused(lambda: RayLLM(f"{path}/nowhere", **own))
     found["crowded"] = refused(lambda: RayLLM(path, **{**own, "resources": {"CPU": 2}, "start_seconds": 2}))
+    found["wrong resources"] = refused(lambda: RayLLM(path, **{**own, "resources": {"CPU": -1}}))
+    found["wrong environment"] = refused(lambda: RayLLM(path, **{**own, "environment": {"A": 1}}))
     found["no mesh"] = refused(lambda: RayLLM(path, **{**own, "mesh": None}))
     with RayLLM(path, **own) as llm:
         texts: dict[int, list[int]] = {}
@@ -63,6 +66,11 @@ def main() -> None:
         found["killed"] = refused(lambda: [llm.generate([PROMPTS[0]], WANTED) for _ in range(200)])
         ray.kill(processes[0])
         found["gone"] = refused(lambda: llm.generate([PROMPTS[0]], WANTED))
+    llm = RayLLM(path, **{**own, "mesh": {"model": 2}, "num_processes": 1})
+    found["one process"] = [llm.generate([prompt], WANTED)[0].token_ids for prompt in PROMPTS]
+    ray.shutdown()
+    llm.close()
+    found["started again"] = ray.is_initialized()
     print(json.dumps(found))
 
 

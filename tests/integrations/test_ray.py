@@ -28,11 +28,16 @@ def test_actors_answer_as_one_process(tmp_path: Path):
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     with LLM(path, progress=False, **SETTINGS) as one:
-        assert found["tokens"] == [output.token_ids for output in one.generate(PROMPTS, WANTED)]
+        wanted = [output.token_ids for output in one.generate(PROMPTS, WANTED)]
+        assert found["tokens"] == found["one process"] == wanted
         np.testing.assert_allclose(found["scores"], one.score([PROMPTS[0]], [[9, 11]])[0].logprobs, rtol=1e-4)
     assert found["nowhere"].startswith("NotFoundError: ")
     assert "the cluster has not placed 2 processes with {'CPU': 2} each within 2 s" in found["crowded"]
     assert found["no mesh"] == "ConfigError: mesh is None, expected devices along expert or model"
+    assert found["no cluster"] == "ConfigError: no Ray cluster is connected: call ray.init first"
+    assert found["wrong resources"].startswith("ConfigError: resources are {'CPU': -1}")
+    assert found["wrong environment"].startswith("ConfigError: environment is {'A': 1}")
+    assert not found["started again"]
     assert found["wrong"].startswith("RequestValidationError: ")
     assert found["closed"] == "this LLM is closed"
     assert found["killed"].startswith("DeviceError: ")

@@ -112,6 +112,14 @@ def test_what_contradicts_itself_is_refused():
         find_machine("h1000")
 
 
+def test_a_kv_of_eight_bits_holds_twice_as_much():
+    plain, eight = (estimate(deployment("llama31", rows=2, kv_dtype=dtype)) for dtype in ("bf16", "fp8"))
+    assert plain.kv_bytes_per_sequence == 2 * eight.kv_bytes_per_sequence
+    assert plain.decode.work.kv_bytes == 2 * eight.decode.work.kv_bytes
+    with pytest.raises(ConfigError, match="kv_dtype is 'int8'"):
+        deployment("llama31", kv_dtype="int8")
+
+
 def test_every_machine_is_connected_and_reads_slower_than_it_multiplies():
     for machine in MACHINES.values():
         assert machine.link(8).bandwidth < machine.memory_rate < machine.bf16_rate
