@@ -398,6 +398,7 @@ def test_a_replica_that_ran_short_takes_requests_again_after_a_reset(two: Replic
     assert llm.engine.scheduler._short == set()
 
 
+@pytest.mark.slow
 def test_generation_over_replicas_chooses_the_tokens_of_one_runner(params: ParamTree):
     engine = replace(REUSING, spec_tokens=3, multi_step_tokens=None, verify_blocks=(1, 4))
     prompts, answers = [[at, 5, at, 5, at, 5] for at in range(6)], []
