@@ -6,6 +6,7 @@ its capacity, which is set to what the row needs. On a GPU both of these, in the
 cache under `torch.compile(mode="reduce-overhead")`, which replays a CUDA graph. Needs the extra `reference`.
 """
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import asdict
@@ -105,7 +106,9 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def _logits(self, forward: Callable[..., Any], ids: torch.Tensor, cache: Cache) -> NDArray[np.float32]:
-        output = forward(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        # another name from transformers 5.24 on
+        name = "cache" if "cache" in inspect.signature(self._model.forward).parameters else "past_key_values"
+        output = forward(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1)
         return output.logits[:, -1].float().cpu().numpy()
 
 

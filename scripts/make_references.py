@@ -10,6 +10,7 @@ every column); and the greedy continuation with the distance of the two best log
 """
 
 import argparse
+import inspect
 import sys
 import tempfile
 import warnings
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from ferrum_jax.config import ModelConfig
@@ -91,16 +92,20 @@ def logits_of(model: PreTrainedModel | PeftModel, tokens: Sequence[int]) -> NDAr
         return model(torch.tensor([list(tokens)])).logits[0].float().numpy()
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """What a model's forward calls its KV: another name from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
 def continue_greedily(
     model: PreTrainedModel, tokens: Sequence[int], count: int
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Returns the next `count` most likely tokens, and how far each one's logit is above the second best."""
     chosen, gaps = [], []
-    fed, cache = torch.tensor([list(tokens)]), None
+    fed, cache = torch.tensor([list(tokens)]), {cache_argument(model): DynamicCache(config=model.config)}
     for _ in range(count):
         with torch.no_grad():
-            out = model(fed, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+            out = model(fed, **cache, use_cache=True)
         values, ids = out.logits[0, -1].float().topk(2)
         chosen.append(int(ids[0]))
         gaps.append(float(values[0] - values[1]))
