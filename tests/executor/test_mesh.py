@@ -33,6 +33,8 @@ MESHES = {  # heads, key heads with copies, experts by number, and both; sizes t
     "expert 2": {"expert": 2},
     "expert 4": {"expert": 4},
     "expert 2, model 2": {"expert": 2, "model": 2},
+    "data 2": {"data": 2},
+    "data 2, model 2": {"data": 2, "model": 2},
 }
 QUICK = ("llama31", "model 4"), ("qwen2_moe", "expert 2, model 2")
 PAIRS = [

@@ -101,17 +101,21 @@ inline Vector load(const float* p) {
 }
 inline void store(float* p, Vector v) { std::memcpy(p, &v, sizeof v); }
 
+// Bits of Float8 as those of halves, whose exponent has one more bit: numbers 2^8 times too small.
+typedef int16_t Shorts __attribute__((vector_size(kLanes * 2)));
+inline Shorts as_halves(Shorts bits) {
+  const Shorts half = (bits << 8 >> 1) & int16_t(0xbf80);
+  return half | (((half & 0x3f80) == 0x3f80) << 10);  // what is not a number stays so
+}
+
 #if defined(__AVX512F__)
 inline Vector load(const BFloat16* p) {
   return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
 inline Vector load(const Float16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-inline Vector load(const Float8* p) {  // as a half, whose exponent has one more bit: 2^8 times too small
-  const __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
-  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(short(0xbf80)));
-  const __m256i most = _mm256_set1_epi16(0x3f80), rest = _mm256_and_si256(half, most);
-  const __m256i none = _mm256_slli_epi16(_mm256_cmpeq_epi16(rest, most), 10);  // not a number
-  return (Vector)_mm512_cvtph_ps(_mm256_or_si256(half, none)) * 256.0f;
+inline Vector load(const Float8* p) {
+  const Shorts half = as_halves((Shorts)_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)));
+  return (Vector)_mm512_cvtph_ps((__m256i)half) * 256.0f;
 }
 inline Vector load(const int8_t* p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -126,12 +130,9 @@ inline Vector load(const BFloat16* p) {
   return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 }
 inline Vector load(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-inline Vector load(const Float8* p) {  // as a half, whose exponent has one more bit: 2^8 times too small
-  const __m128i wide = _mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)), 8);
-  const __m128i half = _mm_and_si128(_mm_srai_epi16(wide, 1), _mm_set1_epi16(short(0xbf80)));
-  const __m128i most = _mm_set1_epi16(0x3f80), rest = _mm_and_si128(half, most);
-  const __m128i none = _mm_slli_epi16(_mm_cmpeq_epi16(rest, most), 10);  // not a number
-  return (Vector)_mm256_cvtph_ps(_mm_or_si128(half, none)) * 256.0f;
+inline Vector load(const Float8* p) {
+  const Shorts half = as_halves((Shorts)_mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p)));
+  return (Vector)_mm256_cvtph_ps((__m128i)half) * 256.0f;
 }
 inline Vector load(const int8_t* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
