@@ -1,0 +1,360 @@
+"""Parameters between Hugging Face names and the trees of other libraries, in both directions.
+
+A `Rule` says which part of which foreign array a parameter is, by how the axes of the two relate. All is slices,
+transposes, reshapes and concatenations, so a conversion may be jitted: one program, nothing through the host.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.models.layout import checkpoint_leaves
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
+from ferrum_jax.weights.assemble import LISTED, specs_apart, stored_apart, stored_axes
+
+Sizes = dict[str, int]  # of axes, by letter
+_TOKENS = re.compile(r"\[[^]]*\]|\([^)]*\)|[^\s()\[\]]+")
+_INDEX = re.compile(r"(\d+)/(\d+)")
+
+
+@dataclass(frozen=True)
+class Rule:
+    r"""Where parameters are in a foreign tree.
+
+    Args:
+        name: regular expression of their names, as in a Hugging Face checkpoint; it matches the whole of a name.
+        path: where each of them is, the keys joined by dots; `\1` and `\g<L>` are the groups of the expression.
+        axes: axes there and here, such as `D N H -> (N H) D`: a letter is an axis, and a product of axes stands in
+            parentheses. There, `1/3` is index 1 of an axis of 3, and a letter that is not here is the index that the
+            group of that name has, in an axis as long as the model has layers. `[(N H) *(K H) (K H)]`, on either side,
+            is the second part of an axis that has three. The letters N, K, H, and L are the model's numbers of heads,
+            key/value heads, head width and layers; others have whatever size fits, or a given one: `P=2`.
+        scale: a parameter here is what is there times this.
+    """
+
+    name: str
+    path: str
+    axes: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of an array, as a rule describes it: letters multiplied, and what of it the rule is about."""
+
+    letters: tuple[str, ...] = ()
+    at: int = 0  # which part is meant,
+    parts: tuple[tuple[str, ...], ...] = ()  # of these, concatenated; none where all of it is meant
+    index: str = ""  # the letter whose value is an index into it
+    count: int = 1  # of indices, where one is meant
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box within an array: where it is along each axis, and how its axes are made of letters."""
+
+    axes: tuple[Axis, ...]
+    shape: tuple[int, ...]  # of the whole array
+    spans: tuple[tuple[int, int], ...]  # start and length along each axis
+    parts: tuple[tuple[int, int], ...]  # which part of how many it is, along each axis
+    letters: tuple[str, ...]  # in order
+    sizes: tuple[int, ...]  # of the letters
+
+
+@dataclass(frozen=True)
+class Move:
+    """One parameter, or a part of it, and where it is in a foreign tree."""
+
+    name: str
+    path: str
+    ours: Block
+    theirs: Block
+    scale: float
+
+
+def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
+    """Converts a foreign tree into the one that `from_params` and `set_params` take, in the checkpoint's layout.
+
+    Args:
+        tree: an `nnx.State`, nested dicts and lists, or a flat dict whose keys are paths: joined by dots, or tuples.
+        cfg: the model's.
+        rules: of each name the first that matches counts, and all others whose parts of the axes differ from its.
+
+    Raises:
+        InvalidParameterError: leaves are missing, unknown or of a wrong shape: all of them in one message.
+        ConfigError: a rule contradicts the model.
+    """
+    leaves = _named(tree)
+    specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+    moves = plan(cfg, rules)
+    problems = _differences({move.path: move.theirs.shape for move in moves}, leaves)
+    _refuse(f"this is no tree of this {cfg.model_type}", problems)
+    found: dict[str, dict[tuple[int, ...], Any]] = {name: {} for name in specs}
+    for move in moves:
+        block = _moved(leaves[move.path], move.theirs, move.ours, move.scale)
+        found[move.name][tuple(at for at, _ in move.ours.parts)] = block
+    return from_names(family(cfg).param_specs(cfg), {name: _joined(pieces) for name, pieces in found.items()})
+
+
+def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like: Any = None) -> Any:
+    """Converts parameters in any layout into a foreign tree.
+
+    Args:
+        params: the model's, not quantised.
+        cfg: the model's.
+        rules: as for `from_tree`.
+        like: a tree of the wanted structure, such as an `nnx.State`; nested dicts if None, whose keys are texts.
+
+    Raises:
+        InvalidParameterError: `like` has other leaves: all differences in one message.
+        ConfigError: a rule contradicts the model, or rules leave out a part of a leaf.
+    """
+    leaves = checkpoint_leaves(params, cfg)
+    pieces: dict[str, dict[tuple[int, ...], Any]] = {}
+    moves = plan(cfg, rules)
+    for move in moves:
+        block = _moved(leaves[move.name], move.ours, move.theirs, 1 / move.scale)
+        pieces.setdefault(move.path, {})[tuple(at for at, _ in move.theirs.parts)] = block
+    shapes = {move.path: move.theirs.shape for move in moves}
+    found = {path: _joined(own) for path, own in pieces.items()}
+    if short := [path for path, leaf in found.items() if leaf.shape != shapes[path]]:
+        raise ConfigError(f"the rules leave out a part of {', '.join(short[:LISTED])}")
+    if like is None:
+        return _nested(found)
+    _refuse("this tree has other leaves", _differences(shapes, _named(like)))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_of(path)], like)
+
+
+def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
+    """Builds the tree that `from_params` and `set_params` take out of a checkpoint's tensors by name.
+
+    Experts may be whole or stored one by one. A head that is the embeddings, and rotary tables, are left out.
+
+    Raises:
+        InvalidParameterError: tensors are missing, unknown or of a wrong shape: all of them in one message.
+    """
+    specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+    needless = {name for name in flat if name.endswith("rotary_emb.inv_freq")}
+    needless |= {"lm_head.weight"} if cfg.tie_word_embeddings else set()
+    apart = stored_apart(specs, flat)
+    given = {name: leaf for name, leaf in flat.items() if name not in needless}
+    wanted = {name: _stored_shape(spec) for name, spec in specs_apart(specs, apart).items()}
+    _refuse(f"these are not the tensors of this {cfg.model_type}", _differences(wanted, given))
+    leaves = {name: jnp.stack([flat[part] for part in parts]) for name, parts in apart.items()}
+    leaves |= {name: flat[name] for name in specs if name not in apart}
+    leaves |= {name: jnp.transpose(leaves[name], axes) for name, axes in stored_axes(specs).items()}
+    return from_names(family(cfg).param_specs(cfg), leaves)
+
+
+def to_hf_names(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
+    """Splits parameters in any layout into a checkpoint's tensors by name, experts as a checkpoint stores them."""
+    specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+    leaves = checkpoint_leaves(params, cfg)
+    for name, axes in stored_axes(specs).items():
+        leaves[name] = jnp.transpose(leaves[name], [axes.index(axis) for axis in range(len(axes))])
+    for name, parts in stored_apart(specs, {}).items():
+        leaves |= dict(zip(parts, leaves.pop(name), strict=True))
+    return leaves
+
+
+def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
+    """Says where each parameter of a model, or each part of it, is in a foreign tree.
+
+    Raises:
+        ConfigError: a rule cannot be read or contradicts the model, or none is about a parameter.
+    """
+    specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
+    read = [(rule, re.compile(rule.name), *_read(rule)) for rule in rules]
+    moves: list[Move] = []
+    left_out: list[str] = []
+    for name, spec in specs.items():
+        taken: set[tuple[tuple[int, int], ...]] = set()
+        for rule, expression, theirs, ours, given in read:
+            match = expression.fullmatch(name)
+            if match is None:
+                continue
+            sizes = _fit(rule, name, ours, spec.shape, _sizes(cfg) | given)
+            indices = {letter: int(value) for letter, value in match.groupdict().items() if (value or "").isdigit()}
+            here, there = (_block(rule, name, axes, sizes, indices) for axes in (ours, theirs))
+            if sorted(here.letters) != sorted(there.letters):
+                raise ConfigError(f"rule {rule.name!r}: its sides have different axes: {rule.axes!r}")
+            if here.shape != spec.shape:
+                raise ConfigError(
+                    f"rule {rule.name!r}: {name} has shape {list(spec.shape)}, its axes say {list(here.shape)}"
+                )
+            if here.parts not in taken:
+                taken.add(here.parts)
+                moves.append(Move(name, match.expand(rule.path), here, there, rule.scale))
+        if len(taken) != math.prod(count for _, count in next(iter(taken), ((0, 1),))):
+            left_out.append(name)
+    if left_out:
+        rest = f" and {len(left_out) - LISTED} more" if len(left_out) > LISTED else ""
+        raise ConfigError(f"the rules do not say where all of {', '.join(left_out[:LISTED])}{rest} is")
+    return moves
+
+
+def path_of(path: tuple[Any, ...]) -> str:
+    """Joins a pytree path by dots; an `nnx.Variable` adds nothing to it."""
+    parts: list[str] = []
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"):
+            continue
+        own = next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind))
+        parts += map(str, own if isinstance(own, tuple) else [own])
+    return ".".join(parts)
+
+
+def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
+    """Reads the axes of a rule: there, here, and the sizes that it gives."""
+    given: Sizes = {}
+    there, arrow, here = rule.axes.partition("->")
+    if not arrow:
+        raise ConfigError(f"rule {rule.name!r}: its axes are {rule.axes!r}, expected a text such as 'D F -> F D'")
+
+    def letters(text: str) -> tuple[str, ...]:
+        found = []
+        for word in text.strip("()").split():
+            letter, _, size = word.partition("=")
+            if not letter.isalpha() or not (size.isdigit() or "=" not in word):
+                raise ConfigError(f"rule {rule.name!r}: {word!r} is no axis in {rule.axes!r}")
+            given.update({letter: int(size)} if size else {})
+            found.append(letter)
+        return tuple(found)
+
+    def axis(token: str) -> Axis:
+        if match := _INDEX.fullmatch(token):
+            return Axis(at=int(match[1]), count=int(match[2]))
+        if not token.startswith("["):
+            return Axis(letters=letters(token))
+        words = [word for word in _parts_of(token[1:-1]) if word]
+        starred = [at for at, word in enumerate(words) if word.startswith("*")]
+        if len(starred) != 1:
+            raise ConfigError(f"rule {rule.name!r}: one part of {token!r} has a star, which is the one that is meant")
+        parts = tuple(letters(word.removeprefix("*")) for word in words)
+        return Axis(letters=parts[starred[0]], at=starred[0], parts=parts)
+
+    ours = tuple(axis(token) for token in _TOKENS.findall(here))
+    known = {letter for one in ours for letter in one.letters}
+    theirs = []
+    for token in _TOKENS.findall(there):
+        one = axis(token)
+        is_index = len(one.letters) == 1 and not one.parts and one.letters[0] not in known
+        theirs.append(Axis(index=one.letters[0]) if is_index else one)
+    return tuple(theirs), ours, given
+
+
+def _parts_of(text: str) -> list[str]:
+    return re.findall(r"\*?(?:\([^)]*\)|[^\s()*]+)", text)
+
+
+def _sizes(cfg: ModelConfig) -> Sizes:
+    return {
+        "N": cfg.num_attention_heads,
+        "K": cfg.num_key_value_heads,
+        "H": cfg.head_dim,
+        "L": cfg.num_hidden_layers,
+    }
+
+
+def _fit(rule: Rule, name: str, axes: Sequence[Axis], shape: Sequence[int], sizes: Sizes) -> Sizes:
+    """Adds the sizes of letters that follow from a parameter's shape."""
+    found = dict(sizes)
+    if len(axes) != len(shape):
+        raise ConfigError(f"rule {rule.name!r}: {name} has {len(shape)} axes, the rule {len(axes)}: {rule.axes!r}")
+    for axis, size in zip(axes, shape, strict=True):
+        unknown = [letter for letter in axis.letters if letter not in found]
+        if len(unknown) == 1 and not axis.parts:
+            found[unknown[0]] = size // math.prod(found[letter] for letter in axis.letters if letter in found)
+    return found
+
+
+def _block(rule: Rule, name: str, axes: Sequence[Axis], sizes: Sizes, indices: Sizes) -> Block:
+    try:
+        extents, spans, parts = [], [], []
+        for axis in axes:
+            own = math.prod(sizes[letter] for letter in axis.letters)
+            if axis.index:
+                extents.append(sizes[axis.index])
+                spans.append((indices[axis.index], 1))
+                parts.append((indices[axis.index], sizes[axis.index]))
+            elif axis.parts:
+                lengths = [math.prod(sizes[letter] for letter in part) for part in axis.parts]
+                extents.append(sum(lengths))
+                spans.append((sum(lengths[: axis.at]), own))
+                parts.append((axis.at, len(lengths)))
+            else:
+                extents.append(own * axis.count)
+                spans.append((axis.at, own))
+                parts.append((axis.at, axis.count))
+    except KeyError as unknown:
+        raise ConfigError(f"rule {rule.name!r}: nothing says the size or index of {unknown} for {name}") from None
+    letters = tuple(letter for axis in axes for letter in axis.letters)
+    return Block(
+        tuple(axes), tuple(extents), tuple(spans), tuple(parts), letters, tuple(sizes[letter] for letter in letters)
+    )
+
+
+def _moved(array: Any, source: Block, target: Block, scale: float) -> Any:
+    """Takes a box out of an array and gives it the axes of another."""
+    if source.parts != tuple((0, 1) for _ in source.parts):
+        array = array[tuple(slice(start, start + length) for start, length in source.spans)]
+    array = jnp.reshape(array, source.sizes)
+    array = jnp.transpose(array, [source.letters.index(letter) for letter in target.letters])
+    array = jnp.reshape(array, [length for _, length in target.spans])
+    return array if scale == 1.0 else (array.astype(jnp.float32) * scale).astype(array.dtype)
+
+
+def _joined(pieces: Mapping[tuple[int, ...], Any], axis: int = 0) -> Any:
+    """Concatenates boxes, by which part each is along every axis."""
+    if len(pieces) == 1:
+        return next(iter(pieces.values()))
+    groups: dict[int, dict[tuple[int, ...], Any]] = {}
+    for parts, piece in pieces.items():
+        groups.setdefault(parts[axis], {})[parts] = piece
+    joined = [_joined(groups[at], axis + 1) for at in sorted(groups)]
+    return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=axis)
+
+
+def _stored_shape(spec: ParamSpec) -> tuple[int, ...]:
+    axes = spec.stored or range(len(spec.shape))
+    return tuple(spec.shape[axes.index(axis)] for axis in range(len(spec.shape)))
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {path_of(path): leaf for path, leaf in paths}
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in flat.items():
+        *keys, last = path.split(".")
+        at = tree
+        for key in keys:
+            at = at.setdefault(key, {})
+        at[last] = leaf
+    return tree
+
+
+def _differences(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, Any]) -> list[str]:
+    problems = [f"{name} is missing" for name in wanted if name not in given]
+    problems += [
+        f"{name} has shape {list(jnp.shape(given[name]))}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in given and jnp.shape(given[name]) != shape
+    ]
+    return problems + [f"{name} is unknown" for name in given if name not in wanted]
+
+
+def _refuse(what: str, problems: Sequence[str]) -> None:
+    if problems:
+        rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+        raise InvalidParameterError(f"{what}: {'; '.join(problems[:LISTED])}{rest}")
