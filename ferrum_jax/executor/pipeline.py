@@ -1,7 +1,7 @@
 """The one way to run a step: check, allocate, pack, dispatch, commit; and later, copy what was asked for."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, cast
@@ -45,6 +45,7 @@ from ferrum_jax.ops.batch import Rows
 
 _ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # of outputs, those that need the last token's logits at most
 _WITH_SETTINGS = {SampledToken, VerifiedTokens, Distributions}
+Keep = bool | Collection[str]  # which sequences stay live while weights change: all, none, or those of these ids
 _UNREAD = np.array([UNKNOWN], np.int32)
 
 
@@ -109,13 +110,19 @@ class Pipeline:
         self.adapters.clear_bindings()
         self._reset_table()
 
-    def forget_prefixes(self, why: str) -> None:
-        """Forgets what every block holds; raises RequestValidationError, saying what for, while a sequence is live."""
-        if live := self.table.cache_ids:
+    def check_live(self, why: str, kept: Keep = False) -> None:
+        """Raises RequestValidationError, saying what for, while a sequence is live that is not to be kept."""
+        if kept is not True and (live := [one for one in self.table.cache_ids if not kept or one not in kept]):
             raise RequestValidationError(
                 f"{len(live)} sequences are live, {live[0]!r} among them: release them before {why}, or reset()"
             )
-        self._reset_table()
+
+    def forget_prefixes(self) -> None:
+        """Forgets what every block holds; sequences that are live, and settled, keep theirs for themselves alone."""
+        if self.table.cache_ids:
+            self.table.outdate()
+        else:
+            self._reset_table()
 
     def _reset_table(self) -> None:
         if self.table is not None:
@@ -378,11 +385,16 @@ class Pipeline:
         """
         if not self.table.window_size:
             return []
-        live = [(self.table.get(cache_id), use) for cache_id, use in rows]
-        again = [(one, use) for one, use in live if one is not None and self.table.needs_recompute(one)]
+        live = [(cache_id, self.table.get(cache_id), use) for cache_id, use in rows]
+        again = [(name, one, use) for name, one, use in live if one is not None and self.table.needs_recompute(one)]
         if not again:
             return []
-        lives, uses = zip(*again, strict=True)
+        if outdated := [name for name, one, _ in again if one.is_outdated]:
+            raise RequestValidationError(
+                f"{outdated[0]!r} was kept while weights changed, and its sliding-window cache has lost what its next "
+                "token sees: release it"
+            )
+        _, lives, uses = zip(*again, strict=True)
         tokens = [np.array(one.tokens, np.int32) for one in lives]
         members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses)
         plans = planner.plan_steps(list(map(len, tokens)), self.plan.buckets)

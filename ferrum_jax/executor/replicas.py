@@ -22,6 +22,7 @@ from ferrum_jax.contract.values import ModelInfo
 from ferrum_jax.executor import multi_step, reservations
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.lifecycle import Lifecycle
+from ferrum_jax.executor.pipeline import Keep
 from ferrum_jax.executor.router import NOTHING, ReplicaRouter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.models.placement import ModelPlacement
@@ -251,25 +252,26 @@ class ReplicatedRunner(ModelRunner):
             for replica in self.replicas:
                 replica.warmup(progress=progress, load=load, distributions=distributions)
 
-    def set_params(self, params: ParamTree) -> None:
+    def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
         """Takes other weights on every replica, copied to all but the first; raises as of one runner."""
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
-            self._check_empty("new weights are set")
+            for replica in self.replicas:
+                replica._pipeline.check_live("new weights are set", keep_sequences)
+            if self._router.homes:
+                with self._life:
+                    for index in range(self.num_replicas):
+                        with self._router.on(index) as replica:
+                            replica._pipeline.settle()
             first, *others = self.replicas
             checked = [first._device.check_params(params)]
             checked += [self._copied(params, replica) for replica in others]  # all there before any is taken
             self.params_version += 1
             for replica, own in zip(self.replicas, checked, strict=True):
-                replica._pipeline.forget_prefixes("new weights are set")
+                replica._pipeline.forget_prefixes()
                 replica.params_version += 1
                 replica._device.set_params(own)
-
-    def _check_empty(self, why: str) -> None:
-        for replica in self.replicas:
-            if replica._pipeline.table.cache_ids:
-                replica._pipeline.forget_prefixes(why)  # which refuses
 
     def _copied(self, params: ParamTree, replica: ModelRunner) -> ParamTree:
         try:
@@ -282,7 +284,8 @@ class ReplicatedRunner(ModelRunner):
     def free_kv(self) -> None:
         """Frees the KV's memory until `allocate_kv` or `reset`; refused while a sequence is live."""
         with self._life.lock, self._life:
-            self._check_empty("the KV is freed")
+            for replica in self.replicas:
+                replica._pipeline.check_live("the KV is freed")
             for replica in self.replicas:
                 replica.free_kv()
             self._life.paused = "the KV is freed: allocate_kv() first"

@@ -15,11 +15,10 @@ from ferrum_jax.contract.answers import Captured, TokenScores
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_given, check_int
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy
 from ferrum_jax.contract.errors import RequestValidationError, safe_repr
-from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
-from ferrum_jax.contract.handles import BlockTable
-from ferrum_jax.contract.llm import DecoderOnlyLLM, DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
-from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.values import LlmRuntimeConfig, ModelInfo
+from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.contract.llm import DecodeRow, Logits, ScoreRow, UnifiedRow, VerifyRow
+from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
+from ferrum_jax.contract.values import LlmRuntimeConfig
 from ferrum_jax.executor import describe, multi_step, reservations
 from ferrum_jax.executor import rows as check
 from ferrum_jax.executor.adapters import Adapters
@@ -37,7 +36,8 @@ from ferrum_jax.executor.device import DeviceState, KvMemory
 from ferrum_jax.executor.following import follow
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.lifecycle import Lifecycle
-from ferrum_jax.executor.pipeline import PendingStep, Pipeline
+from ferrum_jax.executor.observable import Observable
+from ferrum_jax.executor.pipeline import Keep, PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.models.capture import check_capture
 from ferrum_jax.models.placement import ModelPlacement
@@ -47,7 +47,7 @@ from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
 
 
-class ModelRunner(DecoderOnlyLLM):
+class ModelRunner(Observable):
     """Live sequences of one model, on one device or divided over the devices of a mesh.
 
     Calls from several threads are serialised. Whatever can refuse does so before anything changes. A device failure
@@ -351,21 +351,31 @@ class ModelRunner(DecoderOnlyLLM):
             more = self.plan.buckets.distributions() if distributions else []
             self._programs.warmup([*self.plan.declared(), *more], track, load=load)
 
-    def set_params(self, params: ParamTree) -> None:
+    def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
         """Takes other weights, which must have the tree, shapes, dtypes and device of those that are there.
 
         Arrays are taken as they are, not copied; nothing is compiled. Every known prefix is forgotten, and
         `params_version` goes up by one. It may be called while the KV is freed.
 
+        Args:
+            params: the weights.
+            keep_sequences: which sequences may be live: True for all, or their ids. They go on under the new weights
+                with the keys and values of the old ones, which no other sequence ever takes for a prefix. Steps in
+                flight are waited for.
+
         Raises:
-            RequestValidationError: a sequence is live, whose keys and values are of the old weights.
+            RequestValidationError: another sequence is live, whose keys and values are of the old weights.
             InvalidParameterError: the weights differ in more than their values; the message lists where.
         """
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
             params = self._device.check_params(params)
-            self._pipeline.forget_prefixes("new weights are set")
+            self._pipeline.check_live("new weights are set", keep_sequences)
+            if self._pipeline.table.cache_ids:
+                with self._life:
+                    self._pipeline.settle()
+            self._pipeline.forget_prefixes()
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.set_params(params)
 
@@ -376,7 +386,8 @@ class ModelRunner(DecoderOnlyLLM):
             RequestValidationError: a sequence is live.
         """
         with self._life.lock, self._life:
-            self._pipeline.forget_prefixes("the KV is freed")
+            self._pipeline.check_live("the KV is freed")
+            self._pipeline.forget_prefixes()
             self._device.free()
             self._life.paused = "the KV is freed: allocate_kv() first"
 
@@ -404,77 +415,6 @@ class ModelRunner(DecoderOnlyLLM):
             self._life.state = ExecutorState.Shutdown
             self._device.drop()
             self._programs.drop()
-
-    def kv_capacity(self) -> int:
-        """Longest sequence one id can reach, in positions."""
-        with self._life.lock, self._life:
-            return self.plan.kv_capacity
-
-    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""
-        with self._life.lock, self._life:
-            key, index = check_cache_id(cache_id), check_int("layer", layer, 0)
-            live, pool_layer = self._pipeline.table.get(key), self.plan.seat_of(index)
-            if live is None:
-                raise RequestValidationError(f"{key!r} is unknown, it has no keys and values")
-            return self._device.gather(pool_layer, self._pipeline.table.table[live.slot], live.length)
-
-    def kv_len(self, cache_id: str) -> int | None:
-        """Positions held for `cache_id`, or None for an unknown id."""
-        with self._life.lock, self._life:
-            live = self._pipeline.table.get(check_cache_id(cache_id))
-            return None if live is None else live.length
-
-    def kv_block_table(self, cache_id: str) -> BlockTable | None:
-        """Where a sequence's positions lie, reserved ones left out; None for an unknown id."""
-        with self._life.lock, self._life:
-            table = self._pipeline.table
-            live = table.get(check_cache_id(cache_id))
-            if live is None:
-                return None
-            blocks = tuple(live.blocks[: table.num_blocks(live.length)])
-            return BlockTable(physical_blocks=blocks, sequence_length=live.length, block_size=table.block_size)
-
-    def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
-        """Counts the pool's blocks; those that only a prefix could want are free."""
-        with self._life.lock, self._life:
-            pool = self._pipeline.table.pool
-            return KvSlotCapacitySnapshot(
-                block_size=self.plan.cache.block_size, total_blocks=pool.num_blocks, free_blocks=pool.num_free
-            )
-
-    def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of KV reuse, of decode batches and of what crossed to the host."""
-        with self._life.lock, self._life:
-            return describe.cache_metrics(self._pipeline) | {
-                "source": type(self).__name__,
-                "decode_batch": self._decode_batches.snapshot(),
-            }
-
-    def lora_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of adapters; an application is one row of one call through one projection."""
-        with self._life.lock, self._life:
-            return self._adapters.metrics() | {"source": type(self).__name__}
-
-    def model_info(self) -> ModelInfo:
-        """Identity and size of the model as it was loaded."""
-        with self._life.lock, self._life:
-            return describe.model_info(self.name, self.model_config, self.plan, self._device)
-
-    def describe(self) -> dict[str, Any]:
-        """Which code computes the steps (`attention`, `kernels`), in what dtypes, and what weights and KV take."""
-        with self._life.lock, self._life:
-            return describe.serving(self.name, self.model_config, self.plan, self._device)
-
-    def capabilities(self) -> ExecutorCapabilities:
-        """What was built for this model on this device."""
-        with self._life.lock, self._life:
-            return describe.capabilities(self.model_config, self.plan, self._device)
-
-    def memory_usage(self) -> ExecutorMemoryUsage:
-        """Bytes of the parameters and the KV, and how much of them is in use."""
-        with self._life.lock, self._life:
-            return describe.memory_usage(self._pipeline.table, self.plan, self._device)
 
     def _install(self, name: str, read: Any, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
         for evicted in self._adapters.load(name, read, path, is_pinned=is_pinned):

@@ -64,6 +64,10 @@ class PrefixIndex:
         del entry.parent.children[entry.tokens]
         return self._drop(_below(entry))
 
+    def forget_all(self) -> list[int]:
+        """Drops every entry; returns their blocks."""
+        return [block for adapter in list(self._roots) for block in self.forget_adapter(adapter)]
+
     def forget_adapter(self, adapter: Hashable) -> list[int]:
         """Drops every entry under an adapter; returns their blocks."""
         root = self._roots.pop(adapter, None)

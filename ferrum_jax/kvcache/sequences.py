@@ -1,7 +1,7 @@
 """Cache ids to slots, and which blocks of the pool hold each sequence's positions: plain bookkeeping on the host."""
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,6 +25,7 @@ class CachedSequence:
     entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
     adapter: Hashable = None
     is_live: bool = True
+    is_outdated: bool = False  # its keys and values are not of the weights that are there now: nobody else may use them
     sampled_at: int = -1  # position of the token chosen last for it on the device; -1: none
     sampled: int = UNKNOWN  # that token, once it is read
 
@@ -156,6 +157,7 @@ class SequenceTable:
         self.check_new_slots([new_cache_id])
         made = self.open(new_cache_id)
         made.tokens, made.entries, made.adapter = live.tokens[:], live.entries[:], live.adapter
+        made.is_outdated = live.is_outdated
         shared = live.blocks[: self.num_blocks(live.length)]  # what is reserved beyond stays the other's
         for block in shared:
             self.pool.hold(block)
@@ -237,7 +239,7 @@ class SequenceTable:
 
     def enter(self, live: CachedSequence) -> None:
         """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""
-        if self.prefixes is None:
+        if self.prefixes is None or live.is_outdated:
             return
         for at in range(len(live.entries), live.length // self.block_size):
             inside = live.tokens[at * self.block_size : (at + 1) * self.block_size]
@@ -262,6 +264,26 @@ class SequenceTable:
                 if dropped != block and self.pool.num_holders(dropped):
                     raise InternalError(f"block {dropped} is in use, and so is the prefix before it, block {block}")
                 self.pool.discard(dropped)
+
+    def outdate(self) -> None:
+        """Forgets every prefix, as other weights are there; sequences keep their blocks, for themselves alone."""
+        if self.prefixes is not None:
+            for dropped in self.prefixes.forget_all():
+                self.pool.discard(dropped)
+        self._outdate(self._live.values())
+
+    def outdate_adapter(self, adapter: Hashable, instead: Hashable) -> None:
+        """As `outdate`, of what an adapter has a part in; its sequences are of the one `instead` from now on."""
+        self.forget_adapter(adapter)
+        bound = [live for live in self._live.values() if live.adapter is adapter]
+        self._outdate(bound)
+        for live in bound:
+            live.adapter = instead
+
+    def _outdate(self, lives: Iterable[CachedSequence]) -> None:
+        for live in lives:
+            live.is_outdated = bool(live.tokens)
+            live.entries.clear()
 
     def forget_adapter(self, adapter: Hashable) -> None:
         """Drops every prefix under an adapter."""

@@ -6,13 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from ferrum_jax import LlmExecutor, models
 from ferrum_jax.contract import ExecutorState
 from ferrum_jax.contract.errors import CancelledError, InvalidParameterError, RequestValidationError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.rollout import kv_spec
+from ferrum_jax.kvcache import state
+from ferrum_jax.models import Batch, Rows
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG, Oracle, make_runner
+from tests.executor.conftest import CFG, Oracle, emptied, make_runner
 
 TOKENS = list(range(1, 21))
 OracleOf = Callable[[ParamTree], Oracle]
@@ -93,6 +97,61 @@ def test_weights_are_refused_while_a_sequence_is_live(runner: ModelRunner, other
     np.testing.assert_allclose(runner.decode("a", 30, len(TOKENS)), oracle([*TOKENS, 30])[-1], rtol=0, atol=1e-4)
     runner.reset()
     runner.set_params(others)
+
+
+def test_a_sequence_that_is_kept_goes_on_over_its_old_keys_and_values_and_is_no_prefix(
+    runner: ModelRunner, params: ParamTree, others: ParamTree, oracle_of: OracleOf
+):
+    new = oracle_of(others)
+    mixed = mixed_logits(params, others, TOKENS, [30, 31, 32, 33, 34, 35, 36, 1, 2])
+    runner.prefill("a", TOKENS)
+    runner.fork("a", "copy")
+    with pytest.raises(RequestValidationError, match="1 sequences are live, 'copy' among them"):
+        runner.set_params(others, keep_sequences=["a"])
+    runner.set_params(others, keep_sequences=True)
+    for cache_id in ("a", "copy"):  # of which one must not take the other's block, or be one's prefix
+        for at, wanted in enumerate(mixed):
+            token = [30, 31, 32, 33, 34, 35, 36, 1, 2][at]
+            np.testing.assert_allclose(runner.decode(cache_id, token, 20 + at), wanted, rtol=0, atol=1e-4)
+    whole = [*TOKENS, 30, 31, 32, 33, 34, 35, 36, 1, 2]
+    hits = runner.cache_metrics_snapshot()["hits"]
+    np.testing.assert_allclose(runner.prefill("new", whole), new(whole)[-1], rtol=0, atol=1e-4)
+    assert runner.cache_metrics_snapshot()["hits"] == hits
+    runner.truncate_kv("a", 3)  # in a block that is its own, as "new" has entered the same tokens
+    mixed = mixed_logits(params, others, TOKENS[:3], whole[3:])
+    np.testing.assert_allclose(runner.prefill("a", whole[3:]), mixed[-1], rtol=0, atol=1e-4)
+    for cache_id in ("a", "copy", "new"):
+        runner.release(cache_id)
+    runner.prefill("again", whole)
+    assert runner.cache_metrics_snapshot()["hits"] == hits + 1
+    assert runner.kv_slot_capacity_snapshot().free_blocks == 18 - 4
+
+
+def mixed_logits(before: ParamTree, after: ParamTree, old: list[int], new: list[int]) -> NDArray[np.float32]:
+    """Logits of `new` by the weights `after`, over keys and values of `old` by the weights `before`."""
+    spec = kv_spec(before, CFG, rows=1, positions=len(old) + len(new))
+    kv = state.empty(spec)
+    for weights, tokens, start in ((before, old, 0), (after, new, len(old))):
+        start, count, table = (np.full(1, value, np.int32) for value in (start, len(tokens), 0))
+        rows = Rows(tokens=np.array([tokens], np.int32), lengths=start, counts=count, tables=table[:, None])
+        step = jax.tree.map(jnp.asarray, Batch(groups=(rows,), logit_rows=np.arange(len(tokens), dtype=np.int32)))
+        logits, kv, _ = models.family(CFG).forward(weights, kv, step, CFG)
+    return np.asarray(logits)
+
+
+def test_what_a_sliding_window_lost_is_not_computed_anew_by_other_weights(
+    shared_runner: ModelRunner, params: ParamTree, others: ParamTree
+):
+    runner = emptied(shared_runner)
+    runner.prefill("a", TOKENS)
+    runner.fork("a", "copy")  # whose window is empty
+    runner.set_params(others, keep_sequences=True)
+    runner.decode("a", 30, 20)
+    with pytest.raises(RequestValidationError, match="'copy' was kept while weights changed"):
+        runner.decode("copy", 30, 20)
+    assert runner.kv_len("copy") == 20
+    runner.reset()
+    runner.set_params(params)
 
 
 def test_the_kv_can_be_away_while_weights_are_set(
