@@ -11,6 +11,8 @@ from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of
 from ferrum_jax.generate.prompts import Prompt, as_adapters
 from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.updates import LivePolicy, params_update
+from ferrum_jax.models.specs import ParamTree
 
 
 class AsyncLLM:
@@ -88,6 +90,12 @@ class AsyncLLM:
         request = self._live.get(request_id)
         if request is not None:
             await asyncio.to_thread(self.llm.engine.cancel, request)
+
+    async def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
+        """Takes other weights, as `LLM.set_params`; a cancellation before they are there leaves the old ones."""
+        update = params_update(self.llm.model, params, live)
+        self.llm.engine.begin_update(update)
+        return await asyncio.wrap_future(update.done)
 
     async def close(self) -> None:
         """Closes the `LLM` if it was loaded here; every request ends with a CancelledError then."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalError, RequestValidationError
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
+from ferrum_jax.generate.updates import Update
 
 T = TypeVar("T")
 LINGER = 0.5  # seconds that the thread waits for more work before it ends
@@ -70,6 +71,19 @@ class Engine:
         waiting: Future[T] = Future()
         self._put(_Call(work, waiting))
         return waiting.result()
+
+    def begin_update(self, update: Update) -> None:
+        """Hands other weights over; `update.done` says when they are there. Raises as `submit`."""
+        self._put(_Call(lambda: self.scheduler.update(update), Future()))
+
+    def update(self, update: Update) -> int:
+        """Sets other weights and waits for it; returns their version. Raises as `submit`, and what it raises."""
+        self.begin_update(update)
+        try:
+            return update.done.result()
+        except BaseException:  # an interrupt, perhaps
+            update.done.cancel()
+            raise
 
     def settle(self) -> None:
         """Waits until all that was aborted is freed."""

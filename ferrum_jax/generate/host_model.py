@@ -144,6 +144,7 @@ class HostModel:
     """
 
     can_run_ahead = False  # every token is read before the next step begins
+    params_version = 0  # whatever its weights are
 
     def __init__(self, model: DecoderOnlyLLM):
         self.model = model

@@ -4,7 +4,7 @@ import itertools
 import os
 import queue
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -31,8 +31,11 @@ from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
 from ferrum_jax.generate.stops import StopWatcher
+from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.loading import load, open_checkpoint
+from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
@@ -172,6 +175,26 @@ class LLM:
         """
         self._engine.call(self._engine.scheduler.reset)
 
+    def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
+        """Takes other weights as `ModelRunner.set_params` does, between two steps, also while requests run.
+
+        Args:
+            params: the weights; arrays are shared, not copied, and nothing is compiled.
+            live: what becomes of requests that run. `wait`: they end under the old weights, others begin after the
+                change. `abort`: they end with the reason `abort` and what they have; what is being scored, with a
+                CancelledError. `keep`: they go on, the new weights over the keys and values of the old ones; who has
+                sampled nothing yet begins again. `recompute`: they go on as well, and what they have is read again
+                under the new weights. Log-probabilities of a prompt stay those of the weights that read it first.
+
+        Returns:
+            The version of these weights, which `RequestOutput.weight_versions` names.
+
+        Raises:
+            UnsupportedError: the model is no `ModelRunner`.
+            RequestValidationError, InvalidParameterError: as of `ModelRunner.set_params`; nothing has changed.
+        """
+        return self._engine.update(params_update(self.model, params, live))
+
     def close(self) -> None:
         """Ends every request, and frees the model, and the draft model if it was loaded with it."""
         self._engine.close()
@@ -284,7 +307,7 @@ class LLM:
         *,
         sampling_params: SamplingParams | None = None,
         lora_request: Any = None,
-    ) -> "Stream":
+    ) -> Stream:
         """Yields the answer piece by piece, as soon as a piece can no longer change.
 
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
@@ -446,43 +469,3 @@ class LLM:
             watcher=StopWatcher(()),
             score_from=len(before),
         )
-
-
-class Stream:
-    """An answer that is being generated: an iterator of text, and its output once it is finished."""
-
-    def __init__(self, engine: Engine, request: Request):
-        self._request = request
-        self._pieces = self._run(engine, request)
-
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def close(self) -> None:
-        """Aborts the answer and frees what it holds, after the step that runs."""
-        self._pieces.close()
-
-    def output(self) -> RequestOutput:
-        """Returns the finished output; an answer that is not finished is a RequestValidationError."""
-        if not self._request.is_done:
-            raise RequestValidationError("this stream is not finished: take its pieces first")
-        return self._request.output()
-
-    @staticmethod
-    def _run(engine: Engine, request: Request) -> Generator[str, None, None]:
-        events: queue.SimpleQueue[None] = queue.SimpleQueue()
-        request.notify = lambda _: events.put(None)
-        try:
-            engine.submit(request)
-            while not request.is_done:
-                events.get()
-                if piece := request.take_text():
-                    yield piece
-            if piece := request.take_text():
-                yield piece
-            request.output()
-        finally:
-            engine.abort(request)

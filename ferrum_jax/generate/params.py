@@ -9,7 +9,7 @@ from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is_real
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 _PENALTY = 3e38  # as Sampling takes them
 _LARGEST = 3.4028234663852886e38  # of float32
 
@@ -192,7 +192,9 @@ class RequestOutput:
     have None for the first id, which nothing predicts. `error` is what ended a generation whose `finish_reason` is
     `error`: the rest is then what there was before it. With speculation, `drafted` counts the tokens that were
     proposed and verified, and `accepted` those of them that stand in the answer. `preemptions` counts how often the
-    request lost its slot and blocks because the KV ran short, and was recomputed.
+    request lost its slot and blocks because the KV ran short, and was recomputed. `weight_versions` says of each
+    generated token by which weights it was sampled: the `params_version` that the runner had then. A generation that a
+    change of weights ended has the reason `abort`.
     """
 
     prompt_token_ids: list[int]
@@ -204,6 +206,7 @@ class RequestOutput:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
+    weight_versions: list[int] = field(default_factory=list)
     time_to_first_token: float = 0.0  # seconds since the request was submitted
     error: FerrumError | None = None
     drafted: int = 0

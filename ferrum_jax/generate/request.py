@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ferrum_jax.compile.sampler import SlotSettings
-from ferrum_jax.contract.errors import FerrumError
+from ferrum_jax.contract.errors import CancelledError, FerrumError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
 from ferrum_jax.generate.detokenize import Detokenizer
@@ -36,12 +36,16 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host has read it
     num_read: int = 0  # positions of the KV that steps begun so far fill
     num_in_flight: int = 0  # tokens that were chosen on the device and not read yet
+    has_scores_in_flight: bool = False
     score_from: int | None = None  # the first token of the prompt that is to be scored; None: none is
     scores: list[float] = field(default_factory=list)  # log-probabilities of the tokens from there on
     greedy_ids: list[int] = field(default_factory=list)  # the likeliest tokens there
     top_scores: list[dict[int, float]] = field(default_factory=list)
     copies: list["Request"] = field(default_factory=list)  # that begin where the prompt, or what they share, is read
+    group: str = ""  # of the requests that share the beginning of a prompt; empty: it is alone
+    kv_version: int = -1  # of the weights by which the beginning of its KV was computed
     choices: list[TokenChoice] = field(default_factory=list)  # one for each token of the answer
+    versions: list[int] = field(default_factory=list)  # of the weights by which each of them was chosen
     text: list[str] = field(default_factory=list)  # pieces; grows only, since another thread may be taking them
     num_taken: int = 0  # pieces of `text` that were taken
     drafted: int = 0  # tokens that were proposed and verified
@@ -55,6 +59,7 @@ class Request:
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+        self.request_id = self.cache_id  # the sequence of one request may be taken over by another
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
@@ -63,6 +68,16 @@ class Request:
     def is_done(self) -> bool:
         """True once it finished or failed."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def is_begun(self) -> bool:
+        """True once something was chosen or scored."""
+        return bool(self.choices or self.scores)
+
+    @property
+    def fork_position(self) -> int:
+        """Where copies part: before the last token of the prompt, or before what is scored if nothing is generated."""
+        return (self.score_from or 1) - 1 if self.limit == 0 else len(self.prompt) - 1
 
     @property
     def num_unscored(self) -> int:
@@ -142,12 +157,13 @@ class Request:
             generated=np.array(self.answer, np.int64) if penalised else None,
         )
 
-    def append(self, choice: TokenChoice) -> None:
-        """Takes the next generated token and decides whether it was the last."""
+    def append(self, choice: TokenChoice, version: int = 0) -> None:
+        """Takes the next generated token, chosen by weights of a version, and decides whether it was the last."""
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted
         token = choice.token_id
         self.tokens.append(token)
+        self.versions.append(version)
         self.choices.append(choice)
         if token in self.stop_ids:
             self._finish("stop")
@@ -161,6 +177,7 @@ class Request:
 
     def take_scores(self, scores: Scores) -> None:
         """Takes the scores of the next tokens of the prompt; without an answer, it is done after the last of them."""
+        self.has_scores_in_flight = False
         self.num_read += len(scores.logprobs)
         self.scores += scores.logprobs.tolist()
         self.greedy_ids += scores.greedy_ids.tolist()
@@ -171,9 +188,24 @@ class Request:
         if self.num_unscored == 0 and self.limit == 0:
             self.finish_reason = "length"
 
+    def share(self, other: "Request") -> None:
+        """Takes over what another request of its group has read before they part; the model's part is done."""
+        self.num_read, self.kv_version = self.fork_position, other.kv_version
+        if self.score_from is not None and self.num_unscored:
+            count = max(0, self.fork_position + 1 - self.score_from)
+            self.scores, self.greedy_ids = other.scores[:count], other.greedy_ids[:count]
+            self.top_scores = other.top_scores[:count]
+
+    def interrupt(self) -> None:
+        """Ends it with what it has; without an answer, with a CancelledError."""
+        if self.limit:
+            self._finish("abort")
+        else:
+            self.error = CancelledError(f"{self.request_id!r} was ended by a change of weights")
+
     def restart(self) -> None:
         """Begins again with a KV that holds nothing; what was generated stays, and scores if they are complete."""
-        self.num_read = self.num_in_flight = 0
+        self.num_read, self.num_in_flight, self.has_scores_in_flight = 0, 0, False
         self.forget_settings()
         if self.num_unscored:
             self.scores, self.greedy_ids, self.top_scores = [], [], []
@@ -203,12 +235,13 @@ class Request:
             top_logprobs=top,
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
+            weight_versions=self.versions[: len(choices)],
             time_to_first_token=self.first_token_after,
             error=self.error,
             drafted=self.drafted,
             accepted=self.accepted,
             preemptions=self.preemptions,
-            request_id=self.cache_id,
+            request_id=self.request_id,
             prompt=self.text_prompt,
         )
 

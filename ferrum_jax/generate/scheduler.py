@@ -14,15 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from ferrum_jax.compile.sampler import MAX_STOP_IDS
-from ferrum_jax.contract.decoding import DecodeRun
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import (
-    NO_OUTPUT,
-    Output,
     SampledToken,
     ScheduledRow,
     TargetScores,
@@ -30,10 +24,14 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.decoding import only_decodes, runs_of
 from ferrum_jax.generate.drafts import DraftSource
+from ferrum_jax.generate.groups import fork_from_group, take_over
 from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.rows import next_row
 from ferrum_jax.generate.speculator import Speculator
+from ferrum_jax.generate.updates import Update
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +75,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, None] = {}  # in the order in which they joined
         self._in_flight: _Step | None = None
+        self._updates: deque[Update] = deque()
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count()
 
@@ -94,12 +93,19 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """True while `step` has anything to do."""
-        return bool(self._waiting or self._running or self._in_flight)
+        return bool(self._waiting or self._running or self._in_flight or self._updates)
 
     def submit(self, request: Request) -> None:
         """Queues a request."""
         request.submitted = time.perf_counter()
+        if request.copies:
+            for one in (request, *request.copies):
+                one.group = request.cache_id
         self._waiting.append(request)
+
+    def update(self, update: Update) -> None:
+        """Queues other weights, which are set between two steps as soon as those before them are, and may be."""
+        self._updates.append(update)
 
     def abort(self, *requests: Request) -> None:
         """Forgets requests and frees what they hold; one that is done already is no error."""
@@ -121,9 +127,12 @@ class Scheduler:
             self.speculator.source.reset()
 
     def fail(self, problem: FerrumError) -> None:
-        """Ends every request that runs or waits with an error."""
+        """Ends every request that runs or waits, and every update, with an error."""
         self._in_flight = None
         self._fail([*self._running, *self._waiting], problem)
+        while self._updates:
+            if (done := self._updates.popleft().done).set_running_or_notify_cancel():
+                done.set_exception(problem)
 
     def step(self) -> None:
         """Begins one step for as many requests as fit, and hands the tokens of the one before to their requests.
@@ -131,7 +140,11 @@ class Scheduler:
         Where the model refuses the batch for what one request asks, the rows run one by one and only those that it
         refuses alone fail. Any other error of the model ends every running request.
         """
-        self._admit()
+        self._set_weights()
+        try:
+            self._admit()
+        except FerrumError as problem:  # of a model that failed
+            self._fail([*self._running], problem)
         before = self._in_flight
         if self._running and not self._decode_many():
             requests, rows = [], []
@@ -141,7 +154,7 @@ class Scheduler:
                 self._fail([*self._running], problem)
             if rows:
                 try:
-                    self._in_flight = self._begun(requests, rows, self.backend.execute(rows))
+                    self._in_flight = self._count(requests, rows, self.backend.execute(rows))
                 except ResourceExhaustedError as problem:
                     if before is None:  # what is in flight may end some; only then does one give way
                         self._make_room(problem)
@@ -174,19 +187,23 @@ class Scheduler:
             if request not in self._running or request.num_read != row.start or row.tokens is None:
                 continue  # it ended, gave way or moved
             try:
-                self._collect(self._begun([request], [row], self.backend.execute([row])))
+                self._collect(self._count([request], [row], self.backend.execute([row])))
             except ResourceExhaustedError as problem:
                 self._make_room(problem)
             except FerrumError as problem:
                 self._resynchronise()
                 self._fail([request] if problem.is_client_error else [*self._running], problem)
 
-    def _begun(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
+    def _count(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
         """Counts what a batch that was begun reads and chooses."""
         for request, row in zip(requests, rows, strict=True):
+            if row.start == 0:
+                request.kv_version = self.backend.params_version
             if isinstance(row.output, SampledToken):
                 request.num_in_flight += 1
-            if not isinstance(row.output, TargetScores):  # which counts what it reads when it takes the scores
+            if isinstance(row.output, TargetScores):  # what it reads is counted when the scores come
+                request.has_scores_in_flight = True
+            else:
                 request.num_read += 1 if row.tokens is None else len(row.tokens)
         return _Step(requests, rows, pending)
 
@@ -196,7 +213,7 @@ class Scheduler:
             answers = self.backend.collect(step.pending)
         except FerrumError as problem:
             for request in step.requests:
-                request.num_in_flight = 0
+                request.num_in_flight, request.has_scores_in_flight = 0, False
             self._resynchronise(failed=True)
             self._fail([*self._running], problem)
             return
@@ -206,14 +223,14 @@ class Scheduler:
             if request not in self._running:
                 continue  # it ended with an earlier token, or was aborted
             if isinstance(answer, TokenChoice):
-                request.append(answer)
+                request.append(answer, self.backend.params_version)
             elif isinstance(row.output, TargetScores):
                 request.take_scores(answer)
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
         """Lets a request go that is done, and tells its caller what is new."""
-        if request.is_done:
+        if request.is_done and not self._hand_over(request):
             self._leave(request)
         if request.notify is not None:
             request.notify(request)
@@ -233,7 +250,7 @@ class Scheduler:
         for request in list(self._running):
             if request in ahead:
                 continue
-            row = self._row(request, budget)
+            row = next_row(request, budget)
             if row is None:
                 continue
             if request.num_read == 0 and request.adapter is not None and not self._bind(request):
@@ -243,43 +260,6 @@ class Scheduler:
             requests.append(request)
             rows.append(row)
         return requests, rows
-
-    def _row(self, request: Request, budget: int) -> ScheduledRow | None:
-        """Returns what a request does in the next step, None where it has to wait."""
-        start = request.num_read
-        if request.is_scoring:
-            return self._scoring_row(request, budget)
-        unread = request.unread
-        if not unread:
-            if not request.num_in_flight or request.num_left < 1 or (request.bad_words and request.needs_every_token):
-                return None
-            return ScheduledRow(request.cache_id, None, start, request.output_wanted())
-        count = len(unread)
-        if request.copies:
-            count = min(count, _fork_position(request) - start)
-        if count > 1:
-            count = min(count, budget)
-        if count < 1:
-            return None
-        is_final = start + count == len(request.tokens)
-        output: Output = request.output_wanted() if is_final else NO_OUTPUT
-        return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output)
-
-    def _scoring_row(self, request: Request, budget: int) -> ScheduledRow | None:
-        start = request.num_read
-        end = start + min(request.num_unscored, budget)
-        if end <= start or self._is_scored_in_flight(request):
-            return None
-        tokens = np.array(request.prompt[start : end + 1], np.int32)
-        with_alternatives = request.params.num_prompt_logprobs > 0
-        return ScheduledRow(request.cache_id, tokens[:-1], start, TargetScores(tokens[1:], with_alternatives))
-
-    def _is_scored_in_flight(self, request: Request) -> bool:
-        """True while scores are on their way: what they read is counted when they come."""
-        step = self._in_flight
-        if step is None or request not in step.requests:
-            return False
-        return isinstance(step.rows[step.requests.index(request)].output, TargetScores)
 
     def _bind(self, request: Request) -> bool:
         try:
@@ -294,50 +274,86 @@ class Scheduler:
         return True
 
     def _fork(self, request: Request) -> None:
-        """Lets copies start from where a request has read; those for which there is no room wait to be read alone."""
-        if request.num_read < _fork_position(request):
+        """Lets copies start from where a request has read; those for which there is no room wait."""
+        if request.num_read < request.fork_position:
             return
-        while request.copies and len(self._running) < self._room:
-            copy = request.copies[0]
-            copy.scores, copy.greedy_ids = list(request.scores), list(request.greedy_ids)
-            copy.top_scores = list(request.top_scores)
-            if request.num_read:  # otherwise there is nothing to share
-                try:
-                    self.backend.fork(request.cache_id, copy.cache_id)
-                except FerrumError as problem:
-                    if not problem.is_client_error and not isinstance(problem, ResourceExhaustedError):
-                        raise
-                    break
-            copy.num_read = request.num_read
-            self._running[copy] = None
-            request.copies.pop(0)
-        for copy in request.copies:
-            copy.scores, copy.greedy_ids = list(request.scores), list(request.greedy_ids)
-            copy.top_scores = list(request.top_scores)
-            if copy.num_unscored:
-                copy.restart()
-        self._waiting.extendleft(reversed(request.copies))
-        request.copies = []
+        copies, request.copies = request.copies, []
+        if request.num_read == 0:  # there is nothing to share
+            for copy in copies:
+                copy.group = ""
+        self._waiting.extendleft(reversed(copies))
+        self._admit()
+
+    def _hand_over(self, request: Request) -> bool:
+        """Lets the next of its group go on in the sequence of a request that is done; returns whether there is one."""
+        heir = next((one for one in self._waiting if request.group and one.group == request.group), None)
+        if heir is None or request.error is not None or self._waiting[0].preemptions or self._is_held(heir):
+            return False
+        former = request.cache_id
+        if not take_over(heir, request, self.backend):
+            return False
+        if self.speculator is not None:
+            self.speculator.forget(former)
+        del self._running[request]
+        self._waiting.remove(heir)
+        self._running[heir] = None
+        return True
+
+    def _set_weights(self) -> None:
+        """Makes the updates that are due, in their order; steps in flight are read first."""
+        while self._updates:
+            update = self._updates[0]
+            if update.live == "wait" and self._begun(update) and not update.done.cancelled():
+                return
+            self._updates.popleft()
+            if not update.done.set_running_or_notify_cancel():
+                continue
+            if self._in_flight is not None:
+                step, self._in_flight = self._in_flight, None
+                self._collect(step)
+            try:
+                version = update.install([one.cache_id for one in self._running])
+            except Exception as problem:  # noqa: BLE001  it belongs to who asked
+                update.done.set_exception(problem)
+                continue
+            for request in self._begun(update):
+                self._renew(request, update)
+            update.done.set_result(version)
+
+    def _begun(self, update: Update) -> list[Request]:
+        """The requests under the weights that change: those that run, and preempted ones."""
+        waiting = [one for one in self._waiting if one.is_begun]
+        return [one for one in (*self._running, *waiting) if update.concerns(one)]
+
+    def _renew(self, request: Request, update: Update) -> None:
+        """Does to a request what an update says."""
+        if update.live == "abort":
+            copies, request.copies = request.copies, []
+            request.interrupt()
+            if request in self._running:
+                self._leave(request)
+            else:
+                self._waiting.remove(request)
+            if copies:
+                copies[0].copies = copies[1:]
+                self._waiting.appendleft(copies[0])
+            if request.notify is not None:
+                request.notify(request)
+        elif request in self._running and (update.live == "recompute" or not request.choices):
+            self._release(request.cache_id)
+            request.restart()
+
+    def _is_held(self, request: Request) -> bool:
+        return any(update.holds_back(request) for update in self._updates)
 
     def _decode_many(self) -> bool:
         """Decodes many tokens of each request in one call, where the model can and nothing else is due."""
         most = self.model.loop_tokens
         if not most or self._in_flight is not None or self.speculator is not None:
             return False
-        if not all(_runs_on(request) for request in self._running):
+        if not all(only_decodes(request) for request in self._running):
             return False
-        runs = [
-            DecodeRun(
-                cache_id=request.cache_id,
-                token=request.tokens[-1],
-                pos=request.num_read,
-                max_tokens=min(most, request.num_left),
-                stop_ids=request.stop_ids,
-                sampling=request.params,
-                seed=request.seed,
-            )
-            for request in self._running
-        ]
+        runs = runs_of(self._running, most)
         requests = list(self._running)
         try:
             found = self.model.decode_n(runs, until_one_ends=bool(self._waiting))
@@ -347,7 +363,7 @@ class Scheduler:
         for request, run in zip(requests, found, strict=True):
             for token, logprob in zip(run.token_ids, run.logprobs, strict=True):
                 request.num_read += 1
-                request.append(TokenChoice(token, logprob, logprob))
+                request.append(TokenChoice(token, logprob, logprob), self.backend.params_version)
                 if request.is_done:  # by a stop text, perhaps: what was decoded past it goes with the sequence
                     break
             request.forget_settings()  # the program had settings of its own
@@ -356,8 +372,13 @@ class Scheduler:
 
     def _admit(self) -> None:
         self._reopen()
-        while self._waiting and len(self._running) < self._room and self._has_room(self._waiting[0]):
-            self._running[self._waiting.popleft()] = None
+        while self._waiting and len(self._running) < self._room:
+            request = next((one for one in self._waiting if not self._is_held(one)), None)
+            if request is None or not self._has_room(request):
+                return
+            self._waiting.remove(request)
+            self._running[request] = None
+            fork_from_group(request, self._running, self.backend)
 
     def _reopen(self) -> None:
         """Lets replicas take requests again on which none is running that could end."""
@@ -451,19 +472,3 @@ class Scheduler:
             for one in (*request.copies, request):
                 if one.notify is not None:
                     one.notify(one)
-
-
-def _fork_position(request: Request) -> int:
-    """Where copies part: before the last token of the prompt, or before what is scored where nothing is generated."""
-    if request.limit == 0:
-        return (request.score_from or 1) - 1
-    return len(request.prompt) - 1
-
-
-def _runs_on(request: Request) -> bool:
-    """True of a request that only decodes, in ways that multi-step programs know."""
-    params = request.params
-    is_read = 0 < request.num_read == len(request.tokens) - 1
-    is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
-    is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words and params.num_logprobs < 1
-    return is_read and is_simple and not request.copies and len(request.stop_ids) <= MAX_STOP_IDS

@@ -106,7 +106,7 @@ class Speculator:
         if draft.probabilities is not None and request.settings().is_adjusted:
             request.forget_settings()  # the device has not counted these tokens
         for at, choice in enumerate(verdict):
-            request.append(choice)
+            request.append(choice, self._backend.params_version)
             if at < len(verdict) - 1:
                 request.accepted += 1
                 self.accepted += 1

@@ -1,0 +1,58 @@
+"""Weights, of a model or an adapter, that change while requests run."""
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.request import Request
+from ferrum_jax.models.specs import ParamTree
+
+LivePolicy = Literal["wait", "abort", "keep", "recompute"]
+
+
+@dataclass(eq=False)
+class Update:
+    """Other weights, and what becomes of the requests that run under the old ones.
+
+    `wait`: they end first, and requests that have not begun wait for the new weights. `abort`: they end with what they
+    have. `keep`: they go on over the keys and values of the old weights. `recompute`: they lose these, and what they
+    have sampled is read again under the new weights.
+    """
+
+    install: Callable[[Collection[str]], int]  # sets the weights, given what may stay live; returns their version
+    live: LivePolicy
+    adapter: str | None = None  # which one changes; None: the model itself
+    done: Future[int] = field(default_factory=Future)
+
+    def __post_init__(self):
+        if self.live not in get_args(LivePolicy):
+            raise RequestValidationError(f"live is {safe_repr(self.live)}, expected one of {get_args(LivePolicy)}")
+
+    def concerns(self, request: Request) -> bool:
+        """True of a request under the weights that change."""
+        return self.adapter is None or (request.adapter is not None and request.adapter.name == self.adapter)
+
+    def holds_back(self, request: Request) -> bool:
+        """True of a request that must not begin before the update."""
+        return self.live == "wait" and self.concerns(request) and not request.is_begun
+
+
+def params_update(model: DecoderOnlyLLM, params: ParamTree, live: LivePolicy) -> Update:
+    """Returns the update that sets a model's weights; raises UnsupportedError for a model that has no such call."""
+    runner = _runner(model)
+
+    def install(kept: Collection[str]) -> int:
+        runner.set_params(params, keep_sequences=kept)
+        return runner.params_version
+
+    return Update(install, live)
+
+
+def _runner(model: DecoderOnlyLLM) -> ModelRunner:
+    if not isinstance(model, ModelRunner):
+        raise UnsupportedError(f"weights are set on a ModelRunner, this LLM runs a {type(model).__name__}")
+    return model

@@ -1,0 +1,220 @@
+"""Weights that change while requests run: every token is of exactly the weights that it is said to be of."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, get_args
+
+import jax
+import pytest
+
+from ferrum_jax import LLM, AsyncLLM, SamplingParams
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    InvalidParameterError,
+    RequestValidationError,
+    UnsupportedError,
+)
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.from_params import from_params
+from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.updates import LivePolicy, params_update
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CFG
+from tests.fake import CountingLLM
+from tests.generate.conftest import ENGINE, MakeRunner
+from tests.generate.updates import Logprobs, Traffic, make_oracle, versions_of
+from tests.tiers import by_default
+
+POLICIES: Sequence[LivePolicy] = get_args(LivePolicy)
+LONG = SamplingParams(max_tokens=20, temperature=1.0, seed=3, logprobs=True)
+
+
+@pytest.fixture(scope="module")
+def weights(params: ParamTree) -> list[ParamTree]:
+    return versions_of(params, 3)
+
+
+@pytest.fixture(scope="module")
+def mixed(weights: list[ParamTree]) -> Logprobs:
+    return make_oracle(weights)
+
+
+@pytest.fixture
+def serving(runner: ModelRunner, weights: list[ParamTree]) -> Iterator[ModelRunner]:
+    runner.set_params(weights[0])
+    yield runner
+    runner.reset()
+    runner.set_params(weights[0])
+
+
+def run_traffic(runner: ModelRunner, weights: list[ParamTree], policy: LivePolicy, seed: int, mixed: Logprobs) -> None:
+    runner.reset()
+    runner.set_params(weights[0])
+    traffic = Traffic(LLM.from_model(runner, max_rows=5, chunk_tokens=11), weights, policy, seed)
+    traffic.run()
+    traffic.check(mixed)
+    snapshot = runner.kv_slot_capacity_snapshot()
+    assert snapshot.free_blocks == snapshot.total_blocks
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_interleaving_of_updates_and_traffic_is_exact(
+    policy: LivePolicy, serving: ModelRunner, weights: list[ParamTree], mixed: Logprobs
+):
+    for seed in range(6):
+        run_traffic(serving, weights, policy, seed, mixed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_thousand_interleavings_of_updates_and_traffic_are_exact(
+    policy: LivePolicy, serving: ModelRunner, weights: list[ParamTree], mixed: Logprobs
+):
+    first = random.randrange(2**32)
+    print(f"{policy}: seeds from {first} on")
+    for at in range(1000):
+        run_traffic(serving, weights, policy, first + at, mixed)
+
+
+@pytest.mark.parametrize("policy", by_default(POLICIES, "keep"))
+def test_replicas_change_their_weights_together(policy: LivePolicy, weights: list[ParamTree], mixed: Logprobs):
+    engine = replace(ENGINE, prefix_cache=True, max_seqs=3, decode_rows=(3,))
+    with from_params(weights[0], CFG, mesh={"data": 2}, engine=engine) as runner:
+        for seed in range(5):
+            run_traffic(runner, weights, policy, seed, mixed)
+
+
+def test_a_recompute_is_exact_where_the_kv_is_short(new_runner: MakeRunner, weights: list[ParamTree], mixed: Logprobs):
+    with new_runner(prefix_cache=True, kv_blocks=7) as runner:
+        traffic = Traffic(LLM.from_model(runner, max_rows=6), weights, "recompute", 5)
+        traffic.run(30)
+        assert any(one.preemptions for one in traffic.requests)
+        traffic.check(mixed)
+
+
+def started(llm: LLM, count: int = 3, **changes: Any) -> list[Request]:
+    """Requests that have sampled something and go on."""
+    requests = [llm.request([1, 2, 3, at], replace(LONG, max_tokens=35, **changes)) for at in range(count)]
+    llm.engine.submit(*requests)
+    while not all(one.choices for one in requests):
+        time.sleep(0.001)
+    return requests
+
+
+def ended(requests: Sequence[Request]) -> list[RequestOutput]:
+    while not all(one.is_done for one in requests):
+        time.sleep(0.001)
+    return [one.output() for one in requests]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_update_waits_for_its_policy_alone(policy: LivePolicy, serving: ModelRunner, weights: list[ParamTree]):
+    llm = LLM.from_model(serving, max_rows=3)
+    requests, version = started(llm), serving.params_version
+    late = llm.request([5], replace(LONG, max_tokens=2))
+    llm.engine.submit(late)  # there is no row for it yet
+    assert llm.set_params(weights[1], live=policy) == serving.params_version == version + 1
+    were_done = [one.is_done for one in requests]
+    outs = ended([*requests, late])
+    assert outs[-1].weight_versions == [version + 1] * 2
+    if policy == "wait":
+        assert were_done == [True] * 3
+    for out in outs[:-1]:
+        assert out.finish_reason == ("abort" if policy == "abort" else "length")
+        assert set(out.weight_versions) <= ({version} if policy in ("wait", "abort") else {version, version + 1})
+
+
+def test_what_is_scored_while_weights_abort_it_is_cancelled(serving: ModelRunner, weights: list[ParamTree]):
+    llm = LLM.from_model(serving, max_rows=3, chunk_tokens=1)
+    with ThreadPoolExecutor(1) as pool:
+        scored = pool.submit(llm.score, [[1]], [[2] * 40])
+        while not llm.engine.scheduler._running:
+            time.sleep(0.001)
+        llm.set_params(weights[1], live="abort")
+        with pytest.raises(CancelledError, match="ended by a change of weights"):
+            scored.result()
+
+
+def test_a_refused_update_changes_nothing(serving: ModelRunner, weights: list[ParamTree], params: ParamTree):
+    llm, version = LLM.from_model(serving), serving.params_version
+    expected = llm.generate([[1, 2, 3, 0]], replace(LONG, max_tokens=35))[0]
+    for policy in POLICIES:
+        (request,) = started(llm, 1)
+        with pytest.raises(InvalidParameterError, match="missing"):
+            llm.set_params({}, live=policy)
+        (out,) = ended([request])
+        assert (out.token_ids, out.weight_versions) == (expected.token_ids, [version] * 35)
+    serving.prefill("another's", [1, 2])
+    for policy in POLICIES:
+        with pytest.raises(RequestValidationError, match="release them before new weights are set"):
+            llm.set_params(weights[1], live=policy)
+    with pytest.raises(RequestValidationError, match="live is 'now', expected one of"):
+        llm.set_params(weights[1], live="now")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UnsupportedError, match="this LLM runs a CountingLLM"):
+        LLM.from_model(CountingLLM()).set_params({})
+    assert serving.params_version == version
+
+
+def test_updates_compile_nothing_copy_nothing_and_keep_their_order(
+    serving: ModelRunner, weights: list[ParamTree], compiles: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    llm = LLM.from_model(serving)
+    llm.generate([[1, 2, 3, 4]], LONG)
+    requests = started(llm)
+    compiles.clear()
+    updates = [params_update(serving, one, policy) for one in weights[1:] for policy in POLICIES]
+    set_params = serving.set_params
+
+    def guarded(*args: Any, **how: Any) -> None:
+        with jax.transfer_guard("disallow_explicit"):
+            set_params(*args, **how)
+
+    monkeypatch.setattr(serving, "set_params", guarded)
+    for one in updates:
+        llm.engine.begin_update(one)
+    versions = [one.done.result() for one in updates]
+    assert versions == list(range(versions[0], versions[0] + len(updates)))
+    assert compiles == []
+    for mine, theirs in zip(jax.tree.leaves(serving.params), jax.tree.leaves(weights[-1]), strict=True):
+        assert mine is theirs
+    ended(requests)
+
+
+def test_an_update_that_waits_ends_with_the_engine_or_when_it_is_cancelled(
+    serving: ModelRunner, weights: list[ParamTree]
+):
+    llm, version = LLM.from_model(serving), serving.params_version
+    requests = started(llm)
+    gone = params_update(serving, weights[1], "wait")
+    llm.engine.begin_update(gone)
+    assert gone.done.cancel()
+    ended(requests)
+    llm.engine.settle()
+    assert serving.params_version == version
+    started(llm)
+    late = params_update(serving, weights[1], "wait")
+    llm.engine.begin_update(late)
+    llm.engine.close()
+    with pytest.raises(CancelledError, match="closed"):
+        late.done.result()
+
+
+def test_coroutines_change_weights_too(serving: ModelRunner, weights: list[ParamTree]):
+    llm = AsyncLLM(LLM.from_model(serving))
+
+    async def main() -> list[int]:
+        found, out = [], None
+        async for out in llm.generate([1, 2, 3], LONG):
+            if len(out.token_ids) == 1:
+                found.append(await llm.set_params(weights[1], live="keep"))
+        assert out is not None
+        return [*found, out.weight_versions[0], out.weight_versions[-1]]
+
+    version = serving.params_version
+    new, first, last = asyncio.run(main())
+    assert (new, first, last) == (version + 1, version, version + 1)
