@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.capture import Captured, CaptureSpec
 from ferrum_jax.models.division import Division
+from ferrum_jax.models.hooks import Captured, Point
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
@@ -93,8 +93,7 @@ class StepKey:
     logit_rows: int  # R rows of logits; all D + P * C tokens where `outputs` is "all"
     outputs: Outputs = "last"
     adapters: bool = False  # whether rows may have a LoRA adapter
-    hidden: tuple[int, ...] = ()  # layers whose hidden states are captured
-    attention: tuple[int, ...] = ()  # layers whose attention weights are captured
+    capture: tuple[Point, ...] = ()  # hook points that are returned
 
     @property
     def num_tokens(self) -> int:
@@ -104,8 +103,8 @@ class StepKey:
     def __str__(self) -> str:
         name = f"step D{self.decode_rows} P{self.blocks}x{self.block_tokens} M{self.table_columns} R{self.logit_rows}"
         name += " all" * (self.outputs == "all") + " adapters" * self.adapters
-        captured = self.hidden or self.attention
-        return f"{name} hidden {self.hidden} attention {self.attention}" if captured else name
+        points = " ".join(f"{point.name}.{point.layer}" for point in self.capture)
+        return f"{name} capture {points}" if points else name
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the step; it takes the leaves of the parameters, and the KV is donated."""
@@ -113,12 +112,12 @@ class StepKey:
         buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
         loras, stacks = ([context.loras], [context.lora_specs]) if self.adapters else ([], [])
         groups = (PartitionSpec(None, context.kv_axes),) * (bool(self.decode_rows) + bool(self.blocks))
-        captured = Captured(hidden=dict.fromkeys(self.hidden, WHOLE), attention=dict.fromkeys(self.attention, groups))
+        captured = {point: groups if point.name == "pattern" else WHOLE for point in self.capture}
         outputs = StepOutputs(logits=WHOLE, rows=WHOLE, captured=captured)
         inputs = context.leaf_specs, context.kv_specs, WHOLE, WHOLE, *stacks
         pure = context.spread(pure, inputs, (outputs, context.kv_specs))
         read = None
-        if self.attention and context.readable is not None:
+        if any(point.name == "pattern" for point in self.capture) and context.readable is not None:
             read = replace(outputs, logits=None, rows=None, captured=context.readable), None
         return jax.jit(pure, donate_argnums=1, out_shardings=read).lower(
             jax.tree.leaves(context.params), context.kv, context.sampler.last_tokens, buffer, *loras
@@ -147,7 +146,7 @@ class StepOutputs(Generic[Leaf]):
 
     logits: Leaf  # float32 [R, V]
     rows: Leaf  # int32 [R, 2]: sampler slot and position of each; for "all", [P, 3 + C], as `VerifyKey` takes them
-    captured: Captured[Leaf]  # of the layers that the key names
+    captured: Captured  # at the points that the key names
 
 
 @flax.struct.dataclass
@@ -244,8 +243,9 @@ def step(
         index = packed.logit_index
         rows = jnp.stack([packed.sample_slots, packed.sample_positions], axis=1)
     batch = Batch(groups=tuple(groups), logit_rows=index)
-    layers = CaptureSpec(hidden=key.hidden, attention=key.attention)
-    logits, kv, captured = family(cfg).forward(
-        params, kv, batch, cfg, loras=loras, attention=attention, capture=layers, shards=shards
+    logits, written, captured = family(cfg).forward(
+        params, kv, batch, cfg, loras=loras, attention=attention, capture=key.capture, shards=shards
     )
+    assert written is not None
+    kv = written
     return StepOutputs(logits=logits, rows=rows, captured=captured), kv

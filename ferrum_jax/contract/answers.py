@@ -1,7 +1,7 @@
 """What a model returns besides its config, and the checks of it, for models of third parties."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,8 +32,9 @@ class Captured:
     """Logits of a chunk of n tokens, and activations of chosen layers; S is the sequence's length after the chunk."""
 
     logits: NDArray[np.float32]  # [n, vocab]
-    hidden: Mapping[int, NDArray[np.float32]]  # [n, hidden], by the number of layers before
-    attention_weights: Mapping[int, NDArray[np.float32]]  # [heads, n, S], by layer
+    hidden: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # [n, hidden], by the layers before
+    attention_weights: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)  # [heads, n, S], by layer
+    points: Mapping[Any, NDArray[Any]] = field(default_factory=dict)  # [n, ...], by hook point: (name, layer)
 
 
 def score_targets(logits: NDArray[np.float32], targets: NDArray[np.int32]) -> TokenScores:

@@ -1,7 +1,7 @@
 """What steps have answered: from arrays on the device to one answer per row."""
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -26,7 +26,7 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.kvcache.sequences import CachedSequence, SequenceTable
-from ferrum_jax.models.capture import CaptureSpec
+from ferrum_jax.models.hooks import ATTENTION, Point
 
 Answer = Any  # what a row's output says: None, logits, TokenChoice, a list of them, Scores or Captured
 
@@ -99,9 +99,9 @@ def read_part(part: StepPart, answers: list[Answer], device: DeviceState, table:
                 packed, *tops = (array[run].copy() for array in scores)
                 tops = tops if with_alternatives else (None, None)
                 _add(answers, row, _ScorePiece(packed, *tops))
-            case Capture(layers):
+            case Capture(points):
                 assert logits is not None
-                _add(answers, row, _capture_piece(logits[run], captured, layers, at, run, ends[row]))
+                _add(answers, row, _capture_piece(logits[run], captured, points, at, run, ends[row]))
 
 
 class _Choices:
@@ -151,8 +151,7 @@ class _ScorePiece(NamedTuple):
 
 class _CapturePiece(NamedTuple):
     logits: NDArray[np.float32]  # [n, V]
-    hidden: dict[int, NDArray[np.float32]]  # [n, D] by layer
-    attention: dict[int, NDArray[np.float32]]  # [N, n, S] by layer
+    captured: dict[Point, NDArray[Any]]  # [n, ...]; of attention [N, n, S]
 
 
 def _add(answers: list[Answer], index: int, piece: Any) -> None:
@@ -183,31 +182,29 @@ def join_answer(answer: list[Any]) -> Answer:
 def _captured(captured: Any, device: DeviceState) -> Any:
     """Copies to the host what a step captured."""
     found = jax.tree.map(device.fetch, captured)
-    heads = {
-        layer: tuple(device.of_heads(one, 1, "heads") for one in groups) for layer, groups in found.attention.items()
+    return {
+        point: tuple(device.of_heads(group, 1, "heads") for group in one) if isinstance(one, tuple) else one
+        for point, one in found.items()
     }
-    return replace(found, attention=heads)
 
 
 def _capture_piece(
-    logits: NDArray[np.float32], captured: Any, layers: CaptureSpec, at: int, run: slice, end: int
+    logits: NDArray[np.float32], captured: Any, points: Sequence[Point], at: int, run: slice, end: int
 ) -> _CapturePiece:
     """Cuts one block's share out of what a step captured; attention is to the positions up to `end`."""
-    size = run.stop - run.start
-    return _CapturePiece(
-        logits.copy(),
-        {layer: captured.hidden[layer][run].astype(np.float32) for layer in layers.hidden},
-        {layer: captured.attention[layer][0][at, :, :size, :end] for layer in layers.attention},
-    )
+
+    def cut(found: Any) -> NDArray[Any]:
+        if isinstance(found, tuple):
+            return found[0][at, :, : run.stop - run.start, :end]
+        return found[run].copy() if np.issubdtype(found.dtype, np.integer) else found[run].astype(np.float32)
+
+    return _CapturePiece(logits.copy(), {point: cut(captured[point]) for point in points})
 
 
 def _joined_capture(pieces: Sequence[_CapturePiece]) -> Captured:
     """Joins what was captured of one sequence."""
-    hidden, attention = pieces[0].hidden, pieces[0].attention
-    return Captured(
-        logits=np.concatenate([piece.logits for piece in pieces]),
-        hidden={layer: np.concatenate([piece.hidden[layer] for piece in pieces]) for layer in hidden},
-        attention_weights={
-            layer: np.concatenate([piece.attention[layer] for piece in pieces], axis=1) for layer in attention
-        },
-    )
+    points = {
+        point: np.concatenate([piece.captured[point] for piece in pieces], axis=int(point.name in ATTENTION))
+        for point in pieces[0].captured
+    }
+    return Captured(logits=np.concatenate([piece.logits for piece in pieces]), points=points)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import SlotSettings
-from ferrum_jax.models.capture import CaptureSpec
+from ferrum_jax.models.hooks import Point
 
 
 class NoOutput(NamedTuple):
@@ -49,9 +49,9 @@ class TargetScores(NamedTuple):
 
 
 class Capture(NamedTuple):
-    """Logits of every token, and what the named layers hold, come back as `Captured`."""
+    """Logits of every token, and the arrays at hook points, come back as `Captured`."""
 
-    layers: CaptureSpec
+    points: tuple[Point, ...]
 
 
 Output: TypeAlias = (

@@ -427,12 +427,8 @@ def _chained(kinds: set[type], plans: Sequence[StepPlan], capacity: int) -> list
 def _captured(plan: StepPlan, outputs: Sequence[Output]) -> StepPlan:
     """Returns the plan for a step that captures what its rows ask for, all of them together."""
     asked = [outputs[piece.row] for piece in plan.blocks]
-    layers = [one.layers for one in asked if isinstance(one, Capture)]
-    if not any(one.hidden or one.attention for one in layers):
-        return plan
-    hidden = tuple(sorted({layer for one in layers for layer in one.hidden}))
-    attention = tuple(sorted({layer for one in layers for layer in one.attention}))
-    return replace(plan, key=replace(plan.key, hidden=hidden, attention=attention))
+    points = {point for one in asked if isinstance(one, Capture) for point in one.points}
+    return replace(plan, key=replace(plan.key, capture=tuple(sorted(points)))) if points else plan
 
 
 def _adapted(plan: StepPlan, uses: Sequence[int]) -> StepPlan:

@@ -39,7 +39,7 @@ from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.observable import Observable
 from ferrum_jax.executor.pipeline import Keep, PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
-from ferrum_jax.models.capture import check_capture
+from ferrum_jax.models.hooks import check_points, hidden_points, state_number
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
@@ -186,12 +186,29 @@ class ModelRunner(Observable):
             return [TokenScores(logprobs=one.logprobs, greedy_ids=one.greedy_ids) for one in found]
 
     def capture(
-        self, cache_id: str, tokens: Sequence[int], *, hidden: Sequence[int] = (), attention_weights: Sequence[int] = ()
+        self,
+        cache_id: str,
+        tokens: Sequence[int],
+        *,
+        hidden: Sequence[int] = (),
+        attention_weights: Sequence[int] = (),
+        points: Sequence[Any] = (),
     ) -> Captured:
-        """Appends `tokens`; returns what is asked of each. A step for other layers compiles when it is first needed."""
+        """Appends `tokens`; returns what is asked of each, `points` being those of models/hooks.py.
+
+        A step for other points compiles when it is first needed.
+        """
         with self._life.lock, self._life:
-            wanted = check_capture(hidden, attention_weights, self.model_config)
-            return self._pipeline.execute([self._appended(cache_id, tokens, Capture(wanted))]).result()[0]
+            cfg = self.model_config
+            asked, (states, weights) = check_points(points, cfg), hidden_points(hidden, attention_weights, cfg)
+            wanted = Capture(tuple(sorted({*asked, *states, *weights})))
+            found = self._pipeline.execute([self._appended(cache_id, tokens, wanted)]).result()[0]
+            return Captured(
+                logits=found.logits,
+                hidden={state_number(point): found.points[point] for point in states},
+                attention_weights={point.layer: found.points[point] for point in weights if point.layer is not None},
+                points={point: found.points[point] for point in asked},
+            )
 
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""

@@ -1,7 +1,7 @@
 """Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`."""
 
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import flax.struct
 import jax
@@ -16,6 +16,7 @@ from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.backends import cache_spec
+from ferrum_jax.models.hooks import Intervention, check_interventions, rows_as_tokens, steered
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
@@ -73,6 +74,7 @@ def generate_fn(
     stop_ids: Sequence[int] = (),
     attention: str = "xla",
     steering: jax.Array | None = None,  # [L, D]
+    interventions: Mapping[Any, Intervention] | None = None,
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
     """Continues every prompt of a batch by up to `max_tokens` tokens, as the engine would with the same seeds.
 
@@ -92,6 +94,9 @@ def generate_fn(
         stop_ids: ids that end a row, which has them as its last.
         attention: the backend whose layout the KV has.
         steering: added to the output of each layer, for all tokens; an argument, so that another one compiles nothing.
+        interventions: an `Edit` or a function by hook point (models/hooks.py), in the prompt and in what follows. Arrays
+            broadcast against `[B, 1, ...]`; a function is given `[B, T, ...]`, T being 1 in the answer, and the
+            positions `[B, T]`.
 
     Returns:
         What was generated, and the KV written.
@@ -113,6 +118,9 @@ def generate_fn(
     _check_range("lengths", lengths, 1, tokens.shape[1])
     _check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
+    changes = check_interventions(interventions, cfg)
+    if steering is not None:
+        changes = steered(jnp.asarray(steering), changes, cfg, ())
     cfg = cfg.reaching(length + max_tokens)
     if kv is None:
         kv = state.empty(kv_spec(params, cfg, rows=batch, positions=length + max_tokens, attention=attention))
@@ -129,8 +137,16 @@ def generate_fn(
 
     def forward(kv: KvState[jax.Array], group: Rows[jax.Array], wanted: jax.Array):
         step = Batch(groups=(group,), logit_rows=wanted)
-        logits, kv, _ = family(cfg).forward(params, kv, step, cfg, attention=attention, steering=steering)
-        return logits, kv
+        logits, written, _ = family(cfg).forward(
+            params,
+            kv,
+            step,
+            cfg,
+            attention=attention,
+            interventions=rows_as_tokens(changes, *group.tokens.shape),
+        )
+        assert written is not None
+        return logits, written
 
     def choose(logits: jax.Array, seen: jax.Array, alive: jax.Array, at: jax.Array):
         inputs = SampleInputs(

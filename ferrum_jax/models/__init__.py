@@ -1,6 +1,7 @@
 """Models as pure functions over parameter and KV pytrees."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,20 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
 from ferrum_jax.models.backends import cache_spec
-from ferrum_jax.models.capture import Captured as Captured
-from ferrum_jax.models.capture import CaptureSpec as CaptureSpec
-from ferrum_jax.models.capture import check_capture, check_shape
+from ferrum_jax.models.hooks import Captured as Captured
+from ferrum_jax.models.hooks import Edit as Edit
+from ferrum_jax.models.hooks import Intervention as Intervention
+from ferrum_jax.models.hooks import Point as Point
+from ferrum_jax.models.hooks import (
+    check_interventions,
+    check_points,
+    check_shape,
+    hidden_points,
+    rows_as_tokens,
+    state_number,
+    steered,
+)
+from ferrum_jax.models.hooks import replace_with as replace_with
 from ferrum_jax.models.quantisation import Format as Format
 from ferrum_jax.models.quantisation import choose_formats
 from ferrum_jax.models.quantisation import dequantise as dequantise
@@ -57,11 +69,13 @@ def forward(
     loras: ParamTree | None = None,
     adapters: Int[Array, " B"] | None = None,
     steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
-    attention: str = "xla",
+    interventions: Mapping[Any, Intervention] | None = None,
+    attention: str | None = None,
+    remat: bool = False,
 ) -> Float[Array, "B T V"]:
     """Runs whole sequences from position 0 and returns the logits of every token, float32.
 
-    It is the family's serving forward over a KV of its own, so it may be differentiated, vmapped, scanned and jitted
+    It is the family's serving forward without a cache, so it may be differentiated, vmapped, scanned and jitted
     (with `cfg` closed over or static). There is no padding: to batch sequences of different lengths, pad on the right
     and ignore the logits there.
 
@@ -73,13 +87,19 @@ def forward(
         loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
         adapters: the adapter of each row; an index outside the stacks, such as -1, is none.
         steering: added to the output of each layer, for all tokens or for each one.
-        attention: the backend; only `xla` has gradients.
+        interventions: an `Edit` or a function by hook point (models/hooks.py). What an edit has broadcasts against the
+            array there, whose first axes are `[B, T]`; a function is given that array and int32 `[B, T]` positions, and
+            returns its like. They are differentiable.
+        attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
+            only `xla` has gradients, and needs far more memory for them.
+        remat: gradients recompute each layer instead of keeping what is inside it.
 
     Raises:
-        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, or tokens are
-            not integers.
+        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are not
+            integers, or a hook point is unknown.
+        UnsupportedError: this model has no such hook point.
     """
-    return capture(
+    return run(
         params,
         tokens,
         cfg,
@@ -87,7 +107,9 @@ def forward(
         loras=loras,
         adapters=adapters,
         steering=steering,
+        interventions=interventions,
         attention=attention,
+        remat=remat,
     )[0]
 
 
@@ -98,11 +120,7 @@ def capture(
     *,
     hidden: Sequence[int] = (),
     attention_weights: Sequence[int] = (),
-    inputs_embeds: Float[Array, "B T D"] | None = None,
-    loras: ParamTree | None = None,
-    adapters: Int[Array, " B"] | None = None,
-    steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
-    attention: str = "xla",
+    **options: Any,
 ) -> tuple[Float[Array, "B T V"], dict[int, Array], dict[int, Array]]:
     """As `forward`; returns also hidden states `[B, T, D]` and attention weights `[B, N, T, T]` of chosen layers.
 
@@ -111,9 +129,48 @@ def capture(
 
     Raises:
         InvalidParameterError: as `forward`, or a layer does not exist.
-        UnsupportedError: the family's attention weights cannot be captured.
     """
-    spec = check_capture(hidden, attention_weights, cfg)
+    states, weights = hidden_points(hidden, attention_weights, cfg)
+    logits, captured = run(params, tokens, cfg, capture=(*states, *weights), **options)
+    by_state = {state_number(point): captured[point] for point in states}
+    return logits, by_state, {point.layer: captured[point] for point in weights if point.layer is not None}
+
+
+def run(
+    params: ParamTree,
+    tokens: Int[Array, "B T"],
+    cfg: ModelConfig,
+    *,
+    capture: Sequence[Any] = (),
+    inputs_embeds: Float[Array, "B T D"] | None = None,
+    loras: ParamTree | None = None,
+    adapters: Int[Array, " B"] | None = None,
+    steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
+    interventions: Mapping[Any, Intervention] | None = None,
+    attention: str | None = None,
+    remat: bool = False,
+) -> tuple[Float[Array, "B T V"], dict[Point, Array]]:
+    """As `forward`; returns also the arrays at hook points, by point: `captured["z", 3]` is `[B, T, N, H]`.
+
+    Args:
+        params: as the other arguments, those of `forward`.
+        tokens: token ids.
+        cfg: the model's.
+        capture: hook points, such as `("z", 3)`, `("resid_post", None)` for all layers, or `blocks.3.attn.hook_z`;
+            static under `jit`. What is captured is what goes on: after the interventions there.
+        inputs_embeds: used instead of the tokens' embeddings.
+        loras: adapter stacks.
+        adapters: the adapter of each row.
+        steering: added to the output of each layer.
+        interventions: an `Edit` or a function by hook point.
+        attention: a backend over a paged KV.
+        remat: gradients recompute each layer.
+
+    Raises:
+        InvalidParameterError: as `forward`, or a hook point is unknown.
+        UnsupportedError: this model has no such hook point.
+    """
+    points = check_points(capture, cfg)
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
@@ -122,8 +179,9 @@ def capture(
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape
-    layers, width = cfg.num_hidden_layers, cfg.hidden_size
-    each = (batch, length, width)
+    changes = check_interventions(interventions, cfg)
+    if steering is not None:
+        changes = steered(jnp.asarray(steering), changes, cfg, (batch, length, cfg.hidden_size))
     if adapters is not None:
         adapters = jnp.asarray(adapters)
         check_shape("adapters", adapters, "[B]", (batch,))
@@ -131,17 +189,14 @@ def capture(
             raise InvalidParameterError(f"adapters are {adapters.dtype}, expected integers")
     if inputs_embeds is not None:
         inputs_embeds = jnp.asarray(inputs_embeds)
-        check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", each)
-        inputs_embeds = inputs_embeds.reshape(batch * length, width)
-    if steering is not None:
-        steering = jnp.asarray(steering)
-        check_shape("steering", steering, "[L, D] or [L, B, T, D]", (layers, width), (layers, *each))
-        steering = steering if steering.ndim == 2 else steering.reshape(layers, batch * length, width)
+        check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", (batch, length, cfg.hidden_size))
+        inputs_embeds = inputs_embeds.reshape(batch * length, cfg.hidden_size)
     cfg = cfg.reaching(length)
-    dtype = activation_dtype(params)
-    block_size = min(length, 128)
-    columns = -(-length // block_size)
-    cache = cache_spec(cfg, num_blocks=batch * columns, block_size=block_size, dtype=dtype.name, attention=attention)
+    columns, kv = 0, None
+    if attention is not None:
+        size, dtype = min(length, 128), activation_dtype(params).name
+        columns = -(-length // size)
+        kv = state.empty(cache_spec(cfg, num_blocks=batch * columns, block_size=size, dtype=dtype, attention=attention))
     rows = Rows(
         tokens=tokens.astype(jnp.int32),
         lengths=jnp.zeros(batch, jnp.int32),
@@ -151,18 +206,23 @@ def capture(
     )
     logits, _, captured = family(cfg).forward(
         params,
-        state.empty(cache),
+        kv,
         Batch(groups=(rows,), logit_rows=jnp.arange(batch * length, dtype=jnp.int32)),
         cfg,
         inputs_embeds=inputs_embeds,
         loras=loras,
-        attention=attention,
-        steering=steering,
-        capture=spec,
+        attention=attention or "xla",
+        capture=points,
+        interventions=rows_as_tokens(changes, batch, length),
+        remat=remat,
     )
-    states = {at: x.reshape(batch, length, -1) for at, x in captured.hidden.items()}
-    weights = {at: groups[0][..., :length] for at, groups in captured.attention.items()}
-    return logits.reshape(batch, length, -1), states, weights
+
+    def by_row(found: Any) -> jax.Array:
+        if isinstance(found, tuple):  # attention of the one group of rows
+            return found[0][..., :length]
+        return found.reshape(batch, length, *found.shape[1:])
+
+    return logits.reshape(batch, length, -1), {point: by_row(found) for point, found in captured.items()}
 
 
 def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:

@@ -1,24 +1,26 @@
 """The attention block of a layer: parameters, heads, and the cache."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache.state import KvState
+from ferrum_jax.models.hooks import NO_TAPS, Taps
 from ferrum_jax.models.projections import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
-from ferrum_jax.ops.attention import attend, attention_weights, write
-from ferrum_jax.ops.batch import Batch
+from ferrum_jax.ops.attention import attend, attend_dense, attend_new, cached_keys, write
+from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.norm import wide_rms_norm
 from ferrum_jax.ops.rope import rotate
 from ferrum_jax.ops.shards import WHOLE, Shards, mean_squares
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
-Weights = tuple[jax.Array, ...]  # of attention: float32 [B, N, T, S] of each group of rows, or empty if not captured
-LayerOutput = tuple[jax.Array, KvState[jax.Array], Weights]  # [X, D], and the KV written
+Cache = KvState[jax.Array] | None  # None: every row begins in this forward, which keeps no keys and values
+LayerOutput = tuple[jax.Array, Cache, dict[str, Any]]  # [X, D], the KV written, and what hook points have captured
 
 
 class LayerContext(NamedTuple):
@@ -30,7 +32,7 @@ class LayerContext(NamedTuple):
     slot_mapping: tuple[jax.Array, jax.Array]  # block and offset each token is written to, [X] each
     batch: Batch[jax.Array]
     backend: str  # of attention
-    captures_weights: bool = False
+    taps: Taps = NO_TAPS
     shards: Shards = WHOLE  # of the heads
 
 
@@ -73,7 +75,7 @@ def self_attention(
     block: ParamTree,
     lora: Lora,
     x: jax.Array,  # [X, D]
-    kv: KvState[jax.Array],
+    kv: Cache,
     context: LayerContext,
     cfg: ModelConfig,
     norm: Norm,
@@ -88,7 +90,12 @@ def self_attention(
         return norm(y, block[name]["weight"], cfg.rms_norm_eps) if name in block else y
 
     num_heads = cfg.num_attention_heads, cfg.num_key_value_heads, cfg.num_key_value_heads
-    q, k, v = project_all(x, block, lora, "qkv_proj", ("q_proj", "k_proj", "v_proj"), num_heads)
+    parts = project_all(x, block, lora, "qkv_proj", ("q_proj", "k_proj", "v_proj"), num_heads)
+    projected = {
+        name: context.taps.changed(name, y.reshape(len(x), -1, cfg.head_dim))
+        for name, y in zip("qkv", parts, strict=True)
+    }
+    q, k, v = (y.reshape(len(x), -1) for y in projected.values())
     if "q_norm" in block and not cfg.qk_norm:
         of_q, of_k = mean_squares(q, k, cfg.head_dim, context.shards)
         q = wide_rms_norm(q, block["q_norm"]["weight"], cfg.rms_norm_eps, of_q)
@@ -97,29 +104,58 @@ def self_attention(
     if cfg.qk_norm:
         q, k = normed(q, "q_norm"), normed(k, "k_norm")
     q, k = rotate(q, *context.rope), rotate(k, *context.rope)
-    kv = write(kv, context.layer, *context.slot_mapping, k, v, backend=context.backend)
+    if kv is not None:
+        kv = write(kv, context.layer, *context.slot_mapping, k, v, backend=context.backend)
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
-    mixed, weights = attend_rows(q, kv, context, scale, cfg.attn_logit_softcapping, block.get("sinks"))
-    return project(mixed, block, lora, "o_proj"), kv, weights
+    mixed, weights = attend_rows(q, kv, (k, v), context, scale, cfg.attn_logit_softcapping, block.get("sinks"))
+    mixed = context.taps.changed("z", mixed)
+    captured = context.taps.captured(**projected, z=mixed) | weights
+    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv, captured
 
 
 def attend_rows(
     q: jax.Array,  # [X, N, H]
-    kv: KvState[jax.Array],
+    kv: Cache,
+    new: tuple[jax.Array, jax.Array],  # keys and values of the new tokens, [X, K, H] each
     context: LayerContext,
     scale: float,
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
-) -> tuple[jax.Array, Weights]:
-    """Attends to the cache, one group of rows after another: outputs of heads `[X, N*H]`, and captured weights."""
-    outs, weights, start = [], [], 0
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Attends, one group of rows after another: outputs of heads `[X, N, H]`, and captured scores and weights.
+
+    Scores and weights are computed all at once, beside the attention itself or, where they are changed, in its place.
+    """
+    taps, outs, start = context.taps, [], 0
+    found: dict[str, tuple[jax.Array, ...]] = {name: () for name in ("attn_scores", "pattern") if taps.wants(name)}
+    asked: dict[str, Any] = {"scale": scale, "window": context.window, "softcap": softcap, "sinks": sinks}
+    is_changed = taps.changes("attn_scores", "pattern")
     for rows in context.batch.groups:
         size = rows.tokens.size
-        own = q[start : start + size].reshape(*rows.tokens.shape, *q.shape[1:])
-        asked = {"scale": scale, "window": context.window, "softcap": softcap}
-        out = attend(own, kv, context.layer, rows, **asked, sinks=sinks, backend=context.backend)
-        outs.append(out.reshape(size, -1))
+
+        def of_rows(x: jax.Array, rows: Rows[jax.Array] = rows, part: slice = slice(start, start + size)) -> jax.Array:
+            return x[part].reshape(*rows.tokens.shape, *x.shape[1:])
+
+        own, keys = of_rows(q), (of_rows(new[0]), of_rows(new[1]))
+        out = None
+        if not is_changed:
+            out = (
+                attend_new(own, *keys, **asked)
+                if kv is None
+                else attend(own, kv, context.layer, rows, **asked, backend=context.backend)
+            )
+        if found or out is None:
+            keys = keys if kv is None else cached_keys(kv, context.layer, rows)
+            mixed, scores, weights = attend_dense(
+                own,
+                *keys,
+                rows,
+                **asked,
+                on_scores=partial(taps.changed, "attn_scores") if is_changed else None,
+                on_weights=partial(taps.changed, "pattern") if is_changed else None,
+            )
+            out = mixed if out is None else out
+            found = {name: (*known, {"attn_scores": scores, "pattern": weights}[name]) for name, known in found.items()}
+        outs.append(out.reshape(size, *out.shape[2:]))
         start += size
-        if context.captures_weights:
-            weights.append(attention_weights(own, kv, context.layer, rows, **asked))
-    return jnp.concatenate(outs), tuple(weights)
+    return jnp.concatenate(outs), found

@@ -1,8 +1,9 @@
 """What every family shares: embeddings, positions, the layer and the loop over the layers, and logits."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,9 @@ from ferrum_jax.config import ExpertsConfig, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.attention import LayerContext, LayerOutput, Norm, attention_specs, self_attention
-from ferrum_jax.models.capture import Captured, CaptureSpec, check_capture, check_shape, check_weights
-from ferrum_jax.models.feed_forward import gated_mlp, mlp_specs
+from ferrum_jax.models.attention import Cache, LayerContext, LayerOutput, Norm, attention_specs, self_attention
+from ferrum_jax.models.feed_forward import BlockOutput, gated_mlp, mlp_specs
+from ferrum_jax.models.hooks import Captured, Intervention, Point, Taps, check_supported
 from ferrum_jax.models.projections import Lora
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.sliding_window import split_tables, window_tables
@@ -51,7 +52,7 @@ class Family:
     mlp_specs: Callable[[ModelConfig], ParamTree] = mlp_specs
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
     expert_specs: Callable[[ModelConfig, ExpertsConfig], ParamTree] | None = None
-    mix_experts: Callable[[ParamTree, jax.Array, ExpertsConfig, Shards], jax.Array] | None = None
+    mix_experts: Callable[[ParamTree, jax.Array, ExpertsConfig, Shards, Taps], BlockOutput] | None = None
 
     def param_specs(self, cfg: ModelConfig) -> ParamTree:
         """Specs of every parameter, in a tree whose paths are the checkpoint's names."""
@@ -79,7 +80,7 @@ class Family:
         layer: ParamTree,
         adapted: Adapted,
         x: jax.Array,
-        kv: KvState[jax.Array],
+        kv: Cache,
         context: LayerContext,
         cfg: ModelConfig,
     ) -> LayerOutput:
@@ -96,19 +97,25 @@ class Family:
             return y if factor == 1.0 else (y.astype(jnp.float32) * factor).astype(y.dtype)
 
         before_attention, after_attention, before_mlp, after_mlp = self.norms
+        taps = context.taps
+        x = before = taps.changed("resid_pre", x)
         y, block = normed(x, before_attention), layer["self_attn"]
-        y, kv, weights = self.attention(block, adapted["self_attn"], y, kv, context, cfg, self.norm)
+        y, kv, of_attention = self.attention(block, adapted["self_attn"], y, kv, context, cfg, self.norm)
         y = add_parts(y, context.shards)
-        x = x + scaled(normed(y, after_attention))
+        attn_out = taps.changed("attn_out", scaled(normed(y, after_attention)))
+        x = middle = taps.changed("resid_mid", x + attn_out)
         y, block = normed(x, before_mlp), layer[self.mlp]
         if "experts" in block:
             assert self.mix_experts is not None
             assert cfg.experts is not None
-            y = self.mix_experts(block, y, cfg.experts, context.shards)
+            y, of_mlp = self.mix_experts(block, y, cfg.experts, context.shards, taps)
         else:
-            y = gated_mlp(block, adapted["mlp"], y, self.activation)
+            y, of_mlp = gated_mlp(block, adapted["mlp"], y, self.activation, taps)
         y = add_parts(y, context.shards)
-        return x + scaled(normed(y, after_mlp)), kv, weights
+        mlp_out = taps.changed("mlp_out", scaled(normed(y, after_mlp)))
+        x = taps.changed("resid_post", x + mlp_out)
+        stream = {"resid_pre": before, "attn_out": attn_out, "resid_mid": middle, "mlp_out": mlp_out, "resid_post": x}
+        return x, kv, taps.captured(**stream) | of_attention | of_mlp
 
     @jax.named_scope("head")
     def head(self, params: ParamTree, x: jax.Array, cfg: ModelConfig, shards: Shards = WHOLE) -> jax.Array:
@@ -125,68 +132,68 @@ class Family:
     def forward(
         self,
         params: ParamTree,
-        kv: KvState[jax.Array],
+        kv: Cache,
         batch: Batch[jax.Array],
         cfg: ModelConfig,
         *,
         inputs_embeds: jax.Array | None = None,
         loras: ParamTree | None = None,
         attention: str = "xla",
-        steering: jax.Array | None = None,
-        capture: CaptureSpec | None = None,
+        capture: tuple[Point, ...] = (),
+        interventions: Mapping[Point, Intervention] = MappingProxyType({}),
+        remat: bool = False,
         shards: Shards = WHOLE,
-    ) -> tuple[jax.Array, KvState[jax.Array], Captured[jax.Array]]:
+    ) -> tuple[jax.Array, Cache, Captured]:
         """Runs all new tokens of a batch.
 
         Args:
             params: in any layout of models/layout.py.
-            kv: keys and values so far; donate it to have them written in place.
+            kv: keys and values so far; donate it to have them written in place. None where every row begins here and no
+                token follows later: then nothing is kept, and gradients need the memory of one block's scores.
             batch: X new tokens, and the R of them whose logits are returned.
             cfg: the model's.
             inputs_embeds: `[X, D]`, used instead of the tokens' embeddings and their factor.
             loras: adapter stacks of models/adapters.py, in the parameters' dtype; used by rows that have adapters.
             attention: the backend whose layout the KV has (ops/attention.py).
-            steering: `[L, D]` or, for each token, `[L, X, D]`: added to the output of each layer, in float32.
-            capture: layers whose hidden states or attention weights are returned.
+            capture: points of models/hooks.py that are returned, as `check_points` gives them; static under `jit`.
+            interventions: what is done at such points, as `check_interventions` gives them.
+            remat: gradients recompute each layer instead of keeping what is inside it.
             shards: inside a `shard_map`, over which mesh axes the model is divided: parameters and KV are then one
                 device's parts, and so are attention weights that are captured. `cfg` counts this device's heads.
 
         Returns:
-            Logits, float32 `[R, V]`; the KV written; and what was captured.
+            Logits, float32 `[R, V]`; the KV written; and what was captured, by point.
 
         Raises:
-            InvalidParameterError: rows have adapters but there are no `loras`, `steering` has another shape, or a
-                layer of `capture` does not exist.
-            UnsupportedError: attention weights that cannot be captured, or a sliding-window cache with stacked layers.
+            InvalidParameterError: rows have adapters but there are no `loras`, or an intervention has another shape.
+            UnsupportedError: a point that a sliding-window cache or a divided model lacks, or such a cache with stacked
+                layers.
         """
         tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
         at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
-        spec = CaptureSpec() if capture is None else check_capture(capture.hidden, capture.attention, cfg)
-        check_weights(spec, cfg, has_window_cache=kv.windowed is not None)
-        if steering is not None:
-            vectors = cfg.num_hidden_layers, cfg.hidden_size
-            each = cfg.num_hidden_layers, len(tokens), cfg.hidden_size
-            check_shape("steering", steering, "[L, D] or [L, X, D]", vectors, each)
-            steering = steering[:, None] if steering.ndim == 2 else steering
+        has_window_cache = kv is not None and kv.windowed is not None
+        every = (*capture, *interventions)
+        check_supported(every, cfg, has_window_cache=has_window_cache, is_divided=bool(shards))
         kinds, rope_of_layer = frequencies_of_layers(cfg)
         ropes = [rotations(at, *kind) for kind in kinds]
         adapted = _adapted(loras, batch, cfg)
         x = _embed(params, tokens, cfg, shards) if inputs_embeds is None else inputs_embeds
         window_context = None
-        if kv.windowed is not None:
+        if kv is not None and kv.windowed is not None:
             batch, windowed = split_tables(batch, kv.window_blocks)
             widest = max(window for window in cfg.layer_windows if window is not None)
             slots = _slots(windowed, kv.windowed, is_cyclic=True)
             windowed = window_tables(windowed, widest, state.block_size(kv.windowed))
             window_context = LayerContext(0, widest, ropes[0], slots, windowed, attention, shards=shards)
-        context = LayerContext(0, cfg.layer_windows[0], ropes[0], _slots(batch, kv), batch, attention, shards=shards)
-        step = _Step(self, cfg, context, window_context, ropes, rope_of_layer, adapted, steering, spec)
+        slots = (tokens, tokens) if kv is None else _slots(batch, kv)  # nothing is written where nothing is kept
+        context = LayerContext(0, cfg.layer_windows[0], ropes[0], slots, batch, attention, shards=shards)
+        taps = Taps(interventions=tuple(interventions.items()), positions=at)
+        step = _Step(self, cfg, context, window_context, ropes, rope_of_layer, adapted, capture, taps, remat)
         layers = params["model"]["layers"]
-        hidden = {0: x} if 0 in spec.hidden else {}
         with native.kernels(attention == "cpu"):
             x, kv, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
             logits = self.head(params, x[batch.logit_rows], cfg, shards)
-        return logits, kv, replace(captured, hidden=hidden | captured.hidden)
+        return logits, kv, captured
 
 
 def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig, shards: Shards) -> jax.Array:
@@ -209,32 +216,26 @@ class _Step(NamedTuple):
     ropes: list[tuple[jax.Array, jax.Array]]  # the different rotations
     rope_of_layer: list[int]
     adapted: list[Adapted]  # by layer
-    steering: jax.Array | None  # [L, 1 or X, D]
-    capture: CaptureSpec
+    capture: tuple[Point, ...]
+    taps: Taps  # of all layers
+    remat: bool
 
     def run(
-        self,
-        name: str,
-        params: ParamTree,
-        adapted: Adapted,
-        x: jax.Array,
-        kv: KvState[jax.Array],
-        context: LayerContext,
-        vector: jax.Array | None,
+        self, name: str, params: ParamTree, adapted: Adapted, x: jax.Array, kv: Cache, context: LayerContext
     ) -> LayerOutput:
-        """Runs one layer and adds its steering vector."""
+        """Runs one layer."""
+
+        def layer(params: ParamTree, adapters: list[Any], x: jax.Array, kv: Cache) -> LayerOutput:
+            own = jax.tree.unflatten(jax.tree.structure(adapted), adapters)
+            return self.family.layer(params, own, x, kv, context, self.cfg)
+
         with jax.named_scope(name):
-            x, kv, weights = self.family.layer(params, adapted, x, kv, context, self.cfg)
-        if vector is not None:
-            x = (x.astype(jnp.float32) + vector.astype(jnp.float32)).astype(x.dtype)
-        return x, kv, weights
+            return (jax.checkpoint(layer) if self.remat else layer)(params, jax.tree.leaves(adapted), x, kv)
 
 
-def _unroll(
-    step: _Step, layers: Any, x: jax.Array, kv: KvState[jax.Array]
-) -> tuple[jax.Array, KvState[jax.Array], Captured[jax.Array]]:
+def _unroll(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array, Cache, Captured]:
     """Runs the layers one after another; each has an index of its own in the cache of its kind."""
-    hidden, attention = {}, {}
+    captured: Captured = {}
     full_index, window_index = count(), count()
     for index, (params, adapted, window) in enumerate(zip(layers, step.adapted, step.cfg.layer_windows, strict=True)):
         windowed = step.window_context if window is not None else None
@@ -242,23 +243,18 @@ def _unroll(
             layer=next(window_index if windowed else full_index),
             window=window,
             rope=step.ropes[step.rope_of_layer[index]],
-            captures_weights=index in step.capture.attention,
+            taps=step.taps._replace(
+                layer=index, wanted=frozenset(point.name for point in step.capture if point.layer == index)
+            ),
         )
-        cache = kv.windowed if windowed else kv
-        assert cache is not None
-        vector = None if step.steering is None else step.steering[index]
-        x, written, weights = step.run(f"layer_{index}", params, adapted, x, cache, context, vector)
-        kv = replace(kv, windowed=written) if windowed else written
-        if index + 1 in step.capture.hidden:
-            hidden[index + 1] = x
-        if index in step.capture.attention:
-            attention[index] = weights
-    return x, kv, Captured(hidden=hidden, attention=attention)
+        cache = kv.windowed if windowed and kv is not None else kv
+        x, written, found = step.run(f"layer_{index}", params, adapted, x, cache, context)
+        kv = replace(kv, windowed=written) if windowed and kv is not None else written
+        captured |= {Point(name, index): array for name, array in found.items()}
+    return x, kv, captured
 
 
-def _scan(
-    step: _Step, layers: Any, x: jax.Array, kv: KvState[jax.Array]
-) -> tuple[jax.Array, KvState[jax.Array], Captured[jax.Array]]:
+def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array, Cache, Captured]:
     """Runs stacked layers, leaves `[L, ...]`, in one loop. The KV is carried, so that it is written in place.
 
     Adapter stacks have a leaf for each layer and are stacked here, a copy in every step. What is captured of one layer
@@ -273,27 +269,23 @@ def _scan(
     ropes = jax.tree.map(lambda *kinds: jnp.stack(kinds), *step.ropes) if len(step.ropes) > 1 else None
 
     def body(carry, xs):
-        params, own, window, kind, index, vector = xs
+        params, own, window, kind, index = xs
         adapted = {name: lora and (own[name], lora[1]) for name, lora in step.adapted[0].items()}
         context = step.context._replace(
             layer=index,
             window=step.context.window if has_one_window else window,
             rope=step.ropes[0] if ropes is None else jax.tree.map(lambda table: table[kind], ropes),
-            captures_weights=bool(capture.attention),
+            taps=step.taps._replace(layer=index, wanted=frozenset(point.name for point in capture)),
         )
         x, kv = carry
-        x, kv, weights = step.run("layer", params, adapted, x, kv, context, vector)
-        return (x, kv), (x if capture.hidden else (), weights)
+        x, kv, found = step.run("layer", params, adapted, x, kv, context)
+        return (x, kv), found
 
     indices = jnp.arange(cfg.num_hidden_layers, dtype=jnp.int32)
     kinds = jnp.asarray(step.rope_of_layer, jnp.int32)
     loras = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)
-    (x, kv), (hidden, weights) = lax.scan(body, (x, kv), (layers, loras, windows, kinds, indices, step.steering))
-    captured = Captured(
-        hidden={after: hidden[after - 1] for after in capture.hidden if after},
-        attention={index: tuple(group[index] for group in weights) for index in capture.attention},
-    )
-    return x, kv, captured
+    (x, kv), found = lax.scan(body, (x, kv), (layers, loras, windows, kinds, indices))
+    return x, kv, {point: jax.tree.map(lambda leaf, at=point.layer: leaf[at], found[point.name]) for point in capture}
 
 
 def _slots(batch: Batch[jax.Array], kv: KvState[jax.Array], *, is_cyclic: bool = False) -> tuple[jax.Array, jax.Array]:

@@ -6,16 +6,20 @@ products of all experts are one leaf, `[E, out, in]`, named as one expert's in t
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ExpertsConfig, ModelConfig
+from ferrum_jax.models.hooks import NO_TAPS, Taps
 from ferrum_jax.models.projections import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree
 from ferrum_jax.ops.linear import linear, vocabulary_logits
-from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, swiglu_experts, weigh_experts
+from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, shares_of, swiglu_experts, weigh_experts
 from ferrum_jax.ops.shards import WHOLE, Shards, first_expert
+
+BlockOutput = tuple[jax.Array, dict[str, Any]]  # [X, D], and what hook points have captured
 
 NAMES = "gate_proj", "up_proj", "down_proj"
 MIXTRAL_NAMES = "w1", "w3", "w2"  # gate, up and down
@@ -40,11 +44,18 @@ def fused_mlp_specs(cfg: ModelConfig) -> ParamTree:
 
 @jax.named_scope("mlp")
 def gated_mlp(
-    block: ParamTree, lora: Lora, x: jax.Array, activation: Callable[[jax.Array], jax.Array] = jax.nn.silu
-) -> jax.Array:
+    block: ParamTree,
+    lora: Lora,
+    x: jax.Array,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    taps: Taps = NO_TAPS,
+) -> BlockOutput:
     """Computes `down(activation(gate(x)) * up(x))`, `[X, D]` to `[X, D]`."""
     gate, up = project_all(x, block, lora, "gate_up_proj", NAMES[:2], (1, 1))
-    return project(activation(gate) * up, block, lora, "down_proj")
+    gate, up = taps.changed("mlp_pre", gate), taps.changed("mlp_pre_linear", up)
+    inner = taps.changed("mlp_post", activation(gate) * up)
+    captured = taps.captured(mlp_pre=gate, mlp_pre_linear=up, mlp_post=inner)
+    return project(inner, block, lora, "down_proj"), captured
 
 
 def mixtral_specs(cfg: ModelConfig, experts: ExpertsConfig, names: tuple[str, str, str] = MIXTRAL_NAMES) -> ParamTree:
@@ -64,15 +75,26 @@ def mix_experts(
     x: jax.Array,
     experts: ExpertsConfig,
     shards: Shards = WHOLE,
+    taps: Taps = NO_TAPS,
     names: tuple[str, str, str] = NAMES,
-) -> jax.Array:
+) -> BlockOutput:
     """Sends each token through the experts that the router `gate` chooses for it, `[X, D]` to `[X, D]`.
 
     Here and below, with `shards` the output is a part of a sum over devices, each of which has some of the experts.
     """
-    logits = linear(x, block["gate"]["weight"])
+    logits = taps.changed("router_logits", linear(x, block["gate"]["weight"]))
+    chosen, shares, captured = _route(logits, experts, taps)
+    return _swiglu_experts(block, x, chosen, shares, names, shards), captured
+
+
+def _route(logits: jax.Array, experts: ExpertsConfig, taps: Taps) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Returns the experts of each token and their shares, after interventions, and what is captured of both."""
     chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
-    return _swiglu_experts(block, x, chosen, shares, names, shards)
+    if taps.changes("expert_indices"):
+        chosen = taps.changed("expert_indices", chosen)
+        shares = shares_of(logits, chosen, renormalise=experts.norm_topk_prob)
+    shares = taps.changed("expert_weights", shares)
+    return chosen, shares, taps.captured(router_logits=logits, expert_indices=chosen, expert_weights=shares)
 
 
 def _swiglu_experts(
@@ -90,13 +112,15 @@ def qwen_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
     return specs | {"shared_expert": mlp_specs(cfg, shared), "shared_expert_gate": _router_specs(1, cfg.hidden_size)}
 
 
-def qwen_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE) -> jax.Array:
+def qwen_experts(
+    block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE, taps: Taps = NO_TAPS
+) -> BlockOutput:
     """As `mix_experts`; the shared expert's output is multiplied by the sigmoid of its gate."""
-    y = mix_experts(block, x, experts, shards)
+    y, captured = mix_experts(block, x, experts, shards, taps)
     if "shared_expert" not in block:
-        return y
+        return y, captured
     gate = jax.nn.sigmoid(linear(x, block["shared_expert_gate"]["weight"]))
-    return y + gate * gated_mlp(block["shared_expert"], None, x)
+    return y + gate * gated_mlp(block["shared_expert"], None, x)[0], captured
 
 
 def deepseek_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
@@ -109,12 +133,14 @@ def deepseek_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
     return specs | {"shared_experts": mlp_specs(cfg, experts.shared_expert_intermediate_size)}
 
 
-def deepseek_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE) -> jax.Array:
+def deepseek_experts(
+    block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE, taps: Taps = NO_TAPS
+) -> BlockOutput:
     """Chooses experts within the best groups, by scores in float32; a bias affects the choice, not the share.
 
     DeepSeek-AI 2024, "DeepSeek-V2" (section 2.2) and "DeepSeek-V3" (section 2.1.2).
     """
-    logits = vocabulary_logits(x, block["gate"]["weight"])
+    logits = taps.changed("router_logits", vocabulary_logits(x, block["gate"]["weight"]))
     is_corrected = experts.scoring_func == "sigmoid"
     scores = jax.nn.sigmoid(logits) if is_corrected else jax.nn.softmax(logits, axis=-1)
     chosen = choose_in_groups(
@@ -124,12 +150,14 @@ def deepseek_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig, sha
         num_kept=experts.topk_group,
         num_best=2 if is_corrected else 1,
     )
+    chosen = taps.changed("expert_indices", chosen)
     shares = jnp.take_along_axis(scores, chosen, axis=1)
     if experts.norm_topk_prob:
         shares = shares / (jnp.sum(shares, axis=-1, keepdims=True) + 1e-20)
-    shares = shares * experts.routed_scaling_factor
+    shares = taps.changed("expert_weights", shares * experts.routed_scaling_factor)
     routed = _swiglu_experts(block, x, chosen, shares, NAMES, shards)
-    return routed + gated_mlp(block["shared_experts"], None, x)
+    captured = taps.captured(router_logits=logits, expert_indices=chosen, expert_weights=shares)
+    return routed + gated_mlp(block["shared_experts"], None, x)[0], captured
 
 
 def gpt_oss_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
@@ -148,12 +176,14 @@ def gpt_oss_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
 
 
 @jax.named_scope("mlp")
-def gpt_oss_experts(block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE) -> jax.Array:
+def gpt_oss_experts(
+    block: ParamTree, x: jax.Array, experts: ExpertsConfig, shards: Shards = WHOLE, taps: Taps = NO_TAPS
+) -> BlockOutput:
     """Mixes experts with a clamped SwiGLU. OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2."""
-    logits = linear(x, block["router"]["weight"], block["router"]["bias"])
-    chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
+    logits = taps.changed("router_logits", linear(x, block["router"]["weight"], block["router"]["bias"]))
+    chosen, shares, captured = _route(logits, experts, taps)
     first = first_expert(block["experts"]["down_proj"].shape[0], shards)
-    return weigh_experts(x, chosen, shares, block["experts"], partial(_gpt_oss_expert, experts), first)
+    return weigh_experts(x, chosen, shares, block["experts"], partial(_gpt_oss_expert, experts), first), captured
 
 
 def _gpt_oss_expert(experts: ExpertsConfig, own: ParamTree, x: jax.Array) -> jax.Array:

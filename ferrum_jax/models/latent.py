@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import LatentConfig, ModelConfig
-from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.attention import LayerContext, LayerOutput, Norm, attend_rows
+from ferrum_jax.models.attention import Cache, LayerContext, LayerOutput, Norm, attend_rows
 from ferrum_jax.models.projections import Lora, linear_specs, project
 from ferrum_jax.models.specs import ParamTree, norm_specs
 from ferrum_jax.ops.attention import write
@@ -47,7 +46,7 @@ def latent_attention(
     block: ParamTree,
     lora: Lora,
     x: jax.Array,
-    kv: KvState[jax.Array],
+    kv: Cache,
     context: LayerContext,
     cfg: ModelConfig,
     norm: Norm,
@@ -57,12 +56,14 @@ def latent_attention(
     assert latent is not None
     assert cfg.attention_multiplier is not None
     rank, fixed = latent.kv_lora_rank, latent.qk_nope_head_dim
-    q = _queries(block, lora, x, norm).reshape(len(x), heads, -1)  # [X, N, fixed + rotated]
+    projected = context.taps.changed("q", _queries(block, lora, x, norm).reshape(len(x), heads, -1))
+    q = projected  # [X, N, fixed + rotated]
     down = linear(x, block["kv_a_proj_with_mqa"]["weight"], block["kv_a_proj_with_mqa"].get("bias"))
     cached = norm(down[:, :rank], block["kv_a_layernorm"]["weight"], EPSILON)
     key = _rotate(down[:, None, rank:], latent, context)
     new = jnp.concatenate([cached[:, None], key], axis=-1)
-    kv = write(kv, context.layer, *context.slot_mapping, new, backend=context.backend)
+    if kv is not None:
+        kv = write(kv, context.layer, *context.slot_mapping, new, backend=context.backend)
     weight = block["kv_b_proj"]["weight"]
     if isinstance(weight, QuantisedWeight):
         weight = dequantise_weight(weight, x.dtype)
@@ -70,10 +71,11 @@ def latent_attention(
     high = precision(x.dtype)
     absorbed = jnp.einsum("XNH,NHR->XNR", q[..., :fixed], weight[:, :fixed], precision=high)
     q = jnp.concatenate([absorbed, _rotate(q[..., fixed:], latent, context)], axis=-1)
-    mixed, weights = attend_rows(q, kv, context, cfg.attention_multiplier)
-    latents = mixed.reshape(q.shape)[..., :rank]
-    mixed = jnp.einsum("XNR,NHR->XNH", latents, weight[:, fixed:], precision=high)
-    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv, weights
+    latents, weights = attend_rows(q, kv, (new, new), context, cfg.attention_multiplier)
+    mixed = jnp.einsum("XNR,NHR->XNH", latents[..., :rank], weight[:, fixed:], precision=high)
+    mixed = context.taps.changed("z", mixed)
+    captured = context.taps.captured(q=projected, z=mixed) | weights
+    return project(mixed.reshape(len(x), -1), block, lora, "o_proj"), kv, captured
 
 
 def _queries(block: ParamTree, lora: Lora, x: jax.Array, norm: Norm) -> jax.Array:

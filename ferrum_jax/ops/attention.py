@@ -11,6 +11,9 @@
 models/backends.py chooses the one an engine runs.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -23,6 +26,11 @@ from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
 from ferrum_jax.ops.attention_xla import attend_xla
 from ferrum_jax.ops.batch import Rows, is_real, positions
 from ferrum_jax.ops.linear import precision
+
+NEW_BLOCK = 128  # queries of a row without a cache that attend together
+MOST_BLOCKS = 16  # of such a row: longer ones have larger blocks, so that the program stays small
+
+Change = Callable[[jax.Array, jax.Array], jax.Array]  # of an array [B, N, T, S], given positions [B, T]
 
 
 def attend(
@@ -90,39 +98,104 @@ def write(
     return (write_cpu if backend == "cpu" else state.write)(kv, layer, block_ids, offsets, k, v)
 
 
-def attention_weights(
+def cached_keys(
+    kv: KvState[jax.Array], layer: int | Int[Array, ""], rows: Rows[jax.Array]
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """Copies a layer's keys and values at the S = M * C positions of each row's block table; unwritten ones are 0."""
+    size = state.block_size(kv)
+    k, v = state.read(kv, layer, rows.tables.reshape(-1))  # [B * M, K, H, C] and [B * M, K, C, H]
+    batch, columns = rows.tables.shape
+    k, v = (side.reshape(batch, columns, *side.shape[1:]) for side in (k, v))
+    k = k.transpose(0, 1, 4, 2, 3).reshape(batch, columns * size, k.shape[2], k.shape[3])
+    v = v.transpose(0, 1, 3, 2, 4).reshape(batch, columns * size, v.shape[2], v.shape[4])
+    written = jnp.arange(columns * size, dtype=jnp.int32) < (rows.lengths + rows.counts)[:, None]
+    k, v = (jnp.where(written[..., None, None], side, jnp.zeros((), side.dtype)) for side in (k, v))
+    return k, v
+
+
+def attend_dense(
     q: Float[Array, "B T N H"],
-    kv: KvState[jax.Array],
-    layer: int | Int[Array, ""],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K J"],
     rows: Rows[jax.Array],
     *,
     scale: float,
     window: int | Int[Array, ""] | None,
     softcap: float | None = None,
-) -> Float[Array, "B N T S"]:
-    """Softmax weights of every token over the S = M * C positions of its block table, float32.
+    sinks: Float[Array, " N"] | None = None,
+    on_scores: Change | None = None,
+    on_weights: Change | None = None,
+) -> tuple[Float[Array, "B T N J"], Float[Array, "B N T S"], Float[Array, "B N T S"]]:
+    """Attends as `attend`, with all scores at once: outputs, scores, and weights; the last two float32.
 
-    Arguments are those of `attend`, which never has all weights at once. Positions that a token does not see have
-    weight 0; padding tokens have 0 everywhere.
+    Keys and values are those of positions 0 to S - 1 of each row. Scores are those after scale and soft cap, -inf at
+    positions that a token does not see, where weights are 0. Padding tokens see nothing. Of sinks the weights lack what
+    falls to them. `on_scores` and `on_weights` change both, given the positions of the tokens, `[B, T]`; what is not
+    seen stays so.
     """
     batch, tokens, heads, _ = q.shape
-    columns, size = rows.tables.shape[1], state.block_size(kv)
-    k, _ = state.read(kv, layer, rows.tables.reshape(-1))  # [B * M, K, H, C]
-    k = k.reshape(batch, columns, *k.shape[1:]).transpose(0, 2, 3, 1, 4).reshape(batch, *k.shape[1:3], columns * size)
-    grouped = q.reshape(batch, tokens, k.shape[1], -1, q.shape[3])  # [B, T, K, G, H]
+    high, groups = precision(q.dtype), heads // k.shape[2]
+    grouped = q.reshape(batch, tokens, k.shape[2], groups, q.shape[3])  # [B, T, K, G, H]
     scores = jnp.einsum(
-        "BTKGH,BKHS->BKGTS",
-        grouped,
-        k.astype(q.dtype),
-        precision=precision(q.dtype),
-        preferred_element_type=jnp.float32,
+        "BTKGH,BSKH->BKGTS", grouped, k.astype(q.dtype), precision=high, preferred_element_type=jnp.float32
     )
     scores = scores.reshape(batch, heads, tokens, -1) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    at, key_at = positions(rows)[..., None], jnp.arange(columns * size, dtype=jnp.int32)
-    seen = (key_at <= at) & is_real(rows)[..., None]  # [B, T, S]
+    at = positions(rows)
+    key_at = jnp.arange(k.shape[1], dtype=jnp.int32)
+    seen = (key_at <= at[..., None]) & is_real(rows)[..., None]  # [B, T, S]
     if window is not None:
-        seen &= key_at > at - window
+        seen &= key_at > at[..., None] - window
     seen = seen[:, None]
-    return jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1), 0.0)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if on_scores is not None:
+        scores = jnp.where(seen, on_scores(scores, at), -jnp.inf)
+    finite = jnp.where(seen, scores, -1e30)
+    if sinks is not None:
+        column = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], (*scores.shape[:3], 1))
+        finite = jnp.concatenate([finite, column], axis=-1)
+    weights = jnp.where(seen, jax.nn.softmax(finite, axis=-1)[..., : k.shape[1]], 0.0)
+    if on_weights is not None:
+        weights = jnp.where(seen, on_weights(weights, at), 0.0)
+    grouped = weights.reshape(batch, k.shape[2], groups, tokens, -1).astype(q.dtype)
+    out = jnp.einsum(
+        "BKGTS,BSKJ->BTKGJ", grouped, v.astype(q.dtype), precision=high, preferred_element_type=jnp.float32
+    )
+    return out.reshape(batch, tokens, heads, -1).astype(q.dtype), scores, weights
+
+
+def attend_new(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K J"],
+    *,
+    scale: float,
+    window: int | Int[Array, ""] | None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
+) -> Float[Array, "B T N J"]:
+    """Attends within rows that begin here: token t to tokens 0 to t of its own row, without a cache.
+
+    Queries go in blocks, each over the keys that its last one sees. Gradients recompute a block's scores (Dao 2023,
+    "FlashAttention-2", section 3.1), so that no more than one block's are in memory.
+    """
+    batch, tokens = q.shape[:2]
+    size = max(NEW_BLOCK, -(-tokens // MOST_BLOCKS))
+    outs = []
+    for start in range(0, tokens, size):
+        stop = min(start + size, tokens)
+        first = max(0, start - window + 1) if isinstance(window, int) else 0
+        rows = Rows(
+            tokens=jnp.zeros((batch, stop - start), jnp.int32),
+            lengths=jnp.full(batch, start - first, jnp.int32),
+            counts=jnp.full(batch, stop - start, jnp.int32),
+            tables=jnp.zeros((batch, 0), jnp.int32),
+        )
+
+        @jax.checkpoint
+        def attend_block(q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, rows: Any = rows) -> jax.Array:
+            return attend_dense(q, k, v, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
+
+        outs.append(attend_block(q[:, start:stop], k[:, first:stop], v[:, first:stop], sinks))
+    return jnp.concatenate(outs, axis=1)

@@ -50,6 +50,12 @@ def route(
     return chosen, shares / jnp.sum(shares, axis=-1, keepdims=True) if renormalise else shares
 
 
+def shares_of(logits: Float[Array, "X E"], chosen: Int[Array, "X U"], *, renormalise: bool) -> Float[Array, "X U"]:
+    """Returns the shares, float32, that `route` gives of experts which were chosen otherwise."""
+    shares = jnp.take_along_axis(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), chosen, axis=1)
+    return shares / jnp.sum(shares, axis=-1, keepdims=True) if renormalise else shares
+
+
 def choose_in_groups(
     scores: Float[Array, "X E"], num_chosen: int, *, num_groups: int, num_kept: int, num_best: int
 ) -> Int[Array, "X U"]:

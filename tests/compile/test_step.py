@@ -15,7 +15,7 @@ from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.compile.step import PackedStep, ProgramContext, StepKey, blank, packed_size, split
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
-from ferrum_jax.models import family, specs
+from ferrum_jax.models import Point, family, specs
 from tests.executor.conftest import CFG
 
 SLOTS = 9
@@ -99,8 +99,8 @@ def test_a_key_says_its_shape_and_counts_its_tokens():
     assert key.num_tokens == 36
     assert str(key) == "step D4 P2x16 M3 R4"
     assert str(StepKey(0, 1, 8, 3, 8, "all", adapters=True)) == "step D0 P1x8 M3 R8 all adapters"
-    captured = StepKey(0, 1, 8, 3, 8, "all", hidden=(1,), attention=(0, 2))
-    assert str(captured) == "step D0 P1x8 M3 R8 all hidden (1,) attention (0, 2)"
+    captured = StepKey(0, 1, 8, 3, 8, "all", capture=(Point("pattern", 0), Point("z", 2)))
+    assert str(captured) == "step D0 P1x8 M3 R8 all capture pattern.0 z.2"
 
 
 def context(spec: CacheSpec) -> ProgramContext:

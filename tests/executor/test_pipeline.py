@@ -27,7 +27,7 @@ from ferrum_jax.executor.batch import (
     TokenChoice,
     VerifiedTokens,
 )
-from ferrum_jax.models.capture import CaptureSpec
+from ferrum_jax.models.hooks import Point
 from ferrum_jax.models.specs import ParamTree
 from scripts.call_stack import frames_of
 from tests.executor.conftest import CAPACITY, REUSING, Oracle, emptied, make_runner
@@ -107,12 +107,12 @@ def test_rows_of_different_outputs_in_one_batch_answer_as_alone(seed: int, runne
 
 def test_what_is_captured_beside_a_sampled_row_is_what_is_captured_alone(runner: ModelRunner):
     hold(runner)
-    wanted = Capture(CaptureSpec(hidden=(1,), attention=(0,)))
+    wanted = Capture((Point("pattern", 0), Point("resid_post", 0)))
     found, choice = runner.execute([row("a", [5, 6], 9, wanted), row("b", [1], 2, SampledToken(GREEDY))]).result()
     runner.truncate_kv("a", 9)
     alone = runner.capture("a", [5, 6], hidden=(1,), attention_weights=(0,))
-    np.testing.assert_allclose(found.hidden[1], alone.hidden[1], atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(found.attention_weights[0], alone.attention_weights[0], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(found.points["resid_post", 0], alone.hidden[1], atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(found.points["pattern", 0], alone.attention_weights[0], atol=TOLERANCE, rtol=0)
     runner.truncate_kv("b", 2)
     assert choice.token_id == int(np.argmax(runner.decode("b", 1, 2)))
 

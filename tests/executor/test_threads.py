@@ -13,7 +13,6 @@ from ferrum_jax.contract.errors import DeviceError, FerrumError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.answers import StepPart, read_part
-from ferrum_jax.models.capture import Captured
 from tests.executor.conftest import Oracle
 
 
@@ -57,7 +56,7 @@ def fail_at_dispatch(params: object, kv: object, *_: object) -> object:
 
 def fail_when_fetched(params: object, kv: object, *_: object) -> object:
     logits = cast(jax.Array, Poisoned())
-    return StepOutputs(logits=logits, rows=logits, captured=Captured(hidden={}, attention={})), kv
+    return StepOutputs(logits=logits, rows=logits, captured={}), kv
 
 
 @pytest.mark.parametrize("fail", [fail_at_dispatch, fail_when_fetched])

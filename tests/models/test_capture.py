@@ -12,11 +12,11 @@ import pytest
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.kvcache import state
-from ferrum_jax.models import Batch, Captured, CaptureSpec, Rows
+from ferrum_jax.models import Batch, Rows
 from ferrum_jax.models.layout import CHECKPOINT, SCANNED, lay_out
-from ferrum_jax.ops.attention import attend, attention_weights
+from ferrum_jax.ops.attention import attend, attend_dense, cached_keys
 from tests.tiers import by_default
 from tests.tiny import CONFIGS, model_config, prompt, tiny_params
 
@@ -94,12 +94,6 @@ def test_every_family_returns_its_hidden_states_and_can_be_steered(name: str):
     np.testing.assert_allclose(forward(params, tokens, cfg, steering=vectors), expected, atol=TOLERANCE)
 
 
-def test_attention_weights_of_latents_are_refused():
-    params, cfg = model("deepseek3")
-    with pytest.raises(UnsupportedError, match="attention weights of 'deepseek_v3' cannot be captured"):
-        capture(params, tokens_of("deepseek3"), cfg, attention_weights=(0,))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", by_default(NAMES, "gemma2"))
 def test_attention_mixes_values_by_the_captured_weights(name: str):
@@ -118,13 +112,16 @@ def test_attention_mixes_values_by_the_captured_weights(name: str):
     kv = state.write(kv, 1, table[0, at // 8], at % 8, keys, values)
     rows = Rows(tokens=tokens[:, 9:], lengths=jnp.array([9]), counts=jnp.array([length - 10]), tables=table)
     how = {"scale": 0.4, "window": cfg.layer_windows[1], "softcap": cfg.attn_logit_softcapping}
-    found = jax.jit(attention_weights, static_argnames=tuple(how))(q_like[:, 9:], kv, 1, rows, **how)
+    q, (k, v) = q_like[:, 9:], cached_keys(kv, 1, rows)
+    out, scores, found = jax.jit(attend_dense, static_argnames=tuple(how))(q, k, v, rows, **how)
+    np.testing.assert_allclose(jax.nn.softmax(scores[:, :, :-1], axis=-1), found[:, :, :-1], rtol=0, atol=TOLERANCE)
     assert found.shape == (1, cfg.num_attention_heads, length - 9, 24)
     assert not found[:, :, -1].any()  # padding
     group = cfg.num_attention_heads // cfg.num_key_value_heads
     mixed = jnp.einsum("BNTS,SNH->BTNH", found[..., :length], jnp.repeat(values, group, axis=1))
     attended = jax.jit(attend, static_argnames=tuple(how))(q_like[:, 9:], kv, 1, rows, **how)
     np.testing.assert_allclose(mixed, attended, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(out, attended, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -241,19 +238,11 @@ def test_a_steering_vector_is_added_in_float32_and_rounded_once():
     assert not np.array_equal(found[1], plain[1] + wide[0].astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("shape", [(3, 4, WIDTH), (2, WIDTH), (3, 1, WIDTH)])
-def test_a_family_forward_checks_the_shape_of_steering(shape: tuple[int, ...]):
-    params, cfg = model("mistral")
-    kv, batch = one_row(cfg, [1, 2, 3])
-    with pytest.raises(InvalidParameterError, match=r"steering has shape .*, expected .*: \[3, 48\] or \[3, 3, 48\]"):
-        models.family(cfg).forward(params, kv, batch, cfg, steering=jnp.zeros(shape))
-
-
 def test_a_forward_always_returns_three_things_and_captures_nothing_unasked():
     params, cfg = model("mistral")
     kv, batch = one_row(cfg, [1, 2, 3])
     logits, written, captured = jax.eval_shape(partial(models.family(cfg).forward, cfg=cfg), params, kv, batch)
-    assert (logits.shape, captured) == ((3, 97), Captured(hidden={}, attention={}))
+    assert (logits.shape, captured) == ((3, 97), {})
     assert jax.tree.structure(written) == jax.tree.structure(kv)
 
 
@@ -269,11 +258,12 @@ def test_each_group_of_a_batch_has_weights_of_its_own():
     )
     batch = Batch(groups=(one, other), logit_rows=jnp.arange(4))
     run = jax.jit(models.family(cfg).forward, static_argnames=("cfg", "capture"))
-    *_, found = run(params, state.empty(spec), batch, cfg, capture=CaptureSpec(hidden=(1,), attention=(0,)))
-    assert [group.shape for group in found.attention[0]] == [(1, 8, 1, 16), (1, 8, 3, 16)]
+    points = models.Point("resid_post", 0), models.Point("pattern", 0)
+    *_, found = run(params, state.empty(spec), batch, cfg, capture=points)
+    assert [group.shape for group in found["pattern", 0]] == [(1, 8, 1, 16), (1, 8, 3, 16)]
     _, hidden, weights = capture(params, other.tokens, cfg, hidden=(1,), attention_weights=(0,))
-    np.testing.assert_allclose(found.hidden[1][1:], hidden[1][0], atol=TOLERANCE)
-    np.testing.assert_allclose(found.attention[0][1][..., :3], weights[0], atol=TOLERANCE)
+    np.testing.assert_allclose(found["resid_post", 0][1:], hidden[1][0], atol=TOLERANCE)
+    np.testing.assert_allclose(found["pattern", 0][1][..., :3], weights[0], atol=TOLERANCE)
 
 
 @pytest.mark.slow

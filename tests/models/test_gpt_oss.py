@@ -149,12 +149,6 @@ def test_gradients_reach_every_parameter():
         assert ("k_proj.bias" in name) or np.abs(leaf).max() > 0, name
 
 
-def test_attention_weights_beside_sinks_are_refused():
-    tokens = jnp.asarray([TOKENS])
-    with pytest.raises(UnsupportedError, match="attention weights of 'gpt_oss' cannot be captured"):
-        jax.eval_shape(lambda tree: models.capture(tree, tokens, CFG, attention_weights=(0,)), tiny.tiny_params(CONFIG))
-
-
 def test_what_a_configuration_leaves_out_is_what_transformers_has():
     names = ("rope_scaling", "rope_theta", "swiglu_limit", "rms_norm_eps")
     cfg = ferrum_jax.ModelConfig.from_hf({name: value for name, value in CONFIG.items() if name not in names})

@@ -1,0 +1,349 @@
+"""Hook points: where a forward returns what it computes, and where something else can take its place.
+
+The points and their names are those of TransformerLens (Nanda and Bloom 2022), which calls ("z", 3) also
+`blocks.3.attn.hook_z`; either form is taken. `capture` says which are returned, `interventions` what is done there.
+
+| point | array | what it is |
+|---|---|---|
+| `resid_pre`, `resid_mid`, `resid_post` | `[X, D]` | the residual stream before, inside and after a layer |
+| `attn_out`, `mlp_out` | `[X, D]` | what attention and the feed-forward block add to it, norms and factors included |
+| `q` | `[X, N, H]` | queries as projected, before norms and rotation |
+| `k`, `v` | `[X, K, H]` | keys and values as projected; latent attention has none |
+| `z` | `[X, N, H]` | what each head has mixed from the values, before the output projection |
+| `attn_scores`, `pattern` | float32 `[B, N, T, S]` | scores before the softmax, -inf where unseen; weights after it |
+| `mlp_pre`, `mlp_pre_linear`, `mlp_post` | `[X, F]` | gate and up projections, and what the down projection takes |
+| `router_logits` | `[X, E]` | logits of a mixture's router |
+| `expert_indices`, `expert_weights` | int32, float32 `[X, U]` | the experts each token goes through, and their shares |
+
+X are all tokens of a step; in `models.run` every X is `[B, T]`. Replaced `expert_indices` keep the router's own shares
+of those experts, so that a trainer that replays a sampler's routes still has the router's gradients.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar, cast
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError, safe_repr
+
+Leaf = TypeVar("Leaf")
+_RESIDUAL = "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"
+_HEADS = "q", "k", "v", "z"
+ATTENTION = "attn_scores", "pattern"
+_DENSE = "mlp_pre", "mlp_pre_linear", "mlp_post"
+_SPARSE = "router_logits", "expert_indices", "expert_weights"
+NAMES = (*_RESIDUAL, *_HEADS, *ATTENTION, *_DENSE, *_SPARSE)
+_LONG = re.compile(r"blocks\.(\d+)\.(?:attn\.hook_(q|k|v|z|attn_scores|pattern)"
+                   r"|mlp\.hook_(pre|pre_linear|post|router_logits|expert_indices|expert_weights)"
+                   r"|hook_(resid_pre|resid_mid|resid_post|attn_out|mlp_out))")  # fmt: skip
+
+
+class Point(NamedTuple):
+    """A hook point; equal to the plain tuple."""
+
+    name: str
+    layer: int | None  # from 0; None for interventions in all layers, whose arrays have a first axis of layers
+
+
+@flax.struct.dataclass
+class Edit(Generic[Leaf]):
+    """What is done at a point: `scale * x + add`, in float32 (of expert ids, in integers).
+
+    Both broadcast against the array there and count as 1 and 0 if None. Where `scale` is 0, `add` takes the place of
+    whatever is there, NaN included. They are arguments of a compiled forward: other values compile nothing.
+    """
+
+    scale: Leaf | None = None
+    add: Leaf | None = None
+
+
+Change = Callable[[jax.Array, jax.Array], jax.Array]  # a traced function of the array and its tokens' positions
+Intervention = Edit[Any] | Change
+Captured = dict[Point, Any]  # arrays; of `attn_scores` and `pattern` a tuple of them, one for each group of rows
+
+
+def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
+    """Returns the edit that puts `value` where the mask `where` is True; both broadcast against the array there."""
+    mask = jnp.asarray(where)
+    value = jnp.asarray(value)
+    return Edit(scale=jnp.where(mask, 0, 1), add=jnp.where(mask, value, jnp.zeros((), value.dtype)))
+
+
+class Taps(NamedTuple):
+    """What one layer captures and changes."""
+
+    layer: int | jax.Array = 0
+    wanted: frozenset[str] = frozenset()  # names to capture
+    interventions: tuple[tuple[Point, Intervention], ...] = ()
+    positions: jax.Array | None = None  # int32 [X], for functions
+
+    def wants(self, *names: str) -> bool:
+        """True where one of these points is captured."""
+        return not self.wanted.isdisjoint(names)
+
+    def changes(self, *names: str) -> bool:
+        """True where something may be done at one of these points."""
+        return any(point.name in names for point, _ in self._here)
+
+    def changed(self, name: str, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Returns an array after the interventions at a point; `positions` are the layer's tokens' if None."""
+        at = self.positions if positions is None else positions
+        for point, intervention in self._here:
+            if point.name != name:
+                continue
+            if point.layer is None:
+                intervention = jax.tree.map(lambda leaf: leaf[self.layer], intervention)
+                x = _apply(point, intervention, x, at)
+            elif isinstance(self.layer, int):
+                x = _apply(point, intervention, x, at)
+            else:  # inside a loop over the layers
+                x = jnp.where(self.layer == point.layer, _apply(point, intervention, x, at), x)
+        return x
+
+    def captured(self, **arrays: Any) -> dict[str, Any]:
+        """Returns those of the arrays, by name, that are wanted."""
+        return {name: array for name, array in arrays.items() if name in self.wanted}
+
+    @property
+    def _here(self) -> tuple[tuple[Point, Intervention], ...]:
+        layer = self.layer
+        if not isinstance(layer, int):
+            return self.interventions
+        return tuple(one for one in self.interventions if one[0].layer in (None, layer))
+
+
+NO_TAPS = Taps()
+
+
+def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: jax.Array | None) -> jax.Array:
+    if not isinstance(intervention, Edit):
+        assert positions is not None
+        y = jnp.asarray(intervention(x, positions))
+        if y.shape != x.shape:
+            raise InvalidParameterError(f"the function at {point.name!r} returns {list(y.shape)} of {list(x.shape)}")
+        return y.astype(x.dtype)
+    is_real = jnp.issubdtype(x.dtype, jnp.floating)
+    wide = x.astype(jnp.float32) if is_real else x
+    for name, leaf in (("scale", intervention.scale), ("add", intervention.add)):
+        if leaf is None:
+            continue
+        leaf = jnp.asarray(leaf)
+        if not _broadcasts(leaf.shape, x.shape):
+            raise InvalidParameterError(
+                f"{name} at {point.name!r} has shape {list(leaf.shape)}, which does not broadcast to {list(x.shape)}"
+            )
+        if not is_real and jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise InvalidParameterError(f"{name} at {point.name!r} is {leaf.dtype}, expected integers")
+        leaf = leaf.astype(wide.dtype)
+        wide = jnp.where(leaf == 0, 0, wide * leaf) if name == "scale" else wide + leaf
+    return wide.astype(x.dtype)
+
+
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+
+
+def hidden_points(hidden: object, attention: object, cfg: ModelConfig) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
+    """Returns the points of hidden states, by number of layers passed (0 to L), and of attention weights, by layer.
+
+    Raises:
+        InvalidParameterError: a layer does not exist; the message names it.
+    """
+    last = cfg.num_hidden_layers - 1
+    states = [
+        Point("resid_post", at - 1) if at else Point("resid_pre", 0) for at in _layers("hidden", hidden, last + 1)
+    ]
+    return tuple(states), tuple(Point("pattern", at) for at in _layers("attention", attention, last))
+
+
+def state_number(point: Point) -> int:
+    """The number of layers before a hidden state, as `hidden_points` takes it."""
+    assert point.layer is not None
+    return point.layer + (point.name == "resid_post")
+
+
+def _layers(name: str, given: object, most: int) -> list[int]:
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise InvalidParameterError(f"{name} is {safe_repr(given)}, expected layers from 0 to {most}")
+    layers = list(given)
+    for layer in layers:
+        is_number = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+        if not is_number or not 0 <= layer <= most:
+            raise InvalidParameterError(f"{name} has the layer {safe_repr(layer)}, expected 0 to {most}")
+    return sorted({int(layer) for layer in layers})
+
+
+def check_points(given: object, cfg: ModelConfig) -> tuple[Point, ...]:
+    """Returns hook points, each once, in order; raises as `check_point`. A layer None stands for every layer."""
+    if isinstance(given, (str, bytes, Point)) or not isinstance(given, Iterable):
+        raise InvalidParameterError(f"capture is {safe_repr(given)}, expected points such as ('resid_post', 3)")
+    points: set[Point] = set()
+    for one in given:
+        name, layer = check_point(one, cfg)
+        layers = range(cfg.num_hidden_layers) if layer is None else [layer]
+        points |= {at for at in (Point(name, layer) for layer in layers) if _has(at, cfg)}
+    return tuple(sorted(points))
+
+
+def check_point(given: object, cfg: ModelConfig) -> Point:
+    """Returns a hook point that a model has.
+
+    Raises:
+        InvalidParameterError: it is neither a known name with a layer, nor TransformerLens' name of one.
+        UnsupportedError: the model, or this layer of it, has no such point.
+    """
+    point = _parse(given)
+    if point is None or point.name not in NAMES:
+        raise InvalidParameterError(
+            f"{safe_repr(given)} is no hook point, expected such as ('z', 3) or 'blocks.3.attn.hook_z'; "
+            f"names are {', '.join(NAMES)}"
+        )
+    last = cfg.num_hidden_layers - 1
+    if point.layer is not None and not 0 <= point.layer <= last:
+        raise InvalidParameterError(f"hook point {safe_repr(given)}: the layer is {point.layer}, expected 0 to {last}")
+    if point.name in ("k", "v") and cfg.latent is not None:
+        raise UnsupportedError(
+            f"{cfg.model_type!r} has no keys and values of heads, but latents: no point {point.name!r}"
+        )
+    if point.layer is not None and not _has(point, cfg):
+        kind = "a mixture of experts" if point.name in _DENSE else "no mixture of experts"
+        raise UnsupportedError(f"layer {point.layer} of this {cfg.model_type} is {kind}: it has no {point.name!r}")
+    return point
+
+
+def _parse(given: object) -> Point | None:
+    if isinstance(given, str):
+        found = _LONG.fullmatch(given)
+        if found is None:
+            return None
+        layer, attention, mlp, other = found.groups()
+        name = attention or other or (f"mlp_{mlp}" if mlp in ("pre", "pre_linear", "post") else mlp)
+        return Point(name, int(layer))
+    if not isinstance(given, tuple) or len(given) != 2 or not isinstance(given[0], str):
+        return None
+    name, layer = given
+    if layer is None:
+        return Point(name, None)
+    is_number = isinstance(layer, (int, np.integer)) and not isinstance(layer, bool)
+    return Point(name, int(layer)) if is_number else None
+
+
+def _has(point: Point, cfg: ModelConfig) -> bool:
+    if point.name not in (*_DENSE, *_SPARSE):
+        return True
+    assert point.layer is not None
+    is_sparse = cfg.experts is not None and cfg.experts.sparse_layers[point.layer]
+    return is_sparse == (point.name in _SPARSE)
+
+
+def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Intervention]:
+    """Returns interventions by point; raises as `check_point`, and InvalidParameterError for what is none."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidParameterError(f"interventions are {safe_repr(given)}, expected a mapping from hook points")
+    checked: dict[Point, Intervention] = {}
+    for at, intervention in given.items():
+        point = check_point(at, cfg)
+        if isinstance(intervention, Edit):
+            points = [point]
+            for leaf in jax.tree.leaves(intervention) if point.layer is None else ():
+                if jnp.ndim(leaf) == 0 or len(leaf) != cfg.num_hidden_layers:
+                    raise InvalidParameterError(
+                        f"the edit of {point.name!r} in all layers has shape {list(jnp.shape(leaf))}, "
+                        f"expected a first axis of {cfg.num_hidden_layers}"
+                    )
+        elif callable(intervention):
+            points = check_points([point], cfg)
+        else:
+            raise InvalidParameterError(
+                f"the intervention at {safe_repr(at)} is {safe_repr(intervention)}, expected an Edit or a function"
+            )
+        for one in points:
+            if one in checked:
+                raise InvalidParameterError(f"interventions have {one.name!r} of layer {one.layer} twice")
+            checked[one] = cast(Intervention, intervention)
+    return checked
+
+
+def check_supported(points: Iterable[Point], cfg: ModelConfig, *, has_window_cache: bool, is_divided: bool) -> None:
+    """Raises UnsupportedError for points that this cache, or a model divided over devices, does not have.
+
+    A sliding-window cache no longer has the keys of the whole sequence.
+    """
+    for point in points:
+        layers = range(cfg.num_hidden_layers) if point.layer is None else [point.layer]
+        for layer in layers:
+            if has_window_cache and point.name in ATTENTION and cfg.layer_windows[layer] is not None:
+                raise UnsupportedError(
+                    f"layer {layer} has a sliding-window cache, its attention weights cannot be captured or changed; "
+                    "window_kv=False keeps all positions"
+                )
+        if is_divided and point.name not in (*_RESIDUAL, "pattern"):
+            raise UnsupportedError(f"hook point {point.name!r} is not available on a model divided over devices")
+
+
+def rows_as_tokens(interventions: Mapping[Point, Intervention], batch: int, length: int) -> dict[Point, Intervention]:
+    """Returns interventions on `[B, T, ...]` for a forward whose tokens are one axis, X = B * T."""
+    return {point: _of_tokens(point, one, batch, length) for point, one in interventions.items()}
+
+
+def _of_tokens(point: Point, intervention: Intervention, batch: int, length: int) -> Intervention:
+    if point.name in ATTENTION:  # [B, N, T, S] as it is
+        return intervention
+    if not isinstance(intervention, Edit):
+
+        def change(x: jax.Array, positions: jax.Array) -> jax.Array:
+            rows = intervention(x.reshape(batch, length, *x.shape[1:]), positions.reshape(batch, length))
+            if rows.shape != (batch, length, *x.shape[1:]):
+                raise InvalidParameterError(
+                    f"the function at {point.name!r} returns {list(rows.shape)} of {[batch, length, *x.shape[1:]]}"
+                )
+            return rows.reshape(x.shape)
+
+        return change
+    tail = 1 if point.name not in _HEADS else 2  # axes of one token
+
+    def flat(leaf: Any) -> jax.Array:
+        array = jnp.asarray(leaf)
+        first = () if point.layer is not None else array.shape[:1]
+        own = array.shape[len(first) :]
+        if len(own) <= tail:
+            if not first:
+                return array
+            return array.reshape(*first, *(1,) * (1 + tail - len(own)), *own)
+        own = (1,) * (2 + tail - len(own)) + own
+        if not _broadcasts(own[:2], (batch, length)) or len(own) != 2 + tail:
+            raise InvalidParameterError(
+                f"an edit at {point.name!r} has shape {list(array.shape)}, which does not broadcast to "
+                f"[{batch}, {length}, ...]"
+            )
+        array = jnp.broadcast_to(array.reshape(*first, *own), (*first, batch, length, *own[2:]))
+        return array.reshape(*first, batch * length, *own[2:])
+
+    return jax.tree.map(flat, intervention)
+
+
+def steered(
+    steering: jax.Array, interventions: Mapping[Point, Intervention], cfg: ModelConfig, each: tuple[int, ...]
+) -> dict[Point, Intervention]:
+    """Returns interventions with vectors, `[L, D]` or `[L, *each]`, added to the output of each layer as well."""
+    layers, width = cfg.num_hidden_layers, cfg.hidden_size
+    meaning = "[L, D] or [L, B, T, D]" if len(each) == 3 else "[L, D]"
+    check_shape("steering", steering, meaning, (layers, width), *([(layers, *each)] if len(each) == 3 else []))
+    point = Point("resid_post", None)
+    if point in interventions:
+        raise InvalidParameterError("steering and an intervention at 'resid_post' in all layers: give one of them")
+    return {**interventions, point: Edit(add=steering)}
+
+
+def check_shape(name: str, given: jax.Array, meaning: str, *shapes: tuple[int, ...]) -> None:
+    """Raises InvalidParameterError for an array of another shape, even one that a reshape would accept."""
+    if given.shape not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in shapes)
+        raise InvalidParameterError(f"{name} has shape {list(given.shape)}, expected {meaning}: {expected}")

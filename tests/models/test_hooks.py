@@ -1,0 +1,301 @@
+"""Hook points: what is captured there, and what happens when something else takes its place."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ferrum_jax
+from ferrum_jax import models
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
+from ferrum_jax.models import Edit, Point, replace_with
+from ferrum_jax.models.hooks import NAMES, check_points
+from ferrum_jax.models.layout import SCANNED, lay_out
+from tests.tiers import by_default
+from tests.tiny import CONFIGS, model_config, prompt, tiny_params
+
+TOLERANCE = 2e-5  # float32 sums in another order
+DENSE = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "q", "k", "v", "z", "attn_scores", "pattern",
+         "mlp_pre", "mlp_pre_linear", "mlp_post")  # fmt: skip
+SPARSE = ("router_logits", "expert_indices", "expert_weights")
+KINDS = ("gemma2", "phi3", "olmo2", "mixtral", "qwen3_moe", "deepseek3", "gpt_oss")
+run = jax.jit(models.run, static_argnames=("cfg", "capture", "attention", "remat"))
+
+
+def model(name: str):
+    return tiny_params(CONFIGS[name]), model_config(name)
+
+
+def tokens_of(name: str) -> jax.Array:
+    return jnp.array(prompt(name)[:26]).reshape(2, -1)
+
+
+def points_of(cfg: ModelConfig) -> tuple[Point, ...]:
+    """Every point that a model has."""
+    every = [(name, None) for name in NAMES if not (cfg.latent is not None and name in ("k", "v"))]
+    return check_points(every, cfg)
+
+
+def close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", by_default(KINDS, "qwen3_moe"))
+def test_putting_back_what_was_captured_changes_nothing_and_zeros_change_everything(name: str):
+    """At every point of every layer, in one forward and in forwards over a paged KV."""
+    params, cfg = model(name)
+    tokens, points = tokens_of(name), points_of(cfg)
+    plain, captured = run(params, tokens, cfg, capture=points)
+    assert set(captured) == set(points)
+    paged, again = run(params, tokens, cfg, capture=points, attention="xla")
+    close(paged, plain)
+    for point in points:
+        close(again[point], captured[point])
+
+    @partial(jax.jit, static_argnames="point")
+    def replaced(point: Point, value: jax.Array) -> jax.Array:
+        return models.forward(params, tokens, cfg, interventions={point: replace_with(value)})
+
+    for point in points:
+        if point.layer != 1:
+            continue
+        close(replaced(point, captured[point]), plain)
+        zeros = jnp.zeros_like(captured[point])
+        if point.name != "attn_scores":  # zeros where nothing is seen are not -inf, but must stay unseen
+            changed = float(jnp.abs(replaced(point, zeros) - plain).max())
+            assert changed > 1e-4, point
+        else:
+            seen = jnp.isfinite(captured[point]).astype(jnp.float32)
+            _, uniform = run(params, tokens, cfg, capture=(("pattern", 1),), interventions={point: replace_with(zeros)})
+            if cfg.attention_sinks is False:
+                close(uniform["pattern", 1], seen / jnp.maximum(seen.sum(-1, keepdims=True), 1.0))
+
+
+@pytest.mark.parametrize("name", by_default(KINDS, "gemma2"))
+def test_captured_arrays_are_what_the_names_say(name: str):
+    params, cfg = model(name)
+    tokens = tokens_of(name)
+    logits, at = run(params, tokens, cfg, capture=points_of(cfg))
+    last = cfg.num_hidden_layers - 1
+    close(models.logits_of(params, at["resid_post", last], cfg), logits)
+    for layer in range(cfg.num_hidden_layers):
+        close(at["resid_pre", layer] + at["attn_out", layer], at["resid_mid", layer])
+        close(at["resid_mid", layer] + at["mlp_out", layer], at["resid_post", layer])
+        assert at["z", layer].shape[:3] == at["q", layer].shape[:3] == (*tokens.shape, cfg.num_attention_heads)
+        weights, scores = at["pattern", layer], at["attn_scores", layer]
+        assert weights.shape == (2, cfg.num_attention_heads, tokens.shape[1], tokens.shape[1])
+        assert np.isneginf(scores[:, :, 0, 1:]).all()
+        if not cfg.attention_sinks:
+            close(jax.nn.softmax(scores, axis=-1), weights)
+        if cfg.latent is None:
+            values = jnp.repeat(at["v", layer], cfg.num_attention_heads // cfg.num_key_value_heads, axis=2)
+            close(jnp.einsum("BNTS,BSNH->BTNH", weights, values), at["z", layer])
+    if cfg.experts is not None:
+        sparse = [layer for layer, is_sparse in enumerate(cfg.experts.sparse_layers) if is_sparse]
+        for layer in sparse:
+            ids, logits = np.asarray(at["expert_indices", layer]), at["router_logits", layer]
+            assert ids.dtype == np.int32
+            assert ids.shape == (*tokens.shape, cfg.experts.num_experts_per_tok) == at["expert_weights", layer].shape
+            assert logits.shape[-1] == cfg.experts.num_experts
+
+
+@pytest.mark.parametrize("name", by_default(("qwen3_moe", "mixtral", "deepseek3", "gpt_oss"), "qwen3_moe"))
+def test_replayed_routes_give_the_same_answer_and_other_routes_have_the_routers_own_shares(name: str):
+    params, cfg = model(name)
+    tokens = tokens_of(name)
+    assert cfg.experts is not None
+    layer = cfg.experts.sparse_layers.index(True)
+    asked = (("expert_indices", layer), ("expert_weights", layer), ("router_logits", layer))
+    plain, captured = run(params, tokens, cfg, capture=asked)
+    replay = {("expert_indices", layer): replace_with(captured["expert_indices", layer])}
+    logits, again = run(params, tokens, cfg, capture=asked, interventions=replay)
+    np.testing.assert_array_equal(again["expert_indices", layer], captured["expert_indices", layer])
+    close(again["expert_weights", layer], captured["expert_weights", layer])
+    close(logits, plain)
+    others = (captured["expert_indices", layer] + 1) % cfg.experts.num_experts
+    _, found = run(params, tokens, cfg, capture=asked, interventions={asked[0]: replace_with(others)})
+    np.testing.assert_array_equal(found["expert_indices", layer], others)
+    if name == "mixtral":
+        chosen = jnp.take_along_axis(found["router_logits", layer], others, axis=-1)
+        close(found["expert_weights", layer], jax.nn.softmax(chosen, axis=-1))
+
+
+@pytest.mark.parametrize("name", by_default(("mistral", "qwen3_window_biases"), "mistral"))
+def test_stacked_layers_have_the_same_points(name: str):
+    params, cfg = model(name)
+    tokens = tokens_of(name)
+    points = points_of(cfg)
+    key = jax.random.key(0)
+    changes = {
+        ("z", 1): Edit(scale=jnp.ones((cfg.num_attention_heads, 1)).at[2].set(0)),
+        ("resid_post", None): Edit(add=jax.random.normal(key, (cfg.num_hidden_layers, cfg.hidden_size))),
+        ("mlp_post", 2): Edit(scale=jnp.float32(0.5)),
+    }
+    expected, plain = run(params, tokens, cfg, capture=points, interventions=changes)
+    found, stacked = run(lay_out(params, cfg, SCANNED), tokens, cfg, capture=points, interventions=changes)
+    close(found, expected)
+    for point in points:
+        close(stacked[point], plain[point])
+
+
+def test_functions_and_edits_of_a_head_a_position_and_a_row_do_the_same():
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")
+    batch, length = tokens.shape
+    mask = np.zeros((batch, length, cfg.num_attention_heads, 1), bool)
+    mask[1, 4:9, 3] = True
+    value = jax.random.normal(jax.random.key(1), (cfg.head_dim,))
+    by_edit = models.forward(params, tokens, cfg, interventions={("z", 0): replace_with(value, mask)})
+
+    def change(z: jax.Array, positions: jax.Array) -> jax.Array:
+        assert (z.shape[:2], positions.shape) == ((batch, length), (batch, length))
+        here = (positions >= 4) & (positions < 9) & (jnp.arange(batch)[:, None] == 1)
+        return z.at[:, :, 3].set(jnp.where(here[..., None], value, z[:, :, 3]))
+
+    by_function = models.forward(params, tokens, cfg, interventions={"blocks.0.attn.hook_z": change})
+    np.testing.assert_array_equal(by_edit, by_function)
+    plain = models.forward(params, tokens, cfg)
+    np.testing.assert_array_equal(by_edit[0], plain[0])
+    np.testing.assert_array_equal(by_edit[1, :4], plain[1, :4])
+    assert float(jnp.abs(by_edit[1, 4:] - plain[1, 4:]).max()) > 1e-3
+
+
+def test_a_replaced_value_hides_nan_and_other_values_compile_nothing(compiles: list[str]):
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")
+    poison = {("resid_mid", 0): Edit(add=jnp.float32(jnp.nan)), ("resid_post", 0): replace_with(jnp.float32(1.0))}
+    assert np.isfinite(models.forward(params, tokens, cfg, interventions=poison)).all()
+    vectors = list(jax.random.normal(jax.random.key(0), (3, cfg.hidden_size)))
+    steer = jax.jit(lambda add: models.forward(params, tokens, cfg, interventions={("resid_mid", 1): Edit(add=add)}))
+    jax.block_until_ready(steer(vectors[0]))
+    compiles.clear()
+    found = [steer(vector) for vector in vectors]
+    jax.block_until_ready(found)
+    assert compiles == []
+    assert float(jnp.abs(found[1] - found[2]).max()) > 1e-3
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_reach_interventions_embeddings_and_parameters(remat: bool):
+    """Against differences of the loss, whichever layers are computed again; and as over a paged KV."""
+    params, cfg = model("gemma2")
+    tokens = tokens_of("gemma2")
+    direction = jax.random.normal(jax.random.key(5), (cfg.num_attention_heads, cfg.head_dim))
+
+    def loss(params: Any, size: jax.Array, attention: str | None = None) -> jax.Array:
+        edits = {("z", 1): Edit(add=size * direction), ("pattern", 0): lambda x, _: x * (1 + size)}
+        logits = models.forward(
+            params, tokens, cfg, interventions=edits, remat=remat if attention is None else False, attention=attention
+        )
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1).mean()
+
+    both = jax.jit(jax.grad(loss, argnums=(0, 1)), static_argnames="attention")
+    of_params, slope = both(params, jnp.float32(0.1))
+    value = jax.jit(loss)
+    numeric = (value(params, jnp.float32(0.11)) - value(params, jnp.float32(0.09))) / 0.02
+    np.testing.assert_allclose(slope, numeric, rtol=0.02)
+    if not remat:
+        paged, paged_slope = both(params, jnp.float32(0.1), attention="xla")
+        np.testing.assert_allclose(paged_slope, slope, rtol=1e-4)
+        for one, other in zip(jax.tree.leaves(of_params), jax.tree.leaves(paged), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_long_rows_attend_in_blocks(monkeypatch: pytest.MonkeyPatch):
+    """With windows, soft caps, sinks and latents, blocks of five queries give what one block gives."""
+    import ferrum_jax.ops.attention as module
+
+    for name in ("gemma2", "deepseek3", "gpt_oss", "qwen3_window_biases"):
+        params, cfg = model(name)
+        tokens = tokens_of(name)
+        whole = jax.jit(lambda tokens, params=params, cfg=cfg: models.forward(params, tokens, cfg))(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "NEW_BLOCK", 5)
+            cut = jax.jit(lambda tokens, params=params, cfg=cfg: models.forward(params, tokens, cfg))(tokens)
+        close(cut, whole)
+
+
+def test_generation_follows_the_interventions_of_each_row():
+    params, cfg = model("mistral")
+    tokens = tokens_of("mistral")[:, :7]
+    add = jnp.zeros((2, 1, cfg.hidden_size)).at[1].set(jax.random.normal(jax.random.key(2), (cfg.hidden_size,)))
+
+    def late(x: jax.Array, positions: jax.Array) -> jax.Array:
+        return jnp.where(positions[..., None, None] >= 8, x * 0.5, x)
+
+    edits = {("resid_post", 0): Edit(add=add), ("z", 2): late}
+    seeds, lengths = jnp.zeros(2, jnp.uint32), jnp.array([7, 7])
+    rollout, _ = ferrum_jax.generate_fn(params, None, tokens, lengths, seeds, cfg, max_tokens=5, interventions=edits)
+    whole = jnp.concatenate([tokens, rollout.token_ids], axis=1)
+    logps = jax.nn.log_softmax(models.forward(params, whole, cfg, interventions=edits)[:, 6:-1])
+    np.testing.assert_array_equal(logps.argmax(-1), rollout.token_ids)
+    close(rollout.logprobs, logps.max(-1))
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("name", "asked", "error", "message"),
+    [
+        ("mistral", {"capture": [("zz", 0)]}, InvalidParameterError, "is no hook point, expected such as"),
+        ("mistral", {"capture": ["blocks.0.hook_z"]}, InvalidParameterError, "is no hook point"),
+        ("mistral", {"capture": ("z", 0)}, InvalidParameterError, "is no hook point"),
+        ("mistral", {"capture": [("z", 3)]}, InvalidParameterError, "the layer is 3, expected 0 to 2"),
+        ("mistral", {"capture": [("z", True)]}, InvalidParameterError, "is no hook point"),
+        ("mistral", {"capture": 5}, InvalidParameterError, "capture is 5, expected points"),
+        ("mistral", {"capture": [("router_logits", 0)]}, UnsupportedError, "is no mixture of experts"),
+        ("qwen3_moe", {"capture": [("mlp_post", 0)]}, UnsupportedError, "is a mixture of experts"),
+        ("deepseek3", {"capture": [("k", 0)]}, UnsupportedError, "no keys and values of heads, but latents"),
+        ("mistral", {"interventions": {("z", 0): 3}}, InvalidParameterError, "expected an Edit or a function"),
+        ("mistral", {"interventions": [1]}, InvalidParameterError, "expected a mapping"),
+        (
+            "mistral",
+            {"interventions": {("z", 0): Edit(), "blocks.0.attn.hook_z": Edit()}},
+            InvalidParameterError,
+            "'z' of layer 0 twice",
+        ),
+        (
+            "mistral",
+            {"interventions": {("z", 0): Edit(add=np.zeros(7))}},
+            InvalidParameterError,
+            r"add at 'z' has shape \[7\], which does not broadcast",
+        ),
+        (
+            "mistral",
+            {"interventions": {("resid_mid", 0): Edit(add=np.zeros((3, 13, 48)))}},
+            InvalidParameterError,
+            r"shape \[3, 13, 48\], which does not broadcast to \[2, 13, ...\]",
+        ),
+        (
+            "mistral",
+            {"interventions": {("resid_mid", None): Edit(add=np.zeros(48))}},
+            InvalidParameterError,
+            "expected a first axis of 3",
+        ),
+        (
+            "mistral",
+            {"interventions": {("z", 0): lambda z, _: z[:1]}},
+            InvalidParameterError,
+            "the function at 'z' returns",
+        ),
+        (
+            "qwen3_moe",
+            {"interventions": {("expert_indices", 0): Edit(add=np.float32(1))}},
+            InvalidParameterError,
+            "is float32, expected integers",
+        ),
+        (
+            "mistral",
+            {"interventions": {("resid_post", None): Edit()}, "steering": np.zeros((3, 48))},
+            InvalidParameterError,
+            "give one of them",
+        ),
+    ],
+)
+def test_points_and_interventions_that_cannot_be_are_refused(name: str, asked: dict, error: Any, message: str):
+    params, cfg = model(name)
+    with pytest.raises(error, match=message):
+        models.run(params, tokens_of(name), cfg, **asked)
