@@ -36,7 +36,7 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
-from ferrum_jax.executor.adapters import Adapters
+from ferrum_jax.executor.adapters import Adapters, call
 from ferrum_jax.executor.sizing import context_of
 from ferrum_jax.executor.weights import check_like_specs, check_same_shapes
 from ferrum_jax.kvcache import state
@@ -264,7 +264,7 @@ class DeviceState:
         assert sampled is not None
         loras = (self.adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
-        begin = functools.partial(program, self._leaves, kv, sampled.last_tokens, buffer, *loras)
+        begin = functools.partial(call, program, self._leaves, kv, sampled.last_tokens, buffer, *loras)
         begin = self._hosts.everywhere(begin, "step", key, buffer)
         try:
             outputs, self._kv = begin()
@@ -290,7 +290,7 @@ class DeviceState:
     def score(self, key: ScoreKey, outputs: StepOutputs, buffer: NDArray[np.int32]) -> tuple[jax.Array, ...]:
         """Begins to score given tokens by the logits of the step that was begun last."""
         program = self.programs.get(key)
-        return self._guarded(lambda: program(outputs.logits, buffer), "score", key, buffer)
+        return self._guarded(lambda: call(program, outputs.logits, buffer), "score", key, buffer)
 
     def configure(self, slot: int, settings: SlotSettings) -> None:
         """Writes how a slot's tokens are chosen."""
@@ -300,7 +300,7 @@ class DeviceState:
     def write_settings(self, key: ConfigureKey, buffer: NDArray[np.int32]) -> None:
         """Writes how a slot's tokens are chosen, as the sampler has packed it."""
         program, state = self.programs.get(key), self._sampler
-        self._sampler = self._guarded(lambda: program(state, buffer), "configure", key, buffer)
+        self._sampler = self._guarded(lambda: call(program, state, buffer), "configure", key, buffer)
 
     def multi_step(self, key: MultiStepKey, buffer: NDArray[np.int32]) -> jax.Array:
         """Begins many decode steps; returns what they choose, int32 `[N, D, 3]`."""
@@ -308,7 +308,7 @@ class DeviceState:
         loras = (self.adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
         chosen, self._kv, self._sampler = self._guarded(
-            lambda: program(self._leaves, kv, sampled, buffer, *loras), "multi_step", key, buffer
+            lambda: call(program, self._leaves, kv, sampled, buffer, *loras), "multi_step", key, buffer
         )
         return chosen
 
@@ -321,7 +321,10 @@ class DeviceState:
             padded[: len(part)] = part
             kv, self._kv = self.kv, None
             self._kv = self._guarded(
-                lambda kv=kv, padded=padded, n=len(part): program(kv, padded, np.int32(n)), "copy_blocks", key, part
+                lambda kv=kv, padded=padded, n=len(part): call(program, kv, padded, np.int32(n)),
+                "copy_blocks",
+                key,
+                part,
             )
 
     def gather(self, layer: int, table: NDArray[np.int32], length: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -333,7 +336,7 @@ class DeviceState:
     def begin_gather(self, key: GatherKey, layer: int, table: NDArray[np.int32]) -> tuple[jax.Array, jax.Array]:
         """Begins to copy one layer's keys and values of a sequence out of the KV."""
         program, kv = self.programs.get(key), self.kv
-        return self._guarded(lambda: program(kv, np.int32(layer), table), "gather", key, table, layer=layer)
+        return self._guarded(lambda: call(program, kv, np.int32(layer), table), "gather", key, table, layer=layer)
 
     def fetch(self, array: jax.Array) -> NDArray[Any]:
         """Waits for an array and copies it to the host.
@@ -341,7 +344,7 @@ class DeviceState:
         Raises:
             DeviceError: the device failed; everything is lost.
         """
-        host = self._guarded(lambda: np.asarray(array))
+        host = self._guarded(functools.partial(_to_host, array))
         self.fetched_bytes += host.nbytes
         self.last_fetched_bytes += host.nbytes
         return host
@@ -365,6 +368,11 @@ class DeviceState:
         except jax.errors.JaxRuntimeError as problem:
             self.lose()
             raise DeviceError(f"the device failed: {problem}") from problem
+
+
+def _to_host(array: jax.Array) -> NDArray[Any]:
+    with jax.transfer_guard_device_to_host("allow"):
+        return np.asarray(array)
 
 
 def _check_jit() -> None:

@@ -124,7 +124,7 @@ class HostSampler:
             states = [state for state, _ in part] + [self._nobody] * missing
             rows = np.array([(at, position) for at, (_, position) in enumerate(part)] + [(size, 0)] * missing, np.int32)
             padded = np.pad(logits[start : start + size], ((0, missing), (0, 0)))
-            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.transfer_guard_host_to_device("allow"):
                 answers.append(function(jax.tree.map(lambda *leaves: np.concatenate(leaves), *states), padded, rows))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves)[: len(places)], *answers)
 
