@@ -1,8 +1,8 @@
 """Which adapters are loaded, in which row of the stacks, and which sequence is bound to which."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -23,6 +23,7 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.hosts import Hosts
+from ferrum_jax.executor.lora_arrays import lay_out_arrays
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.placement import ModelPlacement
@@ -30,6 +31,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter
 
 T = TypeVar("T")
+Keep = bool | Collection[str]  # which sequences stay live while weights change: all, none, or those of these ids
 NONE = -1  # row of the stacks of a sequence without an adapter
 
 
@@ -38,14 +40,16 @@ class LoadedAdapter:
     """An adapter on the device. Each loading is another one, so that prefixes never outlive their weights."""
 
     name: str
-    path: str  # as it was given, from the root
+    path: str  # as it was given, from the root; empty where its values were set as arrays
     real_path: str  # where its links led when it was loaded
     row: int  # in the stacks
     num_projections: int
     is_pinned: bool  # loaded by name, not because a sequence was bound to it
 
     def is_from(self, path: str | os.PathLike[str]) -> bool:
-        """True of the path it was loaded by, wherever that leads now, and of other spellings of what it was."""
+        """True of the path it was loaded by, wherever that leads now, of other spellings of what it was, and of ""."""
+        if path == "" or not self.path:
+            return path == ""
         try:
             return self.path == _from_root(path) or self.real_path == os.path.realpath(path)
         except (OSError, TypeError, ValueError):  # what is no path at all
@@ -115,10 +119,62 @@ class Adapters:
         assert self.spec is not None
         older = self._loaded.get(name)
         if older is not None and (is_pinned or not self._is_idle(older)):
-            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path}")
+            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path or 'arrays'}")
         places = _from_root(path), os.path.realpath(path)
         # The files are read here alone, so that no other host needs them, or could find others under the same path.
         leaves = jax.tree.leaves(lay_out(read, self.spec, self.dtype))
+        return self._place(LoadedAdapter(name, *places, NONE, len(read.projections), is_pinned), leaves)
+
+    def check_settable(self, name: str, keep: Keep) -> LoadedAdapter | None:
+        """Returns the adapter of that name, whose values may be replaced, None if there is none.
+
+        Raises:
+            AlreadyExistsError: it was loaded from a path.
+            RequestValidationError: a sequence is bound to it that is not to be kept.
+            ResourceExhaustedError: as of `load`.
+        """
+        self.check_free_row(name)
+        assert self.spec is not None
+        older = self._loaded.get(name)
+        if older is None:
+            if len(self._loaded) >= self.spec.max_loras:
+                self._first_idle()
+        elif older.path:
+            raise AlreadyExistsError(f"adapter {name!r} is loaded from {older.path}: unload_lora() before it is set")
+        elif users := not_kept(self.users_of(older), keep):
+            raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
+        return older
+
+    def lay_out(self, tree: Any, scale: float, index: int) -> ParamTree:
+        """Returns the arrays of an adapter as the stacks want them; raises as `lay_out_arrays`."""
+        assert self.spec is not None
+        return lay_out_arrays(tree, self.cfg, self.spec, self.dtype, scale=scale, index=index)
+
+    def set(self, name: str, laid_out: ParamTree) -> list[LoadedAdapter]:
+        """Puts arrays on the device, in the place of those of that name; returns what made room for them.
+
+        Sequences that are bound to the former stay bound to the name.
+        """
+        older = self._loaded.get(name)
+        users = [] if older is None else self.users_of(older)
+        leaves = jax.tree.leaves(laid_out)
+        evicted = self._place(LoadedAdapter(name, "", "", NONE, len(leaves) // 2, True), leaves)
+        for cache_id in users:
+            self._bound[cache_id] = self._loaded[name]
+        return evicted
+
+    def named(self, name: str) -> LoadedAdapter | None:
+        """Returns the loaded adapter of a name."""
+        return self._loaded.get(name)
+
+    def users_of(self, adapter: LoadedAdapter) -> list[str]:
+        """The ids that are bound to an adapter."""
+        return [cache_id for cache_id, one in self._bound.items() if one is adapter]
+
+    def _place(self, made: LoadedAdapter, leaves: Sequence[Any]) -> list[LoadedAdapter]:
+        """Puts an adapter into the row of the one of its name, or another; returns those that made room for it."""
+        assert self.spec is not None
+        name, older = made.name, self._loaded.get(made.name)
         if older is not None:
             evicted = [older]
         else:
@@ -128,12 +184,13 @@ class Adapters:
         self.steps.get(self._install_key)
         try:
             told = [np.asarray(leaf) for leaf in leaves] if self.hosts.are_several else []
+            leaves = told or leaves
             self.hosts.run(lambda: self.install(row, leaves), "install", None, *told, is_answered=True, row=row)
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"adapter {name!r} cannot be put on the device: {problem}") from problem
         for one in evicted:
             del self._loaded[one.name]
-        self._loaded[name] = LoadedAdapter(name, *places, row, len(read.projections), is_pinned)
+        self._loaded[name] = replace(made, row=row)
         return evicted
 
     @property
@@ -146,7 +203,9 @@ class Adapters:
         assert self.spec is not None
         own = adapters.adapter_specs(self.cfg, self.spec)
         tree = jax.tree.unflatten(jax.tree.structure(own, is_leaf=specs.is_spec), leaves)
-        if self.placed.division is not None:
+        if isinstance(leaves[0], jax.Array):
+            tree = self.placed.divide(jax.device_put(tree, self.placed.placement.first), own)
+        elif self.placed.division is not None:
             tree = self.placed.put_tree(tree, own)
         install = self.steps.get(self._install_key)
         self.stacks = jax.block_until_ready(call(install, self.stacks, tree, np.int32(row)))
@@ -167,8 +226,7 @@ class Adapters:
         found = self._loaded.get(name)
         if found is None:
             raise NotFoundError(f"adapter {name!r} is not loaded, {sorted(self._loaded)} are")
-        users = [cache_id for cache_id, one in self._bound.items() if one is found]
-        if users:
+        if users := self.users_of(found):
             raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
 
     def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
@@ -178,11 +236,15 @@ class Adapters:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.
         """
         found = self._loaded.get(adapter.name)
+        if found is None and not os.fspath(adapter.path):
+            raise NotFoundError(f"adapter {adapter.name!r} is not loaded, {sorted(self._loaded)} are")
         if found is None or found.is_from(adapter.path):
             return found
         if self._is_idle(found):
             return None
-        raise AlreadyExistsError(f"adapter {adapter.name!r} is loaded from {found.path}, not from {adapter.path}")
+        raise AlreadyExistsError(
+            f"adapter {adapter.name!r} is loaded from {found.path or 'arrays'}, not from {adapter.path}"
+        )
 
     def check_binding(self, cache_id: str, adapter: ActiveLoraAdapter | None, length: int) -> None:
         """Raises RequestValidation if a sequence with positions would change its adapter."""
@@ -238,6 +300,13 @@ class Adapters:
         )
 
 
+def not_kept(cache_ids: Iterable[str], keep: Keep) -> list[str]:
+    """Returns the ids that are not to stay live."""
+    if isinstance(keep, bool):
+        return [] if keep else list(cache_ids)
+    return [one for one in cache_ids if one not in keep]
+
+
 def call(program: Callable[..., T], *arguments: Any) -> T:
     """Calls a program that takes arrays of the host: a transfer that is meant, whatever `jax.transfer_guard` says.
 
@@ -258,4 +327,4 @@ def _from_root(path: str | os.PathLike[str]) -> str:
 
 
 def _called(adapter: LoadedAdapter | ActiveLoraAdapter | None) -> str:
-    return "no adapter" if adapter is None else f"adapter {adapter.name!r} from {os.fspath(adapter.path)}"
+    return "no adapter" if adapter is None else f"adapter {adapter.name!r} from {os.fspath(adapter.path) or 'arrays'}"

@@ -1,7 +1,7 @@
 """The one way to run a step: check, allocate, pack, dispatch, commit; and later, copy what was asked for."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, cast
@@ -18,7 +18,7 @@ from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey,
 from ferrum_jax.compile.step import StepOutputs
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
-from ferrum_jax.executor.adapters import NONE, Adapters
+from ferrum_jax.executor.adapters import NONE, Adapters, Keep, not_kept
 from ferrum_jax.executor.answers import ActiveRows, Answer, StepPart, join_answer, read_part
 from ferrum_jax.executor.batch import (
     NO_OUTPUT,
@@ -45,7 +45,6 @@ from ferrum_jax.ops.batch import Rows
 
 _ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # of outputs, those that need the last token's logits at most
 _WITH_SETTINGS = {SampledToken, VerifiedTokens, Distributions}
-Keep = bool | Collection[str]  # which sequences stay live while weights change: all, none, or those of these ids
 _UNREAD = np.array([UNKNOWN], np.int32)
 
 
@@ -112,7 +111,7 @@ class Pipeline:
 
     def check_live(self, why: str, kept: Keep = False) -> None:
         """Raises RequestValidationError, saying what for, while a sequence is live that is not to be kept."""
-        if kept is not True and (live := [one for one in self.table.cache_ids if not kept or one not in kept]):
+        if live := not_kept(self.table.cache_ids, kept):
             raise RequestValidationError(
                 f"{len(live)} sequences are live, {live[0]!r} among them: release them before {why}, or reset()"
             )

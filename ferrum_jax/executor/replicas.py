@@ -20,9 +20,9 @@ from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.values import ModelInfo
 from ferrum_jax.executor import multi_step, reservations
+from ferrum_jax.executor.adapters import Keep
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.lifecycle import Lifecycle
-from ferrum_jax.executor.pipeline import Keep
 from ferrum_jax.executor.router import NOTHING, ReplicaRouter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.models.placement import ModelPlacement
@@ -238,6 +238,25 @@ class ReplicatedRunner(ModelRunner):
                     replica.unload_lora(name)
                 raise
 
+    def set_lora(
+        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: Keep = False
+    ) -> None:
+        """Takes an adapter's arrays on every replica; raises as of one runner."""
+        with self._life.lock, self._life:
+            for replica in self.replicas:
+                replica._adapters.check_settable(name, keep_sequences)
+            laid_out = self.replicas[0]._adapters.lay_out(tree, scale, index)
+            self._settle()
+            for at, replica in enumerate(self.replicas):
+                with self._router.on(at):
+                    replica._take_lora(name, laid_out)
+            self.params_version += 1
+
+    def _settle(self) -> None:
+        for index in range(self.num_replicas):
+            with self._router.on(index) as replica:
+                replica._pipeline.settle()
+
     def unload_lora(self, name: str) -> None:
         """Drops an adapter and its prefixes; raises as of one runner."""
         with self._life.lock, self._life:
@@ -261,9 +280,7 @@ class ReplicatedRunner(ModelRunner):
                 replica._pipeline.check_live("new weights are set", keep_sequences)
             if self._router.homes:
                 with self._life:
-                    for index in range(self.num_replicas):
-                        with self._router.on(index) as replica:
-                            replica._pipeline.settle()
+                    self._settle()
             first, *others = self.replicas
             checked = [first._device.check_params(params)]
             checked += [self._copied(params, replica) for replica in others]  # all there before any is taken

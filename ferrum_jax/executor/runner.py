@@ -21,7 +21,7 @@ from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotRe
 from ferrum_jax.contract.values import LlmRuntimeConfig
 from ferrum_jax.executor import describe, multi_step, reservations
 from ferrum_jax.executor import rows as check
-from ferrum_jax.executor.adapters import Adapters
+from ferrum_jax.executor.adapters import Adapters, Keep
 from ferrum_jax.executor.batch import (
     ALL_LOGITS,
     LAST_LOGITS,
@@ -37,7 +37,7 @@ from ferrum_jax.executor.following import follow
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.observable import Observable
-from ferrum_jax.executor.pipeline import Keep, PendingStep, Pipeline
+from ferrum_jax.executor.pipeline import PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.models.hooks import check_points, hidden_points, state_number
 from ferrum_jax.models.placement import ModelPlacement
@@ -347,6 +347,45 @@ class ModelRunner(Observable):
         read = self._adapters.read(path)  # which takes a while, and concerns nobody else
         with self._life.lock, self._life:
             self._install(name, read, path, is_pinned=True)
+
+    def set_lora(
+        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: Keep = False
+    ) -> None:
+        """Takes an adapter's arrays until `unload_lora`, in the place of those that were set under the name before.
+
+        An `ActiveLoraAdapter` of this name, with an empty path, binds a sequence to it. Arrays on a device stay there;
+        shapes that were set before compile nothing. `params_version` goes up by one.
+
+        Args:
+            name: what requests call it.
+            tree: PEFT's names to arrays, `base_model.model.….lora_A.weight` `[r, D]` and `…lora_B.weight` `[F, r]`; or
+                the tree of stacks that `models.forward(loras=…)` trains, or that of one adapter. Projections may lack.
+            scale: what the products are multiplied by: lora_alpha / r of PEFT's, 1 of stacks.
+            index: which adapter of stacks.
+            keep_sequences: which sequences that are bound to the name may be live, as of `set_params`.
+
+        Raises:
+            AlreadyExistsError: the name is that of an adapter from a path.
+            InvalidParameterError: these are not the arrays of an adapter of this model; the message lists where.
+            RequestValidationError: the rank is above `max_lora_rank`, or another sequence is bound to it.
+            ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
+        """
+        with self._life.lock, self._life:
+            self._adapters.check_settable(name, keep_sequences)
+            laid_out = self._adapters.lay_out(tree, scale, index)
+            self._pipeline.settle()
+            self._take_lora(name, laid_out)
+            self.params_version += 1
+
+    def _take_lora(self, name: str, laid_out: ParamTree) -> None:
+        adapters, table = self._adapters, self._pipeline.table
+        older = adapters.named(name)
+        with self._device.changing():
+            for evicted in adapters.set(name, laid_out):
+                if evicted is older:
+                    table.outdate_adapter(evicted, adapters.named(name))
+                else:
+                    table.forget_adapter(evicted)
 
     def unload_lora(self, name: str) -> None:
         """Drops an adapter and its prefixes.

@@ -23,7 +23,7 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
     )
     kept, plain = (any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised))) for tree in (instead_of, params))
     hint = ", as those served are kept in fewer bits (load with quantize='none' to set others)" * (kept and not plain)
-    _refuse(f"these weights cannot be set{hint}", _differences(given, there, "is"))
+    refuse(f"these weights cannot be set{hint}", _differences(given, there, "is"))
     if jax.tree.structure(params) != jax.tree.structure(instead_of):
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
 
@@ -33,7 +33,7 @@ def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree)
     given = {name: _shape_and_dtype(leaf) for name, leaf in named_leaves(params).items()}
     dtypes = {name: leaf.dtype for name, leaf in named_leaves(instead_of).items()}
     wanted = {name: f"{dtypes[name]}{list(spec.shape)}" for name, spec in named_leaves(specs).items()}
-    _refuse("these weights cannot be set", _differences(given, wanted, "is"))
+    refuse("these weights cannot be set", _differences(given, wanted, "is"))
 
 
 def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
@@ -48,7 +48,7 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
         for name, dtype in plain.items()
         if not jnp.issubdtype(dtype, jnp.floating)
     ]
-    _refuse(f"these are not the parameters of this {cfg.model_type}", problems)
+    refuse(f"these are not the parameters of this {cfg.model_type}", problems)
 
 
 def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], verb: str) -> list[str]:
@@ -58,7 +58,8 @@ def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], verb: str)
     return problems + [f"{name} {verb} {given[name]}, expected {wanted[name]}" for name in differing]
 
 
-def _refuse(what: str, problems: list[str]) -> None:
+def refuse(what: str, problems: list[str]) -> None:
+    """Raises InvalidParameterError if there are problems, which lists the first of them."""
     if problems:
         more = f" and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
         raise InvalidParameterError(f"{what}: {'; '.join(sorted(problems)[:MOST_SHOWN])}{more}")

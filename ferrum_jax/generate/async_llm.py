@@ -11,7 +11,7 @@ from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of
 from ferrum_jax.generate.prompts import Prompt, as_adapters
 from ferrum_jax.generate.request import Request
-from ferrum_jax.generate.updates import LivePolicy, params_update
+from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.models.specs import ParamTree
 
 
@@ -94,6 +94,14 @@ class AsyncLLM:
     async def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
         """Takes other weights, as `LLM.set_params`; a cancellation before they are there leaves the old ones."""
         update = params_update(self.llm.model, params, live)
+        self.llm.engine.begin_update(update)
+        return await asyncio.wrap_future(update.done)
+
+    async def set_lora(
+        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, live: LivePolicy = "wait"
+    ) -> int:
+        """Takes an adapter's arrays, as `LLM.set_lora`; a cancellation before they are there leaves the old ones."""
+        update = lora_update(self.llm.model, name, tree, live, scale=scale, index=index)
         self.llm.engine.begin_update(update)
         return await asyncio.wrap_future(update.done)
 

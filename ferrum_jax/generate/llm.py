@@ -33,7 +33,7 @@ from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_dr
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
-from ferrum_jax.generate.updates import LivePolicy, params_update
+from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.loading import load, open_checkpoint
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.progress import Track
@@ -195,6 +195,15 @@ class LLM:
         """
         return self._engine.update(params_update(self.model, params, live))
 
+    def set_lora(self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, live: LivePolicy = "wait") -> int:
+        """Takes an adapter's arrays as `ModelRunner.set_lora` does, between two steps, also while requests run.
+
+        Requests name it: `lora_request=name`. `live` is what becomes of requests that run under the arrays that the
+        name had before, as of `set_params`; others go on. Returns the version that `weight_versions` names. Raises as
+        `set_params` and `ModelRunner.set_lora`.
+        """
+        return self._engine.update(lora_update(self.model, name, tree, live, scale=scale, index=index))
+
     def close(self) -> None:
         """Ends every request, and frees the model, and the draft model if it was loaded with it."""
         self._engine.close()
@@ -220,7 +229,8 @@ class LLM:
             prompts: one text or one list of ids, or several of either; `{"prompt_token_ids": …}` is such a list.
             params: for all prompts, or one for each; greedy if None.
             sampling_params: another name of `params`.
-            lora_request: an `ActiveLoraAdapter`, or what has `lora_name` and `lora_path`: for all prompts, or one each.
+            lora_request: an adapter's name, an `ActiveLoraAdapter`, or what has `lora_name` and `lora_path`: for all
+                prompts, or one each.
             progress: show a bar of finished prompts.
             use_tqdm: another name of `progress`.
             return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and
@@ -243,6 +253,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         continuations: Prompt | Sequence[Prompt],
         *,
+        lora_request: Any = None,
         progress: bool = False,
     ) -> list[Score]:
         """Returns the log-probability of every token of each continuation after its prompt; nothing is generated.
@@ -252,6 +263,7 @@ class LLM:
                 row share is read once, and a known prefix not at all.
             continuations: as many. A text is scored from the first token that differs from those of the prompt alone,
                 so that its beginning may be a token that the two share.
+            lora_request: an adapter, as for `generate`: for all continuations, or one each.
             progress: show a bar of finished continuations.
 
         Raises:
@@ -263,8 +275,13 @@ class LLM:
             befores *= len(afters)
         if len(befores) != len(afters):
             raise RequestValidationError(f"{len(befores)} prompts, {len(afters)} continuations: give as many of both")
-        requests = [self._scored(*both) for both in zip(befores, afters, strict=True)]
-        groups = [list(group) for _, group in itertools.groupby(requests, lambda one: one.prompt[: one.score_from])]
+        adapters = as_adapters(lora_request, len(afters))
+        requests = [self._scored(*one) for one in zip(befores, afters, adapters, strict=True)]
+
+        def beginning(request: Request) -> tuple[list[int], ActiveLoraAdapter | None]:
+            return request.prompt[: request.score_from], request.adapter
+
+        groups = [list(group) for _, group in itertools.groupby(requests, beginning)]
         for first, *others in groups:
             first.copies = others
         self._finish(groups, Track("scoring") if progress else None)
@@ -286,7 +303,10 @@ class LLM:
         for request in itertools.chain.from_iterable(groups):
             request.notify = lambda one: events.put(None) if one.is_done else None
         try:
-            self._engine.submit(*(first for first, *_ in groups))
+            firsts = [first for first, *_ in groups]
+            if firsts and not firsts[0].limit:  # of what is scored, rows of like length share steps
+                firsts.sort(key=lambda one: -len(one.prompt))
+            self._engine.submit(*firsts)
             for at, group in enumerate(groups if track is None else track(groups)):
                 for request in group:
                     while not request.is_done:
@@ -441,7 +461,12 @@ class LLM:
                     found.append(ids)
         return found
 
-    def _scored(self, prompt: str | Sequence[int], continuation: str | Sequence[int]) -> Request:
+    def _scored(
+        self,
+        prompt: str | Sequence[int],
+        continuation: str | Sequence[int],
+        adapter: ActiveLoraAdapter | None = None,
+    ) -> Request:
         """Returns the request that scores a continuation and generates nothing."""
         before, note = self._ids(prompt), ""
         if isinstance(prompt, str) and isinstance(continuation, str):
@@ -467,5 +492,6 @@ class LLM:
             limit=0,
             detokenizer=None,
             watcher=StopWatcher(()),
+            adapter=adapter,
             score_from=len(before),
         )

@@ -41,7 +41,8 @@ def _unwrapped(prompt: Any) -> Any:
 def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
     """Returns the adapter of each of so many prompts: one for all of them, or as many; none if None.
 
-    Anything with `lora_name` and `lora_path` will do for an adapter, such as vLLM's LoRARequest.
+    A text is the name of one that is loaded or set. Anything with `lora_name` and `lora_path` will do for an adapter,
+    such as vLLM's LoRARequest.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count:
@@ -52,10 +53,12 @@ def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
 def _adapter(given: Any) -> ActiveLoraAdapter | None:
     if given is None or isinstance(given, ActiveLoraAdapter):
         return given
+    if isinstance(given, str) and given:
+        return ActiveLoraAdapter(name=given, path="")
     name, path = getattr(given, "lora_name", None), getattr(given, "lora_path", None)
     if not (isinstance(name, str) and isinstance(path, str)):
         raise RequestValidationError(
-            f"lora_request is {safe_repr(given)}, expected an ActiveLoraAdapter, or `lora_name` and `lora_path`"
+            f"lora_request is {safe_repr(given)}, expected a name, an ActiveLoraAdapter, or `lora_name` and `lora_path`"
         )
     return ActiveLoraAdapter(name=name, path=path)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.llm import DecoderOnlyLLM
@@ -50,6 +50,19 @@ def params_update(model: DecoderOnlyLLM, params: ParamTree, live: LivePolicy) ->
         return runner.params_version
 
     return Update(install, live)
+
+
+def lora_update(
+    model: DecoderOnlyLLM, name: str, tree: Any, live: LivePolicy, *, scale: float = 1.0, index: int = 0
+) -> Update:
+    """Returns the update that sets an adapter's arrays; raises as `params_update`."""
+    runner = _runner(model)
+
+    def install(kept: Collection[str]) -> int:
+        runner.set_lora(name, tree, scale=scale, index=index, keep_sequences=kept)
+        return runner.params_version
+
+    return Update(install, live, adapter=name)
 
 
 def _runner(model: DecoderOnlyLLM) -> ModelRunner:

@@ -9,22 +9,25 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
 from ferrum_jax.contract.errors import (
     CancelledError,
     InvalidParameterError,
+    NotFoundError,
     RequestValidationError,
     UnsupportedError,
 )
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.generate.prompts import as_adapters
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG
+from tests.executor.conftest import CFG, adapter_tensors
 from tests.fake import CountingLLM
 from tests.generate.conftest import ENGINE, MakeRunner
 from tests.generate.updates import Logprobs, Traffic, make_oracle, versions_of
@@ -218,3 +221,44 @@ def test_coroutines_change_weights_too(serving: ModelRunner, weights: list[Param
     version = serving.params_version
     new, first, last = asyncio.run(main())
     assert (new, first, last) == (version + 1, version, version + 1)
+
+
+def test_the_arrays_of_an_adapter_change_in_flight_and_only_who_is_under_them_notices(
+    new_runner: MakeRunner, params: ParamTree
+):
+    def scores(llm: LLM, out: RequestOutput, lora: str | None, start: int = 0) -> list[float]:
+        before, after = out.prompt_token_ids + out.token_ids[:start], out.token_ids[start:]
+        return llm.score([before], [after], lora_request=lora)[0].logprobs
+
+    with new_runner(prefix_cache=True, max_loras=2, max_lora_rank=4) as runner:
+        llm = LLM.from_model(runner, max_rows=4)
+        trees = [{name: jnp.asarray(leaf) for name, leaf in adapter_tensors(one).items()} for one in ("one", "two")]
+        for policy in POLICIES:
+            version = llm.set_lora("tuned", trees[0], scale=2.0)
+            asked = [(lora, replace(LONG, max_tokens=35, seed=at)) for at, lora in enumerate((None, "tuned", "tuned"))]
+            requests = [llm.request([1, 2, 3], one, *as_adapters(lora, 1)) for lora, one in asked]
+            llm.engine.submit(*requests)
+            while not all(one.choices for one in requests):
+                time.sleep(0.001)
+            bare = scores(llm, replace(requests[0].output(), token_ids=[5] * 9), None)
+            assert llm.set_lora("tuned", trees[1], scale=2.0, live=policy) == version + 1
+            plain, *tuned = ended(requests)
+            assert plain.finish_reason == "length"
+            assert plain.logprobs == pytest.approx(scores(llm, plain, None), abs=1e-4)
+            assert scores(llm, replace(plain, token_ids=[5] * 9), None) == pytest.approx(bare, abs=1e-4)
+            for out in tuned:
+                old = out.weight_versions.count(version)
+                assert set(out.weight_versions) <= (
+                    {version} if policy in ("wait", "abort") else {version, version + 1}
+                )
+                assert out.finish_reason == ("abort" if policy == "abort" else "length")
+                if policy == "recompute":
+                    assert out.logprobs is not None
+                    assert out.logprobs[old:] == pytest.approx(scores(llm, out, "tuned", old), abs=1e-4)
+            llm.set_lora("tuned", trees[0], scale=2.0)
+            for out in tuned:
+                old = out.weight_versions.count(version)
+                assert out.logprobs is not None
+                assert out.logprobs[:old] == pytest.approx(scores(llm, out, "tuned")[:old], abs=1e-4)
+        with pytest.raises(NotFoundError, match="'other' is not loaded"):
+            llm.generate([[1]], lora_request="other")

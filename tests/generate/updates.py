@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def make_oracle(weights: Sequence[ParamTree]) -> Logprobs:
     spec = kv_spec(weights[0], CFG, rows=1, positions=WIDTH)
 
     @jax.jit
-    def step(params: ParamTree, kv: state.KvState[jax.Array], tokens: jax.Array, start: jax.Array, count: jax.Array):
+    def step(params: ParamTree, kv: Any, tokens: jax.Array, start: jax.Array, count: jax.Array):
         rows = Rows(tokens=tokens, lengths=start[None], counts=count[None], tables=jnp.zeros((1, 1), jnp.int32))
         batch = Batch(groups=(rows,), logit_rows=jnp.arange(WIDTH, dtype=jnp.int32))
         logits, kv, _ = models.family(CFG).forward(params, kv, batch, CFG)

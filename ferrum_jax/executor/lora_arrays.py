@@ -1,0 +1,105 @@
+"""Adapters that a caller has as arrays, brought into the form of a row of the stacks; on the device, if they are."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, safe_repr
+from ferrum_jax.executor.weights import refuse
+from ferrum_jax.models import adapters, specs
+from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.models.specs import ParamTree
+
+Halves = dict[str, tuple[Any, Any]]  # down [r, D] or [A, r, D], and up [F, r] or [F, A, r], by projection
+_PREFIX, _PEFT = "base_model.model.", {".lora_A.weight": 0, ".lora_B.weight": 1}
+_OWN = {".down": 0, ".up": 1}
+
+
+def lay_out_arrays(tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, *, scale: float, index: int) -> ParamTree:
+    """Returns the tree of `models.adapters.adapter_specs`: ranks padded with zeros, projections that lack are zero.
+
+    Args:
+        tree: PEFT's names to arrays, `base_model.model.….lora_A.weight` `[r, D]` and `…lora_B.weight` `[F, r]`; or the
+            tree of stacks that `models.forward(loras=…)` takes, or that of one adapter.
+        cfg: the model's.
+        spec: how large an adapter may be.
+        dtype: of the stacks.
+        scale: alpha / r, which `lora_B` or `up` is multiplied by.
+        index: which adapter of stacks.
+
+    Raises:
+        InvalidParameterError: the arrays are not those of an adapter of this model; the message lists where.
+        RequestValidationError: the rank is above `spec.max_rank`.
+    """
+    halves = _halves(tree)
+    rank = _check(halves, cfg, index)
+    if rank > spec.max_rank:
+        raise RequestValidationError(f"the adapter has rank {rank}, more than max_lora_rank, which is {spec.max_rank}")
+    with jax.transfer_guard_host_to_device("allow"):  # of the two numbers, and of NumPy's arrays
+        return _lay_out(halves, np.float32(scale), np.int32(index), cfg=cfg, spec=spec, dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "spec", "dtype"))
+def _lay_out(halves: Halves, scale: Any, index: Any, *, cfg: ModelConfig, spec: LoraSpec, dtype: str) -> ParamTree:
+    wanted = adapters.adapter_specs(cfg, spec)
+    leaves = {name: jnp.zeros(leaf.shape, dtype) for name, leaf in specs.named_leaves(wanted).items()}
+    for name, (down, up) in halves.items():
+        if down.ndim == 3:
+            down, up = lax.dynamic_index_in_dim(down, index, 0, False), lax.dynamic_index_in_dim(up, index, 1, False)
+        rank, up = down.shape[0], up.astype(jnp.float32) * scale
+        leaves[f"{name}.down"] = leaves[f"{name}.down"].at[:rank].set(down.astype(dtype))
+        leaves[f"{name}.up"] = leaves[f"{name}.up"].at[:, :rank].set(up.astype(dtype))
+    return specs.from_names(wanted, leaves)
+
+
+def _halves(tree: Any) -> Halves:
+    """Sorts the arrays of a tree by projection."""
+    if not isinstance(tree, Mapping) or not tree:
+        raise InvalidParameterError(f"an adapter is {safe_repr(tree)}, expected a tree or PEFT's names to arrays")
+    is_flat = any(isinstance(name, str) and ".lora_" in name for name in tree)
+    given = dict(tree) if is_flat else specs.named_leaves(dict(tree))
+    found: dict[str, list[Any]] = {}
+    problems = []
+    for name, leaf in given.items():
+        short = str(name).removeprefix(_PREFIX).replace(".lora_A.default.", ".lora_A.")
+        short = short.replace(".lora_B.default.", ".lora_B.")
+        for ending, half in (_PEFT if is_flat else _OWN).items():
+            if short.endswith(ending):
+                found.setdefault(short.removesuffix(ending), [None, None])[half] = leaf
+                break
+        else:
+            problems.append(f"{name} is unknown")
+    problems += [f"{name} lacks one of its two halves" for name, pair in found.items() if any(x is None for x in pair)]
+    refuse("these are no arrays of an adapter", problems)
+    return {name: (down, up) for name, (down, up) in found.items()}
+
+
+def _check(halves: Halves, cfg: ModelConfig, index: int) -> int:
+    """Returns the largest rank; raises InvalidParameterError for arrays that do not fit the model."""
+    known, problems, ranks = adapters.projections(cfg), [], [0]
+    for name, (down, up) in halves.items():
+        if name not in known:
+            problems.append(f"{name} is no projection that has adapters")
+            continue
+        if not all(isinstance(half, (jax.Array, np.ndarray)) for half in (down, up)):
+            problems.append(f"{name} has {type(down).__name__} and {type(up).__name__}, expected arrays")
+            continue
+        if any(isinstance(half, jax.Array) and half.is_deleted() for half in (down, up)):
+            problems.append(f"{name} has an array that was donated or deleted")
+            continue
+        out_size, in_size = known[name].shape
+        expected = f"[r, {in_size}] and [{out_size}, r]"
+        rank, count = down.shape[-2] if down.ndim > 1 else 0, down.shape[:-2]
+        if (down.shape, up.shape) != ((*count, rank, in_size), (out_size, *count, rank)) or len(count) > 1:
+            problems.append(f"{name} has shapes {list(down.shape)} and {list(up.shape)}, expected {expected}")
+        elif count and not 0 <= index < count[0]:
+            problems.append(f"{name} has {count[0]} adapters, number {index} is not among them")
+        ranks.append(rank)
+    refuse("these arrays are no adapter of this model", problems)
+    return max(ranks)
