@@ -1,0 +1,449 @@
+"""Rollouts for tunix's trainers, which is the extra `tunix`.
+
+`ClusterConfig(rollout_engine=FerrumRollout, …)` is all that an `RLCluster` needs. Settings of the engine go with it as
+`functools.partial(FerrumRollout, max_seqs=64)`. The models are tunix's Llama 3, Qwen 2, Qwen 3, Gemma 2 and Gemma 3,
+full or with LoRA; log-probabilities are those of the trainer's own forward. That takes no pad token for a part of a
+prompt, wherever it stands, and counts padding into Gemma 2's window: it and this engine agree within 4,096 tokens.
+"""
+
+# pyright: reportMissingImports=false
+import functools
+import inspect
+import itertools
+import re
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from qwix import LoraProvider
+from tunix.rl.rollout import base_rollout
+
+from ferrum_jax import models
+from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.config.engine import MeshSizes
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
+from ferrum_jax.executor.from_params import from_params
+from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.models.layout import FUSED, lay_out
+from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.weights.foreign import Move, Rule, from_tree, path_of, plan
+from ferrum_jax.weights.name_tables import tunix_rules
+
+POSITIONS = 1 << 17  # that a sequence may reach: tunix's configurations name no limit
+SCORED = 1 << 28  # logits that are computed together where sequences are scored
+_LORA = ("_lora_a", "_lora_b")
+
+
+class FerrumRollout(base_rollout.BaseRollout):
+    """Generates with an engine of its own, whose weights follow the trainer's."""
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh | None = None,
+        rollout_config: base_rollout.RolloutConfig | None = None,
+        *,
+        cfg: ModelConfig | None = None,
+        rules: Sequence[Rule] | None = None,
+        lora_scale: float | None = None,
+        serving_mesh: MeshSizes = None,
+        warmup: bool = True,
+        engine: EngineConfig | None = None,
+        **settings: Any,
+    ):
+        """Takes the actor's weights and compiles what its rollouts need.
+
+        Args:
+            rollout_actor: a model of tunix, or any `nnx.Module` with `cfg` and `rules`.
+            tokenizer: tunix's adapter of one.
+            mesh: the cluster's; not needed, as weights are taken from wherever they lie.
+            rollout_config: of training: the longest prompt and answer, whose sum or `kv_cache_size` is the longest
+                sequence unless `kv_capacity` is given; the dtype; and the temperature of log-probabilities.
+            cfg: the model's; read from a model of tunix if None.
+            rules: where the model has its parameters; tunix's if None.
+            lora_scale: alpha / rank of LoRA; as qwix has it if None.
+            serving_mesh: as `mesh` of `load`; None serves on one device, the first that holds weights.
+            warmup: compile everything now; otherwise when it is first needed.
+            engine: how to run the model.
+            **settings: fields of `EngineConfig`, which go before those of `engine`. `max_seqs` answers are generated
+                at a time.
+
+        Raises:
+            UnsupportedError: the model is none of those, or lies in host memory (`offload_to_cpu`).
+            ConfigError: nothing says how LoRA is scaled, or settings contradict each other.
+        """
+        training: Any = rollout_config or base_rollout.RolloutConfig()
+        self._tokenizer = tokenizer
+        self._temperature, self._calls = training.temperature, 0
+        self._cfg = cfg or config_of(rollout_actor)
+        self._rules = tunix_rules(self._cfg) if rules is None else rules
+        self._moves = plan(self._cfg, self._rules)
+        given = _leaves(nnx.state(rollout_actor, nnx.Param))
+        self._scales = _lora_scales(rollout_actor, given, lora_scale)
+        self._frozen = {path: leaf for path, leaf in given.items() if self._scales and not path.endswith(_LORA)}
+        asked = EngineConfig(**settings).over(engine or EngineConfig())
+        longest = training.max_prompt_length + training.max_tokens_to_generate
+        capacity = max(longest, training.kv_cache_size)
+        asked = asked.over(EngineConfig(layout=FUSED, kv_capacity=capacity))
+        self._layout, self._dtype = asked.layout or FUSED, training.data_type
+        self._devices = {device for leaf in given.values() for device in leaf.devices()}
+        sharding = jax.sharding.SingleDeviceSharding(min(self._devices, key=lambda one: one.id))
+        self._serves_one = not (serving_mesh or asked.over_environment().mesh_sizes)
+        self._to, alone = sharding, len(self._devices) == 1
+        self._convert: Any = jax.jit(self._converted, out_shardings=sharding if alone else None)
+        self._score: Any = jax.jit(self._scored, static_argnames="temperature")
+        runner = from_params(self._placed(given), self._cfg, mesh=serving_mesh, engine=asked)
+        self._llm = LLM.from_model(runner)
+        self._lock = threading.Lock()  # tunix may generate in one thread and train in another
+        if warmup:
+            self._llm.warmup(progress=False)
+
+    @property
+    def llm(self) -> LLM:
+        """The engine below, for those who ask it more than tunix does."""
+        return self._llm
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        rollout_config: base_rollout.RolloutConfig,
+        **kwargs: Any,
+    ) -> base_rollout.RolloutOutput:
+        """Answers prompts; equal ones that follow each other are read once.
+
+        Prompts are padded on the left to `max_prompt_length`, or the next power of two where one is longer. An answer
+        keeps the token that ended it; its text does not have it. The pad token is never drawn, unless it ends an
+        answer. Log-probabilities, where asked for, are those of the actor at this temperature, before top-k and top-p
+        and with the pad token in the sum, as tunix computes them. A seed makes a run repeatable: each call draws
+        other numbers.
+
+        Raises:
+            InvalidParameterError: a prompt and its answer are longer than a sequence may get; or an argument beyond
+                those of tunix's protocol is given.
+        """
+        if kwargs:
+            raise InvalidParameterError(f"{', '.join(sorted(kwargs))}: unknown arguments of generate")
+        ids = [self._encode(prompt) for prompt in prompts]
+        read = [[token for token in own if token != self.pad_id()] for own in ids]
+        most, limit = max(map(len, ids)), rollout_config.max_tokens_to_generate
+        if most + limit > (capacity := self._llm.model.kv_capacity()):
+            raise InvalidParameterError(
+                f"a prompt has {most} tokens and its answer up to {limit}, a sequence {capacity}: set kv_cache_size"
+            )
+        ends = list(rollout_config.eos_tokens or [self.eos_id()])
+        params = self._sampling(rollout_config, ends)
+        groups = [list(group) for _, group in itertools.groupby(read)]
+        draw = np.random.default_rng([*_seed(rollout_config.seed), self._calls])
+        self._calls += 1
+        seeds = draw.integers(1 << 32, size=len(groups)).tolist()
+        each = [SamplingParams(**params, n=len(group), seed=seed) for group, seed in zip(groups, seeds, strict=True)]
+        with self._lock:
+            outs = self._llm.generate([group[0] for group in groups], each)
+        width = rollout_config.max_prompt_length
+        width = width if width >= most else 1 << (most - 1).bit_length()
+        padded = np.full((len(ids), width), self.pad_id(), np.int32)
+        for row, own in zip(padded, ids, strict=True):
+            row[width - len(own) :] = own
+        tokens = [np.asarray(out.token_ids, np.int32) for out in outs]
+        logprobs, no_logits = None, cast(Any, None)  # of tunix's vLLM engine there are none either
+        if rollout_config.return_logprobs:
+            logprobs = self._logprobs(outs, padded, tokens, rollout_config, is_free="logit_bias" not in params)
+        return base_rollout.RolloutOutput(
+            text=[self._text(own, ends) for own in tokens],
+            logits=no_logits,
+            tokens=tokens,
+            left_padded_prompt_tokens=padded,
+            logprobs=logprobs,
+        )
+
+    def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
+        """Log-probabilities `[B, T]` of answers under the weights last taken, at the temperature of training.
+
+        Prompts are padded on the left and answers on the right; where there is padding, it is 0.
+        """
+        return self._scores(prompt_tokens, completion_tokens, self._temperature)
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Takes other weights: all of them, or those of LoRA alone. One program converts them, on the devices.
+
+        Raises:
+            InvalidParameterError: weights are missing, unknown or of a wrong shape.
+            UnsupportedError: they lie in host memory (`offload_to_cpu`).
+        """
+        made = self._placed(self._frozen | _leaves(params))
+        with self._lock:
+            self._llm.runner.set_params(made)
+
+    def pad_id(self) -> int:
+        """The token that pads prompts and answers."""
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        """The token that ends an answer."""
+        return self._tokenizer.eos_id()
+
+    def model(self) -> None:
+        """None: what generates is no module; tunix hands new weights over only where this is not the actor itself."""
+
+    def close(self) -> None:
+        """Frees the engine and its weights."""
+        self._llm.close()
+
+    def _placed(self, leaves: Mapping[str, jax.Array]) -> ParamTree:
+        for path, leaf in leaves.items():
+            if leaf.sharding.memory_kind not in (None, _default_memory(leaf)):
+                raise UnsupportedError(f"{path} lies in {leaf.sharding.memory_kind}: offload_to_cpu is not supported")
+        made = self._convert(leaves)
+        if len(self._devices) > 1 and self._serves_one:
+            return jax.device_put(made, self._to)
+        return made
+
+    def _converted(self, leaves: dict[str, jax.Array]) -> ParamTree:
+        """Makes the tree that is served out of the actor's leaves, of which it shares none."""
+        merged = _merge_lora(leaves, self._moves, self._scales)
+        tree = lay_out(from_tree(merged, self._cfg, self._rules), self._cfg, self._layout)
+        taken = {id(leaf) for leaf in leaves.values()}
+        dtype = self._dtype or next(iter(leaves.values())).dtype
+        tree = jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+        return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in taken else leaf, tree)
+
+    def _encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """Tokenises a text as tunix's own sampler does; ids stay as they are."""
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        begin = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
+        return [int(token) for token in self._tokenizer.dedup_bos_ids(begin + list(self._tokenizer.encode(prompt)))]
+
+    def _text(self, tokens: np.ndarray, ends: Sequence[int]) -> str:
+        ids = tokens.tolist()
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids)
+
+    def _sampling(self, asked: base_rollout.RolloutConfig, ends: Sequence[int]) -> dict[str, Any]:
+        """Arguments of `SamplingParams`; no top-p at all is greedy, as in tunix's own sampler."""
+        greedy = asked.top_p is None
+        found: dict[str, Any] = {
+            "temperature": 0.0 if greedy else asked.temperature,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "top_k": max(asked.top_k or 0, 0),
+            "max_tokens": asked.max_tokens_to_generate,
+            "stop_token_ids": list(ends),
+            "logprobs": asked.return_logprobs,
+        }
+        if self.pad_id() not in ends and 0 <= self.pad_id() < self._cfg.vocab_size:
+            found["logit_bias"] = {self.pad_id(): -np.inf}
+        return found
+
+    def _logprobs(
+        self,
+        outs: Sequence[Any],
+        prompts: np.ndarray,
+        tokens: Sequence[np.ndarray],
+        asked: base_rollout.RolloutConfig,
+        *,
+        is_free: bool,
+    ) -> list[np.ndarray]:
+        """Log-probabilities of the actor: as they were drawn where nothing was left out, or scored anew."""
+        greedy = asked.top_p is None or asked.temperature == 0
+        if greedy or asked.temperature == 1:
+            return [np.asarray(out.logprobs, np.float32) for out in outs]
+        if is_free and asked.top_p == 1 and (asked.top_k or 0) <= 0:
+            return [np.asarray(out.processed_logprobs, np.float32) for out in outs]
+        answers = np.full((len(tokens), asked.max_tokens_to_generate), self.pad_id(), np.int32)
+        for row, own in zip(answers, tokens, strict=True):
+            row[: len(own)] = own
+        lengths = np.array([len(own) for own in tokens], np.int32)
+        found = np.asarray(self._scores(prompts, answers, asked.temperature, lengths))
+        return [row[: len(own)] for row, own in zip(found, tokens, strict=True)]
+
+    def _scores(self, prompts: Any, answers: Any, temperature: float, lengths: Any = None) -> jax.Array:
+        prompts, answers = np.asarray(prompts), np.asarray(answers)
+        is_prompt = prompts != self.pad_id()
+        is_answer = answers != self.pad_id()
+        if lengths is not None:
+            is_answer = np.arange(answers.shape[1]) < lengths[:, None]
+        rows = np.concatenate([prompts, answers], axis=1)
+        aligned = np.zeros_like(rows)
+        for to, row, real in zip(aligned, rows, np.concatenate([is_prompt, is_answer], axis=1), strict=True):
+            to[: real.sum()] = row[real]
+        at = np.where(is_answer, is_prompt.sum(axis=1, keepdims=True) + np.cumsum(is_answer, axis=1) - 1, 0)
+        scale = 1.0 if temperature == 0 else float(temperature)
+        given = (jax.device_put(one.astype(np.int32)) for one in (aligned, at))
+        return self._score(self._llm.runner.params, *given, temperature=scale)
+
+    def _scored(self, params: ParamTree, tokens: jax.Array, at: jax.Array, *, temperature: float) -> jax.Array:
+        """Log-probabilities of tokens at positions `[B, T]`, 0 at position 0; as many rows at a time as fit."""
+
+        def score(row: tuple[jax.Array, jax.Array]) -> jax.Array:
+            ids, places = row
+            logits = models.forward(params, ids[None], self._cfg)[0][jnp.maximum(places - 1, 0)] / temperature
+            chosen = jnp.take_along_axis(logits, ids[places][:, None], axis=-1)[:, 0]
+            return jnp.where(places > 0, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
+
+        rows = max(1, min(len(tokens), SCORED // (tokens.shape[1] * self._cfg.vocab_size)))
+        return jax.lax.map(score, (tokens, at), batch_size=rows)
+
+
+def config_of(model: nnx.Module) -> ModelConfig:
+    """Reads the configuration of a model of tunix: of what its forward computes, whatever its fields say.
+
+    Raises:
+        UnsupportedError: it is none of Llama 3, Qwen 2, Qwen 3, Gemma 2 and Gemma 3, or sees images.
+    """
+    names = [base.__module__ for base in type(model).__mro__]
+    name = next((name for name in names if name.startswith("tunix.models.")), names[0])
+    kind = name.removeprefix("tunix.models.").removesuffix(".model")
+    if kind not in ("llama3", "qwen2", "qwen3", "gemma", "gemma3"):
+        raise UnsupportedError(f"{type(model).__name__} of {name} is not supported: give cfg and rules")
+    config: Any = cast(Any, model).config
+    module = sys.modules[name]
+    found: dict[str, Any] = {
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.hidden_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": POSITIONS,
+    }
+    if kind in ("gemma", "gemma3"):
+        return ModelConfig.from_hf(found | _gemma_fields(config, module))
+    found |= {"vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "rope_theta": _theta(config, module)}
+    if kind == "llama3":
+        return ModelConfig.from_hf(found | {"model_type": "llama", "tie_word_embeddings": config.weight_tying})
+    found |= {"model_type": kind, "tie_word_embeddings": config.use_tied_embedding}
+    if getattr(config, "num_experts", None):
+        found |= {
+            "model_type": "qwen3_moe",
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+            "moe_intermediate_size": config.hidden_dim,
+            "norm_topk_prob": True,
+        }
+    return ModelConfig.from_hf(found)
+
+
+def _theta(config: Any, module: Any) -> float:
+    """Base of the rotary embeddings: 0.1.7 leaves Llama 3 and Qwen 3 at a default, whatever their field says."""
+    if not hasattr(module, "apply_rope") or "rope_theta" in module.Attention.block.__code__.co_names:
+        return config.rope_theta
+    return inspect.signature(module.apply_rope).parameters["rope_theta"].default
+
+
+def _gemma_fields(config: Any, module: Any) -> dict[str, Any]:
+    local = module.AttentionType.LOCAL_SLIDING
+    found: dict[str, Any] = {
+        "vocab_size": config.num_embed,
+        "rms_norm_eps": 1e-6,
+        "sliding_window": config.sliding_window_size or POSITIONS,
+        "query_pre_attn_scalar": config.head_dim,
+        "tie_word_embeddings": True,
+    }
+    if hasattr(config, "attention_types"):
+        if not (config.use_post_attn_norm and config.use_post_ffw_norm):
+            raise UnsupportedError("Gemma without norms after its blocks, the first version, is not supported")
+        kinds = list(config.attention_types)[: config.num_layers]
+        found |= {
+            "model_type": "gemma2",
+            "rope_theta": 10_000.0,
+            "attn_logit_softcapping": config.attn_logits_soft_cap,
+            "final_logit_softcapping": config.final_logit_softcap,
+        }
+    else:
+        if config.vision_config is not None:
+            raise UnsupportedError("a Gemma 3 that sees images is not supported: text_only=True is")
+        if config.local_scale_factor != 1:
+            raise UnsupportedError(f"local_scale_factor {config.local_scale_factor} is not supported, only 1 is")
+        kinds = list(itertools.islice(itertools.cycle(module.GEMMA3_ATTENTION_PATTERN), config.num_layers))
+        found |= {
+            "model_type": "gemma3_text",
+            "rope_theta": float(config.global_base_frequency),
+            "rope_local_base_freq": float(config.local_base_frequency),
+        }
+        if config.global_scale_factor != 1:
+            found["rope_scaling"] = {"rope_type": "linear", "factor": config.global_scale_factor}
+        if config.query_pre_attn_norm != module.QueryPreAttentionNormalisation.BY_ONE_OVER_SQRT_HEAD_DIM:
+            found["query_pre_attn_scalar"] = config.embed_dim // config.num_heads
+    return found | {"layer_types": [("full", "sliding")[kind == local] + "_attention" for kind in kinds]}
+
+
+def _leaves(params: Any) -> dict[str, jax.Array]:
+    """Maps paths to the arrays of an `nnx.State`, those of parameters alone, or of any tree."""
+    found = {}
+    is_variable = functools.partial(lambda kind, leaf: isinstance(leaf, kind), nnx.Variable)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]:
+        if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
+            continue
+        found[path_of(path)] = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+    return found
+
+
+def _default_memory(leaf: jax.Array) -> str:
+    return next(iter(leaf.devices())).default_memory().kind
+
+
+def _seed(seed: Any) -> list[int]:
+    """Numbers out of a seed, an integer or a key of JAX; chosen by chance if None."""
+    if seed is None:
+        return np.random.SeedSequence().generate_state(4).tolist()
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    return np.abs(np.asarray(seed, np.int64)).ravel().tolist()
+
+
+def _merge_lora(
+    leaves: Mapping[str, jax.Array], moves: Iterable[Move], scales: Mapping[str, float]
+) -> dict[str, jax.Array]:
+    """Adds each pair of LoRA's matrices to the weight that it is about, in float32."""
+    found = dict(leaves)
+    moved = {move.path: move for move in moves}
+    for path, scale in scales.items():
+        a, b = (found.pop(path + half) for half in _LORA)
+        if path not in moved:
+            raise UnsupportedError(f"LoRA of {path} is not supported")
+        summed = moved[path].ours.axes[-1].letters  # a product's inputs, which are `a`'s axes but the last
+        axes = [axis.letters[0] if axis.letters else "c" for axis in moved[path].theirs.axes]
+        inputs, outputs = ("".join(axis for axis in axes if (axis in summed) is own) for own in (True, False))
+        delta = jnp.einsum(
+            f"{inputs}r,r{outputs}->{''.join(axes)}",
+            a.astype(jnp.float32),
+            b.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        weight = found[path]
+        found[path] = (weight.astype(jnp.float32) + delta * scale).astype(weight.dtype)
+    return found
+
+
+def _lora_scales(model: nnx.Module, leaves: Mapping[str, jax.Array], asked: float | None) -> dict[str, float]:
+    """Maps weights with LoRA to alpha / rank: what is asked for, or what qwix's rules say."""
+    paths = [path.removesuffix(_LORA[0]) for path in leaves if path.endswith(_LORA[0])]
+    if not paths or asked is not None:
+        return dict.fromkeys(paths, float(asked or 0))
+    provider = _provider(type(model).__call__)
+    if provider is None:
+        raise ConfigError("this model's LoRA is not qwix's: give lora_scale, its alpha / rank")
+    found = {}
+    for path in paths:
+        module = path.rpartition(".")[0].replace(".", "/")
+        rule: Any = next(rule for rule in provider._rules if re.fullmatch(rule.module_path, module))
+        found[path] = rule.alpha / rule.rank
+    return found
+
+
+def _provider(function: Any, depth: int = 8) -> LoraProvider | None:
+    """Finds the provider that qwix has wrapped into a method, of which it keeps no other record."""
+    if isinstance(function, LoraProvider):
+        return function
+    inner: list[Any] = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    if isinstance(function, functools.partial):
+        inner += [function.func, *function.args]
+    inner += [getattr(function, "__self__", None)]
+    found = (_provider(one, depth - 1) for one in inner if depth and one is not None)
+    return next((one for one in found if one is not None), None)
