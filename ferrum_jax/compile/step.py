@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 from numpy.typing import NDArray
 
+from ferrum_jax.compile.changes import Changes, of_tokens
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
@@ -94,6 +95,7 @@ class StepKey:
     outputs: Outputs = "last"
     adapters: bool = False  # whether rows may have a LoRA adapter
     capture: tuple[Point, ...] = ()  # hook points that are returned
+    changes: tuple[Point, ...] = ()  # hook points at which rows may have interventions
 
     @property
     def num_tokens(self) -> int:
@@ -103,14 +105,20 @@ class StepKey:
     def __str__(self) -> str:
         name = f"step D{self.decode_rows} P{self.blocks}x{self.block_tokens} M{self.table_columns} R{self.logit_rows}"
         name += " all" * (self.outputs == "all") + " adapters" * self.adapters
-        points = " ".join(f"{point.name}.{point.layer}" for point in self.capture)
-        return f"{name} capture {points}" if points else name
+        for what, points in (("capture", self.capture), ("changes", self.changes)):
+            name += f" {what} {' '.join(f'{point.name}.{point.layer}' for point in points)}" if points else ""
+        return name
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the step; it takes the leaves of the parameters, and the KV is donated."""
         pure = of_leaves(step, context, self)
         buffer = jax.ShapeDtypeStruct((packed_size(self),), jnp.int32)
-        loras, stacks = ([context.loras], [context.lora_specs]) if self.adapters else ([], [])
+        extra, stacks = ([context.loras], [context.lora_specs]) if self.adapters else ([], [])
+        if self.changes:
+            slots = context.sampler.last_tokens.shape[0]
+            neutral = Changes.neutral(context.cfg, slots, self.changes)
+            extra = [*extra, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), neutral)]
+            stacks = [*stacks, WHOLE]
         groups = (PartitionSpec(None, context.kv_axes),) * (bool(self.decode_rows) + bool(self.blocks))
         captured = {point: groups if point.name == "pattern" else WHOLE for point in self.capture}
         outputs = StepOutputs(logits=WHOLE, rows=WHOLE, captured=captured)
@@ -120,7 +128,7 @@ class StepKey:
         if any(point.name == "pattern" for point in self.capture) and context.readable is not None:
             read = replace(outputs, logits=None, rows=None, captured=context.readable), None
         return jax.jit(pure, donate_argnums=1, out_shardings=read).lower(
-            jax.tree.leaves(context.params), context.kv, context.sampler.last_tokens, buffer, *loras
+            jax.tree.leaves(context.params), context.kv, context.sampler.last_tokens, buffer, *extra
         )
 
 
@@ -157,6 +165,8 @@ class PackedStep(Generic[Leaf]):
     blocks: Rows[Leaf] | None  # tokens [P, C]
     decode_slots: Leaf  # [D]: whose token a decode row takes where its own is DEVICE_TOKEN
     block_slots: Leaf  # [P]
+    decode_changes: Leaf  # [D]: row of the interventions; empty where the key has none
+    block_changes: Leaf  # [P]
     logit_index: Leaf  # [R]: which of the X tokens
     sample_slots: Leaf  # [R]: whose settings choose a token there; one past the last slot: nobody's
     sample_positions: Leaf  # [R]: of the token to be chosen, in its sequence
@@ -164,7 +174,7 @@ class PackedStep(Generic[Leaf]):
 
 def packed_size(key: StepKey) -> int:
     """Elements of the buffer of one step."""
-    per_row = 3 + key.adapters + key.table_columns
+    per_row = 3 + key.adapters + bool(key.changes) + key.table_columns
     last = 3 * key.logit_rows if key.outputs == "last" else 0
     return key.decode_rows * (1 + per_row) + key.blocks * (key.block_tokens + per_row) + last
 
@@ -178,9 +188,10 @@ def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
         at += size
         return buffer[at - size : at]
 
-    groups, slots = [], []
+    groups, slots, changes = [], [], []
     for rows, tokens in ((key.decode_rows, 1), (key.blocks, key.block_tokens)):
         slots.append(take(rows))
+        changes.append(take(rows if key.changes else 0))
         if not rows:
             groups.append(None)
             continue
@@ -193,7 +204,7 @@ def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
         )
         groups.append(group)
     count = key.logit_rows if key.outputs == "last" else 0
-    return PackedStep(*groups, *slots, *(take(count) for _ in range(3)))
+    return PackedStep(*groups, *slots, *changes, *(take(count) for _ in range(3)))
 
 
 def blank(key: StepKey, num_slots: int) -> tuple[NDArray[np.int32], PackedStep[NDArray[np.int32]]]:
@@ -202,6 +213,7 @@ def blank(key: StepKey, num_slots: int) -> tuple[NDArray[np.int32], PackedStep[N
     packed = split(buffer, key)
     packed.sample_slots[:] = num_slots
     packed.block_slots[:] = num_slots
+    packed.decode_changes[:] = packed.block_changes[:] = num_slots
     if key.adapters:
         for group in (packed.decode, packed.blocks):
             if group is not None and group.adapters is not None:
@@ -214,8 +226,7 @@ def step(
     kv: KvState[jax.Array],
     last_tokens: Int[Array, " S"],
     buffer: Int[Array, " size"],
-    loras: ParamTree | None = None,
-    *,
+    *extra: Any,
     cfg: ModelConfig,
     key: StepKey,
     attention: str = "xla",
@@ -223,7 +234,8 @@ def step(
 ) -> tuple[StepOutputs[jax.Array], KvState[jax.Array]]:
     """Runs the new tokens of one packed batch through the model. `kv` is donated.
 
-    With `shards`, parameters and KV are one device's parts, and `cfg` counts its heads.
+    `extra` are the stacks of adapters and the interventions, where the key has them. With `shards`, parameters and KV
+    are one device's parts, and `cfg` counts its heads.
     """
     packed = split(buffer, key)
     groups = []
@@ -243,8 +255,22 @@ def step(
         index = packed.logit_index
         rows = jnp.stack([packed.sample_slots, packed.sample_positions], axis=1)
     batch = Batch(groups=tuple(groups), logit_rows=index)
+    rest = list(extra)
+    loras = rest.pop(0) if key.adapters else None
+    interventions = {}
+    if key.changes:
+        blocks = jnp.repeat(packed.block_changes, key.block_tokens)
+        interventions = of_tokens(rest.pop(0), jnp.concatenate([packed.decode_changes, blocks]))
     logits, written, captured = family(cfg).forward(
-        params, kv, batch, cfg, loras=loras, attention=attention, capture=key.capture, shards=shards
+        params,
+        kv,
+        batch,
+        cfg,
+        loras=loras,
+        attention=attention,
+        capture=key.capture,
+        interventions=interventions,
+        shards=shards,
     )
     assert written is not None
     kv = written

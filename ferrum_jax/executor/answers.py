@@ -40,6 +40,7 @@ class ActiveRows:
     first: InitVar[Sequence[int]]  # positions of the first of them
     lives: Sequence[CachedSequence]
     adapters: Sequence[int]  # rows of the stacks
+    changes: Sequence[int] = ()  # rows of the interventions, where there are any
 
     def __post_init__(self, first: Sequence[int]):
         self.slots = np.array([live.slot for live in self.lives], np.int32)

@@ -258,16 +258,18 @@ class DeviceState:
         self._keep_params({})
         self.adapters.stacks = None
 
-    def step(self, key: StepKey, buffer: NDArray[np.int32]) -> StepOutputs:
-        """Begins a step."""
+    def step(self, key: StepKey, buffer: NDArray[np.int32], *changes: Any) -> StepOutputs:
+        """Begins a step; `changes` are the interventions, where the key has any."""
         program, sampled = self.programs.get(key), self._sampler
         assert sampled is not None
         loras = (self.adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
-        begin = functools.partial(call, program, self._leaves, kv, sampled.last_tokens, buffer, *loras)
+        run = program if not self._hosts.are_several else functools.partial(call, program)
+        begin = functools.partial(run, self._leaves, kv, sampled.last_tokens, buffer, *loras, *changes)
         begin = self._hosts.everywhere(begin, "step", key, buffer)
         try:
-            outputs, self._kv = begin()
+            with jax.transfer_guard_host_to_device("allow"):  # as `call`, with no frame more; of several, in a thread
+                outputs, self._kv = begin()
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
         return outputs

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from threading import Thread
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, ScoreKey, VerifyKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import BackendError, ConfigError, DeviceError, UnsupportedError
+from ferrum_jax.models.hooks import Point
 from ferrum_jax.sharding.devices import process_of
 from ferrum_jax.sharding.mesh import Placement
 from ferrum_jax.sharding.processes import Channel, Message, open_channel
@@ -267,5 +268,9 @@ def packed_key(key: Any) -> list[Any]:
 def unpacked_key(packed: Sequence[Any]) -> Any:
     """Undoes `packed_key`; raises LookupError for what is no key of a program."""
     name, values = packed
-    plain = [tuple(cast(list[Any], value)) if isinstance(value, list) else value for value in values]
+    plain = [tuple(map(_point, value)) if isinstance(value, list) else value for value in values]
     return _KEYS[name](*plain)
+
+
+def _point(value: Any) -> Any:
+    return Point(*value) if isinstance(value, list) else value

@@ -75,6 +75,9 @@ def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool)
         adapters=list(map(pipeline.adapters.of, cache_ids)),
         targets=[table.length(run.cache_id) + run.max_tokens for run in checked],
     )
+    changed = [one for one in cache_ids if pipeline.interventions.of(one) is not None]
+    if changed:
+        raise UnsupportedError(f"{changed[0]!r} has interventions: decode it token by token")
     uses = list(map(pipeline.adapters.row_of, cache_ids))
     recompute = pipeline.plan_recompute(zip(cache_ids, uses, strict=True))
     most = buckets.decode_rows[-1]

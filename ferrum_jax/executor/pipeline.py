@@ -6,12 +6,14 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, cast
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile import planner, step
 from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import ProgramKey
+from ferrum_jax.compile.changes import Changes
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, ScoreKey, SlotSettings, VerifyKey
@@ -35,6 +37,7 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
+from ferrum_jax.executor.interventions import BoundInterventions
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
@@ -80,6 +83,7 @@ class PlannedBatch(NamedTuple):
     tokens: Sequence[NDArray[np.int32]]  # the others
     starts: Sequence[int]  # position of the first of those
     uses: list[int]  # rows of the adapters' stacks
+    changes: list[int]  # rows of the interventions, if any sequence has some
     transaction: KvTransaction
     plans: list[StepPlan]
     recompute: list[tuple[ActiveRows, StepPlan]]
@@ -97,6 +101,7 @@ class Pipeline:
     programs: ProgramCache
     plan: EnginePlan
     adapters: Adapters
+    interventions: BoundInterventions
     life: Lifecycle  # of every call
     prefixes: PrefixCounters = field(default_factory=PrefixCounters)
 
@@ -107,6 +112,7 @@ class Pipeline:
     def clear(self) -> None:
         """Forgets every sequence, prefix and binding; counters go on."""
         self.adapters.clear_bindings()
+        self.interventions.clear()
         self._reset_table()
 
     def check_live(self, why: str, kept: Keep = False) -> None:
@@ -168,6 +174,10 @@ class Pipeline:
         ]
         bound = list(map(self.adapters.of, cache_ids)) if used else None
         uses = list(map(self.adapters.row_of, cache_ids)) if used else [NONE] * len(batch)
+        changes = list(map(self.interventions.row_of, cache_ids)) if self.interventions.are_used else []
+        if changes:  # whose keys and values are nobody else's prefix
+            adapters = bound or [None] * len(batch)
+            bound = [self.interventions.of(one) or own for one, own in zip(cache_ids, adapters, strict=True)]
         transaction = KvTransaction(self.table, cache_ids, tokens, reusable, bound)
         reused = transaction.reused()
         if any(reused):
@@ -181,24 +191,27 @@ class Pipeline:
         plans += [_captured(one, outputs) for one in planner.plan_all_logits(every, buckets)]
         if used:
             plans = [_adapted(one, uses) for one in plans]
+        plans = [self._changed(one, changes) for one in plans]
         recompute = self.plan_recompute(zip(cache_ids, uses, strict=True))
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
         chained = _chained(kinds, plans, self.plan.kv_capacity)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
         return PlannedBatch(
-            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, transaction, plans, recompute
+            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, changes, transaction, plans, recompute
         )
 
     def run(self, planned: "PlannedBatch | None") -> PendingStep:
         """Begins a batch that was planned, before anything else changed; raises DeviceError."""
         if planned is None:
             return PendingStep(self, [], self.device.losses)
-        cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, transaction, plans, recompute = planned
+        (cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, changes, transaction, plans, recompute) = (
+            planned
+        )
         pending = PendingStep(self, [None] * len(cache_ids), self.device.losses)
         try:
             self.begin(transaction, recompute)
-            rows = ActiveRows(outputs, tokens, starts, cast(list[CachedSequence], transaction.lives), uses)
+            rows = ActiveRows(outputs, tokens, starts, cast(list[CachedSequence], transaction.lives), uses, changes)
             for live, one in zip(rows.lives, outputs, strict=True):
                 if isinstance(one, (SampledToken, VerifiedTokens, Distributions)):
                     self.install_settings(live, one.settings)
@@ -206,7 +219,8 @@ class Pipeline:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, self.device, self.table)
                 buffer, wanted = self._pack_step(plan, rows)
-                pending.parts.append(self._chain(plan, self.device.step(plan.key, buffer), rows, wanted))
+                begun = self.device.step(plan.key, buffer, *self._edits(plan))
+                pending.parts.append(self._chain(plan, begun, rows, wanted))
             transaction.commit()
             if self.table.prefixes is not None:
                 for count, skip, one in zip(counts, reused, outputs, strict=True):
@@ -280,7 +294,7 @@ class Pipeline:
             self.device.copy_blocks(CopyKey(self.plan.buckets.max_copies), pairs)
         for rows, plan in recompute:
             buffer, _ = self._pack_step(plan, rows)
-            self.device.wait(self.device.step(plan.key, buffer).rows)
+            self.device.wait(self.device.step(plan.key, buffer, *self._edits(plan)).rows)
         for live in recompute[0][0].lives if recompute else ():
             self.table.recomputed(live)
 
@@ -301,6 +315,17 @@ class Pipeline:
             self.device.configure(live.slot, settings)
             self._settings[live.slot] = settings, live
 
+    def _edits(self, plan: StepPlan) -> list[Changes[jax.Array]]:
+        """The interventions that a step takes, if any."""
+        return [self.interventions.stacks_of(plan.key.changes)] if plan.key.changes else []
+
+    def _changed(self, plan: StepPlan, changes: Sequence[int]) -> StepPlan:
+        """Returns the plan for a step in which any of its rows may have interventions."""
+        if not changes:
+            return plan
+        points = self.interventions.points_of([changes[piece.row] for piece in (*plan.decodes, *plan.blocks)])
+        return replace(plan, key=replace(plan.key, changes=points)) if points else plan
+
     def _pack_step(self, plan: StepPlan, rows: ActiveRows) -> tuple[NDArray[np.int32], list[int]]:
         """Returns a step's buffer, and which rows want something of its outputs, by row of logits."""
         key, tokens, outputs = plan.key, rows.tokens, rows.outputs
@@ -312,8 +337,12 @@ class Pipeline:
             indices = list(range(count))
             packed.decode.tokens[:count, 0] = np.concatenate([tokens[row] for row in wanted])
             packed.decode_slots[:count] = rows.slots[members]
+            if key.changes:
+                packed.decode_changes[:count] = [rows.changes[row] for row in wanted]
         if packed.blocks is not None:
-            self._pack(packed.blocks, plan.columns[1], rows)
+            members = self._pack(packed.blocks, plan.columns[1], rows).tolist()
+            if key.changes:
+                packed.block_changes[: len(members)] = [rows.changes[row] for row in members]
             for at, (row, start, size) in enumerate(plan.blocks):
                 packed.blocks.tokens[at, :size] = tokens[row][start : start + size]
                 if key.outputs == "all" or start + size == len(tokens[row]):
@@ -393,11 +422,12 @@ class Pipeline:
                 f"{outdated[0]!r} was kept while weights changed, and its sliding-window cache has lost what its next "
                 "token sees: release it"
             )
-        _, lives, uses = zip(*again, strict=True)
+        names, lives, uses = zip(*again, strict=True)
+        changes = list(map(self.interventions.row_of, names)) if self.interventions.are_used else []
         tokens = [np.array(one.tokens, np.int32) for one in lives]
-        members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses)
+        members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses, changes)
         plans = planner.plan_steps(list(map(len, tokens)), self.plan.buckets)
-        return [(members, _adapted(one, uses)) for one in plans]
+        return [(members, self._changed(_adapted(one, uses), changes)) for one in plans]
 
 
 def _newest(live: CachedSequence | None) -> NDArray[np.int32]:

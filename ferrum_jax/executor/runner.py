@@ -1,7 +1,7 @@
 """`ModelRunner`: the `DecoderOnlyLLM` contract over one pipeline of compiled steps."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.device import DeviceState, KvMemory
 from ferrum_jax.executor.following import follow
 from ferrum_jax.executor.hosts import Hosts
+from ferrum_jax.executor.interventions import BoundInterventions
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.observable import Observable
 from ferrum_jax.executor.pipeline import PendingStep, Pipeline
@@ -83,7 +84,8 @@ class ModelRunner(Observable):
         self._device = DeviceState(params, model_config, memory, plan.sampler, self.placed, programs, adapters, specs)
         follow(self._device, hosts)
         self._life = Lifecycle("runner", lambda: self._device.is_lost)
-        self._pipeline = Pipeline(self._device, programs, plan, adapters, self._life)
+        bound = BoundInterventions(model_config, plan.max_seqs, self.placed, hosts.are_several)
+        self._pipeline = Pipeline(self._device, programs, plan, adapters, bound, self._life)
         self._programs, self._adapters = programs, adapters
         self._decode_batches, self._vocab_size = DecodeBatchCounters(), model_config.vocab_size
 
@@ -210,6 +212,31 @@ class ModelRunner(Observable):
                 points={point: found.points[point] for point in asked},
             )
 
+    def set_interventions(
+        self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
+    ) -> None:
+        """Changes what is computed of one sequence, until its release, in every call; None changes nothing any more.
+
+        Args:
+            cache_id: a sequence without tokens yet.
+            interventions: an `Edit` by hook point (models/hooks.py), whose arrays broadcast to one token's, `[D]` in
+                the residual stream, `[N, H]` at `z`. In a batch, other rows are not changed. Other values compile
+                nothing; a step for another set of points is compiled when it is first needed.
+            start: the first position whose token is changed.
+            stop: one past the last; None has no end.
+
+        Raises:
+            RequestValidationError: the sequence has tokens, or an edit does not fit.
+            InvalidParameterError: a point is unknown.
+            UnsupportedError: a function, attention scores or weights, or a model divided over devices.
+            ResourceExhaustedError: `max_seqs` sequences have interventions.
+        """
+        with self._life.lock, self._life:
+            key = check_cache_id(cache_id)
+            if length := self._pipeline.table.length(key):
+                raise RequestValidationError(f"{key!r} has {length} tokens, which were computed without: release it")
+            self._pipeline.interventions.bind(key, interventions, start, stop)
+
     def unified_forward(self, items: Sequence[UnifiedRow]) -> list[Logits | None]:
         """Runs decode rows and chunks of prompts in one forward; None exactly where a chunk is not final."""
         with self._life.lock, self._life:
@@ -251,6 +278,7 @@ class ModelRunner(Observable):
             with self._device.changing():
                 self._pipeline.table.release(key)
                 self._adapters.bind(key, None)
+                self._pipeline.interventions.bind(key, None, 0, None)
 
     def truncate_kv(self, cache_id: str, new_len: int) -> None:
         """Rolls the sequence back to `new_len` positions; past its end, or an unknown id, is no error."""
@@ -276,6 +304,7 @@ class ModelRunner(Observable):
             with self._device.changing():
                 self._pipeline.table.fork(old, new)
                 adapters.bind(new, adapters.of(old))
+                self._pipeline.interventions.copy(old, new)
 
     def reset(self) -> None:
         """Drops every sequence and prefix; keeps weights and compiled steps. Also the way back from the state Error.

@@ -94,8 +94,8 @@ def generate_fn(
         stop_ids: ids that end a row, which has them as its last.
         attention: the backend whose layout the KV has.
         steering: added to the output of each layer, for all tokens; an argument, so that another one compiles nothing.
-        interventions: an `Edit` or a function by hook point (models/hooks.py), in the prompt and in what follows. Arrays
-            broadcast against `[B, 1, ...]`; a function is given `[B, T, ...]`, T being 1 in the answer, and the
+        interventions: an `Edit` or a function by hook point (models/hooks.py), in the prompt and in the answer.
+            Arrays broadcast against `[B, 1, ...]`; a function is given `[B, T, ...]`, T being 1 in the answer, and the
             positions `[B, T]`.
 
     Returns:

@@ -25,7 +25,7 @@ from ferrum_jax.config.processes import ProcessSettings
 from ferrum_jax.contract.errors import ConfigError, DeviceError
 from ferrum_jax.executor import plan_engine
 from ferrum_jax.executor.hosts import packed_key, unpacked_key
-from ferrum_jax.models import adapters
+from ferrum_jax.models import Point, adapters
 from ferrum_jax.sharding import processes
 from ferrum_jax.sharding.processes import Message, read_message
 from tests import tiny
@@ -238,7 +238,7 @@ def test_silence_and_an_end_are_told_apart(pair: tuple[socket.socket, socket.soc
 
 def test_every_programs_key_survives_the_way():
     plan = plan_engine(replace(REUSING, spec_tokens=2), CFG, platform="cpu", free_bytes=10**9)
-    keys = [*plan.declared(), replace(plan.buckets.decode(1), hidden=(0, 2), attention=(1,))]
+    keys = [*plan.declared(), replace(plan.buckets.decode(1), capture=(Point("pattern", 1), Point("z", 2)))]
     for key in keys:
         assert unpacked_key(json.loads(json.dumps(packed_key(key)))) == key
     assert len({type(key) for key in keys}) >= 8

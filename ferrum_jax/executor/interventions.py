@@ -1,0 +1,145 @@
+"""What is done at hook points while single sequences are served: bound to a sequence, applied in every step of it.
+
+The edits of all bound sequences lie on the device in stacks, a row for each slot and a last one that changes nothing.
+Other values compile nothing; another set of points does.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.compile.changes import Changes, tail_of
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.checks import check_int
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.models.hooks import Edit, Point, check_interventions
+from ferrum_jax.models.placement import ModelPlacement
+
+LAST = 2**31 - 1  # past every position
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """The edits of one sequence; as the name of its prefixes, which nobody else may use."""
+
+    row: int  # of the stacks
+    edits: Mapping[Point, Edit[NDArray[Any]]]
+    start: int  # the first position that is changed
+    stop: int  # one past the last
+
+
+@dataclass(eq=False)
+class BoundInterventions:
+    """The interventions of one runner, by sequence."""
+
+    cfg: ModelConfig
+    max_seqs: int
+    placed: ModelPlacement
+    is_shared: bool  # whether several processes run the steps
+    _bound: dict[str, Binding] = field(default_factory=dict)
+    _stacks: dict[tuple[Point, ...], Any] = field(default_factory=dict)  # on the device, until a binding changes
+
+    @property
+    def are_used(self) -> bool:
+        """True while any sequence has interventions."""
+        return bool(self._bound)
+
+    def of(self, cache_id: str) -> Binding | None:
+        """Returns what is bound to an id."""
+        return self._bound.get(cache_id)
+
+    def row_of(self, cache_id: str) -> int:
+        """Returns the row of the stacks that an id uses; the last one changes nothing."""
+        found = self._bound.get(cache_id)
+        return self.max_seqs if found is None else found.row
+
+    def bind(self, cache_id: str, given: Mapping[Any, Any] | None, start: int, stop: int | None) -> None:
+        """Binds edits to an id in place of those before; None or an empty mapping unbinds.
+
+        Raises:
+            InvalidParameterError: a point is unknown, or an edit does not broadcast to the array there.
+            UnsupportedError: a function, a point of attention weights, or a model divided over devices.
+            ResourceExhaustedError: `max_seqs` ids have interventions.
+        """
+        first = check_int("start", start, 0)
+        end = LAST if stop is None else check_int("stop", stop, 0)
+        edits = self._check(given) if given else {}
+        if not edits:
+            if self._bound.pop(cache_id, None) is not None:
+                self._stacks.clear()
+            return
+        used = {one.row for name, one in self._bound.items() if name != cache_id}
+        free = set(range(self.max_seqs)) - used
+        if not free:
+            raise ResourceExhaustedError(f"need 1 row of interventions, all {self.max_seqs} sequences have some")
+        self._bound[cache_id] = Binding(min(free), edits, first, end)
+        self._stacks.clear()
+
+    def copy(self, cache_id: str, new: str) -> None:
+        """Binds what one id has to another one as well; raises ResourceExhaustedError as `bind`."""
+        if (found := self._bound.get(cache_id)) is not None:
+            self.bind(new, found.edits, found.start, found.stop)
+
+    def clear(self) -> None:
+        """Unbinds everything."""
+        self._bound.clear()
+        self._stacks.clear()
+
+    def points_of(self, rows: Sequence[int]) -> tuple[Point, ...]:
+        """Returns the points at which any of these rows of the stacks changes something, in order."""
+        by_row = {one.row: one.edits for one in self._bound.values()}
+        return tuple(sorted({point for row in rows for point in by_row.get(row, {})}))
+
+    def stacks_of(self, points: tuple[Point, ...]) -> Changes[jax.Array]:
+        """Returns the edits at some points, on the device; uploaded when a binding has changed."""
+        if points not in self._stacks:
+            self._stacks[points] = self.placed.placement.put(self._stacked(points))
+        return self._stacks[points]
+
+    def _stacked(self, points: tuple[Point, ...]) -> Changes[NDArray[Any]]:
+        changes = Changes.neutral(self.cfg, self.max_seqs, points)
+        for one in self._bound.values():
+            changes.spans[one.row] = one.start, one.stop
+            for point, edit in one.edits.items():
+                if point in changes.scale:
+                    if edit.scale is not None:
+                        changes.scale[point][one.row] = edit.scale
+                    if edit.add is not None:
+                        changes.add[point][one.row] = edit.add
+        return changes
+
+    def _check(self, given: Mapping[Any, Any]) -> dict[Point, Edit[NDArray[Any]]]:
+        if self.placed.division is not None or self.is_shared:
+            raise UnsupportedError("interventions on a model that is divided over devices: serve it on one device")
+        checked = check_interventions(given, self.cfg)
+        found: dict[Point, Edit[NDArray[Any]]] = {}
+        for point, intervention in checked.items():
+            if not isinstance(intervention, Edit):
+                raise UnsupportedError(
+                    f"the intervention at {point.name!r} is a function: steps are compiled for edits, which are arrays "
+                    "(models.run and generate_fn take functions)"
+                )
+            shape, dtype = tail_of(point, self.cfg)
+            edit = jax.tree.map(np.asarray, intervention)
+            layers = range(self.cfg.num_hidden_layers) if point.layer is None else [point.layer]
+            for layer in layers:
+                own = edit if point.layer is not None else jax.tree.map(lambda leaf, at=layer: leaf[at], edit)
+                for leaf in jax.tree.leaves(own):
+                    _check_leaf(point, leaf, shape, dtype)
+                found[Point(point.name, layer)] = own
+        return found
+
+
+def _check_leaf(point: Point, leaf: NDArray[Any], shape: tuple[int, ...], dtype: Any) -> None:
+    try:
+        np.broadcast_to(leaf, shape)
+    except ValueError:
+        raise RequestValidationError(
+            f"an edit at {point.name!r} has shape {list(leaf.shape)}, expected one token's: {list(shape)}"
+        ) from None
+    if not np.can_cast(leaf.dtype, dtype, casting="same_kind") and not np.issubdtype(dtype, np.floating):
+        raise RequestValidationError(f"an edit at {point.name!r} is {leaf.dtype}, expected integers")
