@@ -206,13 +206,11 @@ class FerrumRollout(base_rollout.BaseRollout):
         return made
 
     def _converted(self, leaves: dict[str, jax.Array]) -> ParamTree:
-        """Makes the tree that is served out of the actor's leaves, of which it shares none."""
+        """Makes the tree that is served; jitted, it shares no buffer with the actor, whose may be donated."""
         merged = _merge_lora(leaves, self._moves, self._scales)
         tree = lay_out(from_tree(merged, self._cfg, self._rules), self._cfg, self._layout)
-        taken = {id(leaf) for leaf in leaves.values()}
         dtype = self._dtype or next(iter(leaves.values())).dtype
-        tree = jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
-        return jax.tree.map(lambda leaf: jnp.copy(leaf) if id(leaf) in taken else leaf, tree)
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Tokenises a text as tunix's own sampler does; ids stay as they are."""
