@@ -57,6 +57,11 @@ class TransformersPeer:
         for name, leaf in ours.items():
             theirs[name].copy_(torch.from_dlpack(leaf))
 
+    @property
+    def module(self) -> Any:
+        """The model itself, for hooks and gradients."""
+        return self._model
+
     def prefill(self, tokens: list[int]) -> dict[str, Contestant]:
         """A prompt into an empty cache that grows: one written in place gains a prompt nothing."""
         ids = torch.tensor([tokens], device=self._device)

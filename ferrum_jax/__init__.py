@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ferrum_jax.generate.speculation import Speculation as Speculation
     from ferrum_jax.loading import load as load
     from ferrum_jax.loading import load_params as load_params
+    from ferrum_jax.weights.foreign import from_hf_names as from_hf_names
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _LAZY = {
     "ModelRunner": "ferrum_jax.executor.runner",
     "AsyncLLM": "ferrum_jax.generate.async_llm",
     "LLM": "ferrum_jax.generate.llm",
+    "from_hf_names": "ferrum_jax.weights.foreign",
     "from_params": "ferrum_jax.executor.from_params",
     "generate_fn": "ferrum_jax.generate.rollout",
     "kv_spec": "ferrum_jax.generate.rollout",

@@ -1,0 +1,207 @@
+"""What do activation patching, gradients and scoring cost beside transformers with hooks, autograd and a padded batch?
+
+Patching: every layer and position of a prompt of 20 tokens, one patch of the residual stream each, from the run of
+another prompt. Ours patches a row for each position in one call, transformers one forward a patch with a hook.
+Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
+had beyond what it had before the call. Scoring: `LLM.score` beside batches of like length that are padded to the
+longest. All answers are compared. On a CPU, in float32.
+"""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ferrum_jax
+from bench import card, models
+from bench.timing import Contestant, alternate
+from ferrum_jax.models import Edit
+
+LENGTH, SMOKE_LENGTH = 20, 5  # tokens of the prompt that is patched
+TRAINED, SMOKE_TRAINED = 512, 24  # tokens whose likelihood has a gradient
+TEXTS, SMOKE_TEXTS = 64, 3  # to score
+SHORTEST, LONGEST = 64, 512  # tokens of each
+BATCH = 8  # texts of a padded batch
+TOLERANCE = 2e-3  # of logits and log-probabilities, in float32
+
+
+def main() -> None:
+    """Measures the three beside transformers and prints the tables and the JSON line."""
+    found = card.options(__doc__)
+    subject = models.read(found)
+    conditions = card.show_card(subject)
+    from bench.transformers_peer import TransformersPeer  # a peer is optional elsewhere
+
+    peer = TransformersPeer(subject, jax.default_backend())
+    smoke = found.smoke
+    rows = [
+        _patching(subject, peer, SMOKE_LENGTH if smoke else LENGTH, found.rounds),
+        _gradient(subject, peer, SMOKE_TRAINED if smoke else TRAINED, found.rounds),
+        _scoring(subject, peer, SMOKE_TEXTS if smoke else TEXTS, 8 if smoke else SHORTEST, 20 if smoke else LONGEST),
+    ]
+    cells = [
+        [row["what"], f"{row['ours_s']:.2f}", f"{row['theirs_s']:.2f}", f"{row['theirs_s'] / row['ours_s']:.2f}"]
+        for row in rows
+    ]
+    card.show_table(("", "ours s", "transformers s", "ratio"), cells, left=("",))
+    print(f"memory of a gradient beyond what was there: {rows[1]['ours_mb']:.0f} MB, {rows[1]['theirs_mb']:.0f} MB")
+    card.finish("research", found, conditions, rows)
+
+
+def _patching(subject: models.Subject, peer: Any, length: int, rounds: int) -> dict[str, Any]:
+    import torch
+
+    cfg, params, model = subject.config, subject.params, peer.module
+    layers, width = cfg.num_hidden_layers, cfg.hidden_size
+    corrupt = models.prompt(cfg, length, seed=1)
+    run = jax.jit(partial(ferrum_jax.models.run, cfg=cfg, capture=(("resid_pre", None),)))
+    _, seen = run(params, jnp.array([models.prompt(cfg, length, seed=0)]))
+    clean = jnp.stack([seen["resid_pre", layer][0] for layer in range(layers)])  # [L, T, D]
+    ids = jnp.tile(jnp.array([corrupt]), (length, 1))
+
+    @jax.jit
+    def patch_layer(params: Any, clean: jax.Array, layer: jax.Array) -> jax.Array:
+        here = (jnp.arange(layers) == layer)[:, None, None, None] & jnp.eye(length, dtype=bool)[None, :, :, None]
+        edit = Edit(scale=jnp.where(here, 0.0, 1.0), add=jnp.where(here, clean[:, None], 0.0))
+        return ferrum_jax.models.forward(params, ids, cfg, interventions={("resid_pre", None): edit})[:, -1]
+
+    theirs_clean = torch.from_numpy(np.array(clean))
+    theirs_ids = torch.tensor([corrupt])
+
+    def ours() -> list[jax.Array]:
+        return [patch_layer(params, clean, jnp.int32(layer)) for layer in range(layers)]
+
+    @torch.inference_mode()
+    def theirs() -> list[np.ndarray]:
+        answers = []
+        for layer in range(layers):
+            for at in range(length):
+
+                def patch(module: Any, arguments: Any, named: Any, layer: int = layer, at: int = at) -> Any:
+                    states = (arguments[0] if arguments else named["hidden_states"]).clone()
+                    states[:, at] = theirs_clean[layer, at]
+                    return ((states, *arguments[1:]), named) if arguments else ((), {**named, "hidden_states": states})
+
+                handle = model.model.layers[layer].register_forward_pre_hook(patch, with_kwargs=True)
+                answers.append(model(theirs_ids, logits_to_keep=1, use_cache=False).logits[0, -1].numpy())
+                handle.remove()
+        return answers
+
+    error = _agree(np.concatenate([np.asarray(one) for one in ours()]), np.stack(theirs()))
+    times = alternate({"ours": Contestant(ours), "theirs": Contestant(theirs)}, rounds=min(rounds, 3))
+    return {
+        "what": f"{layers * length} patches of a prompt of {length} ({width} wide)",
+        "ours_s": times["ours"].median / 1e3,
+        "theirs_s": times["theirs"].median / 1e3,
+        "largest_difference": error,
+    }
+
+
+def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> dict[str, Any]:
+    import torch
+
+    cfg, params, model = subject.config, subject.params, peer.module
+    tokens = models.prompt(cfg, length, seed=2)
+    ids, theirs_ids = jnp.array([tokens]), torch.tensor([tokens])
+
+    def loss(params: Any, remat: bool) -> jax.Array:
+        logits = ferrum_jax.models.forward(params, ids, cfg, remat=remat)[:, :-1]
+        picked = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+    steps = {remat: jax.jit(jax.value_and_grad(partial(loss, remat=remat))) for remat in (False, True)}
+
+    def theirs() -> float:
+        model.zero_grad(set_to_none=True)
+        value = model(theirs_ids, labels=theirs_ids, use_cache=False).loss
+        value.backward()
+        return value.item()
+
+    error = abs(float(steps[False](params)[0]) - theirs())
+    assert error < TOLERANCE, f"losses differ by {error}"
+    contestants = {
+        "ours": Contestant(lambda: steps[False](params)),
+        "remat": Contestant(lambda: steps[True](params)),
+        "theirs": Contestant(theirs),
+    }
+    times = alternate(contestants, rounds=min(rounds, 5))
+    model.zero_grad(set_to_none=True)
+    memory = {name: _memory_mb(lambda run=one.run: jax.block_until_ready(run())) for name, one in contestants.items()}
+    model.zero_grad(set_to_none=True)
+    return {
+        "what": f"gradient of the likelihood of {length} tokens",
+        "ours_s": times["ours"].median / 1e3,
+        "remat_s": times["remat"].median / 1e3,
+        "theirs_s": times["theirs"].median / 1e3,
+        **{f"{name}_mb": value for name, value in memory.items()},
+        "largest_difference": error,
+    }
+
+
+def _scoring(subject: models.Subject, peer: Any, count: int, shortest: int, longest: int) -> dict[str, Any]:
+    import torch
+
+    model, draw = peer.module, np.random.RandomState(3)
+    texts = [
+        models.prompt(subject.config, int(size), seed=at)
+        for at, size in enumerate(draw.randint(shortest, longest, count))
+    ]
+    with models.run(subject, ferrum_jax.EngineConfig(max_seqs=8, kv_capacity=longest)) as runner:
+        llm = ferrum_jax.LLM.from_model(runner)
+
+        def ours() -> list[list[float]]:
+            return [one.logprobs for one in llm.score([text[:1] for text in texts], [text[1:] for text in texts])]
+
+        @torch.inference_mode()
+        def theirs() -> list[list[float]]:
+            found: dict[int, list[float]] = {}
+            order = sorted(range(count), key=lambda at: len(texts[at]))
+            for start in range(0, count, BATCH):
+                rows = order[start : start + BATCH]
+                most = max(len(texts[at]) for at in rows)
+                ids = torch.tensor([texts[at] + [0] * (most - len(texts[at])) for at in rows])
+                mask = torch.tensor([[1] * len(texts[at]) + [0] * (most - len(texts[at])) for at in rows])
+                logits = torch.log_softmax(model(ids, attention_mask=mask, use_cache=False).logits[:, :-1], dim=-1)
+                picked = logits.gather(-1, ids[:, 1:, None])[..., 0]
+                for row, at in zip(picked, rows, strict=True):
+                    found[at] = row[: len(texts[at]) - 1].tolist()
+            return [found[at] for at in range(count)]
+
+        error = max(_agree(np.array(a), np.array(b)) for a, b in zip(ours(), theirs(), strict=True))
+        times = alternate({"ours": Contestant(ours), "theirs": Contestant(theirs)}, rounds=1)
+    tokens = sum(map(len, texts))
+    return {
+        "what": f"scores of {count} texts, {tokens} tokens",
+        "tokens": tokens,
+        "ours_s": times["ours"].median / 1e3,
+        "theirs_s": times["theirs"].median / 1e3,
+        "largest_difference": error,
+    }
+
+
+def _agree(ours: np.ndarray, theirs: np.ndarray) -> float:
+    error = float(np.abs(ours - theirs).max())
+    assert error < TOLERANCE * max(1.0, float(np.abs(theirs).max())), f"answers differ by {error}"
+    return error
+
+
+def _memory_mb(call: Callable[[], Any]) -> float:
+    """Megabytes that a call had at most beyond what the process had before it; Linux counts them."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")  # forgets the peak so far
+    before = _status("VmRSS")
+    call()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    with open(f"/proc/{os.getpid()}/status", encoding="ascii") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name + ":"))
+
+
+if __name__ == "__main__":
+    main()

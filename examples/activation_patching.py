@@ -1,0 +1,52 @@
+"""Activation patching: which layer and position carry the answer's subject?
+
+Meng et al. 2022, "Locating and Editing Factual Associations in GPT", section 2.1. The residual stream of a run on
+"France" takes the place of that of a run on "Italy", one layer and position at a time; what counts is how much of the
+difference between the two answers comes back. All positions of a layer are rows of one call, and the layer is an
+argument: one program serves all patches.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import ferrum_jax
+from ferrum_jax import models
+from ferrum_jax.models import Edit
+
+params, cfg = ferrum_jax.load_params(dtype="float32")
+llm = ferrum_jax.LLM()
+prompts = ["The capital of France is the city of", "The capital of Italy is the city of"]
+clean, corrupt = (llm.tokenizer.encode(one) for one in prompts)
+paris, rome = (llm.tokenizer.encode(one)[-1] for one in (" Paris", " Rome"))
+assert len(clean) == len(corrupt)
+length, layers = len(clean), cfg.num_hidden_layers
+
+
+def score(logits: jax.Array) -> jax.Array:
+    """How much likelier Paris is than Rome after the last token."""
+    return logits[:, -1, paris] - logits[:, -1, rome]
+
+
+run = jax.jit(lambda tokens: models.run(params, tokens, cfg, capture=[("resid_pre", None)]))
+logits, seen = run(jnp.array([clean, corrupt]))
+best, worst = score(logits)
+states = jnp.stack([seen["resid_pre", layer][0] for layer in range(layers)])  # [L, T, D]
+
+
+@jax.jit
+def patched(layer: jax.Array) -> jax.Array:
+    """The share of the difference that each position of a layer restores, [T]."""
+    here = (jnp.arange(layers) == layer)[:, None, None, None] & jnp.eye(length, dtype=bool)[None, :, :, None]
+    edit = Edit(scale=jnp.where(here, 0.0, 1.0), add=jnp.where(here, states[:, None], 0.0))
+    rows = jnp.tile(jnp.array([corrupt]), (length, 1))
+    logits = models.forward(params, rows, cfg, interventions={("resid_pre", None): edit})
+    return (score(logits) - worst) / (best - worst)
+
+
+table = jnp.stack([patched(jnp.int32(layer)) for layer in range(0, layers, 6)])
+print("layer ", *(f"{llm.tokenizer.decode([token]):>9}" for token in corrupt))
+for row, layer in zip(table, range(0, layers, 6), strict=True):
+    print(f"{layer:>5} ", *(f"{float(share):9.2f}" for share in row))
+subject = next(at for at, (one, other) in enumerate(zip(clean, corrupt, strict=True)) if one != other)
+assert table[0, subject] > 0.99, "before the first layer, the subject's embedding is all the difference"
+assert jnp.abs(jnp.delete(table[0], subject)).max() < 1e-3
