@@ -1,0 +1,103 @@
+"""What a runner does with adapters: binding, loading, setting them as arrays."""
+
+import os
+from typing import Any
+
+from ferrum_jax.contract.checks import check_cache_id
+from ferrum_jax.contract.errors import RequestValidationError, safe_repr
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.adapters import Keep
+from ferrum_jax.executor.observable import Observable
+from ferrum_jax.models.specs import ParamTree
+
+
+class Adaptable(Observable):
+    """The part of `ModelRunner` that adapters concern."""
+
+    params_version: int
+
+    def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
+        """Binds one id to an adapter, which is loaded from its path if it is not there, or to none.
+
+        An adapter that came this way makes room for another when no sequence is bound to it.
+
+        Raises:
+            RequestValidationError: the sequence holds positions of another adapter, or of none.
+            NotFoundError, InvalidFormatError, UnsupportedError, …: it is not loaded and cannot be.
+        """
+        with self._life.lock, self._life:
+            if adapter is not None and not isinstance(adapter, ActiveLoraAdapter):
+                raise RequestValidationError(f"adapter {safe_repr(adapter)}: expected an ActiveLoraAdapter or None")
+            key, adapters = check_cache_id(cache_id), self._adapters
+            if adapter is not None:
+                adapters.check_free_row(adapter.name)
+            adapters.check_binding(key, adapter, self._pipeline.table.length(key))
+            if adapter is not None and adapters.find(adapter) is None:
+                self._install(adapter.name, adapters.read(adapter.path), adapter.path, is_pinned=False)
+            adapters.bind(key, None if adapter is None else adapters.find(adapter))
+
+    def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Loads an adapter in PEFT's format until `unload_lora`; nothing is compiled, and others run meanwhile.
+
+        Raises:
+            AlreadyExistsError: the name is in use.
+            ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
+            NotFoundError, InvalidFormatError, UnsupportedError, RequestValidationError: as its files deserve.
+        """
+        with self._life.lock, self._life:
+            self._adapters.check_free_row(name)
+        read = self._adapters.read(path)  # which takes a while, and concerns nobody else
+        with self._life.lock, self._life:
+            self._install(name, read, path, is_pinned=True)
+
+    def set_lora(
+        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: Keep = False
+    ) -> None:
+        """Takes an adapter's arrays until `unload_lora`, in the place of those that were set under the name before.
+
+        An `ActiveLoraAdapter` of this name, with an empty path, binds a sequence to it. Arrays on a device stay there;
+        shapes that were set before compile nothing. `params_version` goes up by one.
+
+        Args:
+            name: what requests call it.
+            tree: PEFT's names to arrays, `base_model.model.….lora_A.weight` `[r, D]` and `…lora_B.weight` `[F, r]`; or
+                the tree of stacks that `models.forward(loras=…)` trains, or that of one adapter. Projections may lack.
+            scale: what the products are multiplied by: lora_alpha / r of PEFT's, 1 of stacks.
+            index: which adapter of stacks.
+            keep_sequences: which sequences that are bound to the name may be live, as of `set_params`.
+
+        Raises:
+            AlreadyExistsError: the name is that of an adapter from a path.
+            InvalidParameterError: these are not the arrays of an adapter of this model; the message lists where.
+            RequestValidationError: the rank is above `max_lora_rank`, or another sequence is bound to it.
+            ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
+        """
+        with self._life.lock, self._life:
+            self._adapters.check_settable(name, keep_sequences)
+            laid_out = self._adapters.lay_out(tree, scale, index)
+            self._pipeline.settle()
+            self._take_lora(name, laid_out)
+            self.params_version += 1
+
+    def _take_lora(self, name: str, laid_out: ParamTree) -> None:
+        adapters, table = self._adapters, self._pipeline.table
+        older = adapters.named(name)
+        with self._device.changing():
+            for evicted in adapters.set(name, laid_out):
+                if evicted is older:
+                    table.outdate_adapter(evicted, adapters.named(name))
+                else:
+                    table.forget_adapter(evicted)
+
+    def unload_lora(self, name: str) -> None:
+        """Drops an adapter and its prefixes.
+
+        Raises:
+            NotFoundError, RequestValidationError: it is not loaded, or a sequence is bound to it.
+        """
+        with self._life.lock, self._life:
+            self._pipeline.table.forget_adapter(self._adapters.unload(name))
+
+    def _install(self, name: str, read: Any, path: str | os.PathLike[str], *, is_pinned: bool) -> None:
+        for evicted in self._adapters.load(name, read, path, is_pinned=is_pinned):
+            self._pipeline.table.forget_adapter(evicted)
