@@ -71,7 +71,7 @@ def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[
     times = alternate(
         {
             "step": Contestant(step.at(CONTEXT, tokens)),
-            "layer": Contestant(_compiled(lambda block, x: mix_experts(block, x, experts), block, x)),
+            "layer": Contestant(_compiled(lambda block, x: mix_experts(block, x, experts)[0], block, x)),
             "every": Contestant(_compiled(lambda block, x: _every_expert(block, x, cfg), block, x)),
         }
         | probes.contestants,

@@ -11,13 +11,16 @@ import jax.numpy as jnp
 
 import ferrum_jax
 from ferrum_jax import models
+from ferrum_jax.generate.tokenizer import load_tokenizer
 from ferrum_jax.models import Edit
+from ferrum_jax.weights import hub
 
-params, cfg = ferrum_jax.load_params(dtype="float32")
-llm = ferrum_jax.LLM()
+path = hub.resolve(None)  # SmolLM2-135M-Instruct
+params, cfg = ferrum_jax.load_params(path, dtype="float32")
+tokenizer = load_tokenizer(path)
 prompts = ["The capital of France is the city of", "The capital of Italy is the city of"]
-clean, corrupt = (llm.tokenizer.encode(one) for one in prompts)
-paris, rome = (llm.tokenizer.encode(one)[-1] for one in (" Paris", " Rome"))
+clean, corrupt = (tokenizer.encode(one) for one in prompts)
+paris, rome = (tokenizer.encode(one)[-1] for one in (" Paris", " Rome"))
 assert len(clean) == len(corrupt)
 length, layers = len(clean), cfg.num_hidden_layers
 
@@ -44,7 +47,7 @@ def patched(layer: jax.Array) -> jax.Array:
 
 
 table = jnp.stack([patched(jnp.int32(layer)) for layer in range(0, layers, 6)])
-print("layer ", *(f"{llm.tokenizer.decode([token]):>9}" for token in corrupt))
+print("layer ", *(f"{tokenizer.decode([token]):>9}" for token in corrupt))
 for row, layer in zip(table, range(0, layers, 6), strict=True):
     print(f"{layer:>5} ", *(f"{float(share):9.2f}" for share in row))
 subject = next(at for at, (one, other) in enumerate(zip(clean, corrupt, strict=True)) if one != other)

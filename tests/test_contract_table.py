@@ -28,9 +28,11 @@ def _public(kind: type) -> set[str]:
 
 
 def _own(kind: type) -> set[str]:
-    """Public names that no interface above has."""
-    inherited = {name for base in kind.__mro__[1:] for name in vars(base)}
-    return {name for name in _public(kind) if name.partition(".")[2] not in inherited}
+    """Public names, of its own or of bases beside it, that no interface above has."""
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("ferrum_jax") and base not in INTERFACES]
+    inherited = {name for base in INTERFACES if issubclass(kind, base) for name in vars(base)}
+    names = {name for base in ours for name in vars(base) if not name.startswith("_")}
+    return {f"{kind.__name__}.{name}" for name in names - inherited}
 
 
 def test_every_public_name_of_the_contract_has_a_row():

@@ -44,7 +44,8 @@ def close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", by_default(KINDS, "qwen3_moe"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_putting_back_what_was_captured_changes_nothing_and_zeros_change_everything(name: str):
     """At every point of every layer, in one forward and in forwards over a paged KV."""
     params, cfg = model(name)
