@@ -154,8 +154,11 @@ class DecodeRun:
 class DecodedRun:
     """The chosen tokens, and each one's log-probability under the model's own distribution.
 
+    `processed_logprobs` are those under the distribution that it was drawn from, where the model tells.
+
     All but the last are in the KV, after `DecodeRun.token`.
     """
 
     token_ids: list[int]
     logprobs: list[float]
+    processed_logprobs: list[float] | None = None

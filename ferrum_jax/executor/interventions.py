@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +25,7 @@ LAST = 2**31 - 1  # past every position
 
 @dataclass(frozen=True, eq=False)
 class Binding:
-    """The edits of one sequence; as the name of its prefixes, which nobody else may use."""
+    """The edits of one sequence."""
 
     row: int  # of the stacks
     edits: Mapping[Point, Edit[NDArray[Any]]]
@@ -65,19 +66,31 @@ class BoundInterventions:
             UnsupportedError: a function, a point of attention weights, or a model divided over devices.
             ResourceExhaustedError: `max_seqs` ids have interventions.
         """
-        first = check_int("start", start, 0)
-        end = LAST if stop is None else check_int("stop", stop, 0)
+        first = min(check_int("start", start, 0), LAST)
+        end = LAST if stop is None else min(check_int("stop", stop, 0), LAST)
         edits = self._check(given) if given else {}
         if not edits:
             if self._bound.pop(cache_id, None) is not None:
                 self._stacks.clear()
             return
+        self._bound[cache_id] = Binding(self._free_row(cache_id), edits, first, end)
+        self._stacks.clear()
+
+    def _free_row(self, cache_id: str) -> int:
         used = {one.row for name, one in self._bound.items() if name != cache_id}
         free = set(range(self.max_seqs)) - used
         if not free:
             raise ResourceExhaustedError(f"need 1 row of interventions, all {self.max_seqs} sequences have some")
-        self._bound[cache_id] = Binding(min(free), edits, first, end)
-        self._stacks.clear()
+        return min(free)
+
+    def check_copy(self, cache_id: str, new: str) -> None:
+        """Raises what `copy` would; RequestValidationError where the new id has interventions of its own."""
+        if new in self._bound:
+            raise RequestValidationError(
+                f"{new!r} has interventions, which a copy of {cache_id!r} was computed without"
+            )
+        if cache_id in self._bound:
+            self._free_row(new)
 
     def copy(self, cache_id: str, new: str) -> None:
         """Binds what one id has to another one as well; raises ResourceExhaustedError as `bind`."""
@@ -141,5 +154,7 @@ def _check_leaf(point: Point, leaf: NDArray[Any], shape: tuple[int, ...], dtype:
         raise RequestValidationError(
             f"an edit at {point.name!r} has shape {list(leaf.shape)}, expected one token's: {list(shape)}"
         ) from None
-    if not np.can_cast(leaf.dtype, dtype, casting="same_kind") and not np.issubdtype(dtype, np.floating):
-        raise RequestValidationError(f"an edit at {point.name!r} is {leaf.dtype}, expected integers")
+    kinds = (np.integer, np.bool_) if np.issubdtype(dtype, np.integer) else (np.integer, np.bool_, np.floating)
+    if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
+        expected = "integers" if np.issubdtype(dtype, np.integer) else "real numbers"
+        raise RequestValidationError(f"an edit at {point.name!r} is {leaf.dtype}, expected {expected}")

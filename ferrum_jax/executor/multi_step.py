@@ -42,6 +42,7 @@ class _Run:
     settings: SlotSettings
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    processed: list[float] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:
@@ -117,7 +118,7 @@ def _decode(
         pipeline.device.lose()
         raise
     pipeline.adapters.count(run.cache_id for run in checked)
-    return [DecodedRun(run.token_ids, run.logprobs) for run in checked]
+    return [DecodedRun(run.token_ids, run.logprobs, run.processed) for run in checked]
 
 
 def _run_group(
@@ -144,11 +145,12 @@ def _run_group(
             rows.stop_ids[row, : len(run.stop_ids)] = run.stop_ids
             rows.tables[row] = pipeline.table.table[live.slot]
         chosen = pipeline.device.fetch(pipeline.device.multi_step(key, buffer))  # [N, D, 3]
-        ids, logprobs = chosen[:, :, 0], chosen[:, :, 1].copy().view(np.float32)
+        ids, logprobs, processed = chosen[:, :, 0], *(chosen[:, :, at].copy().view(np.float32) for at in (1, 2))
         for row, run in enumerate(going.values()):
             count = int((ids[:, row] >= 0).sum())
             run.token_ids += ids[:count, row].tolist()
             run.logprobs += logprobs[:count, row].tolist()
+            run.processed += processed[:count, row].tolist()
         left = {at: run for at, run in going.items() if not run.has_ended}
         going = {} if until_one_ends and len(left) < len(going) else left
 

@@ -1,7 +1,7 @@
 """The one way to run a step: check, allocate, pack, dispatch, commit; and later, copy what was asked for."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, cast
@@ -42,7 +42,7 @@ from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
-from ferrum_jax.kvcache.sequences import UNKNOWN, CachedSequence, SequenceTable
+from ferrum_jax.kvcache.sequences import PRIVATE, UNKNOWN, CachedSequence, SequenceTable
 from ferrum_jax.kvcache.transaction import KvTransaction
 from ferrum_jax.ops.batch import Rows
 
@@ -172,12 +172,9 @@ class Pipeline:
             count - (type(one) is not NoOutput) if type(one) in _ONE_OUTPUT else 0
             for one, count in zip(outputs, counts, strict=True)
         ]
-        bound = list(map(self.adapters.of, cache_ids)) if used else None
         uses = list(map(self.adapters.row_of, cache_ids)) if used else [NONE] * len(batch)
         changes = list(map(self.interventions.row_of, cache_ids)) if self.interventions.are_used else []
-        if changes:  # whose keys and values are nobody else's prefix
-            adapters = bound or [None] * len(batch)
-            bound = [self.interventions.of(one) or own for one, own in zip(cache_ids, adapters, strict=True)]
+        bound = list(map(self.owner_of, cache_ids)) if used or changes else None
         transaction = KvTransaction(self.table, cache_ids, tokens, reusable, bound)
         reused = transaction.reused()
         if any(reused):
@@ -192,6 +189,8 @@ class Pipeline:
         if used:
             plans = [_adapted(one, uses) for one in plans]
         plans = [self._changed(one, changes) for one in plans]
+        for one in plans if changes else ():
+            self._edits(one)  # uploads what has changed, while nothing else has
         recompute = self.plan_recompute(zip(cache_ids, uses, strict=True))
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
         chained = _chained(kinds, plans, self.plan.kv_capacity)
@@ -314,6 +313,10 @@ class Pipeline:
         if known is not settings or (owner is not live and settings.is_adjusted):
             self.device.configure(live.slot, settings)
             self._settings[live.slot] = settings, live
+
+    def owner_of(self, cache_id: str) -> Hashable:
+        """Returns what a sequence's keys and values are computed with beside the model, as prefixes tell them apart."""
+        return self.adapters.of(cache_id) if self.interventions.of(cache_id) is None else PRIVATE
 
     def _edits(self, plan: StepPlan) -> list[Changes[jax.Array]]:
         """The interventions that a step takes, if any."""

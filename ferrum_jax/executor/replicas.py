@@ -4,7 +4,7 @@ A sequence lives on one replica. It goes where its prompt's beginning is known, 
 the replicas that have room. Replicas work at the same time: all steps of a batch are begun before one is read.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
-from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
+from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
@@ -199,6 +199,12 @@ class ReplicatedRunner(ModelRunner):
 
     def _is_known(self, homes: dict[str, int], cache_id: str) -> bool:
         return self.replicas[homes[cache_id]]._pipeline.table.get(cache_id) is not None
+
+    def set_interventions(
+        self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
+    ) -> None:
+        """Raises UnsupportedError: a sequence with interventions would be bound to one replica."""
+        raise UnsupportedError("interventions on replicas: serve the model without the axis 'data'")
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Binds one id to an adapter, or to none; raises as of one runner.

@@ -38,7 +38,7 @@ def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], 
         table,
         wanted,
         [nothing] * len(wanted),
-        adapters=list(map(pipeline.adapters.of, wanted)),
+        adapters=list(map(pipeline.owner_of, wanted)),
         targets=[max(targets[key], table.length(key)) for key in wanted],
     )
     before = {key: _num_blocks(table, key) for key in targets}
@@ -80,7 +80,7 @@ def prepare(pipeline: Pipeline, key: str, count: int) -> None:
     buckets = pipeline.plan.buckets
     pipeline.table.check_capacity(key, pipeline.table.length(key) + count)
     nothing = np.zeros(0, np.int32)
-    transaction = KvTransaction(pipeline.table, [key], [nothing], adapters=[pipeline.adapters.of(key)])
+    transaction = KvTransaction(pipeline.table, [key], [nothing], adapters=[pipeline.owner_of(key)])
     is_adapted = pipeline.adapters.of(key) is not None
     steps = buckets.needed(count, adapters=is_adapted)
     chained: list[ProgramKey] = [SampleKey(step.logit_rows) for step in steps]

@@ -299,6 +299,7 @@ class ModelRunner(Adaptable):
             adapters = self._adapters
             if adapters.of(new) not in (None, adapters.of(old)):
                 raise RequestValidationError(f"{new!r} is bound to another adapter than {old!r}")
+            self._pipeline.interventions.check_copy(old, new)
             self._pipeline.settle()
             with self._device.changing():
                 self._pipeline.table.fork(old, new)

@@ -361,9 +361,10 @@ class Scheduler:
             self._resynchronise()
             return False
         for request, run in zip(requests, found, strict=True):
-            for token, logprob in zip(run.token_ids, run.logprobs, strict=True):
+            processed = run.logprobs if run.processed_logprobs is None else run.processed_logprobs
+            for choice in map(TokenChoice, run.token_ids, run.logprobs, processed):
                 request.num_read += 1
-                request.append(TokenChoice(token, logprob, logprob), self.backend.params_version)
+                request.append(choice, self.backend.params_version)
                 if request.is_done:  # by a stop text, perhaps: what was decoded past it goes with the sequence
                     break
             request.forget_settings()  # the program had settings of its own

@@ -13,6 +13,9 @@ from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 UNKNOWN = -1  # in the place of a token id that was chosen on the device and has not been read yet
 
 
+PRIVATE: Hashable = "private"  # in the place of an adapter: what is nobody else's prefix, and takes none
+
+
 @dataclass(eq=False, slots=True)
 class CachedSequence:
     """One live sequence."""
@@ -239,7 +242,7 @@ class SequenceTable:
 
     def enter(self, live: CachedSequence) -> None:
         """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""
-        if self.prefixes is None or live.is_outdated:
+        if self.prefixes is None or live.is_outdated or live.adapter is PRIVATE:
             return
         for at in range(len(live.entries), live.length // self.block_size):
             inside = live.tokens[at * self.block_size : (at + 1) * self.block_size]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import ferrum_jax
 from ferrum_jax import models
+from ferrum_jax.contract import KvSlotRequest
 from ferrum_jax.contract.errors import (
     InvalidParameterError,
     RequestValidationError,
@@ -150,3 +151,47 @@ def test_as_many_sequences_as_there_are_slots_can_be_changed(runner: ModelRunner
         runner.set_interventions("5", STEER)
     runner.set_interventions("3", None)
     runner.set_interventions("5", STEER)
+
+
+def test_a_fork_takes_nobodys_interventions_and_leaves_nothing_when_it_is_refused(runner: ModelRunner, oracle: Oracle):
+    """Otherwise a copy would go on under edits that its first tokens never had, and prefixes would hold its blocks."""
+    runner.prefill("a", TOKENS[:9])
+    runner.set_interventions("b", STEER)
+    with pytest.raises(RequestValidationError, match="'b' has interventions, which a copy of 'a' was computed without"):
+        runner.fork("a", "b")
+    for name in ("c", "d", "e"):
+        runner.set_interventions(name, STEER)
+    runner.prefill("e", TOKENS[:3])
+    with pytest.raises(ResourceExhaustedError, match="all 4 sequences have some"):
+        runner.fork("e", "f")
+    assert runner.kv_len("f") in (None, 0)
+    close(runner.prefill("a", TOKENS[9:]), oracle(TOKENS)[-1])
+
+
+def test_what_is_released_leaves_no_prefix_behind(runner: ModelRunner):
+    for _ in range(3):
+        runner.set_interventions("a", STEER)
+        runner.prefill("a", TOKENS)
+        runner.reserve_kv_slots([KvSlotRequest(cache_id="a", target_len=24)])
+        runner.decode("a", 1, 20)
+        runner.release("a")
+    snapshot = runner.kv_slot_capacity_snapshot()
+    assert snapshot.free_blocks == snapshot.total_blocks
+    assert runner._pipeline.table.prefixes is not None
+    assert len(runner._pipeline.table.prefixes) == 0
+
+
+@pytest.mark.parametrize("wrong", [np.array("x"), np.array(1j)])
+def test_positions_past_every_sequence_and_edits_of_no_numbers(runner: ModelRunner, oracle: Oracle, wrong: Any):
+    runner.set_interventions("a", STEER, start=2**40, stop=2**50)
+    close(runner.prefill("a", TOKENS), oracle(TOKENS)[-1])
+    with pytest.raises(RequestValidationError, match="expected real numbers"):
+        runner.set_interventions("b", {("z", 0): Edit(add=wrong)})
+
+
+def test_replicas_refuse_interventions(params: ParamTree):
+    with (
+        ferrum_jax.from_params(params, CFG, engine=ENGINE, mesh={"data": 2}) as replicas,
+        pytest.raises(UnsupportedError, match="interventions on replicas"),
+    ):
+        replicas.set_interventions("a", STEER)

@@ -28,7 +28,7 @@ from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.sampling import SampleInputs, sample
-from tests.executor.conftest import CAPACITY, CFG, REUSING, late_compiles, make_runner
+from tests.executor.conftest import CAPACITY, CFG, REUSING, Oracle, late_compiles, make_runner
 from tests.fake import SummingLLM
 
 PROMPTS = {"a": [3, 1, 4], "b": [1, 5, 9, 2, 6, 5, 3, 5], "c": [8], "d": [2, 7, 1, 8, 2, 8, 1]}
@@ -313,3 +313,14 @@ def test_nothing_of_the_size_of_a_large_kv_is_copied(params: ParamTree):
             assert memory is not None
             assert memory.alias_size_in_bytes >= large.plan.cache.num_bytes
             assert memory.temp_size_in_bytes < large.plan.cache.num_bytes / 4
+
+
+def test_processed_log_probabilities_are_those_after_the_temperature(runner: ModelRunner, oracle: Oracle):
+    runner.reset()
+    runner.prefill("a", [1, 2, 3])
+    run = DecodeRun(cache_id="a", token=4, pos=3, max_tokens=4, sampling=Sampling(temperature=0.5), seed=3)
+    (found,) = runner.decode_n([run])
+    logits = oracle([1, 2, 3, 4, *found.token_ids])[3:-1].astype(np.float64)
+    for scale, told in ((1.0, found.logprobs), (2.0, found.processed_logprobs)):
+        logprobs = scale * logits - np.logaddexp.reduce(scale * logits, axis=1, keepdims=True)
+        np.testing.assert_allclose(told, logprobs[np.arange(4), found.token_ids], rtol=0, atol=2e-5)
