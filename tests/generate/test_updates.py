@@ -213,14 +213,18 @@ def test_coroutines_change_weights_too(serving: ModelRunner, weights: list[Param
     async def main() -> list[int]:
         found, out = [], None
         async for out in llm.generate([1, 2, 3], LONG):
-            if len(out.token_ids) == 1:
+            if not found:  # the first piece that comes, of however many tokens
                 found.append(await llm.set_params(weights[1], live="keep"))
         assert out is not None
         return [*found, out.weight_versions[0], out.weight_versions[-1]]
 
-    version = serving.params_version
-    new, first, last = asyncio.run(main())
-    assert (new, first, last) == (version + 1, version, version + 1)
+    for _ in range(20):  # on a busy machine, the answer may be there before the change is asked for
+        version = serving.params_version
+        new, first, last = asyncio.run(main())
+        assert (new, first) == (version + 1, version)
+        if last == new:
+            return
+    raise AssertionError("no change of weights came before the end of an answer")
 
 
 def test_the_arrays_of_an_adapter_change_in_flight_and_only_who_is_under_them_notices(
