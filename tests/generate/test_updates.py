@@ -212,7 +212,8 @@ def test_coroutines_change_weights_too(serving: ModelRunner, weights: list[Param
 
     async def main() -> list[int]:
         found, out = [], None
-        async for out in llm.generate([1, 2, 3], LONG):
+        async for piece in llm.generate([1, 2, 3], LONG):
+            out = piece
             if not found:  # the first piece that comes, of however many tokens
                 found.append(await llm.set_params(weights[1], live="keep"))
         assert out is not None
