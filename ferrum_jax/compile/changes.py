@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models.hooks import ATTENTION, Point
+from ferrum_jax.models.hooks import ATTENTION, Edit, Point, edited
 
 Leaf = TypeVar("Leaf")
 
@@ -68,11 +68,9 @@ def of_tokens(
 
     def at(point: Point) -> Callable[[jax.Array, jax.Array], jax.Array]:
         def change(x: jax.Array, positions: jax.Array) -> jax.Array:
-            scale, add, spans = changes.scale[point][rows], changes.add[point][rows], changes.spans[rows]
-            wide = x.astype(scale.dtype)
-            wide = jnp.where(scale == 0, jnp.zeros((), wide.dtype), wide * scale) + add
+            edit, spans = Edit(scale=changes.scale[point][rows], add=changes.add[point][rows]), changes.spans[rows]
             here = (positions >= spans[:, 0]) & (positions < spans[:, 1])
-            return jnp.where(here.reshape(-1, *(1,) * (x.ndim - 1)), wide.astype(x.dtype), x)
+            return jnp.where(here.reshape(-1, *(1,) * (x.ndim - 1)), edited(x, edit), x)
 
         return change
 

@@ -130,7 +130,6 @@ def multi_step(
         logits, kv, _ = family(cfg).forward(
             params, carry.kv, batch, cfg, loras=loras, attention=attention, shards=shards
         )
-        assert kv is not None
         slots = jnp.where(carry.alive, rows.slots, carry.sampler.last_tokens.shape[0])
         state, found = sampler.sample(carry.sampler, logits, jnp.stack([slots, group.lengths + 1], axis=1))
         ids = jnp.where(carry.alive, found.packed[:, 0], -1)

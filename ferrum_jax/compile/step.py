@@ -261,7 +261,7 @@ def step(
     if key.changes:
         blocks = jnp.repeat(packed.block_changes, key.block_tokens)
         interventions = of_tokens(rest.pop(0), jnp.concatenate([packed.decode_changes, blocks]))
-    logits, written, captured = family(cfg).forward(
+    logits, kv, captured = family(cfg).forward(
         params,
         kv,
         batch,
@@ -272,6 +272,4 @@ def step(
         interventions=interventions,
         shards=shards,
     )
-    assert written is not None
-    kv = written
     return StepOutputs(logits=logits, rows=rows, captured=captured), kv

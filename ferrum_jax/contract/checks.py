@@ -2,7 +2,7 @@
 
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
 
 T = TypeVar("T")
+LISTED = 8  # problems named in one error; the rest are counted
 PLAIN_INTEGERS = frozenset({int, np.int32, np.int64})
 
 
@@ -86,6 +87,26 @@ def check_single_tokens(cache_ids: Sequence[str], tokens: Sequence[Any], vocab_s
     if tokens and PLAIN_INTEGERS.issuperset(map(type, tokens)) and min(tokens) >= 0 and max(tokens) < vocab_size:
         return list(np.array(tokens, np.int32)[:, None])
     return [check_tokens(key, [token], vocab_size) for key, token in zip(cache_ids, tokens, strict=True)]
+
+
+def differences(given: Mapping[str, Any], wanted: Mapping[str, Any], verb: str = "has shape") -> list[str]:
+    """Says what is missing, unknown, or other than wanted, by name."""
+    problems = [f"{name} is missing" for name in wanted if name not in given]
+    differing = [name for name in wanted if name in given and given[name] != wanted[name]]
+    problems += [f"{name} {verb} {given[name]}, expected {wanted[name]}" for name in differing]
+    return problems + [f"{name} is unknown" for name in given if name not in wanted]
+
+
+def listed(problems: Sequence[str], separator: str = "; ") -> str:
+    """Returns the first problems as one text; the others are counted."""
+    rest = f"{separator}and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+    return separator.join(problems[:LISTED]) + rest
+
+
+def check_no_problems(what: str, problems: Sequence[str]) -> None:
+    """Raises one InvalidParameterError for all problems, if there are any."""
+    if problems:
+        raise InvalidParameterError(f"{what}: {listed(problems)}")
 
 
 def check_distinct(cache_ids: Iterable[str]) -> None:

@@ -82,10 +82,11 @@ class Adaptable(Observable):
     def _take_lora(self, name: str, laid_out: ParamTree) -> None:
         adapters, table = self._adapters, self._pipeline.table
         older = adapters.named(name)
+        users = [] if older is None else adapters.users_of(older)
         with self._device.changing():
             for evicted in adapters.set(name, laid_out):
                 if evicted is older:
-                    table.outdate_adapter(evicted, adapters.named(name))
+                    table.outdate_adapter(evicted, adapters.named(name), users)
                 else:
                     table.forget_adapter(evicted)
 

@@ -10,8 +10,8 @@ import numpy as np
 from jax import lax
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.checks import check_no_problems
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, safe_repr
-from ferrum_jax.executor.weights import refuse
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamTree
@@ -76,7 +76,7 @@ def _halves(tree: Any) -> Halves:
         else:
             problems.append(f"{name} is unknown")
     problems += [f"{name} lacks one of its two halves" for name, pair in found.items() if any(x is None for x in pair)]
-    refuse("these are no arrays of an adapter", problems)
+    check_no_problems("these are no arrays of an adapter", problems)
     return {name: (down, up) for name, (down, up) in found.items()}
 
 
@@ -101,5 +101,5 @@ def _check(halves: Halves, cfg: ModelConfig, index: int) -> int:
         elif count and not 0 <= index < count[0]:
             problems.append(f"{name} has {count[0]} adapters, number {index} is not among them")
         ranks.append(rank)
-    refuse("these arrays are no adapter of this model", problems)
+    check_no_problems("these arrays are no adapter of this model", problems)
     return max(ranks)

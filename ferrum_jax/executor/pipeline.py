@@ -189,9 +189,9 @@ class Pipeline:
         if used:
             plans = [_adapted(one, uses) for one in plans]
         plans = [self._changed(one, changes) for one in plans]
-        for one in plans if changes else ():
-            self._edits(one)  # uploads what has changed, while nothing else has
         recompute = self.plan_recompute(zip(cache_ids, uses, strict=True))
+        for one in (*plans, *(again for _, again in recompute)) if changes else ():
+            self._edits(one)  # uploads what has changed, while nothing else has
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
         chained = _chained(kinds, plans, self.plan.kv_capacity)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:

@@ -1,19 +1,15 @@
 """What weights must be to be served, or to take the place of others in steps that are compiled."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models.layout import layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
 from ferrum_jax.ops.quantised import is_quantised
-
-MOST_SHOWN = 3
 
 
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
@@ -23,7 +19,7 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
     )
     kept, plain = (any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised))) for tree in (instead_of, params))
     hint = ", as those served are kept in fewer bits (load with quantize='none' to set others)" * (kept and not plain)
-    refuse(f"these weights cannot be set{hint}", _differences(given, there, "is"))
+    check_no_problems(f"these weights cannot be set{hint}", differences(given, there, "is"))
     if jax.tree.structure(params) != jax.tree.structure(instead_of):
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
 
@@ -33,7 +29,7 @@ def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree)
     given = {name: _shape_and_dtype(leaf) for name, leaf in named_leaves(params).items()}
     dtypes = {name: leaf.dtype for name, leaf in named_leaves(instead_of).items()}
     wanted = {name: f"{dtypes[name]}{list(spec.shape)}" for name, spec in named_leaves(specs).items()}
-    refuse("these weights cannot be set", _differences(given, wanted, "is"))
+    check_no_problems("these weights cannot be set", differences(given, wanted, "is"))
 
 
 def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
@@ -42,27 +38,13 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
     given = {name_of(path): list(leaf.shape) for path, leaf in paths}
     plain = {name_of(path): leaf.dtype for path, leaf in paths if not is_quantised(leaf)}
-    problems = _differences(given, {name: list(spec.shape) for name, spec in wanted.items()}, "has shape")
+    problems = differences(given, {name: list(spec.shape) for name, spec in wanted.items()}, "has shape")
     problems += [
         f"{name} is {dtype}, expected floating-point numbers"
         for name, dtype in plain.items()
         if not jnp.issubdtype(dtype, jnp.floating)
     ]
-    refuse(f"these are not the parameters of this {cfg.model_type}", problems)
-
-
-def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], verb: str) -> list[str]:
-    problems = [f"{name} is missing" for name in wanted.keys() - given.keys()]
-    problems += [f"{name} is unknown" for name in given.keys() - wanted.keys()]
-    differing = [name for name in given.keys() & wanted.keys() if given[name] != wanted[name]]
-    return problems + [f"{name} {verb} {given[name]}, expected {wanted[name]}" for name in differing]
-
-
-def refuse(what: str, problems: list[str]) -> None:
-    """Raises InvalidParameterError if there are problems, which lists the first of them."""
-    if problems:
-        more = f" and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
-        raise InvalidParameterError(f"{what}: {'; '.join(sorted(problems)[:MOST_SHOWN])}{more}")
+    check_no_problems(f"these are not the parameters of this {cfg.model_type}", problems)
 
 
 def _described(leaf: object) -> str:

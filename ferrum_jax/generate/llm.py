@@ -40,6 +40,8 @@ from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
 
+Groups = Sequence[Sequence[Request]]  # that begin alike
+
 
 class LLM:
     """A model with its tokenizer.
@@ -284,7 +286,7 @@ class LLM:
         groups = [list(group) for _, group in itertools.groupby(requests, beginning)]
         for first, *others in groups:
             first.copies = others
-        self._finish(groups, Track("scoring") if progress else None)
+        self._finish(groups, Track("scoring") if progress else None, sort=True)
         return [
             Score(
                 prompt_token_ids=request.prompt[: request.score_from],
@@ -295,7 +297,7 @@ class LLM:
             for request in requests
         ]
 
-    def _finish(self, groups: Sequence[Sequence[Request]], track: Track | None, *, return_errors: bool = False) -> None:
+    def _finish(self, groups: Groups, track: Track | None, *, return_errors: bool = False, sort: bool = False) -> None:
         """Runs groups of requests that begin alike, of which the first has the others as its copies."""
         if not groups:
             self.model.kv_capacity()  # which a closed model refuses
@@ -304,7 +306,7 @@ class LLM:
             request.notify = lambda one: events.put(None) if one.is_done else None
         try:
             firsts = [first for first, *_ in groups]
-            if firsts and not firsts[0].limit:  # of what is scored, rows of like length share steps
+            if sort:  # the longest first, so that rows of like length share steps
                 firsts.sort(key=lambda one: -len(one.prompt))
             self._engine.submit(*firsts)
             for at, group in enumerate(groups if track is None else track(groups)):

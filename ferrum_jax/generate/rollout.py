@@ -137,16 +137,9 @@ def generate_fn(
 
     def forward(kv: KvState[jax.Array], group: Rows[jax.Array], wanted: jax.Array):
         step = Batch(groups=(group,), logit_rows=wanted)
-        logits, written, _ = family(cfg).forward(
-            params,
-            kv,
-            step,
-            cfg,
-            attention=attention,
-            interventions=rows_as_tokens(changes, *group.tokens.shape),
-        )
-        assert written is not None
-        return logits, written
+        edits = rows_as_tokens(changes, *group.tokens.shape)
+        logits, kv, _ = family(cfg).forward(params, kv, step, cfg, attention=attention, interventions=edits)
+        return logits, kv
 
     def choose(logits: jax.Array, seen: jax.Array, alive: jax.Array, at: jax.Array):
         inputs = SampleInputs(

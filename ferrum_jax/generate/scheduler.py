@@ -24,12 +24,11 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.decoding import only_decodes, runs_of
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.groups import fork_from_group, take_over
 from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.request import Request
-from ferrum_jax.generate.rows import next_row
+from ferrum_jax.generate.rows import next_row, only_decodes, runs_of
 from ferrum_jax.generate.speculator import Speculator
 from ferrum_jax.generate.updates import Update
 
@@ -286,7 +285,9 @@ class Scheduler:
 
     def _hand_over(self, request: Request) -> bool:
         """Lets the next of its group go on in the sequence of a request that is done; returns whether there is one."""
-        heir = next((one for one in self._waiting if request.group and one.group == request.group), None)
+        if not request.group:
+            return False
+        heir = next((one for one in self._waiting if one.group == request.group), None)
         if heir is None or request.error is not None or self._waiting[0].preemptions or self._is_held(heir):
             return False
         former = request.cache_id

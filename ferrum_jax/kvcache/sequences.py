@@ -275,13 +275,14 @@ class SequenceTable:
                 self.pool.discard(dropped)
         self._outdate(self._live.values())
 
-    def outdate_adapter(self, adapter: Hashable, instead: Hashable) -> None:
-        """As `outdate`, of what an adapter has a part in; its sequences are of the one `instead` from now on."""
+    def outdate_adapter(self, adapter: Hashable, instead: Hashable, cache_ids: Iterable[str]) -> None:
+        """As `outdate`, of what an adapter has a part in; these sequences are of the one `instead` from now on."""
         self.forget_adapter(adapter)
-        bound = [live for live in self._live.values() if live.adapter is adapter]
+        bound = [live for live in map(self.get, cache_ids) if live is not None]
         self._outdate(bound)
         for live in bound:
-            live.adapter = instead
+            if live.adapter is adapter:  # not where interventions keep it from others anyway
+                live.adapter = instead
 
     def _outdate(self, lives: Iterable[CachedSequence]) -> None:
         for live in lives:

@@ -1,7 +1,7 @@
 """Models as pure functions over parameter and KV pytrees."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,57 +60,14 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, qua
     return specs.map_specs(draw, plain)
 
 
-def forward(
-    params: ParamTree,
-    tokens: Int[Array, "B T"],
-    cfg: ModelConfig,
-    *,
-    inputs_embeds: Float[Array, "B T D"] | None = None,
-    loras: ParamTree | None = None,
-    adapters: Int[Array, " B"] | None = None,
-    steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
-    interventions: Mapping[Any, Intervention] | None = None,
-    attention: str | None = None,
-    remat: bool = False,
-) -> Float[Array, "B T V"]:
+def forward(params: ParamTree, tokens: Int[Array, "B T"], cfg: ModelConfig, **options: Any) -> Float[Array, "B T V"]:
     """Runs whole sequences from position 0 and returns the logits of every token, float32.
 
     It is the family's serving forward without a cache, so it may be differentiated, vmapped, scanned and jitted
     (with `cfg` closed over or static). There is no padding: to batch sequences of different lengths, pad on the right
-    and ignore the logits there.
-
-    Args:
-        params: the model's, in any layout.
-        tokens: token ids; the logits of ids outside the vocabulary are undefined.
-        cfg: the model's.
-        inputs_embeds: used instead of the tokens' embeddings, after any factor that the family multiplies those by.
-        loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
-        adapters: the adapter of each row; an index outside the stacks, such as -1, is none.
-        steering: added to the output of each layer, for all tokens or for each one.
-        interventions: an `Edit` or a function by hook point (models/hooks.py). What an edit has broadcasts against the
-            array there, whose first axes are `[B, T]`; a function is given that array and int32 `[B, T]` positions, and
-            returns its like. They are differentiable.
-        attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
-            only `xla` has gradients, and needs far more memory for them.
-        remat: gradients recompute each layer instead of keeping what is inside it.
-
-    Raises:
-        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are not
-            integers, or a hook point is unknown.
-        UnsupportedError: this model has no such hook point.
+    and ignore the logits there. The other arguments, and what is raised, are those of `run`.
     """
-    return run(
-        params,
-        tokens,
-        cfg,
-        inputs_embeds=inputs_embeds,
-        loras=loras,
-        adapters=adapters,
-        steering=steering,
-        interventions=interventions,
-        attention=attention,
-        remat=remat,
-    )[0]
+    return run(params, tokens, cfg, **options)[0]
 
 
 def capture(
@@ -125,10 +82,10 @@ def capture(
     """As `forward`; returns also hidden states `[B, T, D]` and attention weights `[B, N, T, T]` of chosen layers.
 
     `hidden` counts layers: 0 is the embeddings, L the output of the last layer, before the final norm. Layers of
-    `attention_weights` go from 0 to L-1. Both are static under `jit`; the other arguments are those of `forward`.
+    `attention_weights` go from 0 to L-1. Both are static under `jit`; the other arguments are those of `run`.
 
     Raises:
-        InvalidParameterError: as `forward`, or a layer does not exist.
+        InvalidParameterError: as `run`, or a layer does not exist.
     """
     states, weights = hidden_points(hidden, attention_weights, cfg)
     logits, captured = run(params, tokens, cfg, capture=(*states, *weights), **options)
@@ -153,21 +110,25 @@ def run(
     """As `forward`; returns also the arrays at hook points, by point: `captured["z", 3]` is `[B, T, N, H]`.
 
     Args:
-        params: as the other arguments, those of `forward`.
-        tokens: token ids.
+        params: the model's, in any layout.
+        tokens: token ids; the logits of ids outside the vocabulary are undefined.
         cfg: the model's.
         capture: hook points, such as `("z", 3)`, `("resid_post", None)` for all layers, or `blocks.3.attn.hook_z`;
             static under `jit`. What is captured is what goes on: after the interventions there.
-        inputs_embeds: used instead of the tokens' embeddings.
-        loras: adapter stacks.
-        adapters: the adapter of each row.
-        steering: added to the output of each layer.
-        interventions: an `Edit` or a function by hook point.
-        attention: a backend over a paged KV.
-        remat: gradients recompute each layer.
+        inputs_embeds: used instead of the tokens' embeddings, after any factor that the family multiplies those by.
+        loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
+        adapters: the adapter of each row; an index outside the stacks, such as -1, is none.
+        steering: added to the output of each layer, for all tokens or for each one.
+        interventions: an `Edit` or a function by hook point (models/hooks.py). What an edit has broadcasts against the
+            array there, whose first axes are `[B, T]`; a function is given that array and int32 `[B, T]` positions, and
+            returns its like. They are differentiable.
+        attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
+            only `xla` has gradients, and needs far more memory for them.
+        remat: gradients recompute each layer instead of keeping what is inside it.
 
     Raises:
-        InvalidParameterError: as `forward`, or a hook point is unknown.
+        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are not
+            integers, or a hook point is unknown.
         UnsupportedError: this model has no such hook point.
     """
     points = check_points(capture, cfg)
@@ -192,7 +153,7 @@ def run(
         check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", (batch, length, cfg.hidden_size))
         inputs_embeds = inputs_embeds.reshape(batch * length, cfg.hidden_size)
     cfg = cfg.reaching(length)
-    columns, kv = 0, None
+    columns, kv = 0, cast(Any, None)
     if attention is not None:
         size, dtype = min(length, 128), activation_dtype(params).name
         columns = -(-length // size)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from ferrum_jax.ops.rope import rotate
 from ferrum_jax.ops.shards import WHOLE, Shards, mean_squares
 
 Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
+Held = TypeVar("Held", KvState[jax.Array], None)
 Cache = KvState[jax.Array] | None  # None: every row begins in this forward, which keeps no keys and values
 LayerOutput = tuple[jax.Array, Cache, dict[str, Any]]  # [X, D], the KV written, and what hook points have captured
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ferrum_jax.config import ExpertsConfig, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.models.attention import Cache, LayerContext, LayerOutput, Norm, attention_specs, self_attention
+from ferrum_jax.models.attention import Cache, Held, LayerContext, LayerOutput, Norm, attention_specs, self_attention
 from ferrum_jax.models.feed_forward import BlockOutput, gated_mlp, mlp_specs
 from ferrum_jax.models.hooks import Captured, Intervention, Point, Taps, check_supported
 from ferrum_jax.models.projections import Lora
@@ -132,7 +132,7 @@ class Family:
     def forward(
         self,
         params: ParamTree,
-        kv: Cache,
+        kv: Held,
         batch: Batch[jax.Array],
         cfg: ModelConfig,
         *,
@@ -143,7 +143,7 @@ class Family:
         interventions: Mapping[Point, Intervention] = MappingProxyType({}),
         remat: bool = False,
         shards: Shards = WHOLE,
-    ) -> tuple[jax.Array, Cache, Captured]:
+    ) -> tuple[jax.Array, Held, Captured]:
         """Runs all new tokens of a batch.
 
         Args:
@@ -191,9 +191,9 @@ class Family:
         step = _Step(self, cfg, context, window_context, ropes, rope_of_layer, adapted, capture, taps, remat)
         layers = params["model"]["layers"]
         with native.kernels(attention == "cpu"):
-            x, kv, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
+            x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
             logits = self.head(params, x[batch.logit_rows], cfg, shards)
-        return logits, kv, captured
+        return logits, cast(Any, written), captured
 
 
 def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig, shards: Shards) -> jax.Array:

@@ -127,8 +127,6 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
         if y.shape != x.shape:
             raise InvalidParameterError(f"the function at {point.name!r} returns {list(y.shape)} of {list(x.shape)}")
         return y.astype(x.dtype)
-    is_real = jnp.issubdtype(x.dtype, jnp.floating)
-    wide = x.astype(jnp.float32) if is_real else x
     for name, leaf in (("scale", intervention.scale), ("add", intervention.add)):
         if leaf is None:
             continue
@@ -137,10 +135,19 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
             raise InvalidParameterError(
                 f"{name} at {point.name!r} has shape {list(leaf.shape)}, which does not broadcast to {list(x.shape)}"
             )
-        if not is_real and jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InvalidParameterError(f"{name} at {point.name!r} is {leaf.dtype}, expected integers")
-        leaf = leaf.astype(wide.dtype)
-        wide = jnp.where(leaf == 0, 0, wide * leaf) if name == "scale" else wide + leaf
+    return edited(x, intervention)
+
+
+def edited(x: jax.Array, edit: Edit[Any]) -> jax.Array:
+    """Computes `scale * x + add` in float32, of integers in theirs, and rounds once."""
+    wide = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    if edit.scale is not None:
+        scale = jnp.asarray(edit.scale).astype(wide.dtype)
+        wide = jnp.where(scale == 0, jnp.zeros((), wide.dtype), wide * scale)
+    if edit.add is not None:
+        wide = wide + jnp.asarray(edit.add).astype(wide.dtype)
     return wide.astype(x.dtype)
 
 

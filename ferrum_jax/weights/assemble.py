@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.checks import listed
 from ferrum_jax.contract.errors import InvalidFormatError
 from ferrum_jax.models.division import PADDING, Runs, Slices
 from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, recipes
@@ -22,7 +23,6 @@ from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, n
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 
-LISTED = 8  # problems named in one error; the rest are counted
 PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit the cache
 
 
@@ -172,8 +172,7 @@ def check_tensors(
 def check_problems(path: Path, problems: Sequence[str]) -> None:
     """Raises one error for all `problems` of the file at `path`, if there are any; a long list is counted."""
     if problems:
-        rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-        raise InvalidFormatError(f"{path}: {'; '.join(problems[:LISTED])}{rest}")
+        raise InvalidFormatError(f"{path}: {listed(problems)}")
 
 
 def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndarray]:

@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
+from ferrum_jax.contract.checks import check_no_problems, differences, listed
+from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
-from ferrum_jax.weights.assemble import LISTED, specs_apart, stored_apart, stored_axes
+from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
 
 Sizes = dict[str, int]  # of axes, by letter
 _TOKENS = re.compile(r"\[[^]]*\]|\([^)]*\)|[^\s()\[\]]+")
@@ -95,8 +96,8 @@ def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
     leaves = _named(tree)
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     moves = plan(cfg, rules)
-    problems = _differences({move.path: move.theirs.shape for move in moves}, leaves)
-    _refuse(f"this is no tree of this {cfg.model_type}", problems)
+    problems = differences(_shapes(leaves), {move.path: list(move.theirs.shape) for move in moves})
+    check_no_problems(f"this is no tree of this {cfg.model_type}", problems)
     found: dict[str, dict[tuple[int, ...], Any]] = {name: {} for name in specs}
     for move in moves:
         block = _moved(leaves[move.path], move.theirs, move.ours, move.scale)
@@ -123,13 +124,13 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
     for move in moves:
         block = _moved(leaves[move.name], move.ours, move.theirs, 1 / move.scale)
         pieces.setdefault(move.path, {})[tuple(at for at, _ in move.theirs.parts)] = block
-    shapes = {move.path: move.theirs.shape for move in moves}
+    shapes = {move.path: list(move.theirs.shape) for move in moves}
     found = {path: _joined(own) for path, own in pieces.items()}
-    if short := [path for path, leaf in found.items() if leaf.shape != shapes[path]]:
-        raise ConfigError(f"the rules leave out a part of {', '.join(short[:LISTED])}")
+    if short := [path for path, leaf in found.items() if list(leaf.shape) != shapes[path]]:
+        raise ConfigError(f"the rules leave out a part of {listed(short, ', ')}")
     if like is None:
         return _nested(found)
-    _refuse("this tree has other leaves", _differences(shapes, _named(like)))
+    check_no_problems("this tree has other leaves", differences(_shapes(_named(like)), shapes))
     return jax.tree_util.tree_map_with_path(lambda path, _: found[path_of(path)], like)
 
 
@@ -147,7 +148,7 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     apart = stored_apart(specs, flat)
     given = {name: leaf for name, leaf in flat.items() if name not in needless}
     wanted = {name: _stored_shape(spec) for name, spec in specs_apart(specs, apart).items()}
-    _refuse(f"these are not the tensors of this {cfg.model_type}", _differences(wanted, given))
+    check_no_problems(f"these are not the tensors of this {cfg.model_type}", differences(_shapes(given), wanted))
     leaves = {name: jnp.stack([flat[part] for part in parts]) for name, parts in apart.items()}
     leaves |= {name: flat[name] for name in specs if name not in apart}
     leaves |= {name: jnp.transpose(leaves[name], axes) for name, axes in stored_axes(specs).items()}
@@ -196,8 +197,7 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
         if len(taken) != math.prod(count for _, count in next(iter(taken), ((0, 1),))):
             left_out.append(name)
     if left_out:
-        rest = f" and {len(left_out) - LISTED} more" if len(left_out) > LISTED else ""
-        raise ConfigError(f"the rules do not say where all of {', '.join(left_out[:LISTED])}{rest} is")
+        raise ConfigError(f"the rules do not say where all of {listed(left_out, ', ')} is")
     return moves
 
 
@@ -323,9 +323,9 @@ def _joined(pieces: Mapping[tuple[int, ...], Any], axis: int = 0) -> Any:
     return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=axis)
 
 
-def _stored_shape(spec: ParamSpec) -> tuple[int, ...]:
+def _stored_shape(spec: ParamSpec) -> list[int]:
     axes = spec.stored or range(len(spec.shape))
-    return tuple(spec.shape[axes.index(axis)] for axis in range(len(spec.shape)))
+    return [spec.shape[axes.index(axis)] for axis in range(len(spec.shape))]
 
 
 def _named(tree: Any) -> dict[str, Any]:
@@ -344,17 +344,5 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _differences(wanted: Mapping[str, tuple[int, ...]], given: Mapping[str, Any]) -> list[str]:
-    problems = [f"{name} is missing" for name in wanted if name not in given]
-    problems += [
-        f"{name} has shape {list(jnp.shape(given[name]))}, expected {list(shape)}"
-        for name, shape in wanted.items()
-        if name in given and jnp.shape(given[name]) != shape
-    ]
-    return problems + [f"{name} is unknown" for name in given if name not in wanted]
-
-
-def _refuse(what: str, problems: Sequence[str]) -> None:
-    if problems:
-        rest = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
-        raise InvalidParameterError(f"{what}: {'; '.join(problems[:LISTED])}{rest}")
+def _shapes(leaves: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: list(jnp.shape(leaf)) for name, leaf in leaves.items()}

@@ -102,18 +102,32 @@ def test_every_method_answers_as_on_one_device(pair: tuple[ModelRunner, ModelRun
     assert many.compile_stats()["compiles_after_warmup"] == 0
 
 
-@pytest.mark.parametrize("mesh", [pytest.param("model 2", marks=pytest.mark.slow), "model 4"])
-def test_what_is_captured_is_what_one_device_captures(mesh: str, tmp_path_factory: pytest.TempPathFactory):
-    folder = tiny.write_folder(tmp_path_factory.mktemp("captured"), tiny.CONFIGS["llama31"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("llama31", "model 4"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ("llama31", "model 2"), ("deepseek3", "model 2"), ("gpt_oss", "model 2"), ("gemma2", "model 2")
+    ))],
+)  # fmt: skip
+def test_what_is_captured_is_what_one_device_captures(name: str, mesh: str, tmp_path_factory: pytest.TempPathFactory):
+    folder = tiny.write_folder(tmp_path_factory.mktemp("captured"), tiny.CONFIGS[name])
+    asked = {"hidden": (0, 2), "attention_weights": (1,), "points": [("attn_out", 1), ("resid_mid", 0)]}
     found = []
     for where in (None, MESHES[mesh]):
         with ferrum_jax.load(folder, engine=ENGINE, mesh=where, progress=False) as runner:
-            found.append(runner.capture("a", list(range(20)), hidden=(0, 2), attention_weights=(1,)))
+            found.append(runner.capture("a", list(range(20)), **asked))
+            if where is not None:
+                with pytest.raises(UnsupportedError, match="'z' is not available on a model divided over devices"):
+                    runner.capture("a", [1], points=[("z", 1)])
+                with pytest.raises(UnsupportedError, match="interventions on a model that is divided"):
+                    runner.set_interventions("b", {("resid_post", 0): models.Edit()})
+                assert runner.kv_len("a") == 20
     one, many = found
     agree(many.logits, one.logits)
     for layer, states in one.hidden.items():
         agree(many.hidden[layer], states)
     agree(many.attention_weights[1], one.attention_weights[1])
+    for point, array in one.points.items():
+        agree(many.points[point], array)
 
 
 def serve(folder: Path, mesh: dict[str, int] | None, **settings: Any) -> ModelRunner:

@@ -320,6 +320,7 @@ def test_processed_log_probabilities_are_those_after_the_temperature(runner: Mod
     runner.prefill("a", [1, 2, 3])
     run = DecodeRun(cache_id="a", token=4, pos=3, max_tokens=4, sampling=Sampling(temperature=0.5), seed=3)
     (found,) = runner.decode_n([run])
+    assert found.processed_logprobs is not None
     logits = oracle([1, 2, 3, 4, *found.token_ids])[3:-1].astype(np.float64)
     for scale, told in ((1.0, found.logprobs), (2.0, found.processed_logprobs)):
         logprobs = scale * logits - np.logaddexp.reduce(scale * logits, axis=1, keepdims=True)

@@ -253,3 +253,19 @@ def test_n_is_refused_where_it_makes_no_sense(llm: LLM):
         SamplingParams(n=0)
     with pytest.raises(RequestValidationError, match="n is 2"):
         llm.stream([1], SamplingParams(n=2))
+
+
+def test_the_longest_are_scored_first_and_scores_come_in_the_callers_order(
+    llm: LLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    begun: list[int] = []
+    submit = llm.engine.submit
+    monkeypatch.setattr(
+        llm.engine, "submit", lambda *these: (begun.extend(len(one.prompt) for one in these), submit(*these))
+    )
+    texts = [list(range(size, 1 + 2 * size)) for size in (3, 11, 5, 8)]
+    scores = llm.score([text[:1] for text in texts], [text[1:] for text in texts])
+    assert begun == [12, 9, 6, 4]
+    for text, score in zip(texts, scores, strict=True):
+        assert score.prompt_token_ids + score.token_ids == text
+        np.testing.assert_allclose(score.logprobs, chosen(oracle, text, 1), rtol=0, atol=2e-5)

@@ -1,0 +1,46 @@
+"""Answers of one prompt that do not all fit at once: it is read once, and every answer is the one of its seed."""
+
+from typing import Any
+
+import pytest
+
+from ferrum_jax import LLM, SamplingParams
+from tests.generate.conftest import MakeRunner
+
+PROMPTS = [list(range(1, 21)), list(range(5, 24)), [7, 3, 9] * 6]
+PARAMS = SamplingParams(max_tokens=6, temperature=1.0, seed=40, n=11)
+
+
+def run(new_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[list[list[int]], int]:
+    """Returns all answers, and how many tokens were read in chunks of more than one."""
+    read = 0
+    with new_runner(**settings) as runner:
+        llm, execute = LLM.from_model(runner, max_rows=4), runner.execute
+
+        def counted(batch: Any) -> Any:
+            nonlocal read
+            read += sum(len(row.tokens) for row in batch if row.tokens is not None and len(row.tokens) > 1)
+            return execute(batch)
+
+        monkeypatch.setattr(runner, "execute", counted)
+        outs = llm.generate(PROMPTS, PARAMS)
+        assert runner.kv_slot_capacity_snapshot().free_blocks == runner.plan.cache.num_blocks
+        return [out.token_ids for out in outs], read
+
+
+def test_prompts_are_read_once_however_many_answers_wait(new_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch):
+    answers, read = run(new_runner, monkeypatch)
+    assert read == sum(len(prompt) - 1 for prompt in PROMPTS)
+    with new_runner() as runner:
+        llm = LLM.from_model(runner, max_rows=4)
+        alone = [
+            llm.generate([prompt], SamplingParams(max_tokens=6, temperature=1.0, seed=40 + at))[0].token_ids
+            for prompt in PROMPTS
+            for at in range(PARAMS.n)
+        ]
+    assert answers == alone
+
+
+def test_a_short_kv_changes_no_answer(new_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch):
+    answers, _ = run(new_runner, monkeypatch, kv_blocks=9)
+    assert answers == run(new_runner, monkeypatch)[0]
