@@ -47,6 +47,15 @@ def test_replicas_ends_in_a_json_line_of_twice_the_sequences(records: Path):
     assert one["prefix_hits"] > 0
 
 
+def test_research_ends_in_a_json_line_of_three_answers_that_agree(records: Path):
+    pytest.importorskip("torch", reason="comes with the extra `reference`")
+    patches, gradient, scores = smoke("research", records)["rows"]
+    assert scores["tokens"] > 0
+    assert gradient["remat_s"] > 0
+    assert all(row["ours_s"] > 0 and row["theirs_s"] > 0 for row in (patches, gradient, scores))
+    assert max(row["largest_difference"] for row in (patches, gradient, scores)) < 1e-4
+
+
 def test_shares_ends_in_a_json_line_of_what_two_processes_held(records: Path):
     result = smoke("shares", records)
     rows = result["rows"]
