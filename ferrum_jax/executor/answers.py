@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,10 +11,8 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.sampler import Sampled, SlotSettings
 from ferrum_jax.compile.step import StepOutputs
-from ferrum_jax.contract.answers import Captured
 from ferrum_jax.executor.batch import (
     AllLogits,
-    Capture,
     Distributions,
     LastLogits,
     Output,
@@ -28,7 +26,8 @@ from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.kvcache.sequences import CachedSequence, SequenceTable
 from ferrum_jax.models.hooks import ATTENTION, Point
 
-Answer = Any  # what a row's output says: None, logits, TokenChoice, a list of them, Scores or Captured
+Answer = Any  # what a row's output says: None, logits, TokenChoice, a list of them, or Scores; or WithCaptures
+CapturedPiece = tuple[int, dict[Point, NDArray[Any]]]  # of one row in one step: first token, and [n, ...] of each
 
 
 @dataclass(eq=False)
@@ -41,6 +40,7 @@ class ActiveRows:
     lives: Sequence[CachedSequence]
     adapters: Sequence[int]  # rows of the stacks
     changes: Sequence[int] = ()  # rows of the interventions, where there are any
+    captures: Sequence[tuple[Point, ...]] = ()  # hook points of each
 
     def __post_init__(self, first: Sequence[int]):
         self.slots = np.array([live.slot for live in self.lives], np.int32)
@@ -61,17 +61,24 @@ class StepPart(NamedTuple):
     scores: tuple[jax.Array, ...] | None = None  # of `TargetScores`
 
 
-def read_part(part: StepPart, answers: list[Answer], device: DeviceState, table: SequenceTable) -> None:
+def read_part(
+    part: StepPart,
+    answers: list[Answer],
+    captured: dict[int, list[CapturedPiece]],
+    device: DeviceState,
+    table: SequenceTable,
+) -> None:
     """Copies what is wanted of one step to the host, and enters what the device has chosen in the table."""
     fetch, rows, kinds = device.fetch, part.rows, set(map(type, part.asked))
+    if part.plan.key.capture:
+        _read_captured(part, captured, device)
     if not kinds:
         device.wait(part.outputs.rows)
         return
-    logits = fetch(part.outputs.logits) if kinds & {LastLogits, AllLogits, Capture} else None
+    logits = fetch(part.outputs.logits) if kinds & {LastLogits, AllLogits} else None
     chosen = None if part.sampled is None else _Choices(part.sampled, part.asked, fetch)
     probabilities = None if part.probabilities is None else fetch(part.probabilities)
     scores = _scores(part, fetch)
-    captured = _captured(part.outputs.captured, device) if Capture in kinds else None
     width, pieces, ends = part.plan.key.block_tokens, part.plan.blocks, rows.ends
     for at, (row, output) in enumerate(zip(part.wanted, part.asked, strict=True)):
         match output:
@@ -100,9 +107,6 @@ def read_part(part: StepPart, answers: list[Answer], device: DeviceState, table:
                 packed, *tops = (array[run].copy() for array in scores)
                 tops = tops if with_alternatives else (None, None)
                 _add(answers, row, _ScorePiece(packed, *tops))
-            case Capture(points):
-                assert logits is not None
-                _add(answers, row, _capture_piece(logits[run], captured, points, at, run, ends[row]))
 
 
 class _Choices:
@@ -150,11 +154,6 @@ class _ScorePiece(NamedTuple):
     top_logprobs: NDArray[np.float32] | None
 
 
-class _CapturePiece(NamedTuple):
-    logits: NDArray[np.float32]  # [n, V]
-    captured: dict[Point, NDArray[Any]]  # [n, ...]; of attention [N, n, S]
-
-
 def _add(answers: list[Answer], index: int, piece: Any) -> None:
     if answers[index] is None:
         answers[index] = []
@@ -175,37 +174,42 @@ def join_answer(answer: list[Any]) -> Answer:
                 top_ids, top_logprobs = (np.concatenate([piece[at] for piece in answer]) for at in (1, 2))
             logprobs = packed[:, 1].copy().view(np.float32)
             return Scores(logprobs=logprobs, greedy_ids=packed[:, 0], top_ids=top_ids, top_logprobs=top_logprobs)
-        case _CapturePiece():
-            return _joined_capture(cast(list[_CapturePiece], answer))
     return answer
 
 
-def _captured(captured: Any, device: DeviceState) -> Any:
-    """Copies to the host what a step captured."""
-    found = jax.tree.map(device.fetch, captured)
-    return {
+def _read_captured(part: StepPart, captured: dict[int, list[CapturedPiece]], device: DeviceState) -> None:
+    """Copies what a step captured to the host, and cuts out each row's share."""
+    key, rows = part.plan.key, part.rows
+    found = jax.tree.map(device.fetch, part.outputs.captured)
+    found = {
         point: tuple(device.of_heads(group, 1, "heads") for group in one) if isinstance(one, tuple) else one
         for point, one in found.items()
     }
+    groups = []
+    if key.decode_rows:
+        groups.append((part.plan.decodes, 1, 0))
+    if key.blocks:
+        groups.append((part.plan.blocks, key.block_tokens, key.decode_rows))
+    for number, (pieces, width, first) in enumerate(groups):
+        for at, (row, start, size) in enumerate(pieces):
+            if not (points := rows.captures[row]):
+                continue
+            cut = {}
+            for point in points:
+                array = found[point]
+                if isinstance(array, tuple):  # attention, to the positions up to the row's end
+                    array = array[number][at, :, :size, : rows.ends[row]]
+                else:
+                    array = array[first + at * width : first + at * width + size]
+                is_integer = np.issubdtype(array.dtype, np.integer)
+                cut[point] = array.copy() if is_integer else array.astype(np.float32)
+            captured.setdefault(row, []).append((start, cut))
 
 
-def _capture_piece(
-    logits: NDArray[np.float32], captured: Any, points: Sequence[Point], at: int, run: slice, end: int
-) -> _CapturePiece:
-    """Cuts one block's share out of what a step captured; attention is to the positions up to `end`."""
-
-    def cut(found: Any) -> NDArray[Any]:
-        if isinstance(found, tuple):
-            return found[0][at, :, : run.stop - run.start, :end]
-        return found[run].copy() if np.issubdtype(found.dtype, np.integer) else found[run].astype(np.float32)
-
-    return _CapturePiece(logits.copy(), {point: cut(captured[point]) for point in points})
-
-
-def _joined_capture(pieces: Sequence[_CapturePiece]) -> Captured:
-    """Joins what was captured of one sequence."""
-    points = {
-        point: np.concatenate([piece.captured[point] for piece in pieces], axis=int(point.name in ATTENTION))
-        for point in pieces[0].captured
+def join_captured(pieces: list[CapturedPiece]) -> dict[Point, NDArray[Any]]:
+    """Joins what was captured of one row, in the order of its tokens; of attention `[N, n, S]`."""
+    ordered = [arrays for _, arrays in sorted(pieces, key=lambda piece: piece[0])]
+    return {
+        point: np.concatenate([arrays[point] for arrays in ordered], axis=int(point.name in ATTENTION))
+        for point in ordered[0]
     }
-    return Captured(logits=np.concatenate([piece.logits for piece in pieces]), points=points)

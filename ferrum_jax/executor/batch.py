@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,15 +48,7 @@ class TargetScores(NamedTuple):
     with_alternatives: bool = False
 
 
-class Capture(NamedTuple):
-    """Logits of every token, and the arrays at hook points, come back as `Captured`."""
-
-    points: tuple[Point, ...]
-
-
-Output: TypeAlias = (
-    NoOutput | LastLogits | AllLogits | SampledToken | VerifiedTokens | Distributions | TargetScores | Capture
-)
+Output: TypeAlias = NoOutput | LastLogits | AllLogits | SampledToken | VerifiedTokens | Distributions | TargetScores
 NO_OUTPUT, LAST_LOGITS, ALL_LOGITS = NoOutput(), LastLogits(), AllLogits()
 
 
@@ -67,6 +59,7 @@ class ScheduledRow(NamedTuple):
     tokens: NDArray[np.int32] | None  # [n], in the vocabulary; None: the one token that was sampled last for it
     start: int  # position of the first one: the sequence's length
     output: Output = LAST_LOGITS
+    capture: tuple[Point, ...] = ()  # hook points of its tokens; known prefixes are not reused where there are any
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +68,13 @@ class ScheduledRow(NamedTuple):
 
 
 ScheduledBatch: TypeAlias = Sequence[ScheduledRow]
+
+
+class WithCaptures(NamedTuple):
+    """What comes back for a row that captures."""
+
+    answer: Any  # as its output says
+    points: dict[Point, NDArray[Any]]  # [n, ...] of its tokens; of attention [N, n, S], S being its length after them
 
 
 class TokenChoice(NamedTuple):

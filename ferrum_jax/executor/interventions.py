@@ -16,11 +16,20 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.changes import Changes, tail_of
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_int
-from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError, UnsupportedError
-from ferrum_jax.models.hooks import Edit, Point, check_interventions
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError, UnsupportedError, safe_repr
+from ferrum_jax.models.hooks import Edit, Point, check_interventions, check_supported
 from ferrum_jax.models.placement import ModelPlacement
 
 LAST = 2**31 - 1  # past every position
+
+
+@dataclass(frozen=True, eq=False)
+class Interventions:
+    """What is done at hook points (models/hooks.py) to the tokens of one sequence."""
+
+    edits: Mapping[Any, Any]  # an `Edit` by point, whose arrays broadcast to one token's
+    start: int = 0  # the first position that is changed
+    stop: int | None = None  # one past the last; None has no end
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,11 +72,11 @@ class BoundInterventions:
 
         Raises:
             InvalidParameterError: a point is unknown, or an edit does not broadcast to the array there.
-            UnsupportedError: a function, a point of attention weights, or a model divided over devices.
+            UnsupportedError: a function, a point of attention weights, or on a model divided over devices one that is
+                divided with it.
             ResourceExhaustedError: `max_seqs` ids have interventions.
         """
-        first = min(check_int("start", start, 0), LAST)
-        end = LAST if stop is None else min(check_int("stop", stop, 0), LAST)
+        first, end = _span(start, stop)
         edits = self._check(given) if given else {}
         if not edits:
             if self._bound.pop(cache_id, None) is not None:
@@ -75,6 +84,14 @@ class BoundInterventions:
             return
         self._bound[cache_id] = Binding(self._free_row(cache_id), edits, first, end)
         self._stacks.clear()
+
+    def restore(self, cache_id: str, binding: Binding | None) -> None:
+        """Binds what `of` has returned before, in place of what is bound since."""
+        self._stacks.clear()
+        if binding is None:
+            self._bound.pop(cache_id, None)
+        else:
+            self._bound[cache_id] = binding
 
     def _free_row(self, cache_id: str) -> int:
         used = {one.row for name, one in self._bound.items() if name != cache_id}
@@ -126,25 +143,69 @@ class BoundInterventions:
         return changes
 
     def _check(self, given: Mapping[Any, Any]) -> dict[Point, Edit[NDArray[Any]]]:
-        if self.placed.division is not None or self.is_shared:
-            raise UnsupportedError("interventions on a model that is divided over devices: serve it on one device")
-        checked = check_interventions(given, self.cfg)
-        found: dict[Point, Edit[NDArray[Any]]] = {}
-        for point, intervention in checked.items():
-            if not isinstance(intervention, Edit):
-                raise UnsupportedError(
-                    f"the intervention at {point.name!r} is a function: steps are compiled for edits, which are arrays "
-                    "(models.run and generate_fn take functions)"
-                )
-            shape, dtype = tail_of(point, self.cfg)
-            edit = jax.tree.map(np.asarray, intervention)
-            layers = range(self.cfg.num_hidden_layers) if point.layer is None else [point.layer]
-            for layer in layers:
-                own = edit if point.layer is not None else jax.tree.map(lambda leaf, at=layer: leaf[at], edit)
-                for leaf in jax.tree.leaves(own):
-                    _check_leaf(point, leaf, shape, dtype)
-                found[Point(point.name, layer)] = own
-        return found
+        if self.is_shared:
+            raise UnsupportedError("interventions on a model that several processes run: serve it in one process")
+        edits = check_edits(given, self.cfg)
+        check_supported(edits, self.cfg, has_window_cache=False, is_divided=self.placed.division is not None)
+        return edits
+
+
+def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[NDArray[Any]]]:
+    """Returns the edits of one sequence by point and layer, on the host.
+
+    Raises:
+        InvalidParameterError: a point is unknown, or an edit does not broadcast to the array there.
+        UnsupportedError: a function, or a point of attention weights.
+    """
+    found: dict[Point, Edit[NDArray[Any]]] = {}
+    for point, intervention in check_interventions(given, cfg).items():
+        if not isinstance(intervention, Edit):
+            raise UnsupportedError(
+                f"the intervention at {point.name!r} is a function: steps are compiled for edits, which are arrays "
+                "(models.run and generate_fn take functions)"
+            )
+        shape, dtype = tail_of(point, cfg)
+        edit = jax.tree.map(np.asarray, intervention)
+        layers = range(cfg.num_hidden_layers) if point.layer is None else [point.layer]
+        for layer in layers:
+            own = edit if point.layer is not None else jax.tree.map(lambda leaf, at=layer: leaf[at], edit)
+            for leaf in jax.tree.leaves(own):
+                _check_leaf(point, leaf, shape, dtype)
+            found[Point(point.name, layer)] = own
+    return found
+
+
+def check_each(given: Any, count: int, cfg: ModelConfig) -> list[Interventions | None]:
+    """Returns the interventions of each of so many prompts: one for all of them, or as many; edits are checked.
+
+    A mapping stands for its edits at every position. Raises as `check_edits`; RequestValidationError for what is no
+    interventions, or not as many.
+    """
+    each = list(given) if isinstance(given, (list, tuple)) else [given] * count
+    if len(each) != count:
+        raise RequestValidationError(f"{count} prompts need as many interventions, {len(each)} were given")
+    known: dict[int, Interventions | None] = {}
+    for one in each:
+        if id(one) not in known:
+            known[id(one)] = _checked(one, cfg)
+    return [known[id(one)] for one in each]
+
+
+def _checked(given: Any, cfg: ModelConfig) -> Interventions | None:
+    one = Interventions(given) if isinstance(given, Mapping) else given
+    if one is None:
+        return None
+    if not isinstance(one, Interventions):
+        raise RequestValidationError(f"interventions are {safe_repr(one)}, expected Interventions or a mapping")
+    _span(one.start, one.stop)
+    edits = check_edits(one.edits, cfg)
+    return Interventions(edits, one.start, one.stop) if edits else None
+
+
+def _span(start: int, stop: int | None) -> tuple[int, int]:
+    """Checks the positions that are changed; returns them as int32 numbers."""
+    first = min(check_int("start", start, 0), LAST)
+    return first, LAST if stop is None else min(check_int("stop", stop, 0), LAST)
 
 
 def _check_leaf(point: Point, leaf: NDArray[Any], shape: tuple[int, ...], dtype: Any) -> None:

@@ -21,10 +21,17 @@ from ferrum_jax.compile.step import StepOutputs
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters, Keep, not_kept
-from ferrum_jax.executor.answers import ActiveRows, Answer, StepPart, join_answer, read_part
+from ferrum_jax.executor.answers import (
+    ActiveRows,
+    Answer,
+    CapturedPiece,
+    StepPart,
+    join_answer,
+    join_captured,
+    read_part,
+)
 from ferrum_jax.executor.batch import (
     NO_OUTPUT,
-    Capture,
     Distributions,
     LastLogits,
     NoOutput,
@@ -34,6 +41,7 @@ from ferrum_jax.executor.batch import (
     ScheduledRow,
     TargetScores,
     VerifiedTokens,
+    WithCaptures,
 )
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
@@ -44,6 +52,7 @@ from ferrum_jax.executor.sizing import MOST_IN_FLIGHT, EnginePlan
 from ferrum_jax.kvcache.prefix import PrefixIndex
 from ferrum_jax.kvcache.sequences import PRIVATE, UNKNOWN, CachedSequence, SequenceTable
 from ferrum_jax.kvcache.transaction import KvTransaction
+from ferrum_jax.models.hooks import Point
 from ferrum_jax.ops.batch import Rows
 
 _ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # of outputs, those that need the last token's logits at most
@@ -59,6 +68,7 @@ class PendingStep:
     answers: list[Answer]
     losses: int  # those of the device when it was begun
     parts: deque[StepPart] = field(default_factory=deque)
+    captured: dict[int, list[CapturedPiece]] = field(default_factory=dict)  # by row, read so far
 
     def result(self) -> list[Answer]:
         """Waits, and returns one answer per row, in order; only what was asked for is copied to the host.
@@ -84,6 +94,7 @@ class PlannedBatch(NamedTuple):
     starts: Sequence[int]  # position of the first of those
     uses: list[int]  # rows of the adapters' stacks
     changes: list[int]  # rows of the interventions, if any sequence has some
+    captures: Sequence[tuple[Point, ...]]  # of each row
     transaction: KvTransaction
     plans: list[StepPlan]
     recompute: list[tuple[ActiveRows, StepPlan]]
@@ -161,7 +172,7 @@ class Pipeline:
             return None
         while len(self._pending) >= MOST_IN_FLIGHT:
             self.collect(self._pending[0])
-        cache_ids, given, starts, outputs = zip(*batch, strict=True)
+        cache_ids, given, starts, outputs, captures = zip(*batch, strict=True)
         kinds, buckets, used = set(map(type, outputs)), self.plan.buckets, self.adapters.are_used()
         lives = self._check(batch, kinds)
         if self._needs_known_tokens(batch, lives, kinds):
@@ -169,8 +180,8 @@ class Pipeline:
         tokens = [_newest(live) if one is None else one for one, live in zip(given, lives, strict=True)]
         counts = list(map(len, tokens))
         reusable = [
-            count - (type(one) is not NoOutput) if type(one) in _ONE_OUTPUT else 0
-            for one, count in zip(outputs, counts, strict=True)
+            count - (type(one) is not NoOutput) if type(one) in _ONE_OUTPUT and not points else 0
+            for one, count, points in zip(outputs, counts, captures, strict=True)
         ]
         uses = list(map(self.adapters.row_of, cache_ids)) if used else [NONE] * len(batch)
         changes = list(map(self.interventions.row_of, cache_ids)) if self.interventions.are_used else []
@@ -185,7 +196,10 @@ class Pipeline:
             every = [0 if type(one) in _ONE_OUTPUT else count for one, count in zip(outputs, left, strict=True)]
             left = [count - other for count, other in zip(left, every, strict=True)]
         plans = planner.plan_steps(left, buckets)
-        plans += [_captured(one, outputs) for one in planner.plan_all_logits(every, buckets)]
+        if every:
+            plans += planner.plan_all_logits(every, buckets)
+        if any(captures):
+            plans = [_captured(one, captures) for one in plans]
         if used:
             plans = [_adapted(one, uses) for one in plans]
         plans = [self._changed(one, changes) for one in plans]
@@ -197,37 +211,55 @@ class Pipeline:
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
         return PlannedBatch(
-            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, changes, transaction, plans, recompute
+            cache_ids,
+            outputs,
+            kinds,
+            counts,
+            reused,
+            tokens,
+            starts,
+            uses,
+            changes,
+            captures,
+            transaction,
+            plans,
+            recompute,
         )
 
     def run(self, planned: "PlannedBatch | None") -> PendingStep:
         """Begins a batch that was planned, before anything else changed; raises DeviceError."""
         if planned is None:
             return PendingStep(self, [], self.device.losses)
-        (cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, changes, transaction, plans, recompute) = (
-            planned
-        )
+        cache_ids, outputs, transaction = planned.cache_ids, planned.outputs, planned.transaction
         pending = PendingStep(self, [None] * len(cache_ids), self.device.losses)
         try:
-            self.begin(transaction, recompute)
-            rows = ActiveRows(outputs, tokens, starts, cast(list[CachedSequence], transaction.lives), uses, changes)
+            self.begin(transaction, planned.recompute)
+            rows = ActiveRows(
+                outputs,
+                planned.tokens,
+                planned.starts,
+                cast(list[CachedSequence], transaction.lives),
+                planned.uses,
+                planned.changes,
+                planned.captures,
+            )
             for live, one in zip(rows.lives, outputs, strict=True):
                 if isinstance(one, (SampledToken, VerifiedTokens, Distributions)):
                     self.install_settings(live, one.settings)
-            for plan in plans:
+            for plan in planned.plans:
                 if len(pending.parts) == MOST_IN_FLIGHT:
-                    read_part(pending.parts.popleft(), pending.answers, self.device, self.table)
+                    read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
                 buffer, wanted = self._pack_step(plan, rows)
                 begun = self.device.step(plan.key, buffer, *self._edits(plan))
                 pending.parts.append(self._chain(plan, begun, rows, wanted))
             transaction.commit()
             if self.table.prefixes is not None:
-                for count, skip, one in zip(counts, reused, outputs, strict=True):
+                for count, skip, one in zip(planned.counts, planned.reused, outputs, strict=True):
                     if count > 1 and type(one) in _ONE_OUTPUT:
                         self.prefixes.count(skip)
             if self.adapters.are_used():
                 self.adapters.count(cache_ids)
-            if SampledToken in kinds:
+            if SampledToken in planned.kinds:
                 self._pending.append(pending)
         except BaseException:  # an interrupt, too: nobody knows how far it came
             self.device.lose()
@@ -255,7 +287,7 @@ class Pipeline:
         """Returns the sequence of each row; raises RequestValidationError for rows that cannot be served."""
         cache_ids = [row.cache_id for row in batch]
         lives = self.table.find(cache_ids)
-        for (cache_id, tokens, start, _), live in zip(batch, lives, strict=True):
+        for (cache_id, tokens, start, _, _), live in zip(batch, lives, strict=True):
             length = 0 if live is None else len(live.tokens)
             if start != length:
                 check_position(cache_id, "start", start, length)
@@ -266,7 +298,7 @@ class Pipeline:
             return lives
         most = self.plan.buckets.verify_tokens
         for row, live in zip(batch, lives, strict=True):
-            cache_id, _, _, output = row
+            cache_id, output = row.cache_id, row.output
             if isinstance(output, (SampledToken, VerifiedTokens, Distributions)):
                 if isinstance(output, VerifiedTokens) and row.num_tokens > most:
                     raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
@@ -405,8 +437,11 @@ class Pipeline:
             return
         self.device.last_fetched_bytes = 0
         while pending.parts:
-            read_part(pending.parts.popleft(), pending.answers, self.device, self.table)
+            read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
         pending.answers = [join_answer(one) if isinstance(one, list) else one for one in pending.answers]
+        for row, pieces in pending.captured.items():
+            pending.answers[row] = WithCaptures(pending.answers[row], join_captured(pieces))
+        pending.captured = {}
 
     def plan_recompute(self, rows: Iterable[tuple[str, int]]) -> list[tuple[ActiveRows, StepPlan]]:
         """Plans to compute sequences anew whose sliding-window caches lost what their next token sees.
@@ -456,10 +491,9 @@ def _chained(kinds: set[type], plans: Sequence[StepPlan], capacity: int) -> list
     return keys
 
 
-def _captured(plan: StepPlan, outputs: Sequence[Output]) -> StepPlan:
+def _captured(plan: StepPlan, captures: Sequence[tuple[Point, ...]]) -> StepPlan:
     """Returns the plan for a step that captures what its rows ask for, all of them together."""
-    asked = [outputs[piece.row] for piece in plan.blocks]
-    points = {point for one in asked if isinstance(one, Capture) for point in one.points}
+    points = {point for piece in (*plan.decodes, *plan.blocks) for point in captures[piece.row]}
     return replace(plan, key=replace(plan.key, capture=tuple(sorted(points)))) if points else plan
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
-from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError, UnsupportedError
+from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
@@ -203,8 +203,23 @@ class ReplicatedRunner(ModelRunner):
     def set_interventions(
         self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
     ) -> None:
-        """Raises UnsupportedError: a sequence with interventions would be bound to one replica."""
-        raise UnsupportedError("interventions on replicas: serve the model without the axis 'data'")
+        """Changes what is computed of one sequence; raises as of one runner.
+
+        An id that has no tokens yet is bound on every replica, until they say where it goes.
+        """
+        with self._life.lock, self._life:
+            key = check_cache_id(cache_id)
+            is_placed = key in self._router.homes
+            owners = self._router.owners(key) if is_placed else self.replicas
+            before = [replica._pipeline.interventions.of(key) for replica in owners]
+            try:
+                for replica in owners:
+                    replica.set_interventions(key, interventions, start=start, stop=stop)
+            except FerrumError:
+                for replica, former in zip(owners, before, strict=True):
+                    replica._pipeline.interventions.restore(key, former)
+                raise
+            self._keep_unplaced(key, is_placed)
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Binds one id to an adapter, or to none; raises as of one runner.
@@ -223,8 +238,14 @@ class ReplicatedRunner(ModelRunner):
                 for replica, former in zip(owners, before, strict=True):
                     replica._adapters.bind(key, former)
                 raise
-            if not is_placed:
-                (self._router.unplaced.discard if adapter is None else self._router.unplaced.add)(key)
+            self._keep_unplaced(key, is_placed)
+
+    def _keep_unplaced(self, cache_id: str, is_placed: bool) -> None:
+        """Notes whether an id without tokens is bound to anything, on every replica."""
+        first = self.replicas[0]
+        is_bound = first._adapters.of(cache_id) is not None or first._pipeline.interventions.of(cache_id) is not None
+        if not is_placed:
+            (self._router.unplaced.add if is_bound else self._router.unplaced.discard)(cache_id)
 
     def load_lora(self, name: str, path: Any) -> None:
         """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as of one runner."""

@@ -13,6 +13,7 @@ from ferrum_jax.executor.batch import ScheduledBatch
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.pipeline import PendingStep, PlannedBatch
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.kvcache.sequences import PRIVATE
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -45,7 +46,7 @@ class ReplicaRouter:
         self.table = self  # of which a runner asks the length of a sequence
         self.homes: dict[str, int] = {}
         self.short: frozenset[int | None] = frozenset()  # replicas that are the last to take new ids
-        self.unplaced: set[str] = set()  # bound to an adapter on every replica, until their tokens say where they go
+        self.unplaced: set[str] = set()  # with bindings on every replica, until their tokens say where they go
 
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
@@ -124,18 +125,21 @@ class ReplicaRouter:
         table = replica._pipeline.table
         if table.prefixes is None or len(tokens) < 2:
             return 0, 0
-        blocks = table.prefixes.known_blocks(replica._adapters.of(cache_id), tokens[:-1], table.block_size)
+        owner = replica._pipeline.owner_of(cache_id)
+        if owner is PRIVATE:
+            return 0, 0
+        blocks = table.prefixes.known_blocks(owner, tokens[:-1], table.block_size)
         return len(blocks), sum(not table.pool.num_holders(block) for block in blocks)
 
     def settle_homes(self, homes: dict[str, int]) -> None:
-        """Keeps where ids are placed; an adapter that was bound on every replica stays bound there alone."""
+        """Keeps where ids are placed; what was bound to them on every replica stays bound there alone."""
         for cache_id, home in homes.items():
             self.homes[cache_id] = home
             if cache_id in self.unplaced:
                 self.unplaced.discard(cache_id)
                 for index, replica in enumerate(self.replicas):
                     if index != home:
-                        replica.set_lora_adapter_for_cache(cache_id, None)
+                        replica.release(cache_id)
 
     def owners(self, cache_id: str) -> list[ModelRunner]:
         """The replicas that know of an id."""

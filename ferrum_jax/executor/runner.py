@@ -25,7 +25,6 @@ from ferrum_jax.executor.adapters import Adapters, Keep
 from ferrum_jax.executor.batch import (
     ALL_LOGITS,
     LAST_LOGITS,
-    Capture,
     Output,
     ScheduledBatch,
     ScheduledRow,
@@ -202,10 +201,13 @@ class ModelRunner(Adaptable):
         with self._life.lock, self._life:
             cfg = self.model_config
             asked, (states, weights) = check_points(points, cfg), hidden_points(hidden, attention_weights, cfg)
-            wanted = Capture(tuple(sorted({*asked, *states, *weights})))
-            found = self._pipeline.execute([self._appended(cache_id, tokens, wanted)]).result()[0]
+            row = self._appended(cache_id, tokens, ALL_LOGITS)
+            row = row._replace(capture=tuple(sorted({*asked, *states, *weights})))
+            found = self._pipeline.execute([row]).result()[0]
+            if not row.capture:
+                return Captured(logits=found)
             return Captured(
-                logits=found.logits,
+                logits=found.answer,
                 hidden={state_number(point): found.points[point] for point in states},
                 attention_weights={point.layer: found.points[point] for point in weights if point.layer is not None},
                 points={point: found.points[point] for point in asked},
@@ -227,7 +229,8 @@ class ModelRunner(Adaptable):
         Raises:
             RequestValidationError: the sequence has tokens, or an edit does not fit.
             InvalidParameterError: a point is unknown.
-            UnsupportedError: a function, attention scores or weights, or a model divided over devices.
+            UnsupportedError: a function, attention scores or weights, or a model that several processes run; on a mesh
+                that divides the model, points outside the residual stream.
             ResourceExhaustedError: `max_seqs` sequences have interventions.
         """
         with self._life.lock, self._life:

@@ -189,9 +189,23 @@ def test_positions_past_every_sequence_and_edits_of_no_numbers(runner: ModelRunn
         runner.set_interventions("b", {("z", 0): Edit(add=wrong)})
 
 
-def test_replicas_refuse_interventions(params: ParamTree):
-    with (
-        ferrum_jax.from_params(params, CFG, engine=ENGINE, mesh={"data": 2}) as replicas,
-        pytest.raises(UnsupportedError, match="interventions on replicas"),
-    ):
-        replicas.set_interventions("a", STEER)
+def test_sequences_on_replicas_have_each_their_own(params: ParamTree, changed: Oracle, oracle: Oracle):
+    engine = replace(ENGINE, prefix_cache=True)
+    with ferrum_jax.from_params(params, CFG, engine=engine, mesh={"data": 2}) as replicas:
+        close(replicas.prefill("plain", TOKENS), oracle(TOKENS)[-1])
+        expected = {name: changed(TOKENS, edits) for name, edits in {"a": STEER, "b": PATCH, "c": STEER}.items()}
+        for name, edits in {"a": STEER, "b": PATCH, "c": STEER}.items():
+            replicas.set_interventions(name, edits)
+        replicas.set_interventions("dropped", PATCH)
+        replicas.set_interventions("dropped", None)
+        with pytest.raises(UnsupportedError, match="is a function"):
+            replicas.set_interventions("c", {("z", 0): lambda x, _: x})  # and leaves what it has
+        for name, logits in expected.items():
+            close(replicas.prefill(name, TOKENS[:-1]), logits[-2])
+        assert len({replicas.replica_of(name) for name in expected}) == 2
+        rows = [(name, TOKENS[-1], len(TOKENS) - 1) for name in expected]
+        for (name, *_), logits in zip(rows, replicas.decode_batch(rows), strict=True):
+            close(logits, expected[name][-1])
+            replicas.release(name)
+        close(replicas.prefill("dropped", TOKENS), oracle(TOKENS)[-1])
+        close(replicas.prefill("a", TOKENS), oracle(TOKENS)[-1])

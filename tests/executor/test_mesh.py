@@ -108,6 +108,32 @@ def test_every_method_answers_as_on_one_device(pair: tuple[ModelRunner, ModelRun
         ("llama31", "model 2"), ("deepseek3", "model 2"), ("gpt_oss", "model 2"), ("gemma2", "model 2")
     ))],
 )  # fmt: skip
+def test_edits_of_the_residual_stream_are_those_of_one_device(
+    name: str, mesh: str, tmp_path_factory: pytest.TempPathFactory
+):
+    folder = tiny.write_folder(tmp_path_factory.mktemp("edited"), tiny.CONFIGS[name])
+    found = []
+    for where in (None, MESHES[mesh]):
+        with ferrum_jax.load(folder, engine=ENGINE, mesh=where, progress=False) as runner:
+            vector = np.linspace(-1, 1, runner.model_config.hidden_size, dtype=np.float32)
+            plain = runner.prefill("plain", list(range(20)))
+            edits = {("resid_mid", 1): models.Edit(add=vector), ("attn_out", 0): models.Edit(scale=np.float32(0.5))}
+            runner.set_interventions("a", edits, start=3)
+            runner.prefill("a", list(range(20)))
+            together = runner.decode_batch([("a", 5, 20), ("plain", 5, 20)])
+            found.append([*together, runner.forward_verify("a", [7, 8])])
+            assert not np.allclose(*together, atol=1e-3)
+            agree(runner.prefill("again", list(range(20))), plain)
+    for one, many in zip(*found, strict=True):
+        agree(many, one)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [("llama31", "model 4"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ("llama31", "model 2"), ("deepseek3", "model 2"), ("gpt_oss", "model 2"), ("gemma2", "model 2")
+    ))],
+)  # fmt: skip
 def test_what_is_captured_is_what_one_device_captures(name: str, mesh: str, tmp_path_factory: pytest.TempPathFactory):
     folder = tiny.write_folder(tmp_path_factory.mktemp("captured"), tiny.CONFIGS[name])
     asked = {"hidden": (0, 2), "attention_weights": (1,), "points": [("attn_out", 1), ("resid_mid", 0)]}
@@ -118,8 +144,8 @@ def test_what_is_captured_is_what_one_device_captures(name: str, mesh: str, tmp_
             if where is not None:
                 with pytest.raises(UnsupportedError, match="'z' is not available on a model divided over devices"):
                     runner.capture("a", [1], points=[("z", 1)])
-                with pytest.raises(UnsupportedError, match="interventions on a model that is divided"):
-                    runner.set_interventions("b", {("resid_post", 0): models.Edit()})
+                with pytest.raises(UnsupportedError, match="'z' is not available on a model divided over devices"):
+                    runner.set_interventions("b", {("z", 0): models.Edit(scale=np.float32(2))})
                 assert runner.kv_len("a") == 20
     one, many = found
     agree(many.logits, one.logits)

@@ -17,7 +17,6 @@ from ferrum_jax.executor.batch import (
     ALL_LOGITS,
     LAST_LOGITS,
     NO_OUTPUT,
-    Capture,
     Distributions,
     Output,
     SampledToken,
@@ -26,6 +25,7 @@ from ferrum_jax.executor.batch import (
     TargetScores,
     TokenChoice,
     VerifiedTokens,
+    WithCaptures,
 )
 from ferrum_jax.models.hooks import Point
 from ferrum_jax.models.specs import ParamTree
@@ -105,16 +105,56 @@ def test_rows_of_different_outputs_in_one_batch_answer_as_alone(seed: int, runne
     same(together, alone)
 
 
-def test_what_is_captured_beside_a_sampled_row_is_what_is_captured_alone(runner: ModelRunner):
+POINTS = Point("pattern", 0), Point("resid_post", 0), Point("z", 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_of_any_output_capture_what_is_captured_alone(seed: int, runner: ModelRunner):
+    """Of decode rows, chunks and prompts of several blocks, beside rows that capture nothing."""
+    draw = random.Random(seed)
+    batch = []
+    for key, tokens in HELD.items():
+        output = draw.choice(OUTPUTS)
+        count = 3 if isinstance(output, TargetScores) else draw.choice([1, 1, 2, 4])
+        if not isinstance(output, (VerifiedTokens, Distributions, TargetScores)):
+            count = draw.choice([count, 21])
+        points = tuple(sorted(draw.sample(POINTS, draw.randint(0, 3))))
+        new = [draw.randrange(37) for _ in range(count)]
+        batch.append(row(key, new, len(tokens), output)._replace(capture=points))
     hold(runner)
-    wanted = Capture((Point("pattern", 0), Point("resid_post", 0)))
-    found, choice = runner.execute([row("a", [5, 6], 9, wanted), row("b", [1], 2, SampledToken(GREEDY))]).result()
-    runner.truncate_kv("a", 9)
-    alone = runner.capture("a", [5, 6], hidden=(1,), attention_weights=(0,))
-    np.testing.assert_allclose(found.points["resid_post", 0], alone.hidden[1], atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(found.points["pattern", 0], alone.attention_weights[0], atol=TOLERANCE, rtol=0)
-    runner.truncate_kv("b", 2)
-    assert choice.token_id == int(np.argmax(runner.decode("b", 1, 2)))
+    together = runner.execute(batch).result()
+    runner.reset()
+    hold(runner)
+    plain = runner.execute([one._replace(capture=()) for one in batch]).result()
+    for one, answer, alone in zip(batch, together, plain, strict=True):
+        if one.capture:
+            assert isinstance(answer, WithCaptures)
+            assert sorted(answer.points) == list(one.capture)
+            runner.truncate_kv(one.cache_id, one.start)
+            expected = runner.capture(one.cache_id, one.tokens.tolist(), points=one.capture).points
+            for point in one.capture:
+                same(answer.points[point], expected[point])
+            answer = answer.answer
+        same(answer, alone)
+
+
+def test_a_row_captures_of_the_token_that_only_the_device_knows_and_of_a_known_prefix(runner: ModelRunner):
+    settings = SampledToken(WARM)
+    begun = [row("a", TEXT[:9], 0, settings), *(row("a", None, 9 + at, settings) for at in range(3))]
+    steps = [runner.execute([one._replace(capture=POINTS)]) for one in begun]
+    found = [step.result()[0] for step in steps]
+    ids = [answer.answer.token_id for answer in found]
+    runner.release("a")
+    runner.prefill("a", TEXT[:9])  # which are a known prefix when they are read again
+    runner.release("a")
+    again = runner.execute([row("a", TEXT[:9], 0, settings)._replace(capture=POINTS)]).result()[0]
+    assert again.answer.token_id == ids[0]
+    runner.release("a")
+    expected = runner.capture("a", [*TEXT[:9], *ids[:3]], points=POINTS).points
+    for point in POINTS[1:]:
+        same(np.concatenate([answer.points[point] for answer in found]), expected[point])
+        same(again.points[point], expected[point][:9])
+    same(found[2].points[POINTS[0]][:, 0], expected[POINTS[0]][:, 10, :11])
 
 
 def one_by_one(runner: ModelRunner, keys: str, settings: dict[str, SlotSettings], count: int) -> dict[str, list[int]]:
