@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ferrum_jax.config import ModelConfig as ModelConfig
     from ferrum_jax.conversion import convert as convert
     from ferrum_jax.executor.from_params import from_params as from_params
+    from ferrum_jax.executor.interventions import Interventions as Interventions
     from ferrum_jax.executor.llm_executor.executor import LlmExecutor as LlmExecutor
     from ferrum_jax.executor.llm_executor.registry import LlmExecutorRegistry as LlmExecutorRegistry
     from ferrum_jax.executor.runner import ModelRunner as ModelRunner
@@ -38,6 +39,7 @@ _LAZY = {
     "EngineConfig": "ferrum_jax.config",
     "ModelConfig": "ferrum_jax.config",
     "convert": "ferrum_jax.conversion",
+    "Interventions": "ferrum_jax.executor.interventions",
     "LlmExecutor": "ferrum_jax.executor.llm_executor.executor",
     "LlmExecutorFactory": "ferrum_jax.factory",
     "LlmExecutorRegistry": "ferrum_jax.executor.llm_executor.registry",

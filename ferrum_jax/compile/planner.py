@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile.buckets import Buckets, choose_bucket
 from ferrum_jax.compile.step import StepKey
+from ferrum_jax.models.hooks import Point
 
 
 class Piece(NamedTuple):
@@ -33,6 +34,12 @@ class StepPlan:
         """Rows, starts and sizes of what decodes, and of the blocks: `[n]` each."""
         groups = self.decodes, self.blocks
         return [tuple(np.array(pieces, np.intp).reshape(-1, len(Piece._fields)).T) for pieces in groups]
+
+
+def capturing(plan: StepPlan, captures: Sequence[tuple[Point, ...]]) -> StepPlan:
+    """Returns the plan for a step that captures what its rows ask for, all of them together."""
+    points = {point for piece in (*plan.decodes, *plan.blocks) for point in captures[piece.row]}
+    return replace(plan, key=replace(plan.key, capture=tuple(sorted(points)))) if points else plan
 
 
 def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:

@@ -199,7 +199,7 @@ class Pipeline:
         if every:
             plans += planner.plan_all_logits(every, buckets)
         if any(captures):
-            plans = [_captured(one, captures) for one in plans]
+            plans = [planner.capturing(one, captures) for one in plans]
         if used:
             plans = [_adapted(one, uses) for one in plans]
         plans = [self._changed(one, changes) for one in plans]
@@ -489,12 +489,6 @@ def _chained(kinds: set[type], plans: Sequence[StepPlan], capacity: int) -> list
         if Distributions in kinds:
             keys.append(DistributionKey(key.blocks, key.block_tokens))
     return keys
-
-
-def _captured(plan: StepPlan, captures: Sequence[tuple[Point, ...]]) -> StepPlan:
-    """Returns the plan for a step that captures what its rows ask for, all of them together."""
-    points = {point for piece in (*plan.decodes, *plan.blocks) for point in captures[piece.row]}
-    return replace(plan, key=replace(plan.key, capture=tuple(sorted(points)))) if points else plan
 
 
 def _adapted(plan: StepPlan, uses: Sequence[int]) -> StepPlan:

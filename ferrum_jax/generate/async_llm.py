@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 from ferrum_jax.contract.errors import AlreadyExistsError
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of
-from ferrum_jax.generate.prompts import Prompt, as_adapters
+from ferrum_jax.generate.prompts import Prompt
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.models.specs import ParamTree
@@ -39,6 +40,8 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
     ) -> AsyncIterator[RequestOutput]:
         """Yields what there is of the answer each time there is more, at last with its `finish_reason`.
 
@@ -51,14 +54,16 @@ class AsyncLLM:
             sampling_params: another name of `params`.
             request_id: for `abort`; a new one if None.
             lora_request: an adapter, as for `LLM.generate`.
+            interventions: as for `LLM.generate`.
+            capture: as for `LLM.generate`; only the last output has what was captured.
 
         Raises:
             AlreadyExistsError: a request of this id runs.
             FerrumError: the prompt is refused, or the request failed.
         """
-        (adapter,) = as_adapters(lora_request, 1)
         loop, changed, params = asyncio.get_running_loop(), asyncio.Event(), one_of(params, sampling_params)
-        request = await loop.run_in_executor(self._tokenising, self.llm.request, prompt, params, adapter)
+        asked = prompt, params, lora_request, interventions, capture
+        request = await loop.run_in_executor(self._tokenising, self.llm.request, *asked)
         name = request.cache_id if request_id is None else request_id
         if name in self._live:
             raise AlreadyExistsError(f"a request {name!r} runs already")
@@ -82,6 +87,42 @@ class AsyncLLM:
             del self._live[name]
             if not request.is_done:
                 self.llm.engine.abort(request)
+
+    async def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
+        return_errors: bool = False,
+    ) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Answers prompts together, and yields each output with its index when it is finished, as `LLM.as_completed`.
+
+        Leaving the iterator early, a cancellation or an error aborts the others.
+        """
+        loop, done = asyncio.get_running_loop(), asyncio.Queue[Request]()
+        asked = prompts, params, lora_request, interventions, capture
+        groups = await loop.run_in_executor(self._tokenising, self.llm._groups, *asked)
+        indices = {request: at for at, request in enumerate(itertools.chain.from_iterable(groups))}
+
+        def notify(request: Request) -> None:
+            if request.is_done:
+                with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+                    loop.call_soon_threadsafe(done.put_nowait, request)
+
+        for request in indices:
+            request.notify = notify
+        left = set(indices)
+        try:
+            self.llm.engine.submit(*(first for first, *_ in groups))
+            while left:
+                if (request := await done.get()) in left:
+                    left.discard(request)
+                    yield indices[request], request.output(return_error=return_errors)
+        finally:
+            self.llm.engine.abort(*left)
 
     async def abort(self, request_id: str) -> None:
         """Ends a request after the step that runs; its iterator raises CancelledError. An unknown id is no error."""

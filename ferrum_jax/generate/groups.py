@@ -17,7 +17,7 @@ def fork_from_group(request: Request, running: Iterable[Request], backend: Backe
     if not request.group or not position or request.num_read or request.copies:
         return
     for one in running:
-        if one.group == request.group and one.num_read >= position and is_current(one, backend):
+        if one.group == request.group and one.can_share(position) and is_current(one, backend):
             try:
                 backend.fork(one.cache_id, request.cache_id)
                 if one.num_read > position:

@@ -3,34 +3,28 @@
 import itertools
 import os
 import queue
-import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
-from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.chat import render_chat
-from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
+from ferrum_jax.generate.intake import Intake
 from ferrum_jax.generate.params import (
     RequestOutput,
     SamplingParams,
     Score,
-    check_fits,
     one_of,
     params_of_each,
     params_of_one,
 )
-from ferrum_jax.generate.prompts import Prompt, as_adapters, as_ids, as_prompts
+from ferrum_jax.generate.prompts import Prompt, as_prompts
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
-from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
@@ -129,6 +123,7 @@ class LLM:
                 drafts.close()
             raise
         self._engine = Engine(scheduler)
+        self._intake = Intake(model, tokenizer, scheduler.new_cache_id)
 
     def __enter__(self) -> Self:
         if isinstance(self.model, ModelRunner):
@@ -221,6 +216,8 @@ class LLM:
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
         progress: bool = False,
         use_tqdm: bool = False,
         return_errors: bool = False,
@@ -228,11 +225,18 @@ class LLM:
         """Answers prompts together; outputs come in their order, the `n` of one prompt side by side.
 
         Args:
-            prompts: one text or one list of ids, or several of either; `{"prompt_token_ids": …}` is such a list.
+            prompts: one text or one list of ids, or several of either; `{"prompt_token_ids": …}` is such a list. A
+                `RequestOutput` whose answer is not complete is continued: its tokens stay, and count among
+                `max_tokens`. What the prefix cache still has of it is not computed again.
             params: for all prompts, or one for each; greedy if None.
             sampling_params: another name of `params`.
             lora_request: an adapter's name, an `ActiveLoraAdapter`, or what has `lora_name` and `lora_path`: for all
                 prompts, or one each.
+            interventions: what is done at hook points (models/hooks.py): edits by point, or `Interventions`, which
+                also say at which positions; for all prompts, or one each. Other values compile nothing; a step for
+                another set of points is compiled when it is first needed.
+            capture: hook points that `RequestOutput.captured` has of every token that was read. Known prefixes are then
+                not reused, and nothing is drafted. Steps compile when they are first needed.
             progress: show a bar of finished prompts.
             use_tqdm: another name of `progress`.
             return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and
@@ -240,15 +244,43 @@ class LLM:
                 which it is, and the others are given up.
 
         Raises:
-            RequestValidationError: a prompt is empty or longer than the KV capacity; nothing was started.
+            RequestValidationError: a prompt is empty or longer than the KV capacity, or an answer to be continued is
+                complete; nothing was started.
+            UnsupportedError: hook points of a model that is no `ModelRunner`.
             FerrumError: a prompt failed, and errors are not to be returned.
         """
-        listed = as_prompts(prompts)
-        each = params_of_each(one_of(params, sampling_params), len(listed))
-        adapters = as_adapters(lora_request, len(listed))
-        groups = [self._requests(*one) for one in zip(listed, each, adapters, strict=True)]
+        params = one_of(params, sampling_params)
+        groups = self._groups(prompts, params, lora_request, interventions, capture)
         self._finish(groups, Track("generating") if progress or use_tqdm else None, return_errors=return_errors)
         return [request.output(return_error=return_errors) for group in groups for request in group]
+
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
+        return_errors: bool = False,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Answers prompts together as `generate`; yields each output as soon as it is finished.
+
+        Every output comes with the index that it has in what `generate` returns. They start with the first one that is
+        asked for; a loop that ends early, or an error, aborts the others.
+        """
+        groups = self._groups(prompts, params, lora_request, interventions, capture)
+        requests = list(itertools.chain.from_iterable(groups))
+        return self._finished(groups, {one: at for at, one in enumerate(requests)}, return_errors)
+
+    def _groups(
+        self, prompts: Any, params: Any, lora_request: Any, interventions: Any, capture: Sequence[Any]
+    ) -> Groups:
+        """Returns the requests of each prompt, checked."""
+        listed = as_prompts(prompts)
+        each = params_of_each(params, len(listed))
+        treatments = self._intake.treatments(len(listed), lora_request, interventions, capture)
+        return [self._intake.group(*one) for one in zip(listed, each, treatments, strict=True)]
 
     def score(
         self,
@@ -256,6 +288,7 @@ class LLM:
         continuations: Prompt | Sequence[Prompt],
         *,
         lora_request: Any = None,
+        interventions: Any = None,
         progress: bool = False,
     ) -> list[Score]:
         """Returns the log-probability of every token of each continuation after its prompt; nothing is generated.
@@ -266,6 +299,7 @@ class LLM:
             continuations: as many. A text is scored from the first token that differs from those of the prompt alone,
                 so that its beginning may be a token that the two share.
             lora_request: an adapter, as for `generate`: for all continuations, or one each.
+            interventions: as for `generate`: for all continuations, or one each.
             progress: show a bar of finished continuations.
 
         Raises:
@@ -277,11 +311,11 @@ class LLM:
             befores *= len(afters)
         if len(befores) != len(afters):
             raise RequestValidationError(f"{len(befores)} prompts, {len(afters)} continuations: give as many of both")
-        adapters = as_adapters(lora_request, len(afters))
-        requests = [self._scored(*one) for one in zip(befores, afters, adapters, strict=True)]
+        treatments = self._intake.treatments(len(afters), lora_request, interventions)
+        requests = [self._intake.scored(*one) for one in zip(befores, afters, treatments, strict=True)]
 
-        def beginning(request: Request) -> tuple[list[int], ActiveLoraAdapter | None]:
-            return request.prompt[: request.score_from], request.adapter
+        def beginning(request: Request) -> tuple[Any, ...]:
+            return request.prompt[: request.score_from], request.adapter, id(request.interventions)
 
         groups = [list(group) for _, group in itertools.groupby(requests, beginning)]
         for first, *others in groups:
@@ -322,6 +356,23 @@ class LLM:
                 self._engine.settle()
             raise
 
+    def _finished(
+        self, groups: Groups, indices: Mapping[Request, int], return_errors: bool
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Runs groups of requests as `_finish`, and yields each output with its index when it is finished."""
+        events: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        for request in indices:
+            request.notify = lambda one: events.put(one) if one.is_done else None
+        try:
+            self._engine.submit(*(first for first, *_ in groups))
+            left = set(indices)
+            while left:
+                if (request := events.get()) in left:
+                    left.discard(request)
+                    yield indices[request], request.output(return_error=return_errors)
+        finally:
+            self._engine.abort(*indices)
+
     def stream(
         self,
         prompt: Prompt,
@@ -329,20 +380,28 @@ class LLM:
         *,
         sampling_params: SamplingParams | None = None,
         lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
     ) -> Stream:
         """Yields the answer piece by piece, as soon as a piece can no longer change.
 
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
         """
-        (adapter,) = as_adapters(lora_request, 1)
-        return Stream(self._engine, self.request(prompt, one_of(params, sampling_params), adapter))
+        params = one_of(params, sampling_params)
+        return Stream(self._engine, self.request(prompt, params, lora_request, interventions, capture))
 
     def request(
-        self, prompt: Prompt, params: SamplingParams | None = None, adapter: ActiveLoraAdapter | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
     ) -> Request:
-        """Returns a request for the engine, checked."""
+        """Returns a request for the engine, checked; arguments as of `generate`."""
         (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
-        return self._request(one, params_of_one(params), adapter)
+        (treatment,) = self._intake.treatments(1, lora_request, interventions, capture)
+        return self._intake.request(one, params_of_one(params), treatment)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.
@@ -363,6 +422,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
         use_tqdm: bool = False,
     ) -> Any:
         """Answers a conversation by the model's chat template with a `RequestOutput`; a list of them with a list."""
@@ -372,14 +433,15 @@ class LLM:
         prompts = [self.chat_prompt(one, tools=tools) for one in conversations]
         if not is_batch:
             params = params_of_one(params)  # pyright: ignore[reportArgumentType]
-        outs = self.generate(prompts, params, lora_request=lora_request, use_tqdm=use_tqdm)
+        how: dict[str, Any] = {"lora_request": lora_request, "interventions": interventions, "capture": capture}
+        outs = self.generate(prompts, params, **how, use_tqdm=use_tqdm)
         return outs if is_batch else outs[0]
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> list[int]:
         """Returns the token ids of a conversation up to where the assistant answers."""
-        tokenizer = self._need_tokenizer()
+        tokenizer = self._intake.need_tokenizer()
         if tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
         text = render_chat(
@@ -390,110 +452,3 @@ class LLM:
             eos_token=tokenizer.eos_token or "",
         )
         return tokenizer.encode(text, add_special_tokens=False)
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise UnsupportedError("this LLM has no tokenizer: pass token ids")
-        return self.tokenizer
-
-    def _ids(self, prompt: str | Sequence[int], *, is_first: bool = True) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = self._need_tokenizer().encode(prompt, add_special_tokens=is_first)
-        return as_ids(prompt, self.model.config.vocab_size)
-
-    def _requests(
-        self, prompt: str | Sequence[int], params: SamplingParams, adapter: ActiveLoraAdapter | None
-    ) -> list[Request]:
-        """Returns the requests of one prompt: the first has the others as its copies."""
-        first = self._request(prompt, params, adapter)
-        for at in range(1, params.n):
-            seed = None if params.seed is None else (int(params.seed) + at) % 2**32
-            first.copies.append(self._request(first.prompt, replace(params, seed=seed), adapter))
-        return [first, *first.copies]
-
-    def _request(
-        self, prompt: str | Sequence[int], params: SamplingParams, adapter: ActiveLoraAdapter | None
-    ) -> Request:
-        ids, capacity, vocab_size = self._ids(prompt), self.model.kv_capacity(), self.model.config.vocab_size
-        if not ids:
-            raise RequestValidationError("a prompt needs at least one token, this one has none")
-        if len(ids) > capacity:
-            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
-        if (params.stop_texts or params.bad_words) and self.tokenizer is None:
-            raise UnsupportedError("texts in the parameters need a tokenizer, and this LLM has none")
-        for name in ("allowed_token_ids", "logit_bias"):
-            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
-            if wrong:
-                raise RequestValidationError(f"{name} has {wrong[0]}, ids go from 0 to {vocab_size - 1}")
-        own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
-        stop_ids = frozenset(own) | frozenset(params.stop_token_ids or ())
-        stop_ids = frozenset(token for token in stop_ids if token < vocab_size)
-        bad_words = self._bad_words(params)
-        check_fits(params, stop_ids, bad_words)
-        room = capacity - len(ids) + 1  # the last token is never read
-        if params.min_tokens > room:
-            raise RequestValidationError(
-                f"min_tokens is {params.min_tokens}, a KV capacity of {capacity} leaves {room} after {len(ids)} tokens"
-            )
-        skip = params.skip_special_tokens
-        request = Request(
-            cache_id=self._engine.scheduler.new_cache_id(),
-            prompt=ids,
-            params=params,
-            seed=secrets.randbits(32) if params.seed is None else params.seed,
-            stop_ids=stop_ids,
-            limit=room if params.max_tokens is None else min(params.max_tokens, room),
-            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, skip_special_tokens=skip),
-            watcher=StopWatcher(params.stop_texts, includes_stop=params.include_stop_str_in_output),
-            adapter=adapter,
-            bad_words=bad_words,
-            text_prompt=prompt if isinstance(prompt, str) else None,
-            score_from=1 if params.num_prompt_logprobs >= 0 else None,
-        )
-        check_settings(request.cache_id, request.settings(), len(ids), vocab_size)
-        return request
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Returns each bad word as the tokens it is by itself and after a space, if the model can choose them all."""
-        found: list[list[int]] = []
-        for word in params.bad_words or ():
-            for text in (word, f" {word.lstrip()}"):
-                ids = self._need_tokenizer().encode(text, add_special_tokens=False)
-                if ids and max(ids) < self.model.config.vocab_size and ids not in found:
-                    found.append(ids)
-        return found
-
-    def _scored(
-        self,
-        prompt: str | Sequence[int],
-        continuation: str | Sequence[int],
-        adapter: ActiveLoraAdapter | None = None,
-    ) -> Request:
-        """Returns the request that scores a continuation and generates nothing."""
-        before, note = self._ids(prompt), ""
-        if isinstance(prompt, str) and isinstance(continuation, str):
-            joined, note = self._ids(prompt + continuation), ", both texts being tokenised as one"
-            pairs = zip(before, joined, strict=False)
-            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            before, after = joined[:shared], joined[shared:]
-        else:
-            after = self._ids(continuation, is_first=False)
-        if not before or not after:
-            raise RequestValidationError(
-                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{note}"
-            )
-        needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
-        if needed > capacity:
-            raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}")
-        return Request(
-            cache_id=self._engine.scheduler.new_cache_id(),
-            prompt=before + after,
-            params=SamplingParams(),
-            seed=0,
-            stop_ids=frozenset(),
-            limit=0,
-            detokenizer=None,
-            watcher=StopWatcher(()),
-            adapter=adapter,
-            score_from=len(before),
-        )

@@ -5,9 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from numpy.typing import NDArray
+
 from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is_real
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
+from ferrum_jax.models.hooks import Point
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 _PENALTY = 3e38  # as Sampling takes them
@@ -194,7 +197,8 @@ class RequestOutput:
     proposed and verified, and `accepted` those of them that stand in the answer. `preemptions` counts how often the
     request lost its slot and blocks because the KV ran short, and was recomputed. `weight_versions` says of each
     generated token by which weights it was sampled: the `params_version` that the runner had then. A generation that a
-    change of weights ended has the reason `abort`.
+    change of weights ended has the reason `abort`. `captured` has of a finished one the arrays at the hook points that
+    were asked for, `[n, ...]` of the n tokens of prompt and answer but the last, which was never read.
     """
 
     prompt_token_ids: list[int]
@@ -207,6 +211,7 @@ class RequestOutput:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     weight_versions: list[int] = field(default_factory=list)
+    captured: Mapping[Point, NDArray[Any]] | None = field(default=None, repr=False)
     time_to_first_token: float = 0.0  # seconds since the request was submitted
     error: FerrumError | None = None
     drafted: int = 0

@@ -7,13 +7,15 @@ import numpy as np
 
 from ferrum_jax.contract.errors import RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.generate.params import RequestOutput
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has `prompt`, a text, or `prompt_token_ids`
+# A mapping has `prompt`, a text, or `prompt_token_ids`; an output is one that is to be continued.
+Prompt = str | Sequence[int] | Mapping[str, Any] | RequestOutput
 
 
-def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[str | Sequence[int]]:
-    """Returns a list of prompts, of which a single text, list of ids or mapping is one."""
-    if isinstance(prompts, (str, Mapping)):
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[str | Sequence[int] | RequestOutput]:
+    """Returns a list of prompts, of which a single text, list of ids, mapping or output is one."""
+    if isinstance(prompts, (str, Mapping, RequestOutput)):
         return [_unwrapped(prompts)]
     listed = [_unwrapped(prompt) for prompt in _listed("prompts", prompts)]
     ids = [prompt for prompt in listed if isinstance(prompt, int)]

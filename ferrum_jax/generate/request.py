@@ -3,16 +3,20 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import SlotSettings
-from ferrum_jax.contract.errors import CancelledError, FerrumError
+from ferrum_jax.contract.errors import CancelledError, FerrumError, RequestValidationError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
+from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
 from ferrum_jax.generate.stops import StopWatcher
+from ferrum_jax.models.hooks import Point
 
 
 @dataclass(eq=False)
@@ -31,6 +35,9 @@ class Request:
     detokenizer: Detokenizer | None
     watcher: StopWatcher
     adapter: ActiveLoraAdapter | None = None
+    interventions: Interventions | None = None
+    capture: tuple[Point, ...] = ()
+    captured: list[dict[Point, NDArray[Any]]] = field(default_factory=list)  # [n, ...] of each step that it was in
     bad_words: list[list[int]] = field(default_factory=list)  # sequences of tokens that must not be completed
     text_prompt: str | None = None
     tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host has read it
@@ -78,6 +85,11 @@ class Request:
     def fork_position(self) -> int:
         """Where copies part: before the last token of the prompt, or before what is scored if nothing is generated."""
         return (self.score_from or 1) - 1 if self.limit == 0 else len(self.prompt) - 1
+
+    def can_share(self, position: int) -> bool:
+        """True once others can begin with what it has read before a position."""
+        captured = sum(len(next(iter(one.values()))) for one in self.captured)
+        return self.num_read >= position and (not self.capture or captured >= position)
 
     @property
     def num_unscored(self) -> int:
@@ -191,6 +203,9 @@ class Request:
     def share(self, other: "Request") -> None:
         """Takes over what another request of its group has read before they part; the model's part is done."""
         self.num_read, self.kv_version = self.fork_position, other.kv_version
+        if self.capture:
+            joined = other.captured_points(self.num_read)
+            self.captured = [joined] if self.num_read else []
         if self.score_from is not None and self.num_unscored:
             count = max(0, self.fork_position + 1 - self.score_from)
             self.scores, self.greedy_ids = other.scores[:count], other.greedy_ids[:count]
@@ -205,10 +220,44 @@ class Request:
 
     def restart(self) -> None:
         """Begins again with a KV that holds nothing; what was generated stays, and scores if they are complete."""
-        self.num_read, self.num_in_flight, self.has_scores_in_flight = 0, 0, False
+        self.num_read, self.num_in_flight, self.has_scores_in_flight, self.captured = 0, 0, False, []
         self.forget_settings()
         if self.num_unscored:
             self.scores, self.greedy_ids, self.top_scores = [], [], []
+
+    def resume(self, former: RequestOutput) -> None:
+        """Takes over what another answer to the same prompt has.
+
+        Raises:
+            RequestValidationError: that answer is complete, or lacks log-probabilities that are asked for.
+        """
+        count, tops = len(former.token_ids), former.top_logprobs
+        for name, lacking in (
+            ("logprobs", self.params.num_logprobs >= 0 and former.logprobs is None),
+            ("top_logprobs", self.params.num_logprobs > 0 and tops is None),
+        ):
+            if lacking and count:
+                raise RequestValidationError(
+                    f"the answer to be continued has no {name}, which its next tokens are to have"
+                )
+        none = [0.0] * count
+        raw, processed = former.logprobs or none, former.processed_logprobs or none
+        for at, token in enumerate(former.token_ids):
+            alternatives = tuple(tops[at].items()) if tops else ()
+            if not self.is_done:
+                self.append(TokenChoice(token, raw[at], processed[at], alternatives), former.weight_versions[at])
+        if self.is_done or former.finish_reason == "stop":
+            reason = former.finish_reason if former.finish_reason == "stop" else self.finish_reason
+            raise RequestValidationError(f"the answer to be continued is complete with {count} tokens: {reason}")
+        self.first_token_after = former.time_to_first_token
+
+    def take_captured(self, points: dict[Point, NDArray[Any]]) -> None:
+        """Takes what was captured of its next tokens."""
+        self.captured.append(points)
+
+    def captured_points(self, count: int) -> dict[Point, NDArray[Any]]:
+        """Returns what was captured of its first `count` tokens."""
+        return {point: np.concatenate([one[point] for one in self.captured])[:count] for point in self.capture}
 
     def take_text(self) -> str:
         """Returns the text that became final since the last time."""
@@ -236,6 +285,7 @@ class Request:
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
             weight_versions=self.versions[: len(choices)],
+            captured=self._all_captured() if self.capture and reason is not None else None,
             time_to_first_token=self.first_token_after,
             error=self.error,
             drafted=self.drafted,
@@ -244,6 +294,10 @@ class Request:
             request_id=self.request_id,
             prompt=self.text_prompt,
         )
+
+    def _all_captured(self) -> dict[Point, NDArray[Any]]:
+        """Returns what was captured of all tokens but the last, which was never read; what it failed before, less."""
+        return self.captured_points(len(self.prompt) + len(self.choices) - 1) if self.captured else {}
 
     def _finish(self, reason: FinishReason) -> None:
         if self.detokenizer is not None:

@@ -18,7 +18,7 @@ def next_row(request: Request, budget: int) -> ScheduledRow | None:
     if not unread:
         if not request.num_in_flight or request.num_left < 1 or (request.bad_words and request.needs_every_token):
             return None
-        return ScheduledRow(request.cache_id, None, start, request.output_wanted())
+        return ScheduledRow(request.cache_id, None, start, request.output_wanted(), request.capture)
     count = len(unread)
     if request.copies:
         count = min(count, request.fork_position - start)
@@ -28,7 +28,7 @@ def next_row(request: Request, budget: int) -> ScheduledRow | None:
         return None
     is_final = start + count == len(request.tokens)
     output: Output = request.output_wanted() if is_final else NO_OUTPUT
-    return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output)
+    return ScheduledRow(request.cache_id, np.array(unread[:count], np.int32), start, output, request.capture)
 
 
 def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
@@ -38,7 +38,8 @@ def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
         return None
     tokens = np.array(request.prompt[start : end + 1], np.int32)
     with_alternatives = request.params.num_prompt_logprobs > 0
-    return ScheduledRow(request.cache_id, tokens[:-1], start, TargetScores(tokens[1:], with_alternatives))
+    output = TargetScores(tokens[1:], with_alternatives)
+    return ScheduledRow(request.cache_id, tokens[:-1], start, output, request.capture)
 
 
 def only_decodes(request: Request) -> bool:
@@ -47,6 +48,7 @@ def only_decodes(request: Request) -> bool:
     is_read = 0 < request.num_read == len(request.tokens) - 1
     is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
     is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words and params.num_logprobs < 1
+    is_simple = is_simple and request.interventions is None and not request.capture
     return is_read and is_simple and not request.copies and len(request.stop_ids) <= MAX_STOP_IDS
 
 

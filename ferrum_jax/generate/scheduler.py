@@ -21,6 +21,7 @@ from ferrum_jax.executor.batch import (
     ScheduledRow,
     TargetScores,
     TokenChoice,
+    WithCaptures,
 )
 from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.executor.runner import ModelRunner
@@ -221,6 +222,9 @@ class Scheduler:
                 request.num_in_flight -= 1
             if request not in self._running:
                 continue  # it ended with an earlier token, or was aborted
+            if isinstance(answer, WithCaptures):
+                request.take_captured(answer.points)
+                answer = answer.answer
             if isinstance(answer, TokenChoice):
                 request.append(answer, self.backend.params_version)
             elif isinstance(row.output, TargetScores):
@@ -252,7 +256,7 @@ class Scheduler:
             row = next_row(request, budget)
             if row is None:
                 continue
-            if request.num_read == 0 and request.adapter is not None and not self._bind(request):
+            if request.num_read == 0 and not self._bind(request):
                 continue
             if row.tokens is not None and (len(row.tokens) > 1 or isinstance(row.output, TargetScores)):
                 budget -= len(row.tokens)
@@ -261,8 +265,13 @@ class Scheduler:
         return requests, rows
 
     def _bind(self, request: Request) -> bool:
+        """Binds what a request is computed with to its sequence, which is to begin; returns whether it may."""
+        changes = request.interventions
         try:
-            self.model.set_lora_adapter_for_cache(request.cache_id, request.adapter)
+            if request.adapter is not None:
+                self.model.set_lora_adapter_for_cache(request.cache_id, request.adapter)
+            if changes is not None and isinstance(self.model, ModelRunner):
+                self.model.set_interventions(request.cache_id, changes.edits, start=changes.start, stop=changes.stop)
         except ResourceExhaustedError as problem:  # every adapter is in use: it waits while others run
             if not any(one.num_read for one in self._running):
                 self._fail([request], problem)
@@ -274,7 +283,7 @@ class Scheduler:
 
     def _fork(self, request: Request) -> None:
         """Lets copies start from where a request has read; those for which there is no room wait."""
-        if request.num_read < request.fork_position:
+        if not request.can_share(request.fork_position):
             return
         copies, request.copies = request.copies, []
         if request.num_read == 0:  # there is nothing to share

@@ -50,7 +50,8 @@ class Speculator:
         Nothing has changed where the KV is too full for the drafts, or where the model refuses them: those requests
         are left to the ordinary step. After any error the KV is rolled back.
         """
-        ready = [one for one in batch if one.num_read == len(one.tokens) - 1 > 0 and not one.needs_every_token]
+        ready = [one for one in batch if one.num_read == len(one.tokens) - 1 > 0]
+        ready = [one for one in ready if not one.needs_every_token and not one.capture]
         drafted = self._draft(ready)
         if not drafted:
             return []

@@ -73,7 +73,7 @@ class FerrumLM(TemplateLM):
         settings.setdefault("engine", engine)
         place = None if device in ("cuda", "cuda:0") else device
         self.llm = LLM(pretrained, max_seqs=rows, kv_capacity=capacity, device=place, **settings)
-        self.tokenizer: Any = self.llm._need_tokenizer()
+        self.tokenizer: Any = self.llm._intake.need_tokenizer()
         self.max_length = self.llm.model.kv_capacity()
         self.max_gen_toks = max_gen_toks
         self._add_bos_token = add_bos_token

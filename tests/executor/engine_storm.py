@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from ferrum_jax import LLM, AsyncLLM
 from ferrum_jax.contract.errors import CancelledError, ResourceExhaustedError
+from ferrum_jax.generate.intake import Treatment
 from ferrum_jax.generate.params import RequestOutput, SamplingParams
 from tests.executor.streams import Client, Known
 
@@ -69,7 +70,9 @@ class CallerClient(EngineClient):
             yield from groups[:left]
             raise KeyboardInterrupt
 
-        requests = [self.llm._requests(self.text(known), params, self.adapter(known)) for known, params in asked]
+        requests = [
+            self.llm._intake.group(self.text(known), params, Treatment(self.adapter(known))) for known, params in asked
+        ]
         self.llm._finish(requests, cast(Any, interrupt))
 
     def generate(self, asked: Sequence[tuple[Known, SamplingParams]]) -> None:

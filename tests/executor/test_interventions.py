@@ -19,6 +19,7 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.models import Edit, replace_with
 from ferrum_jax.models.specs import ParamTree
@@ -202,6 +203,7 @@ def test_sequences_on_replicas_have_each_their_own(params: ParamTree, changed: O
             replicas.set_interventions("c", {("z", 0): lambda x, _: x})  # and leaves what it has
         for name, logits in expected.items():
             close(replicas.prefill(name, TOKENS[:-1]), logits[-2])
+        assert isinstance(replicas, ReplicatedRunner)
         assert len({replicas.replica_of(name) for name in expected}) == 2
         rows = [(name, TOKENS[-1], len(TOKENS) - 1) for name in expected]
         for (name, *_), logits in zip(rows, replicas.decode_batch(rows), strict=True):

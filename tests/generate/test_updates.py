@@ -23,7 +23,6 @@ from ferrum_jax.contract.errors import (
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.params import RequestOutput
-from ferrum_jax.generate.prompts import as_adapters
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.models.specs import ParamTree
@@ -241,7 +240,7 @@ def test_the_arrays_of_an_adapter_change_in_flight_and_only_who_is_under_them_no
         for policy in POLICIES:
             version = llm.set_lora("tuned", trees[0], scale=2.0)
             asked = [(lora, replace(LONG, max_tokens=35, seed=at)) for at, lora in enumerate((None, "tuned", "tuned"))]
-            requests = [llm.request([1, 2, 3], one, *as_adapters(lora, 1)) for lora, one in asked]
+            requests = [llm.request([1, 2, 3], one, lora) for lora, one in asked]
             llm.engine.submit(*requests)
             while not all(one.choices for one in requests):
                 time.sleep(0.001)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax import LLM, SamplingParams, models
+from ferrum_jax.generate.intake import Treatment
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.rollout import kv_spec
 from ferrum_jax.generate.updates import LivePolicy, params_update
@@ -88,13 +89,13 @@ class Traffic:
         prompt = draw.choice(PREFIXES) + [draw.randrange(CFG.vocab_size) for _ in range(draw.randint(0, 6))]
         if draw.random() < 0.2:
             after = [draw.randrange(CFG.vocab_size) for _ in range(draw.randint(1, 9))]
-            group = [self.llm._scored(prompt, after)]
+            group = [self.llm._intake.scored(prompt, after)]
         else:
             params = SamplingParams(
                 max_tokens=draw.randint(1, 12), temperature=draw.choice([0.0, 1.0]), seed=draw.randrange(2**32),
                 logprobs=True, prompt_logprobs=draw.random() < 0.3, n=draw.choice([1, 1, 3, 8]), ignore_eos=True,
             )  # fmt: skip
-            group = self.llm._requests(prompt, params, None)
+            group = self.llm._intake.group(prompt, params, Treatment())
         self.requests += group
         self.llm.engine.scheduler.submit(group[0])
 

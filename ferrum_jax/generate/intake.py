@@ -1,0 +1,171 @@
+"""From prompts and parameters to requests: whatever is wrong with them is found here, before anything starts."""
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.llm import DecoderOnlyLLM
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.interventions import Interventions, check_each
+from ferrum_jax.executor.rows import check_settings
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.detokenize import Detokenizer
+from ferrum_jax.generate.params import RequestOutput, SamplingParams, check_fits
+from ferrum_jax.generate.prompts import as_adapters, as_ids
+from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.stops import StopWatcher
+from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.models.hooks import ATTENTION, Point, check_points
+
+
+class Treatment(NamedTuple):
+    """What is done to one prompt beside sampling."""
+
+    adapter: ActiveLoraAdapter | None = None
+    interventions: Interventions | None = None
+    capture: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Intake:
+    """Makes the requests of one `LLM`."""
+
+    model: DecoderOnlyLLM
+    tokenizer: Tokenizer | None
+    new_cache_id: Callable[[], str]
+
+    def treatments(
+        self, count: int, lora_request: Any = None, interventions: Any = None, capture: Sequence[Any] = ()
+    ) -> list[Treatment]:
+        """Returns the treatment of each of so many prompts: one for all of them, or as many; points are for all.
+
+        Raises:
+            RequestValidationError, InvalidParameterError: there are not as many, or one is none.
+            UnsupportedError: the model is no `ModelRunner`, or attention weights are to be captured.
+        """
+        adapters = as_adapters(lora_request, count)
+        if interventions is None and not len(capture):
+            return [Treatment(adapter) for adapter in adapters]
+        if not isinstance(self.model, ModelRunner):
+            raise UnsupportedError(f"hook points need a ModelRunner, this LLM runs a {type(self.model).__name__}")
+        cfg = self.model.model_config
+        points = check_points(capture, cfg)
+        if wide := [point for point in points if point.name in ATTENTION]:
+            raise UnsupportedError(
+                f"{wide[0].name!r} cannot be captured while generating: ModelRunner.capture and models.run return it"
+            )
+        return [Treatment(*one, points) for one in zip(adapters, check_each(interventions, count, cfg), strict=True)]
+
+    def need_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer; raises UnsupportedError where there is none."""
+        if self.tokenizer is None:
+            raise UnsupportedError("this LLM has no tokenizer: pass token ids")
+        return self.tokenizer
+
+    def ids(self, prompt: Any, *, is_first: bool = True) -> list[int]:
+        """Returns a prompt's token ids, checked; only the first text of a sequence gets special tokens."""
+        if isinstance(prompt, str):
+            prompt = self.need_tokenizer().encode(prompt, add_special_tokens=is_first)
+        return as_ids(prompt, self.model.config.vocab_size)
+
+    def group(self, prompt: Any, params: SamplingParams, treatment: Treatment) -> list[Request]:
+        """Returns the requests of one prompt: the first has the others as its copies."""
+        first = self.request(prompt, params, treatment)
+        if params.n > 1 and isinstance(prompt, RequestOutput):
+            raise RequestValidationError(f"n is {params.n}: an answer is continued by one")
+        for at in range(1, params.n):
+            seed = None if params.seed is None else (int(params.seed) + at) % 2**32
+            first.copies.append(self.request(first.prompt, replace(params, seed=seed), treatment))
+        return [first, *first.copies]
+
+    def request(self, prompt: Any, params: SamplingParams, treatment: Treatment = Treatment()) -> Request:
+        """Returns the request of one answer; `prompt` is a text, ids, or an output that is to be continued."""
+        former = prompt if isinstance(prompt, RequestOutput) else None
+        if former is not None:
+            prompt = former.prompt_token_ids
+        ids, capacity, vocab_size = self.ids(prompt), self.model.kv_capacity(), self.model.config.vocab_size
+        if not ids:
+            raise RequestValidationError("a prompt needs at least one token, this one has none")
+        if len(ids) > capacity:
+            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
+        if (params.stop_texts or params.bad_words) and self.tokenizer is None:
+            raise UnsupportedError("texts in the parameters need a tokenizer, and this LLM has none")
+        for name in ("allowed_token_ids", "logit_bias"):
+            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
+            if wrong:
+                raise RequestValidationError(f"{name} has {wrong[0]}, ids go from 0 to {vocab_size - 1}")
+        own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
+        stop_ids = frozenset(own) | frozenset(params.stop_token_ids or ())
+        stop_ids = frozenset(token for token in stop_ids if token < vocab_size)
+        bad_words = self._bad_words(params)
+        check_fits(params, stop_ids, bad_words)
+        room = capacity - len(ids) + 1  # the last token is never read
+        if params.min_tokens > room:
+            raise RequestValidationError(
+                f"min_tokens is {params.min_tokens}, a KV capacity of {capacity} leaves {room} after {len(ids)} tokens"
+            )
+        skip = params.skip_special_tokens
+        request = Request(
+            cache_id=self.new_cache_id(),
+            prompt=ids,
+            params=params,
+            seed=secrets.randbits(32) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            limit=room if params.max_tokens is None else min(params.max_tokens, room),
+            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, skip_special_tokens=skip),
+            watcher=StopWatcher(params.stop_texts, includes_stop=params.include_stop_str_in_output),
+            adapter=treatment.adapter,
+            interventions=treatment.interventions,
+            capture=treatment.capture,
+            bad_words=bad_words,
+            text_prompt=prompt if isinstance(prompt, str) else None,
+            score_from=1 if params.num_prompt_logprobs >= 0 else None,
+        )
+        if former is not None:
+            request.resume(former)
+        check_settings(request.cache_id, request.settings(), len(request.tokens), vocab_size)
+        return request
+
+    def scored(self, prompt: Any, continuation: Any, treatment: Treatment = Treatment()) -> Request:
+        """Returns the request that scores a continuation and generates nothing."""
+        before, note = self.ids(prompt), ""
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            joined, note = self.ids(prompt + continuation), ", both texts being tokenised as one"
+            pairs = zip(before, joined, strict=False)
+            shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            before, after = joined[:shared], joined[shared:]
+        else:
+            after = self.ids(continuation, is_first=False)
+        if not before or not after:
+            raise RequestValidationError(
+                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{note}"
+            )
+        needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
+        if needed > capacity:
+            raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}")
+        return Request(
+            cache_id=self.new_cache_id(),
+            prompt=before + after,
+            params=SamplingParams(),
+            seed=0,
+            stop_ids=frozenset(),
+            limit=0,
+            detokenizer=None,
+            watcher=StopWatcher(()),
+            adapter=treatment.adapter,
+            interventions=treatment.interventions,
+            score_from=len(before),
+        )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Returns each bad word as the tokens it is by itself and after a space, if the model can choose them all."""
+        found: list[list[int]] = []
+        for word in params.bad_words or ():
+            for text in (word, f" {word.lstrip()}"):
+                ids = self.need_tokenizer().encode(text, add_special_tokens=False)
+                if ids and max(ids) < self.model.config.vocab_size and ids not in found:
+                    found.append(ids)
+        return found

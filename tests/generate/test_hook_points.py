@@ -1,0 +1,207 @@
+"""Interventions and captures of single requests while others are served: each is what the whole forward computes."""
+
+import asyncio
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ferrum_jax import LLM, AsyncLLM, Interventions, SamplingParams, Speculation, models
+from ferrum_jax.contract import DecoderOnlyLLM
+from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.models import Edit, replace_with
+from ferrum_jax.models.hooks import Point, edited
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CAPACITY, CFG
+from tests.fake import CountingLLM
+from tests.generate.conftest import MakeRunner, crowded, is_empty
+
+TOLERANCE = 2e-5  # float32 sums in another order
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7], [8] * 20, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
+VECTOR = np.random.RandomState(0).normal(size=CFG.hidden_size).astype(np.float32)
+STEER = {("resid_post", 0): Edit(add=VECTOR)}
+KNOCK_OUT = {("z", 1): Edit(scale=(np.arange(CFG.num_attention_heads) != 2)[:, None].astype(np.float32))}
+PATCH = Interventions({("mlp_out", 0): replace_with(VECTOR)}, start=6, stop=14)
+OTHER = {("resid_post", 0): Edit(add=-VECTOR, scale=np.float32(0.5))}
+NAMED = {"none": None, "steer": STEER, "knock out": KNOCK_OUT, "patch": PATCH, "other": OTHER}
+EACH = [STEER, None, KNOCK_OUT, PATCH]
+POINTS = [("resid_post", 0), ("v", 1)]
+PARAMS = SamplingParams(max_tokens=12, temperature=1.0, seed=7, logprobs=True, ignore_eos=True)
+
+
+WIDTH = CAPACITY + 1
+
+
+@functools.cache
+def compiled(name: str) -> Any:
+    """Returns the forward of padded tokens under interventions, and what it captures."""
+    given = NAMED[name]
+    one = given if isinstance(given, Interventions) else Interventions(given or {})
+    stop = 10**6 if one.stop is None else one.stop
+
+    def within(edit: Any) -> Any:
+        def change(x: jax.Array, positions: jax.Array) -> jax.Array:
+            here = (positions >= one.start) & (positions < stop)
+            return jnp.where(here.reshape(*here.shape, *(1,) * (x.ndim - 2)), edited(x, edit), x)
+
+        return change
+
+    functions = {point: within(edit) for point, edit in one.edits.items()}
+    return jax.jit(lambda params, ids: models.run(params, ids, CFG, capture=POINTS, interventions=functions))
+
+
+def forward(params: ParamTree, out: RequestOutput, given: Any) -> tuple[NDArray[np.float32], dict[Any, Any]]:
+    """Returns the log-probability of each token of an answer, and what its forward captures."""
+    tokens = out.prompt_token_ids + out.token_ids
+    padded = np.zeros((1, WIDTH), np.int32)
+    padded[0, : len(tokens)] = tokens
+    name = next(name for name, one in NAMED.items() if one is given)
+    logits, captured = compiled(name)(params, padded)
+    logprobs = np.asarray(jax.nn.log_softmax(logits[0]))[len(out.prompt_token_ids) - 1 : len(tokens) - 1]
+    chosen = np.take_along_axis(logprobs, np.array(out.token_ids)[:, None], axis=1)[:, 0]
+    return chosen, {point: np.asarray(captured[point][0])[: len(tokens)] for point in POINTS}
+
+
+def check(params: ParamTree, outs: list[RequestOutput], each: list[Any], *, captured: bool = True) -> None:
+    for out, given in zip(outs, each, strict=True):
+        logprobs, points = forward(params, out, given)
+        assert out.logprobs is not None
+        np.testing.assert_allclose(out.logprobs, logprobs, rtol=0, atol=TOLERANCE)
+        if captured:
+            assert out.captured is not None
+            for point in POINTS:
+                np.testing.assert_allclose(out.captured[Point(*point)], points[point][:-1], rtol=0, atol=TOLERANCE)
+
+
+def test_requests_of_one_batch_have_each_their_own(runner: ModelRunner, params: ParamTree):
+    llm = LLM.from_model(runner)
+    plain = llm.generate(PROMPTS, PARAMS)
+    outs = llm.generate(PROMPTS, PARAMS, interventions=EACH, capture=POINTS)
+    check(params, outs, EACH)
+    assert outs[1].token_ids == plain[1].token_ids
+    assert [one.token_ids for one in outs] != [one.token_ids for one in plain]
+    check(params, llm.generate(PROMPTS, PARAMS), [None] * 4, captured=False)  # nothing is left of any
+    assert is_empty(runner)
+
+
+def test_other_values_and_other_requests_compile_nothing(runner: ModelRunner, params: ParamTree, compiles: list[str]):
+    llm = LLM.from_model(runner)
+    llm.generate(PROMPTS, PARAMS, interventions=STEER, capture=POINTS)
+    compiles.clear()
+    runner.reset()
+    outs = llm.generate(PROMPTS, PARAMS, interventions=OTHER, capture=POINTS)
+    assert compiles == []
+    check(params, outs, [OTHER] * 4)
+
+
+@pytest.mark.parametrize("kv_blocks", [48, 9])
+def test_copies_of_a_prompt_and_preempted_requests_capture_everything(
+    kv_blocks: int, new_runner: MakeRunner, params: ParamTree
+):
+    many = SamplingParams(max_tokens=9, temperature=1.0, seed=3, n=6, logprobs=True, ignore_eos=True)
+    with new_runner(prefix_cache=True, kv_blocks=kv_blocks) as runner:
+        llm = LLM.from_model(runner, max_rows=4)
+        outs = llm.generate(PROMPTS, many, interventions=EACH, capture=POINTS)
+        assert any(out.preemptions for out in outs) == (kv_blocks == 9)
+        assert is_empty(runner)
+    check(params, outs, [given for given in EACH for _ in range(6)])
+
+
+def test_copies_part_only_once_what_they_share_is_captured(runner: ModelRunner, params: ParamTree):
+    llm = LLM.from_model(runner, max_rows=8)  # there is room for all: they part while the prompt's step is on its way
+    many = SamplingParams(max_tokens=3, temperature=1.0, seed=3, n=5, logprobs=True, ignore_eos=True)
+    for prompt in PROMPTS:
+        check(params, llm.generate([prompt], many, capture=POINTS), [None] * 5)
+
+
+def test_scores_prompt_logprobs_and_streams_are_under_interventions(runner: ModelRunner, params: ParamTree):
+    llm = LLM.from_model(runner)
+    scoring = SamplingParams(max_tokens=5, logprobs=True, prompt_logprobs=True, ignore_eos=True)
+    (out,) = llm.generate([PROMPTS[0]], scoring, interventions=PATCH, capture=POINTS)
+    check(params, [out], [PATCH])
+    assert out.logprobs is not None
+    scores = llm.score([PROMPTS[0], PROMPTS[0]], [out.token_ids] * 2, interventions=[PATCH, None])
+    np.testing.assert_allclose(scores[0].logprobs, out.logprobs, rtol=0, atol=TOLERANCE)
+    assert np.abs(np.subtract(scores[1].logprobs, out.logprobs)).max() > 1e-2
+    whole = RequestOutput(prompt_token_ids=PROMPTS[0][:1], token_ids=PROMPTS[0][1:], text="", finish_reason=None)
+    assert out.prompt_logprobs is not None
+    np.testing.assert_allclose(
+        np.array(out.prompt_logprobs[1:], np.float64), forward(params, whole, PATCH)[0], rtol=0, atol=TOLERANCE
+    )
+    stream = llm.stream(PROMPTS[0], PARAMS, interventions=STEER, capture=POINTS)
+    assert list(stream) == []  # there is no tokenizer
+    check(params, [stream.output()], [STEER])
+
+    async def last() -> RequestOutput:
+        outs = []
+        async with AsyncLLM(llm) as engine:
+            async for found in engine.generate(PROMPTS[2], PARAMS, interventions=KNOCK_OUT, capture=POINTS):
+                assert (found.captured is not None) == found.finished
+                outs.append(found)
+        return outs[-1]
+
+    check(params, [asyncio.run(last())], [KNOCK_OUT])
+
+
+@pytest.mark.parametrize("how", ["loops", "drafts"])
+def test_multi_step_programs_and_drafts_leave_such_requests_exact(how: str, new_runner: MakeRunner, params: ParamTree):
+    changes = {"multi_step_tokens": 4} if how == "loops" else {"spec_tokens": 3}
+    with new_runner(prefix_cache=True, **changes) as runner:
+        drafting = Speculation(num_tokens=3) if how == "drafts" else None
+        llm = LLM.from_model(runner, speculation=drafting)
+        check(params, llm.generate(PROMPTS, PARAMS, interventions=EACH), EACH, captured=False)
+        check(params, llm.generate(PROMPTS, PARAMS, capture=POINTS), [None] * 4)
+
+
+def test_a_change_of_weights_and_a_reset_keep_interventions(runner: ModelRunner, params: ParamTree):
+    llm = LLM.from_model(runner)
+    long = SamplingParams(max_tokens=30, logprobs=True, ignore_eos=True)
+    for change in (lambda: llm.set_params(params, live="recompute"), llm.reset):
+        requests = [llm.request(prompt, long, None, given, POINTS) for prompt, given in zip(PROMPTS, EACH, strict=True)]
+        llm.engine.submit(*requests)
+        while not all(one.choices for one in requests):
+            time.sleep(0.001)
+        change()
+        while not all(one.is_done for one in requests):
+            time.sleep(0.001)
+        check(params, [one.output() for one in requests], EACH)
+
+
+def test_what_cannot_be_done_is_refused_and_nothing_starts(runner: ModelRunner):
+    llm = LLM.from_model(runner)
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"interventions": [STEER]}, RequestValidationError, "2 prompts need as many interventions, 1 were given"),
+        ({"interventions": "z"}, RequestValidationError, "expected Interventions or a mapping"),
+        ({"interventions": {("z", 9): Edit()}}, InvalidParameterError, "the layer is 9"),
+        ({"interventions": {("z", 0): lambda x, _: x}}, UnsupportedError, "is a function"),
+        ({"interventions": Interventions(STEER, start=-1)}, RequestValidationError, "start is -1"),
+        ({"capture": [("pattern", 0)]}, UnsupportedError, "'pattern' cannot be captured while generating"),
+        ({"capture": ["z"]}, InvalidParameterError, "is no hook point"),
+        ({"capture": ("z", 0)}, InvalidParameterError, "is no hook point"),
+    ]
+    for given, error, message in refused:
+        with pytest.raises(error, match=message):
+            llm.generate(PROMPTS[:2], PARAMS, **given)
+    assert is_empty(runner)
+
+
+def test_a_model_of_a_third_party_has_no_hook_points():
+
+    model: DecoderOnlyLLM = CountingLLM()
+    with pytest.raises(UnsupportedError, match="hook points need a ModelRunner, this LLM runs a CountingLLM"):
+        LLM.from_model(model).generate([[1]], capture=[("z", 0)])
+
+
+def test_an_intervention_past_the_capacity_changes_nothing(runner: ModelRunner):
+    llm = LLM.from_model(runner)
+    past = Interventions(STEER, start=CAPACITY)
+    assert llm.generate(PROMPTS, PARAMS, interventions=past)[0].token_ids == llm.generate(PROMPTS, PARAMS)[0].token_ids
+    with crowded(runner, 4):
+        assert llm.generate([[5]], PARAMS, interventions={})[0].captured is None
