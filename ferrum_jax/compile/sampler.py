@@ -172,7 +172,7 @@ def choose_rows(
     """
     rows = state.settings[slots.clip(max=len(state.settings) - 1)[:, None], np.arange(_STOP)]
     is_anyones = slots < len(state.settings)
-    inputs = _inputs(rows, is_anyones, positions)
+    inputs = inputs_of(rows, is_anyones, positions)
     wanted = jnp.where(is_anyones, _number(rows, "num_logprobs"), -1)
     is_adjusted = (_number(rows, "is_adjusted") != 0) & is_anyones
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
@@ -181,7 +181,7 @@ def choose_rows(
 
     def choose_by_all() -> tuple[jax.Array, ...]:
         scores = lax.cond(
-            jnp.any(is_adjusted), lambda: _adjusted(state, logits, slots, positions, drafted), lambda: logits
+            jnp.any(is_adjusted), lambda: adjusted(state, logits, slots, positions, drafted), lambda: logits
         )
         ids, threshold = sampling.choose(scores, inputs)
 
@@ -189,7 +189,7 @@ def choose_rows(
             processed = sampling.processed_logprobs(scores, inputs.temperature, threshold)
             of_ids = jnp.take_along_axis(processed, ids[:, None], axis=1)[:, 0]
             reported = jnp.where((_number(rows, "is_processed") != 0)[:, None], processed, logits)
-            alternatives = lax.cond(jnp.any(wanted > 0), lambda: _likeliest(reported), lambda: no_alternatives)
+            alternatives = lax.cond(jnp.any(wanted > 0), lambda: likeliest(reported), lambda: no_alternatives)
             return sampling.token_logprobs(logits, ids), of_ids, *alternatives
 
         return ids, *lax.cond(jnp.any(wanted >= 0), logprobs, lambda: none)
@@ -210,7 +210,8 @@ def _number(rows: jax.Array, name: str) -> jax.Array:
     return rows[:, len(_FLOATS) + _INTS.index(name)]
 
 
-def _inputs(rows: jax.Array, is_anyones: jax.Array, positions: jax.Array) -> SampleInputs[jax.Array]:
+def inputs_of(rows: jax.Array, is_anyones: jax.Array, positions: jax.Array) -> SampleInputs[jax.Array]:
+    """Reads how each row is drawn from its settings `[R, columns]`; nobody's rows are greedy."""
     return SampleInputs(
         temperature=jnp.where(is_anyones, _number(rows, "temperature"), 0.0),
         top_k=_number(rows, "top_k"),
@@ -221,7 +222,7 @@ def _inputs(rows: jax.Array, is_anyones: jax.Array, positions: jax.Array) -> Sam
     )
 
 
-def _adjusted(
+def adjusted(
     state: SamplerState[jax.Array],
     logits: jax.Array,
     slots: jax.Array,
@@ -248,7 +249,7 @@ def _adjusted(
     return sampling.penalise_counts(scores, counts, presence, frequency)
 
 
-def _likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the likeliest tokens of each row and their log-probabilities."""
     found, ids = sampling.best(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
     return ids, found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -275,7 +276,7 @@ def verify(
     """
     slots, counts, tokens = rows[:, 0], rows[:, 2], rows[:, 3:]
     num_rows, width = tokens.shape
-    found = choose_rows(state, logits, *_each_token(rows, logits.shape[1]))
+    found = choose_rows(state, logits, *each_token(rows, logits.shape[1]))
     at = jnp.arange(width, dtype=jnp.int32)
     chosen = found.packed[:, 0].reshape(num_rows, width)
     agrees = (chosen[:, :-1] == tokens[:, 1:]) & (at[1:] < counts[:, None])
@@ -296,7 +297,7 @@ def _counted(
     )
 
 
-def _each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns slot, position and drafted tokens of the choice after each token of rows as `verify` takes them."""
     slots, starts, tokens = rows[:, 0], rows[:, 1], rows[:, 3:]
     width = tokens.shape[1]
@@ -314,25 +315,11 @@ def distributions(
 
     `rows` are as `sample` takes them, or as `verify` does.
     """
-    each = (rows[:, 0], rows[:, 1], None) if rows.shape[1] == 2 else _each_token(rows, logits.shape[1])
+    each = (rows[:, 0], rows[:, 1], None) if rows.shape[1] == 2 else each_token(rows, logits.shape[1])
     slots, positions, _ = each
     settings = state.settings.at[slots].get(mode="clip")
-    inputs = _inputs(settings, slots < len(state.settings), positions)
-    return sampling.distribution(_adjusted(state, logits, *each), inputs)
-
-
-def score(
-    logits: Float[Array, "R V"], buffer: Int[Array, " size"]
-) -> tuple[Int[Array, "R 2"], Int[Array, "R K"], Float[Array, "R K"]]:
-    """Returns, for each row, its best token and the bits of the log-probability of the token given for it.
-
-    `buffer` is `[1 + R]`: whether the likeliest alternatives are wanted, which come after, and the given tokens.
-    """
-    given, count = buffer[1:], min(MAX_TOP_LOGPROBS, logits.shape[1])
-    bits = lax.bitcast_convert_type(sampling.token_logprobs(logits, given), jnp.int32)
-    none = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
-    top_ids, top = lax.cond(buffer[0] != 0, lambda: _likeliest(logits), lambda: none)
-    return jnp.stack([sampling.argmax(logits), bits], axis=1), top_ids, top
+    inputs = inputs_of(settings, slots < len(state.settings), positions)
+    return sampling.distribution(adjusted(state, logits, *each), inputs)
 
 
 @dataclass(frozen=True, order=True)
@@ -344,7 +331,7 @@ class SampleKey:
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
         rows = _placed(context, jnp.int32, self.logit_rows, 2)
-        return _lower(context, sample, _logits(context, self.logit_rows), rows)
+        return lower_writing(context, sample, logits_of(context, self.logit_rows), rows)
 
 
 @dataclass(frozen=True, order=True)
@@ -357,8 +344,8 @@ class VerifyKey:
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
         rows = _placed(context, jnp.int32, self.blocks, 3 + self.block_tokens)
-        logits = _logits(context, self.blocks * self.block_tokens)
-        return _lower(context, verify, logits, rows)
+        logits = logits_of(context, self.blocks * self.block_tokens)
+        return lower_writing(context, verify, logits, rows)
 
 
 @dataclass(frozen=True, order=True)
@@ -371,24 +358,10 @@ class DistributionKey:
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
         width = 3 + self.block_tokens if self.block_tokens else 2
-        logits = _logits(context, self.blocks * max(1, self.block_tokens))
+        logits = logits_of(context, self.blocks * max(1, self.block_tokens))
         rows = _placed(context, jnp.int32, self.blocks, width)
         whole = context.spread(distributions, (WHOLE, WHOLE, WHOLE), WHOLE)
         return jax.jit(whole).lower(context.sampler, logits, rows)
-
-
-@dataclass(frozen=True, order=True)
-class ScoreKey:
-    """The log-probability of a given token after each row of a step's logits, and the best token there."""
-
-    logit_rows: int  # R
-
-    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
-        """Lowers the program."""
-        whole = context.spread(score, (WHOLE, WHOLE), WHOLE)
-        return jax.jit(whole).lower(
-            _logits(context, self.logit_rows), jax.ShapeDtypeStruct((1 + self.logit_rows,), jnp.int32)
-        )
 
 
 @dataclass(frozen=True, order=True)
@@ -402,16 +375,17 @@ class ConfigureKey:
         vocab_size = context.sampler.counts.shape[1]
         size = 1 + _COLUMNS + 2 * _num_words(vocab_size) + self.capacity
         buffer = jax.ShapeDtypeStruct((size,), jnp.int32)
-        return _lower(context, functools.partial(configure, vocab_size=vocab_size), buffer)
+        return lower_writing(context, functools.partial(configure, vocab_size=vocab_size), buffer)
 
 
-def _lower(context: ProgramContext, function: Any, *inputs: Any) -> jax.stages.Lowered:
+def lower_writing(context: ProgramContext, function: Any, *inputs: Any) -> jax.stages.Lowered:
     """Lowers a function of the sampler's state, which is donated; every device of a mesh computes all of it."""
     whole = context.spread(function, (WHOLE,) * (1 + len(inputs)), WHOLE)
     return jax.jit(whole, donate_argnums=0).lower(context.sampler, *inputs)
 
 
-def _logits(context: ProgramContext, rows: int) -> jax.ShapeDtypeStruct:
+def logits_of(context: ProgramContext, rows: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a step's logits, where the step leaves them."""
     return _placed(context, jnp.float32, rows, context.sampler.counts.shape[1])
 
 

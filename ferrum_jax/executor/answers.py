@@ -59,6 +59,7 @@ class StepPart(NamedTuple):
     sampled: Sampled[jax.Array] | None = None
     probabilities: jax.Array | None = None  # of `Distributions`
     scores: tuple[jax.Array, ...] | None = None  # of `TargetScores`
+    processed: jax.Array | None = None  # float32 [X]: of those with settings
 
 
 def read_part(
@@ -79,6 +80,7 @@ def read_part(
     chosen = None if part.sampled is None else _Choices(part.sampled, part.asked, fetch)
     probabilities = None if part.probabilities is None else fetch(part.probabilities)
     scores = _scores(part, fetch)
+    processed = None if part.processed is None else fetch(part.processed)
     width, pieces, ends = part.plan.key.block_tokens, part.plan.blocks, rows.ends
     for at, (row, output) in enumerate(zip(part.wanted, part.asked, strict=True)):
         match output:
@@ -103,10 +105,11 @@ def read_part(
             case Distributions():
                 assert probabilities is not None
                 _add(answers, row, _Logits(probabilities[run].copy()))
-            case TargetScores(_, with_alternatives):
+            case TargetScores(_, with_alternatives, score_settings):
                 packed, *tops = (array[run].copy() for array in scores)
                 tops = tops if with_alternatives else (None, None)
-                _add(answers, row, _ScorePiece(packed, *tops))
+                own = None if score_settings is None or processed is None else processed[run].copy()
+                _add(answers, row, _ScorePiece(packed, tops[0], tops[1], own))
 
 
 class _Choices:
@@ -152,6 +155,7 @@ class _ScorePiece(NamedTuple):
     packed: NDArray[np.int32]  # [n, 2]
     top_ids: NDArray[np.int32] | None  # [n, k]
     top_logprobs: NDArray[np.float32] | None
+    processed: NDArray[np.float32] | None  # [n]
 
 
 def _add(answers: list[Answer], index: int, piece: Any) -> None:
@@ -173,7 +177,16 @@ def join_answer(answer: list[Any]) -> Answer:
             if answer[0].top_ids is not None:
                 top_ids, top_logprobs = (np.concatenate([piece[at] for piece in answer]) for at in (1, 2))
             logprobs = packed[:, 1].copy().view(np.float32)
-            return Scores(logprobs=logprobs, greedy_ids=packed[:, 0], top_ids=top_ids, top_logprobs=top_logprobs)
+            processed = None
+            if answer[0].processed is not None:
+                processed = np.concatenate([piece.processed for piece in answer])
+            return Scores(
+                logprobs=logprobs,
+                greedy_ids=packed[:, 0],
+                top_ids=top_ids,
+                top_logprobs=top_logprobs,
+                processed=processed,
+            )
     return answer
 
 

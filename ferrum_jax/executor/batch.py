@@ -46,6 +46,7 @@ class TargetScores(NamedTuple):
 
     targets: NDArray[np.int32]  # [n]: the token after each one
     with_alternatives: bool = False
+    settings: SlotSettings | None = None  # also under what these draw from; the targets count as generated from then on
 
 
 Output: TypeAlias = NoOutput | LastLogits | AllLogits | SampledToken | VerifiedTokens | Distributions | TargetScores
@@ -94,3 +95,4 @@ class Scores:
     greedy_ids: NDArray[np.int32]  # [n]: the likeliest tokens there
     top_ids: NDArray[np.int32] | None = None  # [n, k]: the likeliest ones, best first
     top_logprobs: NDArray[np.float32] | None = None  # [n, k]
+    processed: NDArray[np.float32] | None = None  # [n]: under the settings that were given

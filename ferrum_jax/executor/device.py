@@ -21,10 +21,10 @@ from ferrum_jax.compile.sampler import (
     SampleKey,
     SamplerSpec,
     SamplerState,
-    ScoreKey,
     SlotSettings,
     VerifyKey,
 )
+from ferrum_jax.compile.scores import ProcessedScoreKey, ScoreKey
 from ferrum_jax.compile.step import ProgramContext, StepKey, StepOutputs
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.config.engine import CompilerOptions
@@ -293,6 +293,14 @@ class DeviceState:
         """Begins to score given tokens by the logits of the step that was begun last."""
         program = self.programs.get(key)
         return self._guarded(lambda: call(program, outputs.logits, buffer), "score", key, buffer)
+
+    def score_processed(self, key: ProcessedScoreKey, outputs: StepOutputs, buffer: NDArray[np.int32]) -> jax.Array:
+        """As `score`, in what the settings of slots draw from."""
+        program, state = self.programs.get(key), self._sampler
+        self._sampler, found = self._guarded(
+            lambda: call(program, state, outputs.logits, buffer), "score_processed", key, buffer
+        )
+        return found
 
     def configure(self, slot: int, settings: SlotSettings) -> None:
         """Writes how a slot's tokens are chosen."""

@@ -48,6 +48,8 @@ def _do(message: Message, device: DeviceState, latest: Any) -> Any:
             device.distributions(key, latest)
         case "score":
             device.score(key, latest, arrays[0])
+        case "score_processed":
+            device.score_processed(key, latest, arrays[0])
         case "configure":
             device.write_settings(key, arrays[0])
         case "multi_step":

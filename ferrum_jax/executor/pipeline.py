@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile import planner, step
 from ferrum_jax.compile.block_programs import CopyKey
-from ferrum_jax.compile.buckets import ProgramKey
 from ferrum_jax.compile.changes import Changes
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, ScoreKey, SlotSettings, VerifyKey
-from ferrum_jax.compile.step import StepOutputs
+from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters, Keep, not_kept
@@ -43,6 +41,7 @@ from ferrum_jax.executor.batch import (
     VerifiedTokens,
     WithCaptures,
 )
+from ferrum_jax.executor.chaining import chain, chained_keys
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.interventions import BoundInterventions
@@ -207,7 +206,7 @@ class Pipeline:
         for one in (*plans, *(again for _, again in recompute)) if changes else ():
             self._edits(one)  # uploads what has changed, while nothing else has
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
-        chained = _chained(kinds, plans, self.plan.kv_capacity)
+        chained = chained_keys(outputs, plans, self.plan.kv_capacity)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
         return PlannedBatch(
@@ -244,14 +243,14 @@ class Pipeline:
                 planned.captures,
             )
             for live, one in zip(rows.lives, outputs, strict=True):
-                if isinstance(one, (SampledToken, VerifiedTokens, Distributions)):
-                    self.install_settings(live, one.settings)
+                if (settings := getattr(one, "settings", None)) is not None:
+                    self.install_settings(live, settings)
             for plan in planned.plans:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
                 buffer, wanted = self._pack_step(plan, rows)
                 begun = self.device.step(plan.key, buffer, *self._edits(plan))
-                pending.parts.append(self._chain(plan, begun, rows, wanted))
+                pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted))
             transaction.commit()
             if self.table.prefixes is not None:
                 for count, skip, one in zip(planned.counts, planned.reused, outputs, strict=True):
@@ -303,9 +302,12 @@ class Pipeline:
                 if isinstance(output, VerifiedTokens) and row.num_tokens > most:
                     raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
                 self._check_settings(row, live, output.settings)
-            elif isinstance(output, TargetScores) and len(output.targets) != row.num_tokens:
+            elif isinstance(output, TargetScores):
                 num_targets = len(output.targets)
-                raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
+                if num_targets != row.num_tokens:
+                    raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens, but {num_targets} targets")
+                if output.settings is not None:
+                    self._check_settings(row, live, output.settings)
         return lives
 
     def _check_settings(self, row: ScheduledRow, live: CachedSequence | None, settings: SlotSettings) -> None:
@@ -408,30 +410,6 @@ class Pipeline:
             group.adapters[:count] = [rows.adapters[row] for row in members]
         return members
 
-    def _chain(self, plan: StepPlan, outputs: StepOutputs, rows: ActiveRows, wanted: Sequence[int]) -> StepPart:
-        """Begins what follows on a step's logits: sampling, verification, scores."""
-        key, asked = plan.key, [rows.outputs[row] for row in wanted]
-        kinds = set(map(type, asked))
-        sampled = probabilities = scores = None
-        if SampledToken in kinds:
-            sampled = self.device.sample(SampleKey(key.logit_rows), outputs)
-            for row, one in zip(wanted, asked, strict=True):
-                if isinstance(one, SampledToken):
-                    self.table.expect(rows.lives[row], rows.ends[row])
-        if VerifiedTokens in kinds:
-            sampled = self.device.sample(VerifyKey(key.blocks, key.block_tokens), outputs)
-        if Distributions in kinds:
-            probabilities = self.device.distributions(DistributionKey(key.blocks, key.block_tokens), outputs)
-        if TargetScores in kinds:
-            buffer = np.zeros(1 + key.logit_rows, np.int32)
-            for at, (one, piece) in enumerate(zip(asked, plan.blocks, strict=True)):
-                if isinstance(one, TargetScores):
-                    buffer[0] |= one.with_alternatives
-                    start = 1 + at * key.block_tokens
-                    buffer[start : start + piece.size] = one.targets[piece.start : piece.start + piece.size]
-            scores = self.device.score(ScoreKey(key.logit_rows), outputs, buffer)
-        return StepPart(plan, outputs, rows, wanted, asked, sampled, probabilities, scores)
-
     def _read_all(self, pending: PendingStep) -> None:
         if not pending.parts:
             return
@@ -472,23 +450,6 @@ def _newest(live: CachedSequence | None) -> NDArray[np.int32]:
     """Returns the token that was sampled last for a sequence, or UNKNOWN."""
     assert live is not None
     return _UNREAD if live.sampled == UNKNOWN else np.array([live.sampled], np.int32)
-
-
-def _chained(kinds: set[type], plans: Sequence[StepPlan], capacity: int) -> list[ProgramKey]:
-    """The programs that follow on the steps' logits, and the one that tells the sampler how."""
-    keys: list[ProgramKey] = [ConfigureKey(capacity)] if kinds & _WITH_SETTINGS else []
-    for key in (plan.key for plan in plans):
-        if key.outputs == "last":
-            if SampledToken in kinds:
-                keys.append(SampleKey(key.logit_rows))
-            continue
-        if VerifiedTokens in kinds:
-            keys.append(VerifyKey(key.blocks, key.block_tokens))
-        if TargetScores in kinds:
-            keys.append(ScoreKey(key.logit_rows))
-        if Distributions in kinds:
-            keys.append(DistributionKey(key.blocks, key.block_tokens))
-    return keys
 
 
 def _adapted(plan: StepPlan, uses: Sequence[int]) -> StepPlan:

@@ -86,22 +86,12 @@ class Intake:
         former = prompt if isinstance(prompt, RequestOutput) else None
         if former is not None:
             prompt = former.prompt_token_ids
-        ids, capacity, vocab_size = self.ids(prompt), self.model.kv_capacity(), self.model.config.vocab_size
+        ids, capacity = self.ids(prompt), self.model.kv_capacity()
         if not ids:
             raise RequestValidationError("a prompt needs at least one token, this one has none")
         if len(ids) > capacity:
             raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
-        if (params.stop_texts or params.bad_words) and self.tokenizer is None:
-            raise UnsupportedError("texts in the parameters need a tokenizer, and this LLM has none")
-        for name in ("allowed_token_ids", "logit_bias"):
-            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
-            if wrong:
-                raise RequestValidationError(f"{name} has {wrong[0]}, ids go from 0 to {vocab_size - 1}")
-        own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
-        stop_ids = frozenset(own) | frozenset(params.stop_token_ids or ())
-        stop_ids = frozenset(token for token in stop_ids if token < vocab_size)
-        bad_words = self._bad_words(params)
-        check_fits(params, stop_ids, bad_words)
+        stop_ids, bad_words = self._forbidden(params)
         room = capacity - len(ids) + 1  # the last token is never read
         if params.min_tokens > room:
             raise RequestValidationError(
@@ -126,11 +116,17 @@ class Intake:
         )
         if former is not None:
             request.resume(former)
-        check_settings(request.cache_id, request.settings(), len(request.tokens), vocab_size)
+        check_settings(request.cache_id, request.settings(), len(request.tokens), self.model.config.vocab_size)
         return request
 
-    def scored(self, prompt: Any, continuation: Any, treatment: Treatment = Treatment()) -> Request:
-        """Returns the request that scores a continuation and generates nothing."""
+    def scored(
+        self,
+        prompt: Any,
+        continuation: Any,
+        treatment: Treatment = Treatment(),
+        params: SamplingParams | None = None,
+    ) -> Request:
+        """Returns the request that scores a continuation, also under parameters, and generates nothing."""
         before, note = self.ids(prompt), ""
         if isinstance(prompt, str) and isinstance(continuation, str):
             joined, note = self.ids(prompt + continuation), ", both texts being tokenised as one"
@@ -146,19 +142,45 @@ class Intake:
         needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
         if needed > capacity:
             raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}")
-        return Request(
+        if params is not None and not isinstance(self.model, ModelRunner):
+            raise UnsupportedError(f"scores under parameters need a ModelRunner, not a {type(self.model).__name__}")
+        given = SamplingParams() if params is None else params
+        stop_ids, bad_words = self._forbidden(given)
+        if any(len(words) > 1 for words in bad_words):
+            raise UnsupportedError("scores under bad_words of several tokens, which are forbidden token by token")
+        request = Request(
             cache_id=self.new_cache_id(),
             prompt=before + after,
-            params=SamplingParams(),
+            params=given,
             seed=0,
-            stop_ids=frozenset(),
+            stop_ids=stop_ids,
             limit=0,
             detokenizer=None,
             watcher=StopWatcher(()),
             adapter=treatment.adapter,
             interventions=treatment.interventions,
+            bad_words=bad_words,
             score_from=len(before),
+            is_scored_by_params=params is not None,
         )
+        check_settings(request.cache_id, request.settings(), len(before), self.model.config.vocab_size)
+        return request
+
+    def _forbidden(self, params: SamplingParams) -> tuple[frozenset[int], list[list[int]]]:
+        """Returns the ids that end an answer, and bad words as tokens; checks the ids that parameters name."""
+        vocab_size = self.model.config.vocab_size
+        if (params.stop_texts or params.bad_words) and self.tokenizer is None:
+            raise UnsupportedError("texts in the parameters need a tokenizer, and this LLM has none")
+        for name in ("allowed_token_ids", "logit_bias"):
+            wrong = [token for token in getattr(params, name) or () if token >= vocab_size]
+            if wrong:
+                raise RequestValidationError(f"{name} has {wrong[0]}, ids go from 0 to {vocab_size - 1}")
+        own = self.tokenizer.eos_token_ids if self.tokenizer is not None and not params.ignore_eos else ()
+        stop_ids = frozenset(own) | frozenset(params.stop_token_ids or ())
+        stop_ids = frozenset(token for token in stop_ids if token < vocab_size)
+        bad_words = self._bad_words(params)
+        check_fits(params, stop_ids, bad_words)
+        return stop_ids, bad_words
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Returns each bad word as the tokens it is by itself and after a space, if the model can choose them all."""

@@ -286,6 +286,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         continuations: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         lora_request: Any = None,
         interventions: Any = None,
@@ -298,6 +299,9 @@ class LLM:
                 row share is read once, and a known prefix not at all.
             continuations: as many. A text is scored from the first token that differs from those of the prompt alone,
                 so that its beginning may be a token that the two share.
+            params: for all continuations, or one each: `Score.processed_logprobs` are then those that `generate` with
+                these parameters would have reported, had it drawn the continuation. Compiles what it needs when it is
+                first asked for. Log-probabilities of the model's own distribution always come as well.
             lora_request: an adapter, as for `generate`: for all continuations, or one each.
             interventions: as for `generate`: for all continuations, or one each.
             progress: show a bar of finished continuations.
@@ -312,7 +316,8 @@ class LLM:
         if len(befores) != len(afters):
             raise RequestValidationError(f"{len(befores)} prompts, {len(afters)} continuations: give as many of both")
         treatments = self._intake.treatments(len(afters), lora_request, interventions)
-        requests = [self._intake.scored(*one) for one in zip(befores, afters, treatments, strict=True)]
+        each = [None] * len(afters) if params is None else params_of_each(params, len(afters))
+        requests = [self._intake.scored(*one) for one in zip(befores, afters, treatments, each, strict=True)]
 
         def beginning(request: Request) -> tuple[Any, ...]:
             return request.prompt[: request.score_from], request.adapter, id(request.interventions)
@@ -327,6 +332,7 @@ class LLM:
                 token_ids=request.prompt[request.score_from :],
                 logprobs=request.scores,
                 greedy_ids=request.greedy_ids,
+                processed_logprobs=request.processed_scores if request.is_scored_by_params else None,
             )
             for request in requests
         ]

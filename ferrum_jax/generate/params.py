@@ -239,6 +239,7 @@ class Score:
     token_ids: list[int]  # of the continuation
     logprobs: list[float]  # natural logarithms, one for each of them
     greedy_ids: list[int]  # the likeliest token at each of their places
+    processed_logprobs: list[float] | None = None  # in what the parameters draw from, -inf for what they exclude
 
     @property
     def total(self) -> float:

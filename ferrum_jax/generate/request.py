@@ -46,6 +46,8 @@ class Request:
     has_scores_in_flight: bool = False
     score_from: int | None = None  # the first token of the prompt that is to be scored; None: none is
     scores: list[float] = field(default_factory=list)  # log-probabilities of the tokens from there on
+    is_scored_by_params: bool = False  # also in what the parameters draw from
+    processed_scores: list[float] = field(default_factory=list)
     greedy_ids: list[int] = field(default_factory=list)  # the likeliest tokens there
     top_scores: list[dict[int, float]] = field(default_factory=list)
     copies: list["Request"] = field(default_factory=list)  # that begin where the prompt, or what they share, is read
@@ -148,6 +150,8 @@ class Request:
 
     def _make_settings(self, banned: frozenset[int]) -> SlotSettings:
         params = self.params
+        # Of what is only scored, the rest is given.
+        prompt = self.prompt if self.limit else self.prompt[: self.score_from]
         bias = dict(params.logit_bias or {}) | dict.fromkeys(banned, -np.inf)
         penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         return SlotSettings(
@@ -159,13 +163,13 @@ class Request:
             frequency_penalty=float(params.frequency_penalty),
             top_k=int(params.top_k),
             seed=int(self.seed),
-            min_position=len(self.prompt) + params.min_tokens if params.min_tokens else 0,
+            min_position=len(prompt) + params.min_tokens if params.min_tokens else 0,
             num_logprobs=params.num_logprobs,
             is_processed=params.logprobs_mode == "processed",
             stop_ids=tuple(sorted(self.stop_ids)) if params.min_tokens else (),
             bias={int(token): float(value) for token, value in bias.items()},
             allowed_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
-            seen=np.array(self.prompt, np.int64) if params.repetition_penalty != 1 else None,
+            seen=np.array(prompt, np.int64) if params.repetition_penalty != 1 else None,
             generated=np.array(self.answer, np.int64) if penalised else None,
         )
 
@@ -192,6 +196,7 @@ class Request:
         self.has_scores_in_flight = False
         self.num_read += len(scores.logprobs)
         self.scores += scores.logprobs.tolist()
+        self.processed_scores += [] if scores.processed is None else scores.processed.tolist()
         self.greedy_ids += scores.greedy_ids.tolist()
         if scores.top_ids is not None and scores.top_logprobs is not None:
             most = self.params.num_prompt_logprobs
@@ -223,7 +228,7 @@ class Request:
         self.num_read, self.num_in_flight, self.has_scores_in_flight, self.captured = 0, 0, False, []
         self.forget_settings()
         if self.num_unscored:
-            self.scores, self.greedy_ids, self.top_scores = [], [], []
+            self.scores, self.greedy_ids, self.top_scores, self.processed_scores = [], [], [], []
 
     def resume(self, former: RequestOutput) -> None:
         """Takes over what another answer to the same prompt has.

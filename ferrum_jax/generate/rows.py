@@ -38,7 +38,8 @@ def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
         return None
     tokens = np.array(request.prompt[start : end + 1], np.int32)
     with_alternatives = request.params.num_prompt_logprobs > 0
-    output = TargetScores(tokens[1:], with_alternatives)
+    settings = request.settings() if request.is_scored_by_params else None
+    output = TargetScores(tokens[1:], with_alternatives, settings)
     return ScheduledRow(request.cache_id, tokens[:-1], start, output, request.capture)
 
 

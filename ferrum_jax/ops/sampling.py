@@ -114,6 +114,13 @@ def distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -
     return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
 
 
+def log_distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
+    """Returns the logarithms of what `choose` draws from, -inf for what is filtered out; at temperature 0, as at 1."""
+    scaled = _scaled(scores, inputs.temperature)
+    threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
+    return processed_logprobs(scores, inputs.temperature, jnp.where(is_filtered(inputs), threshold, -jnp.inf))
+
+
 def penalise_repetition(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: Float[Array, " B"]
 ) -> Float[Array, "B V"]:

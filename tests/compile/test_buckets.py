@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.buckets import Buckets, bucket_sizes, choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, ScoreKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
+from ferrum_jax.compile.scores import ScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
 

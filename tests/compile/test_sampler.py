@@ -1,5 +1,6 @@
 """The sampler's programs against NumPy: every option, alone and in mixed batches."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from ferrum_jax.compile.sampler import (
     SlotSettings,
     VerifyKey,
 )
+from ferrum_jax.compile.scores import score_processed
 from ferrum_jax.compile.step import ProgramContext
 from ferrum_jax.ops.sampling import gumbel
 
@@ -212,6 +214,27 @@ def test_verifying_chooses_and_counts_as_sampling_token_by_token(
         assert int(after.last_tokens[0]) == answer[agreeing]
         counts = np.bincount(answer[: agreeing + 1], minlength=V)
         np.testing.assert_array_equal(np.asarray(after.counts)[0], counts)
+
+
+@pytest.mark.parametrize("name", EVERY_OPTION)
+def test_given_tokens_score_by_the_definition_across_blocks_and_calls(
+    name: str, programs: dict[str, Callable[..., Any]]
+):
+    """Five tokens of one slot in blocks of two, a block of another between calls, and a block of nobody."""
+    settings, other = SlotSettings(**EVERY_OPTION[name]), SlotSettings(frequency_penalty=1.0)
+    given, logits = [4, 7, 7, 4, 11], logits_of(3, 8)
+    blocks = [[0, 20, 2, 9, 4, 4, 7], [0, 22, 2, 7, 7, 7, 4], [1, 3, 2, 1, 7, 7, 7], [NOBODY, 0, 0, 0, 0, 0, 0]]
+    program = jax.jit(functools.partial(score_processed, blocks=4))
+    state, first = program(configured(programs, [settings, other]), logits, np.array(blocks, np.int32).ravel())
+    rest = np.array([[0, 24, 1, 4, 0, 11, 0], *([blocks[-1]] * 3)], np.int32).ravel()
+    after, last = program(state, logits, rest)
+    found, known = [*np.asarray(first)[:4], np.asarray(last)[0]], list(EVERY_OPTION[name].get("generated", []))
+    for at, token in enumerate(given):
+        _, _, scaled = reference(logits[at % 4], replace(settings, generated=np.array(known, int)), 21 + at)
+        assert found[at] == pytest.approx(scaled[token] - np.log(np.exp(scaled).sum()), rel=1e-5, abs=1e-4)
+        known.append(token)
+    np.testing.assert_array_equal(np.asarray(after.counts)[0], np.bincount(known, minlength=V))
+    assert np.asarray(after.counts)[1:].sum() == 2
 
 
 @pytest.mark.parametrize("key", [SampleKey(2), pytest.param(VerifyKey(1, 2), marks=pytest.mark.slow)])

@@ -10,7 +10,12 @@ import tokenizers
 from numpy.typing import NDArray
 
 from ferrum_jax import LLM, SamplingParams, Speculation, models
-from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, ResourceExhaustedError
+from ferrum_jax.contract.errors import (
+    InvalidParameterError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    UnsupportedError,
+)
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.batch import ScheduledBatch, TargetScores
@@ -18,7 +23,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, CFG
 from tests.fake import CountingLLM, SummingLLM, answer
-from tests.generate.conftest import is_empty
+from tests.generate.conftest import MakeRunner, is_empty
 
 Oracle = Callable[[Sequence[int]], NDArray[np.floating]]
 TOLERANCE = 1e-5  # float32 sums in another order
@@ -269,3 +274,55 @@ def test_the_longest_are_scored_first_and_scores_come_in_the_callers_order(
     for text, score in zip(texts, scores, strict=True):
         assert score.prompt_token_ids + score.token_ids == text
         np.testing.assert_allclose(score.logprobs, chosen(oracle, text, 1), rtol=0, atol=2e-5)
+
+
+def agree(found: Sequence[float] | None, expected: Sequence[float] | None) -> None:
+    assert found is not None
+    assert expected is not None
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+DRAWN = SamplingParams(
+    max_tokens=24, temperature=0.8, top_k=12, top_p=0.9, min_p=0.01, seed=5, repetition_penalty=1.3,
+    presence_penalty=0.3, frequency_penalty=0.4, min_tokens=20, stop_token_ids=[4, 5], logit_bias={3: 2.0, 9: -1.0},
+    logprobs=True, n=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", [
+    DRAWN, replace(DRAWN, top_k=0, top_p=1.0, min_p=0.0), replace(DRAWN, temperature=0.0, n=1),
+    SamplingParams(max_tokens=24, temperature=0.7, allowed_token_ids=list(range(20)), seed=1, logprobs=True),
+])  # fmt: skip
+@pytest.mark.parametrize("kv_blocks", [48, 14])
+def test_what_was_drawn_scores_under_its_parameters_as_it_was_drawn(
+    how: SamplingParams, kv_blocks: int, new_runner: MakeRunner
+):
+    """In blocks of few tokens, several of a sequence in one step, beside sequences with other parameters."""
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [8] * 11, [2]]
+    with new_runner(prefix_cache=True, kv_blocks=kv_blocks, verify_blocks=(4,), verify_tokens=4) as runner:
+        llm = LLM.from_model(runner, max_rows=6)
+        outs = llm.generate(prompts, how)
+        befores, afters = [out.prompt_token_ids for out in outs], [out.token_ids for out in outs]
+        scores = llm.score(befores, afters, how)
+        for score, out in zip(scores, outs, strict=True):
+            agree(score.processed_logprobs, out.processed_logprobs)
+            agree(score.logprobs, out.logprobs)
+        mixed = [replace(how, temperature=0.5 + at / 4) for at in range(len(outs))]
+        alone = [llm.score([one], [two], own)[0] for one, two, own in zip(befores, afters, mixed, strict=True)]
+        for score, single in zip(llm.score(befores, afters, mixed), alone, strict=True):
+            agree(score.processed_logprobs, single.processed_logprobs)
+        assert all(one.processed_logprobs is None for one in llm.score(befores, afters))
+        assert is_empty(runner)
+
+
+def test_what_parameters_exclude_is_impossible_under_them(runner: ModelRunner):
+    llm = LLM.from_model(runner)
+    (score,) = llm.score([[1, 2]], [[3, 9]], SamplingParams(allowed_token_ids=[3, 4]))
+    assert score.processed_logprobs is not None
+    assert score.processed_logprobs[0] > -20
+    assert score.processed_logprobs[1] == -np.inf
+    assert np.isfinite(score.logprobs).all()
+    with pytest.raises(RequestValidationError, match="2 prompts need as many SamplingParams, 1 were given"):
+        llm.score([[1], [2]], [[3], [4]], [SamplingParams()])
+    with pytest.raises(UnsupportedError, match="scores under parameters need a ModelRunner"):
+        LLM.from_model(CountingLLM()).score([[1]], [[3]], SamplingParams())

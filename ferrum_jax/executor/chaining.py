@@ -1,0 +1,83 @@
+"""What follows on a step's logits, which stay on the device: a token chosen, drafts verified, given tokens scored."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ferrum_jax.compile.buckets import ProgramKey
+from ferrum_jax.compile.planner import StepPlan
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
+from ferrum_jax.compile.scores import ProcessedScoreKey, ScoreKey
+from ferrum_jax.compile.step import StepOutputs
+from ferrum_jax.executor.answers import ActiveRows, StepPart
+from ferrum_jax.executor.batch import Distributions, Output, SampledToken, TargetScores, VerifiedTokens
+from ferrum_jax.executor.device import DeviceState
+from ferrum_jax.kvcache.sequences import SequenceTable
+
+
+def has_settings(output: Output) -> bool:
+    """True of an output that the settings of the row's slot decide."""
+    return getattr(output, "settings", None) is not None
+
+
+def chained_keys(outputs: Sequence[Output], plans: Sequence[StepPlan], capacity: int) -> list[ProgramKey]:
+    """Returns the programs that follow on the steps' logits, and the one that tells the sampler how."""
+    kinds, with_settings = set(map(type, outputs)), any(map(has_settings, outputs))
+    processed = TargetScores in kinds and any(isinstance(one, TargetScores) and has_settings(one) for one in outputs)
+    keys: list[ProgramKey] = [ConfigureKey(capacity)] if with_settings else []
+    for key in (plan.key for plan in plans):
+        if key.outputs == "last":
+            if SampledToken in kinds:
+                keys.append(SampleKey(key.logit_rows))
+            continue
+        if VerifiedTokens in kinds:
+            keys.append(VerifyKey(key.blocks, key.block_tokens))
+        if TargetScores in kinds:
+            keys.append(ScoreKey(key.logit_rows))
+        if processed:
+            keys.append(ProcessedScoreKey(key.blocks, key.block_tokens))
+        if Distributions in kinds:
+            keys.append(DistributionKey(key.blocks, key.block_tokens))
+    return keys
+
+
+def chain(
+    device: DeviceState,
+    table: SequenceTable,
+    plan: StepPlan,
+    outputs: StepOutputs,
+    rows: ActiveRows,
+    wanted: Sequence[int],
+) -> StepPart:
+    """Begins what follows on a step's logits; `wanted` are the rows that want something, by row of logits or block."""
+    key, asked = plan.key, [rows.outputs[row] for row in wanted]
+    kinds = set(map(type, asked))
+    sampled = probabilities = scores = processed = None
+    if SampledToken in kinds:
+        sampled = device.sample(SampleKey(key.logit_rows), outputs)
+        for row, one in zip(wanted, asked, strict=True):
+            if isinstance(one, SampledToken):
+                table.expect(rows.lives[row], rows.ends[row])
+    if VerifiedTokens in kinds:
+        sampled = device.sample(VerifyKey(key.blocks, key.block_tokens), outputs)
+    if Distributions in kinds:
+        probabilities = device.distributions(DistributionKey(key.blocks, key.block_tokens), outputs)
+    if TargetScores in kinds:
+        buffer = np.zeros(1 + key.logit_rows, np.int32)
+        targets = buffer[1:].reshape(key.blocks, key.block_tokens)
+        for at, (one, piece) in enumerate(zip(asked, plan.blocks, strict=True)):
+            if isinstance(one, TargetScores):
+                buffer[0] |= one.with_alternatives
+                targets[at, : piece.size] = one.targets[piece.start : piece.start + piece.size]
+        scores = device.score(ScoreKey(key.logit_rows), outputs, buffer)
+        if any(isinstance(one, TargetScores) and has_settings(one) for one in asked):
+            nobody = len(table.table)
+            packed = np.zeros((key.blocks, 3 + 2 * key.block_tokens), np.int32)
+            packed[:, 0] = nobody
+            for at, (row, one, piece) in enumerate(zip(wanted, asked, plan.blocks, strict=True)):
+                if isinstance(one, TargetScores) and has_settings(one):
+                    packed[at, :3] = rows.slots[row], rows.starts[row] + piece.start, piece.size
+                    packed[at, 3 : 3 + piece.size] = rows.tokens[row][piece.start : piece.start + piece.size]
+            packed[:, 3 + key.block_tokens :] = targets
+            processed = device.score_processed(ProcessedScoreKey(key.blocks, key.block_tokens), outputs, packed.ravel())
+    return StepPart(plan, outputs, rows, wanted, asked, sampled, probabilities, scores, processed)
