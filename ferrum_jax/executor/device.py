@@ -38,7 +38,7 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.executor.adapters import Adapters, call
 from ferrum_jax.executor.sizing import context_of
-from ferrum_jax.executor.weights import check_like_specs, check_same_shapes
+from ferrum_jax.executor.weights import brought_to, check_like_specs, check_same_shapes
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.placement import ModelPlacement
@@ -158,6 +158,7 @@ class DeviceState:
             UnsupportedError: they lie on devices of several processes.
         """
         if self._specs is None:
+            params = brought_to(self.placed.placement.first, params)
             check_same_shapes(params, self.params)
             return params
         check_like_specs(params, self._specs, self.params)

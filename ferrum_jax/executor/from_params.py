@@ -12,7 +12,7 @@ from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_beside
-from ferrum_jax.executor.weights import check_fits_config
+from ferrum_jax.executor.weights import brought_to, check_fits_config
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import specs_like
@@ -62,7 +62,8 @@ def from_params(
     asked_mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else given.over_environment().mesh_sizes
     if len(places) != 1 and not asked_mesh:
         raise UnsupportedError(
-            f"the parameters lie on {len(places)} devices, a runner has one: give the mesh to serve on"
+            f"the parameters lie on {len(places)} devices, a runner has one: give the mesh to serve on, such as "
+            f"mesh={{'model': {len(places)}}}, or parameters on one device, jax.device_put(params, device)"
         )
     device = min(places, key=lambda one: (one.process_index != jax.process_index(), one.id))
     try:
@@ -87,10 +88,8 @@ def from_params(
     with telling(hosts.channel if hosts.are_several else None):
         placed = ModelPlacement.of(cfg, replicas[0])
         specs = None if placed.division is None else specs_like(params, cfg)
-        if specs is not None:
-            params = placed.divide(params, specs)
-        elif places != {placed.placement.first}:
-            params = jax.device_put(params, placed.placement.first)
+        first = placed.placement.first
+        params = brought_to(first, params) if specs is None else placed.divide(params, specs)
         plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=hosts.least(placed.free_bytes))
         hosts.check_same("a model or settings", repr((cfg, plan)))
         how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}

@@ -358,10 +358,11 @@ class ModelRunner(Adaptable):
             self._programs.warmup([*self.plan.declared(), *more], track, load=load)
 
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
-        """Takes other weights, which must have the tree, shapes, dtypes and device of those that are there.
+        """Takes other weights, which must have the tree, shapes and dtypes of those that are there.
 
-        Arrays are taken as they are, not copied; nothing is compiled. Every known prefix is forgotten, and
-        `params_version` goes up by one. It may be called while the KV is freed.
+        Arrays that lie where those do are taken as they are; others, such as a trainer's on its own mesh, are moved
+        from device to device. Steps need no compilation. Every known prefix is forgotten, and `params_version` goes up
+        by one. It may be called while the KV is freed.
 
         Args:
             params: the weights.

@@ -1,15 +1,18 @@
 """What weights must be to be served, or to take the place of others in steps that are compiled."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models.layout import layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
 from ferrum_jax.ops.quantised import is_quantised
+from ferrum_jax.sharding.devices import JaxDevice
 
 
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
@@ -22,6 +25,30 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
     check_no_problems(f"these weights cannot be set{hint}", differences(given, there, "is"))
     if jax.tree.structure(params) != jax.tree.structure(instead_of):
         raise InvalidParameterError("these weights cannot be set: their tree has another structure")
+
+
+def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
+    """Returns parameters as whole arrays on one device; the tree itself if they are, else what lies elsewhere is moved.
+
+    Parts on several devices are joined there, from device to device. What is no array, or deleted, stays as it is.
+
+    Raises:
+        UnsupportedError: an array lies on devices of other processes, too.
+    """
+
+    def is_there(leaf: Any) -> bool:
+        if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+            return True
+        return isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) and leaf.devices() == {device}
+
+    def bring(leaf: Any) -> Any:
+        if is_there(leaf):
+            return leaf
+        if not leaf.is_fully_addressable:
+            raise UnsupportedError("these weights lie on devices of several processes, a runner on one device has one")
+        return jax.device_put(leaf, device)
+
+    return params if all(map(is_there, jax.tree.leaves(params))) else jax.tree.map(bring, params)
 
 
 def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree) -> None:

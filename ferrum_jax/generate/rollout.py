@@ -1,7 +1,9 @@
-"""Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`."""
+"""Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`, under a mesh of any kind."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import flax.struct
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ferrum_jax.config import ATTENTIONS, DTYPES, ModelConfig
 from ferrum_jax.contract.decoding import Sampling, is_integer
@@ -16,12 +19,22 @@ from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.backends import cache_spec
-from ferrum_jax.models.hooks import Intervention, check_interventions, rows_as_tokens, steered
+from ferrum_jax.models.hooks import (
+    Intervention,
+    Point,
+    check_interventions,
+    edits_of,
+    partitions_of_edit,
+    rows_as_tokens,
+    steered,
+    with_edits,
+)
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import SampleInputs, sample
+from ferrum_jax.sharding.types import explicit_axes, explicit_mesh, partition_of, vary_alike, with_auto_axes
 
 BLOCK = 128  # positions, of a KV that is made here
 Leaf = TypeVar("Leaf")
@@ -75,12 +88,18 @@ def generate_fn(
     attention: str = "xla",
     steering: jax.Array | None = None,  # [L, D]
     interventions: Mapping[Any, Intervention] | None = None,
+    sharding: NamedSharding | None = None,
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
     """Continues every prompt of a batch by up to `max_tokens` tokens, as the engine would with the same seeds.
 
     Under `jit`, `cfg`, `max_tokens`, `sampling`, `stop_ids` and `attention` are static or closed over, and `kv`, if it
     is given and donated, is written in place. The decoding is one `scan`, so it has derivatives of the
     log-probabilities; a row that has ended is padding until the others have.
+
+    Where rows are divided over a mesh of the caller's, each device generates its own, with their KV alone, in a
+    `shard_map` over the axes that divide them; the compiler divides the rest over the other axes. Parameters that are
+    divided over axes of the rows are gathered first. Explicit axes are in the type of `tokens`; auto axes are in
+    `sharding`, without which the compiler decides, and may give every device the whole KV.
 
     Args:
         params: the model's, in any layout.
@@ -96,10 +115,12 @@ def generate_fn(
         steering: added to the output of each layer, for all tokens; an argument, so that another one compiles nothing.
         interventions: an `Edit` or a function by hook point (models/hooks.py), in the prompt and in the answer.
             Arrays broadcast against `[B, 1, ...]`; a function is given `[B, T, ...]`, T being 1 in the answer, and the
-            positions `[B, T]`.
+            positions `[B, T]`; where rows are divided, B are those of one device.
+        sharding: how `tokens` are divided over a mesh with auto axes: `NamedSharding(mesh, P("data"))`.
 
     Returns:
-        What was generated, and the KV written.
+        What was generated, and the KV written, both divided by rows as `tokens` are. Where rows are divided, so must
+        be the blocks of a KV that is given, along its second axis.
 
     Raises:
         InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks; a token is not in
@@ -122,14 +143,65 @@ def generate_fn(
     if steering is not None:
         changes = steered(jnp.asarray(steering), changes, cfg, ())
     cfg = cfg.reaching(length + max_tokens)
+    given = _Arrays(params, kv, tokens, lengths, seeds, edits_of(changes))
+    mesh = explicit_mesh(given)
+    if mesh is None and sharding is not None and explicit_axes(sharding.mesh.abstract_mesh):
+        mesh = sharding.mesh.abstract_mesh
+    rows = (*(partition_of(tokens) if sharding is None else sharding.spec), None)[0]
+    compute = partial(
+        _generate, changes, cfg, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids, attention=attention
+    )
+    needed = batch, length + max_tokens
+    if rows is None:
+        _check_blocks(kv, *needed)
+    else:
+        over = mesh if sharding is None else sharding.mesh
+        assert over is not None
+        axes = rows if isinstance(rows, tuple) else (rows,)
+        _check_blocks(kv, *needed, math.prod(over.shape[axis] for axis in axes))
+        by_row, of_kv = PartitionSpec(rows), PartitionSpec(None, rows)
+        own = (partitions_of_edit(point, edit, rows, batch) for point, edit in zip(changes, given.edits, strict=True))
+        compute = jax.shard_map(
+            compute,
+            mesh=None if mesh is not None or sharding is None else sharding.mesh,
+            in_specs=(_Arrays(PartitionSpec(), of_kv, by_row, by_row, by_row, tuple(own)),),
+            out_specs=(by_row, of_kv),
+            axis_names=set(axes),
+        )
+    if mesh is None:
+        return compute(given)
+    kept = PartitionSpec(None, rows) if kv is None else jax.tree.map(partition_of, kv)
+    return with_auto_axes(mesh, compute, given, out_specs=(PartitionSpec(rows), kept))
+
+
+class _Arrays(NamedTuple):
+    """What generation is given that may be divided, differentiated and mapped; or how each of them is divided."""
+
+    params: Any
+    kv: Any
+    tokens: Any
+    lengths: Any
+    seeds: Any
+    edits: tuple[Any, ...]  # by intervention; None where it is a function
+
+
+def _generate(
+    interventions: Mapping[Point, Intervention],
+    cfg: ModelConfig,
+    given: _Arrays,
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    attention: str,
+) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
+    """Generates all rows, or inside a `shard_map` those of one device."""
+    params, kv, tokens, lengths, seeds, edits = vary_alike(*given)
+    changes = with_edits(interventions, edits)
+    batch, length = tokens.shape
     if kv is None:
         kv = state.empty(kv_spec(params, cfg, rows=batch, positions=length + max_tokens, attention=attention))
     columns = -(-(length + max_tokens) // state.block_size(kv))
-    if state.num_blocks(kv) < batch * columns:
-        raise InvalidParameterError(
-            f"{batch} rows of {length + max_tokens} positions need {batch * columns} KV blocks, "
-            f"there are {state.num_blocks(kv)}"
-        )
     tables = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
     lengths, rows = lengths.astype(jnp.int32), jnp.arange(batch, dtype=jnp.int32)
     stops = jnp.asarray(list(stop_ids), jnp.int32)
@@ -178,6 +250,19 @@ def generate_fn(
     steps = jnp.arange(1, max_tokens, dtype=jnp.int32)
     (written, *_), later = lax.scan(decode, (kv, first.token_ids, seen, alive), steps)
     return jax.tree.map(lambda one, many: jnp.concatenate([one[None], many]).T, first, later), written
+
+
+def _check_blocks(kv: KvState[jax.Array] | None, rows: int, positions: int, parts: int = 1) -> None:
+    """Raises InvalidParameter for rows or blocks that devices do not divide, and for a KV that is too small."""
+    if rows % parts:
+        raise InvalidParameterError(f"{rows} rows cannot be divided over {parts} devices")
+    if kv is None:
+        return
+    needed, found = rows * -(-positions // state.block_size(kv)), state.num_blocks(kv)
+    if found < needed:
+        raise InvalidParameterError(f"{rows} rows of {positions} positions need {needed} KV blocks, there are {found}")
+    if found % parts:
+        raise InvalidParameterError(f"{found} KV blocks cannot be divided over {parts} devices, as the rows are")
 
 
 def _check_range(name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None) -> None:

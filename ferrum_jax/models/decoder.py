@@ -16,7 +16,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.attention import Cache, Held, LayerContext, LayerOutput, Norm, attention_specs, self_attention
 from ferrum_jax.models.feed_forward import BlockOutput, gated_mlp, mlp_specs
-from ferrum_jax.models.hooks import Captured, Intervention, Point, Taps, check_supported
+from ferrum_jax.models.hooks import Captured, Intervention, Point, Taps, check_supported, edits_of, with_edits
 from ferrum_jax.models.projections import Lora
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.sliding_window import split_tables, window_tables
@@ -28,6 +28,7 @@ from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.quantised import activation_dtype, rows_of
 from ferrum_jax.ops.rope import rotations
 from ferrum_jax.ops.shards import WHOLE, Shards, add_parts, join_columns, own_rows
+from ferrum_jax.sharding.types import vary_alike
 
 Adapted = dict[str, Lora]  # adapters of each block of a layer: `self_attn` and `mlp`
 NO_WINDOW = 2**30  # wider than any sequence; for layers without a window beside layers with one, in one loop
@@ -169,6 +170,10 @@ class Family:
             UnsupportedError: a point that a sliding-window cache or a divided model lacks, or such a cache with stacked
                 layers.
         """
+        params, kv, batch, inputs_embeds, loras, *edits = vary_alike(
+            params, kv, batch, inputs_embeds, loras, *edits_of(interventions)
+        )
+        interventions = with_edits(interventions, edits)
         tokens = jnp.concatenate([rows.tokens.ravel() for rows in batch.groups])
         at = jnp.concatenate([positions(rows).ravel() for rows in batch.groups])
         has_window_cache = kv is not None and kv.windowed is not None
@@ -192,7 +197,7 @@ class Family:
         layers = params["model"]["layers"]
         with native.kernels(attention == "cpu"):
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
-            logits = self.head(params, x[batch.logit_rows], cfg, shards)
+            logits = self.head(params, x if batch.logit_rows is None else x[batch.logit_rows], cfg, shards)
         return logits, cast(Any, written), captured
 
 

@@ -27,6 +27,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError, safe_repr
@@ -278,6 +279,19 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
     return checked
 
 
+def edits_of(interventions: Mapping[Point, Intervention]) -> tuple[Edit[Any] | None, ...]:
+    """Returns the edits among interventions, in their order; None where one is a function."""
+    return tuple(one if isinstance(one, Edit) else None for one in interventions.values())
+
+
+def with_edits(
+    interventions: Mapping[Point, Intervention], edits: Iterable[Edit[Any] | None]
+) -> dict[Point, Intervention]:
+    """Returns interventions with other edits, as `edits_of` gives them."""
+    own = zip(interventions.items(), edits, strict=True)
+    return {point: function if edit is None else edit for (point, function), edit in own}
+
+
 def check_supported(points: Iterable[Point], cfg: ModelConfig, *, has_window_cache: bool, is_divided: bool) -> None:
     """Raises UnsupportedError for points that this cache, or a model divided over devices, does not have.
 
@@ -334,6 +348,18 @@ def _of_tokens(point: Point, intervention: Intervention, batch: int, length: int
         return array.reshape(*first, batch * length, *own[2:])
 
     return jax.tree.map(flat, intervention)
+
+
+def partitions_of_edit(point: Point, edit: Edit[Any] | None, rows: Any, batch: int) -> Edit[Any] | None:
+    """How an edit on `[B, T, ...]` is divided where rows are, over the mesh axes `rows`; None of a function."""
+    after = 3 if point.name in (*ATTENTION, *_HEADS) else 2  # axes after that of rows
+
+    def spec(leaf: Any) -> PartitionSpec:
+        first = 0 if point.layer is not None else 1  # the axis of layers
+        has_rows = jnp.ndim(leaf) == first + 1 + after and jnp.shape(leaf)[first] == batch > 1
+        return PartitionSpec(*(None,) * first, rows) if has_rows else PartitionSpec()
+
+    return None if edit is None else jax.tree.map(spec, edit)
 
 
 def steered(

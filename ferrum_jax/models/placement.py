@@ -166,8 +166,7 @@ class ModelPlacement:
             own = None if shardings is None else _at(shardings, path)
             if divided.is_plain(spec, division):
                 return leaf if own is None else jax.device_put(leaf, own)
-            there = set(self.placement.devices)
-            if any(part.sharding.device_set != there for part in jax.tree.leaves(leaf)):
+            if any(getattr(part.sharding, "mesh", None) != self.placement.mesh for part in jax.tree.leaves(leaf)):
                 leaf = jax.device_put(leaf, self.placement.sharding())  # one leaf at a time, whole on each device
             return jax.jit(functools.partial(convert, spec=spec, division=division), out_shardings=own)(leaf)
 

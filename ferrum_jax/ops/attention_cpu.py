@@ -15,6 +15,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.ops import native
 from ferrum_jax.ops.batch import Rows
+from ferrum_jax.sharding.types import vary_like
 
 
 def attend_cpu(
@@ -56,7 +57,7 @@ def attend_cpu(
         softcap=np.float32(softcap or 0.0),
         span=np.int64(span),
     )
-    return out
+    return vary_like(out, q, kv, sinks, rows)
 
 
 def write_cpu(
@@ -75,6 +76,7 @@ def write_cpu(
     new_k, new_v = jax.ffi.ffi_call("ferrum_write", shapes, input_output_aliases={2: 0, 3: 1})(
         k, nothing if v is None else v, kv.k, values, block_ids, offsets, jnp.int32(layer)[None]
     )
+    new_k, new_v = vary_like((new_k, new_v), k, v, kv, block_ids, offsets)
     return replace(kv, k=new_k, v=None if kv.v is None else new_v)
 
 

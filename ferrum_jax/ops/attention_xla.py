@@ -18,6 +18,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
+from ferrum_jax.sharding.types import vary_like
 
 BATCHED_TOKENS = 16  # rows of up to so many tokens are walked together; from 32 on one by one is faster, on two cores
 QUERY_BLOCK = 256  # tokens of a longer row that walk the KV together
@@ -133,6 +134,7 @@ def _walk(
     if sinks is not None:  # as if their position had been visited
         best = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], shape)
         start_carry = best, jnp.ones(shape, jnp.float32), start_carry[2]
+    start_carry = vary_like(start_carry, q, kv, rows)
     columns = jnp.arange(rows.tables.shape[1], dtype=jnp.int32)
     (_, total, out), _ = lax.scan(step, start_carry, columns)
     return (out / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)

@@ -32,7 +32,7 @@ class Batch(Generic[Leaf]):
     """Groups of rows whose tokens, concatenated, share every matrix product of a step."""
 
     groups: tuple[Rows[Leaf], ...]
-    logit_rows: Leaf  # int32 [R]: the concatenated tokens, out of X, whose logits are returned
+    logit_rows: Leaf | None  # int32 [R]: the concatenated tokens, out of X, whose logits are returned; None: all
 
 
 def positions(rows: Rows[jax.Array]) -> Int[Array, "B T"]:

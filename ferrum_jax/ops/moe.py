@@ -22,6 +22,7 @@ from ferrum_jax.ops import native
 from ferrum_jax.ops.linear import ChosenWeight, linear
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
 from ferrum_jax.ops.shards import local_ids
+from ferrum_jax.sharding.types import vary_like
 
 Expert = Callable[[Any, jax.Array], jax.Array]  # of its own weights and tokens [rows, D], to [rows, D]
 
@@ -191,7 +192,7 @@ def _outputs(
 
     def step(carry: None, xs: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         tokens, experts, is_used = xs
-        zeros = jnp.zeros((*tokens.shape, x.shape[1]), x.dtype)
+        zeros = vary_like(jnp.zeros((*tokens.shape, x.shape[1]), x.dtype), x, chosen, stacks)
         run = multiply if at_once == 1 else jax.vmap(multiply)
         return carry, lax.cond(jnp.any(is_used), run, lambda *_: zeros, tokens, experts)
 
@@ -213,13 +214,13 @@ def _tile(chosen: jax.Array, num_experts: int, largest: int, at_once: int) -> _T
     most = min(choices, choices // size + num_experts)
     most = -(-most // min(at_once, most)) * min(at_once, most)
     mine, index = chosen.ravel(), jnp.arange(most, dtype=jnp.int32)
-    argsort = partial(jnp.argsort, stable=True)
-    order = lax.platform_dependent(mine, cpu=_argsort_on_cpu, default=argsort).astype(jnp.int32)  # choices by expert
+    order = lax.platform_dependent(mine, cpu=_argsort_on_cpu, default=_argsort).astype(jnp.int32)  # choices by expert
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(choices, dtype=jnp.int32))
     counts = jnp.zeros(num_experts, jnp.int32).at[mine].add(1)
     starts, tiles = jnp.cumsum(counts, dtype=jnp.int32) - counts, -(-counts // size)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)
-    experts = jnp.minimum(jnp.searchsorted(ends, index, side="right"), num_experts - 1).astype(jnp.int32)
+    # As `jnp.searchsorted`, which fails in a `shard_map` over some of a mesh's axes (JAX 0.10 to 0.12).
+    experts = jnp.minimum(jnp.sum(ends <= index[:, None], axis=1, dtype=jnp.int32), num_experts - 1)
     first = starts[experts] + (index - (ends - tiles)[experts]) * size
     rows = jnp.clip(first[:, None] + jnp.arange(size, dtype=jnp.int32), 0, choices - 1)
     return _Tiles(
@@ -228,6 +229,10 @@ def _tile(chosen: jax.Array, num_experts: int, largest: int, at_once: int) -> _T
         is_used=index < ends[-1],
         row_of_choice=(ends - tiles)[mine] * size + rank - starts[mine],
     )
+
+
+def _argsort(experts: jax.Array) -> jax.Array:
+    return vary_like(jnp.argsort(experts, stable=True), experts)  # JAX types the indices as the same on all devices
 
 
 def _argsort_on_cpu(experts: jax.Array) -> jax.Array:

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from ferrum_jax.sharding.types import vary_like
+
 Leaf = TypeVar("Leaf")
 NUM_CANDIDATES = 256  # of the best tokens of a row; a filter that keeps fewer needs no others
 _SMALLEST = -(2**31)  # int32
@@ -61,9 +63,9 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
     Returns the token ids, and the score (divided by the temperature, relative to the best) from which on tokens were
     kept: -inf where nothing was filtered. Steps that only take the best token, or only draw, do no more than that.
     """
-    scores = lax.stop_gradient(scores)
+    scores, inputs = vary_like((lax.stop_gradient(scores), inputs), scores, inputs)
     is_drawn = inputs.temperature > 0
-    unfiltered = jnp.full(len(scores), -jnp.inf)
+    unfiltered = vary_like(jnp.full(len(scores), -jnp.inf), scores)
 
     def take_best() -> tuple[jax.Array, jax.Array]:
         return argmax(scores), unfiltered
@@ -231,6 +233,7 @@ def _threshold(
 
 def _bisected(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Finds the threshold of top-k and top-p in a distribution of any breadth."""
+    scaled, top_k, top_p = vary_like((scaled, top_k, top_p), scaled, top_k, top_p)
     order = _ordered(scaled)
     mass = jnp.exp(scaled)
 
@@ -243,10 +246,9 @@ def _bisected(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
             reaches = jnp.where(order >= middle[:, None], weights, 0.0).sum(axis=-1) >= goal
             return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle - 1)
 
-        start = jnp.full(len(scaled), _SMALLEST, jnp.int32), jnp.zeros(len(scaled), jnp.int32)
-        return lax.fori_loop(0, 32, halve, start)[0]
+        return lax.fori_loop(0, 32, halve, (all_of_them, jnp.zeros_like(all_of_them)))[0]
 
-    all_of_them = jnp.full(len(scaled), _SMALLEST, jnp.int32)
+    all_of_them = vary_like(jnp.full(len(scaled), _SMALLEST, jnp.int32), scaled)
     goal = jnp.maximum(top_k, 1).astype(jnp.float32)
     kth = lax.cond(jnp.any(top_k > 0), lambda: largest(jnp.ones_like(mass), goal), lambda: all_of_them)
     kth = jnp.where(top_k > 0, kth, _SMALLEST)

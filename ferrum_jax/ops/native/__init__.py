@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
+from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
 FEW_ROWS = 64  # with AVX2 and NEON XLA's products of more are not slower, or it is not known
@@ -122,7 +123,7 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
 def product(x: jax.Array, weight: jax.Array | QuantisedWeight) -> jax.Array:
     """Computes `x @ weight.T`, `[X, K]` and `[N, K]` to float32 `[X, N]`."""
     found = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("ferrum_linear", found)(x, *jax.tree.leaves(weight))
+    return vary_like(jax.ffi.ffi_call("ferrum_linear", found)(x, *jax.tree.leaves(weight)), x, weight)
 
 
 def can_widen(x: jax.Array, weight: QuantisedWeight) -> bool:
@@ -136,7 +137,7 @@ def widen(weight: QuantisedWeight, x: jax.Array) -> jax.Array:
     x is not read: as an operand it delays the call until it is computed, or all weights would be widened at first.
     """
     found = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
-    return jax.ffi.ffi_call("ferrum_widen", found)(x, *jax.tree.leaves(weight))
+    return vary_like(jax.ffi.ffi_call("ferrum_widen", found)(x, *jax.tree.leaves(weight)), weight)
 
 
 def expert_product(x: jax.Array, ids: jax.Array, stack: jax.Array | QuantisedWeight) -> jax.Array:
@@ -145,4 +146,4 @@ def expert_product(x: jax.Array, ids: jax.Array, stack: jax.Array | QuantisedWei
     Rows of ids that are not in the stack are zeros. Only the weights that some row needs are read, each once.
     """
     found = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), jnp.float32)
-    return jax.ffi.ffi_call("ferrum_experts", found)(x, ids, *jax.tree.leaves(stack))
+    return vary_like(jax.ffi.ffi_call("ferrum_experts", found)(x, ids, *jax.tree.leaves(stack)), x, ids, stack)

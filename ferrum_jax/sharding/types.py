@@ -1,0 +1,79 @@
+"""What the types of arrays say of a caller's mesh, and how a model keeps to it.
+
+Under a mesh with explicit axes every array's type has its sharding, and an operation whose result could be divided in
+several ways is refused. Inside `jax.shard_map` a type has the manual axes over which an array varies, and branches and
+loops are refused whose sides differ in them. With other meshes, or none, the functions here do nothing.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+T = TypeVar("T")
+
+
+def varying_axes(*trees: Any) -> frozenset[str]:
+    """Returns the manual mesh axes over which any array of some trees varies."""
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(trees)))
+
+
+def vary(tree: T, axes: frozenset[str]) -> T:
+    """Returns a tree whose arrays vary over these manual axes as well; numbers stay what they are."""
+
+    def cast(leaf: Any) -> Any:
+        missing = axes - varying_axes(leaf)
+        return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
+
+    return jax.tree.map(cast, tree) if axes else tree
+
+
+def vary_like(tree: T, *others: Any) -> T:
+    """Returns a tree whose arrays vary over the manual axes of the others' arrays as well."""
+    return vary(tree, varying_axes(others))
+
+
+def vary_alike(*trees: Any) -> tuple[Any, ...]:
+    """Returns trees all of whose arrays vary over the same manual axes: those of any of them.
+
+    What is the same on all devices and meets what is not is cast there by JAX, whose gradient is a sum over devices.
+    In a branch that not all devices take, that sum would wait for the others without end: so it is cast before.
+    """
+    return vary(trees, varying_axes(trees))
+
+
+def explicit_mesh(*trees: Any) -> AbstractMesh | None:
+    """Returns the caller's mesh if it has explicit axes: that of the context, or else of any array of the trees."""
+    meshes = [jax.sharding.get_abstract_mesh()]
+    if meshes[0].empty:
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(trees)]
+    found = next((mesh for mesh in meshes if not mesh.empty), None)
+    return found if found is not None and explicit_axes(found) else None
+
+
+def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
+    """Returns the names of a mesh's explicit axes."""
+    return tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit)
+
+
+def partition_of(array: Any) -> PartitionSpec:
+    """Returns how an array's type divides it: nothing, but for explicit axes."""
+    return jax.typeof(array).sharding.spec
+
+
+def with_auto_axes(mesh: AbstractMesh, function: Callable[..., T], *arguments: Any, out_specs: Any) -> T:
+    """Calls a function inside which the compiler divides what it computes, over the explicit axes of a mesh.
+
+    `out_specs` says how results are divided afterwards: one `PartitionSpec`, or a tree of them that is a prefix of
+    the function's.
+    """
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=is_partition)
+    compute: Any = jax.sharding.auto_axes(function, axes=explicit_axes(mesh), out_sharding=shardings)
+    return compute(*arguments)
+
+
+def is_partition(leaf: Any) -> bool:
+    """True for a partition spec: an `is_leaf` for `jax.tree`."""
+    return isinstance(leaf, PartitionSpec)

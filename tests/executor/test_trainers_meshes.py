@@ -1,0 +1,64 @@
+"""A trainer's parameters, divided over a mesh of its own, become a runner's: at first, and with every update."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ferrum_jax
+from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.models.specs import ParamTree
+from tests import tiny
+from tests.executor.test_mesh import ENGINE, agree
+from tests.meshes import mesh_of, model_on
+from tests.tiers import by_default
+
+NAME, TOKENS = "llama31", [5, 3, 8, 1, 1, 7]
+
+
+def trained(kind: str, seed: int) -> ParamTree:
+    mesh = mesh_of(kind)
+    _, divided, _ = model_on(mesh, NAME)
+    other = tiny.tiny_params(tiny.CONFIGS[NAME], seed)
+    return jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), other, divided)
+
+
+@pytest.mark.parametrize("kind", by_default(("explicit", "auto"), "explicit"))
+@pytest.mark.parametrize("served", by_default((None, {"model": 2}, {"model": 4}), None, {"model": 4}))
+def test_weights_on_a_trainers_mesh_are_served_without_passing_through_the_host(
+    kind: str, served: dict[str, int] | None, compiles: list[str]
+):
+    cfg, (first, second) = tiny.model_config(NAME), (trained(kind, seed) for seed in (1, 2))
+    alone, other = (tiny.tiny_params(tiny.CONFIGS[NAME], seed) for seed in (1, 2))
+    start = alone if served is None else first
+    with (
+        ferrum_jax.from_params(start, cfg, mesh=served, engine=ENGINE) as runner,
+        ferrum_jax.from_params(other, cfg, engine=ENGINE) as expected,
+    ):
+        runner.prefill("a", TOKENS)
+        runner.release("a")
+        with jax.transfer_guard_device_to_host("disallow"), jax.transfer_guard_host_to_device("disallow"):
+            runner.set_params(second)
+        answer = expected.prefill("a", TOKENS)
+        compiles.clear()
+        agree(runner.prefill("a", TOKENS), answer)
+        assert compiles == []
+        tiny.assert_same_tree(runner.params, other)
+
+
+def test_a_mesh_of_one_device_is_that_device():
+    """As of a trainer with one accelerator, whose code makes a mesh all the same."""
+    params, cfg = tiny.tiny_params(tiny.CONFIGS[NAME]), tiny.model_config(NAME)
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    placed = jax.device_put(params, NamedSharding(mesh, P()))
+    with ferrum_jax.from_params(placed, cfg, engine=ENGINE) as runner:
+        answer = np.asarray(runner.prefill("a", TOKENS))
+        runner.release("a")
+        runner.set_params(placed)
+        np.testing.assert_array_equal(runner.prefill("a", TOKENS), answer)
+
+
+def test_parameters_on_several_devices_need_a_mesh_to_be_served_on():
+    with pytest.raises(UnsupportedError, match=r"lie on 4 devices, .* such as mesh=\{'model': 4\}, or .*device_put"):
+        ferrum_jax.from_params(trained("explicit", 1), tiny.model_config(NAME), engine=ENGINE)
