@@ -248,11 +248,11 @@ def compile_steps(
 ) -> None:
     """Compile everything that serving a model may need and store it on disk: later starts compile nothing."""
     from ferrum_jax.compile import artifacts
+    from ferrum_jax.compile.artifacts import artifacts_folder
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.generate.llm import LLM
-    from ferrum_jax.loading import artifacts_folder
 
-    root = artifacts_folder(EngineConfig(artifacts=folder).over(EngineConfig.from_environment()))
+    root = artifacts_folder(EngineConfig(artifacts=folder).over(EngineConfig.from_environment()).artifacts)
     if root is None:
         raise ConfigError("compiled steps are not stored, as FERRUM_ARTIFACTS=0 or a warning says: give --folder")
     if clear:

@@ -1,18 +1,15 @@
 """From a path to a running model."""
 
-import logging
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import jax
-from platformdirs import user_cache_dir
 
-from ferrum_jax.compile.artifacts import Artifacts, check_compiler_options
-from ferrum_jax.compile.fingerprint import describe_code, describe_program, is_edited
+from ferrum_jax.compile.artifacts import Artifacts, artifacts_folder, check_compiler_options
+from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.compile.program_cache import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.checks import check_flag
@@ -44,7 +41,6 @@ from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.safetensors_file import check_regular
 
-_log = logging.getLogger(__name__)
 ModelPath = str | os.PathLike[str]
 Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
 
@@ -161,7 +157,7 @@ def _load(
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     settings = with_defaults(settings, source.config, target)
     free = hosts.least(placed.free_bytes)
-    ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings)
+    ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
@@ -222,32 +218,6 @@ def _open_artifacts(
     params = placed.shapes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
     facts = describe_program(source.config, params, plan.cache, plan.loras, placed.placement)
     return Artifacts(root, facts, settings.compiler_options)
-
-
-def artifacts_folder(settings: EngineConfig) -> Path | None:
-    """Where compiled steps are kept, if they are.
-
-    Raises:
-        ConfigError: the folder that was asked for cannot be one.
-    """
-    if settings.artifacts is False:
-        return None
-    try:
-        if is_edited():
-            _log.warning(
-                "compiled steps on disk are not used: this package's source has changed since the process began"
-            )
-            return None
-        describe_code()
-    except (OSError, PackageNotFoundError) as problem:
-        _log.warning("compiled steps on disk are not used, what they depend on cannot be told: %s", problem)
-        return None
-    if isinstance(settings.artifacts, str):
-        try:
-            return Path(settings.artifacts).expanduser().absolute()
-        except RuntimeError as problem:
-            raise ConfigError(f"artifacts is {safe_repr(settings.artifacts)}: {problem}") from None
-    return Path(user_cache_dir("ferrum_jax"), "artifacts")
 
 
 def load_params(

@@ -177,7 +177,7 @@ def test_it_can_be_turned_off_by_argument_or_by_the_environment(
     with ferrum_jax.load(folder, engine=FEW, **SMALL) as runner:
         assert runner.artifacts is None
     monkeypatch.delenv("FERRUM_ARTIFACTS")
-    monkeypatch.setattr("ferrum_jax.loading.user_cache_dir", lambda name: str(tmp_path / name))
+    monkeypatch.setattr("ferrum_jax.compile.artifacts.user_cache_dir", lambda name: str(tmp_path / name))
     with ferrum_jax.load(folder, engine=FEW, **SMALL) as runner:
         assert runner.artifacts is not None
         assert runner.artifacts.root == tmp_path / "ferrum_jax" / "artifacts"
@@ -186,7 +186,7 @@ def test_it_can_be_turned_off_by_argument_or_by_the_environment(
 def test_source_edited_under_a_running_process_turns_it_off(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("ferrum_jax.loading.is_edited", lambda: True)
+    monkeypatch.setattr("ferrum_jax.compile.artifacts.is_edited", lambda: True)
     with ferrum_jax.load(folder, artifacts=tmp_path, engine=FEW, **SMALL) as runner:
         assert runner.artifacts is None
     assert "source has changed since the process began" in caplog.messages[0]

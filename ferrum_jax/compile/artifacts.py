@@ -14,14 +14,16 @@ import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.monitoring
 from jax.experimental import serialize_executable
+from platformdirs import user_cache_dir
 
-from ferrum_jax.compile.fingerprint import Facts, describe_settings, digest
+from ferrum_jax.compile.fingerprint import Facts, describe_code, describe_settings, digest, is_edited
 from ferrum_jax.compile.private_folder import TEMPORARY, PrivateFolder
 from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.errors import ConfigError, safe_repr
@@ -195,6 +197,32 @@ class Artifacts:
                 return
             self._warned.add(text)
         _log.warning(text)
+
+
+def artifacts_folder(asked: str | bool | None) -> Path | None:
+    """Returns where compiled steps are kept: a folder, the user's cache folder for None and True, nowhere for False.
+
+    Raises:
+        ConfigError: the folder that was asked for cannot be one.
+    """
+    if asked is False:
+        return None
+    try:
+        if is_edited():
+            _log.warning(
+                "compiled steps on disk are not used: this package's source has changed since the process began"
+            )
+            return None
+        describe_code()
+    except (OSError, PackageNotFoundError) as problem:
+        _log.warning("compiled steps on disk are not used, what they depend on cannot be told: %s", problem)
+        return None
+    if isinstance(asked, str):
+        try:
+            return Path(asked).expanduser().absolute()
+        except RuntimeError as problem:
+            raise ConfigError(f"artifacts is {safe_repr(asked)}: {problem}") from None
+    return Path(user_cache_dir("ferrum_jax"), "artifacts")
 
 
 def check_compiler_options(options: CompilerOptions, device: JaxDevice) -> None:

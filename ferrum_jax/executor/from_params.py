@@ -1,24 +1,26 @@
 """A runner for parameters that are there already, in a training loop say."""
 
+import os
 from typing import Any
 
 import jax
 
-from ferrum_jax.compile.artifacts import check_compiler_options
+from ferrum_jax.compile.artifacts import Artifacts, artifacts_folder, check_compiler_options
+from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.executor.sizing import plan_beside
+from ferrum_jax.executor.sizing import EnginePlan, plan_beside
 from ferrum_jax.executor.weights import brought_to, check_fits_config
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import specs_like
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
-from ferrum_jax.sharding.mesh import place_on_mesh
+from ferrum_jax.sharding.mesh import Placement, place_on_mesh
 from ferrum_jax.sharding.processes import telling
 
 
@@ -39,7 +41,8 @@ def from_params(
         mesh: as for `load`. What lies on its devices as it is served there is not copied.
         engine: how to run it; what is None in it is chosen for the model and the device.
         strict: after `warmup`, a step that would have to be compiled is an error.
-        **settings: fields of `EngineConfig`, which go before those of `engine`. Compiled steps are not kept on disk.
+        **settings: fields of `EngineConfig`, which go before those of `engine`. Compiled steps are kept on disk only in
+            the folder that `artifacts` or `FERRUM_ARTIFACTS` names; `artifacts=True` is the user's cache folder.
 
     Raises:
         InvalidParameterError: a parameter is no array on a device, or they are not this model's.
@@ -58,6 +61,8 @@ def from_params(
         raise InvalidParameterError("a parameter was deleted, as those are that were donated")
     places = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
     own = None if isinstance(mesh, jax.sharding.Mesh) else mesh
+    if isinstance(folder := settings.get("artifacts"), os.PathLike):
+        settings["artifacts"] = os.fspath(folder)
     given = EngineConfig(**settings, mesh=own).over(engine or EngineConfig())
     asked_mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else given.over_environment().mesh_sizes
     if len(places) != 1 and not asked_mesh:
@@ -74,11 +79,8 @@ def from_params(
     for name in ("dtype", "layout"):
         if getattr(given, name) not in (None, getattr(theirs, name)):
             raise ConfigError(f"{name} is {getattr(given, name)!r}, these parameters have {getattr(theirs, name)!r}")
-    for name in ("quantize", "artifacts"):
-        if getattr(given, name):
-            raise ConfigError(
-                f"{name} is {getattr(given, name)!r}, which belongs to `load`: parameters are as they are"
-            )
+    if given.quantize:
+        raise ConfigError(f"quantize is {given.quantize!r}, which belongs to `load`: parameters are as they are")
     check_fits_config(params, cfg, layout)
     asked = theirs.over(given).over_environment()
     check_compiler_options(asked.compiler_options, device)
@@ -90,12 +92,23 @@ def from_params(
         specs = None if placed.division is None else specs_like(params, cfg)
         first = placed.placement.first
         params = brought_to(first, params) if specs is None else placed.divide(params, specs)
-        plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=hosts.least(placed.free_bytes))
+        root = None if asked.artifacts is None else artifacts_folder(asked.artifacts)
+
+        def open_artifacts(
+            plan: EnginePlan, own: ParamTree = params, at: Placement = placed.placement
+        ) -> Artifacts | None:
+            if root is None:
+                return None
+            return Artifacts(root, describe_program(cfg, own, plan.cache, plan.loras, at), asked.compiler_options)
+
+        free = hosts.least(placed.free_bytes)
+        plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
         hosts.check_same("a model or settings", repr((cfg, plan)))
         how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
 
         def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:
-            return ModelRunner(own, cfg, plan, placed=placed, specs=specs, **how)
+            artifacts = open_artifacts(plan, own, placed.placement)
+            return ModelRunner(own, cfg, plan, placed=placed, specs=specs, artifacts=artifacts, **how)
 
         return replicate(runner_on(placed, params), params, replicas, runner_on)
 

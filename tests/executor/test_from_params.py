@@ -1,6 +1,7 @@
 """`from_params`: a runner for parameters that are on a device already."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -92,3 +93,23 @@ def test_steps_are_compiled_so_jax_disable_jit_is_refused_by_name(params: ParamT
 def test_parameters_of_another_model_are_refused(change, message: str, params: ParamTree):
     with pytest.raises(InvalidParameterError, match=f"not the parameters of this {CFG.model_type}: {message}"):
         ferrum_jax.from_params(change(params), CFG, engine=ENGINE)
+
+
+def test_steps_are_kept_where_asked_and_serve_other_weights(
+    tmp_path: Path, params: ParamTree, oracle: Oracle, compiles: list[str]
+):
+    few = dataclasses.replace(ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,))
+    with ferrum_jax.from_params(params, CFG, engine=few, artifacts=tmp_path / "kept") as runner:
+        expected = runner.prefill("a", TOKENS), runner.decode("a", 3, 5)
+    assert list((tmp_path / "kept").rglob("*.step"))
+    other = jax.tree.map(lambda leaf: leaf * 1.5, params)
+    jax.block_until_ready(other)
+    compiles.clear()
+    for tree in (params, other):
+        with ferrum_jax.from_params(tree, CFG, engine=few, artifacts=str(tmp_path / "kept"), strict=True) as runner:
+            found = runner.prefill("a", TOKENS), runner.decode("a", 3, 5)
+            assert runner.compile_stats()["compiled"] == 0
+        assert compiles == []
+        assert np.array_equal(found, expected) == (tree is params)
+    with ferrum_jax.from_params(params, CFG, engine=few) as runner:
+        assert runner.artifacts is None
