@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is_real
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
-from ferrum_jax.models.hooks import Point
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 _PENALTY = 3e38  # as Sampling takes them
@@ -211,7 +210,7 @@ class RequestOutput:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     weight_versions: list[int] = field(default_factory=list)
-    captured: Mapping[Point, NDArray[Any]] | None = field(default=None, repr=False)
+    captured: Mapping[Any, NDArray[Any]] = field(default_factory=dict, repr=False)
     time_to_first_token: float = 0.0  # seconds since the request was submitted
     error: FerrumError | None = None
     drafted: int = 0

@@ -290,7 +290,7 @@ class Request:
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
             weight_versions=self.versions[: len(choices)],
-            captured=self._all_captured() if self.capture and reason is not None else None,
+            captured=self._all_captured() if reason is not None else {},
             time_to_first_token=self.first_token_after,
             error=self.error,
             drafted=self.drafted,
@@ -301,7 +301,7 @@ class Request:
         )
 
     def _all_captured(self) -> dict[Point, NDArray[Any]]:
-        """Returns what was captured of all tokens but the last, which was never read; what it failed before, less."""
+        """Returns what was captured of all tokens but the last, which was never read; of one that failed, less."""
         return self.captured_points(len(self.prompt) + len(self.choices) - 1) if self.captured else {}
 
     def _finish(self, reason: FinishReason) -> None:

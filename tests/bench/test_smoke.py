@@ -56,6 +56,13 @@ def test_research_ends_in_a_json_line_of_three_answers_that_agree(records: Path)
     assert max(row["largest_difference"] for row in (patches, gradient, scores)) < 1e-4
 
 
+def test_rollouts_ends_in_a_json_line_of_prompts_that_were_read_once(records: Path):
+    (row,) = smoke("rollouts", records)["rows"]
+    assert (row["rollouts"], row["prompt_tokens_read"]) == (14, 2 * 8)
+    assert 0 < row["busy_share"] < 1
+    assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+
+
 def test_shares_ends_in_a_json_line_of_what_two_processes_held(records: Path):
     result = smoke("shares", records)
     rows = result["rows"]

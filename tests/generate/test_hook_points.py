@@ -17,7 +17,7 @@ from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationE
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.models import Edit, replace_with
-from ferrum_jax.models.hooks import Point, edited
+from ferrum_jax.models.hooks import edited
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, CFG
 from tests.fake import CountingLLM
@@ -75,9 +75,8 @@ def check(params: ParamTree, outs: list[RequestOutput], each: list[Any], *, capt
         assert out.logprobs is not None
         np.testing.assert_allclose(out.logprobs, logprobs, rtol=0, atol=TOLERANCE)
         if captured:
-            assert out.captured is not None
             for point in POINTS:
-                np.testing.assert_allclose(out.captured[Point(*point)], points[point][:-1], rtol=0, atol=TOLERANCE)
+                np.testing.assert_allclose(out.captured[point], points[point][:-1], rtol=0, atol=TOLERANCE)
 
 
 def test_requests_of_one_batch_have_each_their_own(runner: ModelRunner, params: ParamTree):
@@ -143,7 +142,7 @@ def test_scores_prompt_logprobs_and_streams_are_under_interventions(runner: Mode
         outs = []
         async with AsyncLLM(llm) as engine:
             async for found in engine.generate(PROMPTS[2], PARAMS, interventions=KNOCK_OUT, capture=POINTS):
-                assert (found.captured is not None) == found.finished
+                assert bool(found.captured) == found.finished
                 outs.append(found)
         return outs[-1]
 
@@ -204,4 +203,4 @@ def test_an_intervention_past_the_capacity_changes_nothing(runner: ModelRunner):
     past = Interventions(STEER, start=CAPACITY)
     assert llm.generate(PROMPTS, PARAMS, interventions=past)[0].token_ids == llm.generate(PROMPTS, PARAMS)[0].token_ids
     with crowded(runner, 4):
-        assert llm.generate([[5]], PARAMS, interventions={})[0].captured is None
+        assert llm.generate([[5]], PARAMS, interventions={})[0].captured == {}
