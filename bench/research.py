@@ -1,7 +1,8 @@
 """What do activation patching, gradients and scoring cost beside transformers with hooks, autograd and a padded batch?
 
 Patching: every layer and position of a prompt of 20 tokens, one patch of the residual stream each, from the run of
-another prompt. Ours patches a row for each position in one call, transformers one forward a patch with a hook.
+another prompt. Ours patches a row for each position in one call, which begins at the patched layer: what lies before
+it is the other prompt's. Transformers runs a whole forward a patch, with a hook. Both compute the last token's logits.
 Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
 had beyond what it had before the call. Scoring: `LLM.score` beside batches of like length that are padded to the
 longest. All answers are compared. On a CPU, in float32.
@@ -21,7 +22,6 @@ import numpy as np
 import ferrum_jax
 from bench import card, models
 from bench.timing import Contestant, alternate
-from ferrum_jax.models import Edit
 
 LENGTH, SMOKE_LENGTH = 20, 5  # tokens of the prompt that is patched
 TRAINED, SMOKE_TRAINED = 512, 24  # tokens whose likelihood has a gradient
@@ -61,22 +61,23 @@ def _patching(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
     cfg, params, model = subject.config, subject.params, peer.module
     layers, width = cfg.num_hidden_layers, cfg.hidden_size
     corrupt = models.prompt(cfg, length, seed=1)
-    run = jax.jit(partial(ferrum_jax.models.run, cfg=cfg, capture=(("resid_pre", None),)))
-    _, seen = run(params, jnp.array([models.prompt(cfg, length, seed=0)]))
-    clean = jnp.stack([seen["resid_pre", layer][0] for layer in range(layers)])  # [L, T, D]
-    ids = jnp.tile(jnp.array([corrupt]), (length, 1))
+    run = jax.jit(partial(ferrum_jax.models.run, cfg=cfg, capture=(("resid_pre", None),)), static_argnames="logits")
+    _, seen = run(params, jnp.array([models.prompt(cfg, length, seed=0), corrupt]), logits="none")
+    states = jnp.stack([seen["resid_pre", layer] for layer in range(layers)], axis=1)  # [2, L, T, D]
+    clean, ids = states[0], jnp.tile(jnp.array([corrupt]), (length, 1))
 
     @jax.jit
-    def patch_layer(params: Any, clean: jax.Array, layer: jax.Array) -> jax.Array:
-        here = (jnp.arange(layers) == layer)[:, None, None, None] & jnp.eye(length, dtype=bool)[None, :, :, None]
-        edit = Edit(scale=jnp.where(here, 0.0, 1.0), add=jnp.where(here, clean[:, None], 0.0))
-        return ferrum_jax.models.forward(params, ids, cfg, interventions={("resid_pre", None): edit})[:, -1]
+    def patch_layer(params: Any, states: jax.Array, layer: jax.Array) -> jax.Array:
+        own, other = states[:, layer]
+        patched = jnp.where(jnp.eye(length, dtype=bool)[..., None], own, other)  # [T, T, D]: row t has position t's
+        begin: dict[str, Any] = {"first_layer": layer, "inputs_embeds": patched}
+        return ferrum_jax.models.forward(params, ids, cfg, logits="last", **begin)[:, 0]
 
     theirs_clean = torch.from_numpy(np.array(clean))
     theirs_ids = torch.tensor([corrupt])
 
     def ours() -> list[jax.Array]:
-        return [patch_layer(params, clean, jnp.int32(layer)) for layer in range(layers)]
+        return [patch_layer(params, states, jnp.int32(layer)) for layer in range(layers)]
 
     @torch.inference_mode()
     def theirs() -> list[np.ndarray]:

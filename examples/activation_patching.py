@@ -2,8 +2,8 @@
 
 Meng et al. 2022, "Locating and Editing Factual Associations in GPT", section 2.1. The residual stream of a run on
 "France" takes the place of that of a run on "Italy", one layer and position at a time; what counts is how much of the
-difference between the two answers comes back. All positions of a layer are rows of one call, and the layer is an
-argument: one program serves all patches.
+difference between the two answers comes back. All positions of a layer are rows of one call, which begins at that
+layer: what lies before it is the run on "Italy". The layer is an argument, so one program serves all patches.
 """
 
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.generate.tokenizer import load_tokenizer
-from ferrum_jax.models import Edit
 from ferrum_jax.weights import hub
 
 path = hub.resolve(None)  # SmolLM2-135M-Instruct
@@ -30,19 +29,19 @@ def score(logits: jax.Array) -> jax.Array:
     return logits[:, -1, paris] - logits[:, -1, rome]
 
 
-run = jax.jit(lambda tokens: models.run(params, tokens, cfg, capture=[("resid_pre", None)]))
+run = jax.jit(lambda tokens: models.run(params, tokens, cfg, capture=[("resid_pre", None)], logits="last"))
 logits, seen = run(jnp.array([clean, corrupt]))
 best, worst = score(logits)
-states = jnp.stack([seen["resid_pre", layer][0] for layer in range(layers)])  # [L, T, D]
+states = jnp.stack([seen["resid_pre", layer] for layer in range(layers)])  # [L, 2, T, D]
 
 
 @jax.jit
 def patched(layer: jax.Array) -> jax.Array:
     """The share of the difference that each position of a layer restores, [T]."""
-    here = (jnp.arange(layers) == layer)[:, None, None, None] & jnp.eye(length, dtype=bool)[None, :, :, None]
-    edit = Edit(scale=jnp.where(here, 0.0, 1.0), add=jnp.where(here, states[:, None], 0.0))
+    of_france, of_italy = states[layer]
+    patches = jnp.where(jnp.eye(length, dtype=bool)[:, :, None], of_france, of_italy)  # one position in each row
     rows = jnp.tile(jnp.array([corrupt]), (length, 1))
-    logits = models.forward(params, rows, cfg, interventions={("resid_pre", None): edit})
+    logits = models.forward(params, rows, cfg, inputs_embeds=patches, first_layer=layer, logits="last")
     return (score(logits) - worst) / (best - worst)
 
 

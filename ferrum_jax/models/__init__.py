@@ -18,6 +18,7 @@ from ferrum_jax.models.quantisation import quantise as quantise
 from ferrum_jax.models.registry import family as family
 from ferrum_jax.models.sequences import capture as capture
 from ferrum_jax.models.sequences import forward as forward
+from ferrum_jax.models.sequences import log_probs as log_probs
 from ferrum_jax.models.sequences import logits_of as logits_of
 from ferrum_jax.models.sequences import run as run
 from ferrum_jax.models.specs import ParamTree

@@ -28,7 +28,7 @@ from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.quantised import activation_dtype, rows_of
 from ferrum_jax.ops.rope import rotations
 from ferrum_jax.ops.shards import WHOLE, Shards, add_parts, join_columns, own_rows
-from ferrum_jax.sharding.types import vary_alike
+from ferrum_jax.sharding.types import vary_alike, vary_like
 
 Adapted = dict[str, Lora]  # adapters of each block of a layer: `self_attn` and `mlp`
 NO_WINDOW = 2**30  # wider than any sequence; for layers without a window beside layers with one, in one loop
@@ -143,6 +143,7 @@ class Family:
         capture: tuple[Point, ...] = (),
         interventions: Mapping[Point, Intervention] = MappingProxyType({}),
         remat: bool = False,
+        first_layer: int | jax.Array = 0,
         shards: Shards = WHOLE,
     ) -> tuple[jax.Array, Held, Captured]:
         """Runs all new tokens of a batch.
@@ -159,6 +160,8 @@ class Family:
             capture: points of models/hooks.py that are returned, as `check_points` gives them; static under `jit`.
             interventions: what is done at such points, as `check_interventions` gives them.
             remat: gradients recompute each layer instead of keeping what is inside it.
+            first_layer: layers before it are left out: `inputs_embeds` are what goes into it. Where it is traced, they
+                are skipped at run time, and what is captured of them is 0.
             shards: inside a `shard_map`, over which mesh axes the model is divided: parameters and KV are then one
                 device's parts, and so are attention weights that are captured. `cfg` counts this device's heads.
 
@@ -193,12 +196,25 @@ class Family:
         slots = (tokens, tokens) if kv is None else _slots(batch, kv)  # nothing is written where nothing is kept
         context = LayerContext(0, cfg.layer_windows[0], ropes[0], slots, batch, attention, shards=shards)
         taps = Taps(interventions=tuple(interventions.items()), positions=at)
-        step = _Step(self, cfg, context, window_context, ropes, rope_of_layer, adapted, capture, taps, remat)
+        step = _Step(
+            self, cfg, context, window_context, ropes, rope_of_layer, adapted, capture, taps, remat, first_layer
+        )
         layers = params["model"]["layers"]
         with native.kernels(attention == "cpu"):
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
-            logits = self.head(params, x if batch.logit_rows is None else x[batch.logit_rows], cfg, shards)
+            logits = self.head(params, _rows_with_logits(x, batch), cfg, shards)
         return logits, cast(Any, written), captured
+
+
+def _rows_with_logits(x: jax.Array, batch: Batch[jax.Array]) -> jax.Array:
+    """Picks the states whose logits are returned, `[X, D]` to `[R, D]`."""
+    rows = batch.logit_rows
+    if rows is None:
+        return x
+    if rows.ndim == 1:
+        return x[rows]
+    own = x.reshape(len(rows), -1, x.shape[-1])  # a row's own: a mesh divides them with the rows
+    return jnp.take_along_axis(own, rows[..., None], axis=1).reshape(-1, x.shape[-1])
 
 
 def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig, shards: Shards) -> jax.Array:
@@ -224,6 +240,7 @@ class _Step(NamedTuple):
     capture: tuple[Point, ...]
     taps: Taps  # of all layers
     remat: bool
+    first: int | jax.Array  # layers before it are left out
 
     def run(
         self, name: str, params: ParamTree, adapted: Adapted, x: jax.Array, kv: Cache, context: LayerContext
@@ -234,8 +251,14 @@ class _Step(NamedTuple):
             own = jax.tree.unflatten(jax.tree.structure(adapted), adapters)
             return self.family.layer(params, own, x, kv, context, self.cfg)
 
+        run = jax.checkpoint(layer) if self.remat else layer
+        given = params, jax.tree.leaves(adapted), x, kv
         with jax.named_scope(name):
-            return (jax.checkpoint(layer) if self.remat else layer)(params, jax.tree.leaves(adapted), x, kv)
+            if isinstance(self.first, int):
+                return run(*given)
+            shapes = jax.eval_shape(layer, *given)[2] if context.taps.wanted else {}
+            zeros = jax.tree.map(lambda leaf: vary_like(jnp.zeros(leaf.shape, leaf.dtype), x), shapes)
+            return lax.cond(context.taps.layer >= self.first, run, lambda params, _, x, kv: (x, kv, zeros), *given)
 
 
 def _unroll(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array, Cache, Captured]:
@@ -252,6 +275,8 @@ def _unroll(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Arra
                 layer=index, wanted=frozenset(point.name for point in step.capture if point.layer == index)
             ),
         )
+        if isinstance(step.first, int) and index < step.first:
+            continue
         cache = kv.windowed if windowed and kv is not None else kv
         x, written, found = step.run(f"layer_{index}", params, adapted, x, cache, context)
         kv = replace(kv, windowed=written) if windowed and kv is not None else written
@@ -289,8 +314,17 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
     indices = jnp.arange(cfg.num_hidden_layers, dtype=jnp.int32)
     kinds = jnp.asarray(step.rope_of_layer, jnp.int32)
     loras = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)
-    (x, kv), found = lax.scan(body, (x, kv), (layers, loras, windows, kinds, indices))
-    return x, kv, {point: jax.tree.map(lambda leaf, at=point.layer: leaf[at], found[point.name]) for point in capture}
+    first, xs = 0, (layers, loras, windows, kinds, indices)
+    if isinstance(step.first, int) and step.first:
+        first = step.first
+        xs = jax.tree.map(lambda leaf: leaf[first:], xs)
+    (x, kv), found = lax.scan(body, (x, kv), xs)
+    captured = {
+        point: jax.tree.map(lambda leaf, at=point.layer - first: leaf[at], found[point.name])
+        for point in capture
+        if point.layer is not None
+    }
+    return x, kv, captured
 
 
 def _slots(batch: Batch[jax.Array], kv: KvState[jax.Array], *, is_cyclic: bool = False) -> tuple[jax.Array, jax.Array]:

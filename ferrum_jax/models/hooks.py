@@ -186,14 +186,19 @@ def _layers(name: str, given: object, most: int) -> list[int]:
     return sorted({int(layer) for layer in layers})
 
 
-def check_points(given: object, cfg: ModelConfig) -> tuple[Point, ...]:
-    """Returns hook points, each once, in order; raises as `check_point`. A layer None stands for every layer."""
+def check_points(given: object, cfg: ModelConfig, first_layer: int = 0) -> tuple[Point, ...]:
+    """Returns hook points, each once, in order; raises as `check_point`. A layer None stands for every layer that runs.
+
+    Layers before `first_layer` do not run: InvalidParameterError for their points.
+    """
     if isinstance(given, (str, bytes, Point)) or not isinstance(given, Iterable):
         raise InvalidParameterError(f"capture is {safe_repr(given)}, expected points such as ('resid_post', 3)")
     points: set[Point] = set()
     for one in given:
         name, layer = check_point(one, cfg)
-        layers = range(cfg.num_hidden_layers) if layer is None else [layer]
+        if layer is not None and layer < first_layer:
+            raise InvalidParameterError(f"layer {layer} has no {name!r}: the first layer that runs is {first_layer}")
+        layers = range(first_layer, cfg.num_hidden_layers) if layer is None else [layer]
         points |= {at for at in (Point(name, layer) for layer in layers) if _has(at, cfg)}
     return tuple(sorted(points))
 

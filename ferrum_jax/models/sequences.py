@@ -5,15 +5,17 @@ These are the functions that research code embeds. Under a mesh of the caller's,
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.hooks import (
@@ -34,11 +36,14 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
-from ferrum_jax.sharding.types import explicit_mesh, partition_of, with_auto_axes
+from ferrum_jax.ops.sampling import token_logprobs
+from ferrum_jax.sharding.types import explicit_mesh, partition_of, vary_alike, with_auto_axes
+
+BLOCK = 256  # tokens whose logits are in memory at once, where no logits are returned
 
 
-def forward(params: ParamTree, tokens: Int[Array, "B T"], cfg: ModelConfig, **options: Any) -> Float[Array, "B T V"]:
-    """Runs whole sequences from position 0 and returns the logits of every token, float32.
+def forward(params: ParamTree, tokens: Int[Array, "B T"], cfg: ModelConfig, **options: Any) -> Float[Array, "B R V"]:
+    """Runs whole sequences from position 0 and returns the logits of every token, or of R of each row, float32.
 
     It is the family's serving forward without a cache, so it may be differentiated, vmapped, scanned and jitted
     (with `cfg` closed over or static). There is no padding: to batch sequences of different lengths, pad on the right
@@ -55,7 +60,7 @@ def capture(
     hidden: Sequence[int] = (),
     attention_weights: Sequence[int] = (),
     **options: Any,
-) -> tuple[Float[Array, "B T V"], dict[int, Array], dict[int, Array]]:
+) -> tuple[Float[Array, "B R V"], dict[int, Array], dict[int, Array]]:
     """As `forward`; returns also hidden states `[B, T, D]` and attention weights `[B, N, T, T]` of chosen layers.
 
     `hidden` counts layers: 0 is the embeddings, L the output of the last layer, before the final norm. Layers of
@@ -79,6 +84,8 @@ class _Arrays(NamedTuple):
     loras: ParamTree | None
     adapters: jax.Array | None
     edits: tuple[Any, ...]  # by intervention; None where it is a function
+    logits: jax.Array | None  # int32 [B, R]: the tokens of each row whose logits are returned; None: all
+    first_layer: jax.Array | None  # None where it is no array
 
 
 def run(
@@ -92,9 +99,11 @@ def run(
     adapters: Int[Array, " B"] | None = None,
     steering: Float[Array, "L D"] | Float[Array, "L B T D"] | None = None,
     interventions: Mapping[Any, Intervention] | None = None,
+    logits: Literal["all", "last", "none"] | Int[Array, "B R"] = "all",
+    first_layer: int | Int[Array, ""] = 0,
     attention: str | None = None,
     remat: bool = False,
-) -> tuple[Float[Array, "B T V"], dict[Point, Array]]:
+) -> tuple[Float[Array, "B R V"], dict[Point, Array]]:
     """As `forward`; returns also the arrays at hook points, by point: `captured["z", 3]` is `[B, T, N, H]`.
 
     Under a mesh with explicit axes the compiler divides the computation, as under auto axes; results are divided as
@@ -113,16 +122,24 @@ def run(
         interventions: an `Edit` or a function by hook point (models/hooks.py). What an edit has broadcasts against the
             array there, whose first axes are `[B, T]`; a function is given that array and int32 `[B, T]` positions, and
             returns its like. They are differentiable. Under explicit axes a function is given arrays of auto axes.
+        logits: of which tokens logits are computed: all, the last one of each row, none, or those at positions `[B, R]`
+            from 0 to T-1, such as the end of each row's own text or a completion alone. The names make
+            R of `[B, R, V]` T, 1 or 0.
+        first_layer: the layers before it are left out, and `inputs_embeds` are the residual stream that goes into it,
+            as captured at `("resid_pre", first_layer)`. If it is an array, it may be traced: one program serves all
+            first layers, skips those before at run time, and captures zeros of them.
         attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
             only `xla` has gradients, and needs far more memory for them.
         remat: gradients recompute each layer instead of keeping what is inside it.
 
     Raises:
         InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are not
-            integers, or a hook point is unknown.
+            integers, a hook point is unknown or lies before `first_layer`, or that is none of the layers or has no
+            `inputs_embeds`.
         UnsupportedError: this model has no such hook point.
     """
-    points = check_points(capture, cfg)
+    first = _check_first_layer(first_layer, cfg, inputs_embeds)
+    points = check_points(capture, cfg, first if isinstance(first, int) else 0)
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
@@ -132,6 +149,7 @@ def run(
         raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape
     changes = check_interventions(interventions, cfg)
+    check_points([point for point in changes if point.layer is not None], cfg, first if isinstance(first, int) else 0)
     if steering is not None:
         changes = steered(jnp.asarray(steering), changes, cfg, (batch, length, cfg.hidden_size))
     if adapters is not None:
@@ -143,10 +161,12 @@ def run(
         inputs_embeds = jnp.asarray(inputs_embeds)
         check_shape("inputs_embeds", inputs_embeds, "[B, T, D]", (batch, length, cfg.hidden_size))
     cfg = cfg.reaching(length)
-    given = _Arrays(params, tokens, inputs_embeds, loras, adapters, edits_of(changes))
+    wanted = _logit_positions(logits, batch, length)
+    traced = None if isinstance(first, int) else first
+    given = _Arrays(params, tokens, inputs_embeds, loras, adapters, edits_of(changes), wanted, traced)
 
     def compute(given: _Arrays) -> tuple[jax.Array, dict[Point, jax.Array]]:
-        return _compute(given, with_edits(changes, given.edits), cfg, points, attention, remat)
+        return _compute(given, with_edits(changes, given.edits), cfg, points, first, attention, remat)
 
     mesh = explicit_mesh(given)
     if mesh is None:
@@ -156,7 +176,9 @@ def run(
         point: PartitionSpec(row, None, position) if point.name in ATTENTION else PartitionSpec(row, position)
         for point in points
     }
-    return with_auto_axes(mesh, compute, given, out_specs=(PartitionSpec(row, position), captured))
+    return with_auto_axes(
+        mesh, compute, given, out_specs=(PartitionSpec(row, position if wanted is None else None), captured)
+    )
 
 
 def _compute(
@@ -164,6 +186,7 @@ def _compute(
     interventions: Mapping[Point, Intervention],
     cfg: ModelConfig,
     points: tuple[Point, ...],
+    first_layer: int | jax.Array,
     attention: str | None,
     remat: bool,
 ) -> tuple[jax.Array, dict[Point, jax.Array]]:
@@ -184,7 +207,7 @@ def _compute(
     logits, _, captured = family(cfg).forward(
         params,
         kv,
-        Batch(groups=(rows,), logit_rows=None),
+        Batch(groups=(rows,), logit_rows=given.logits),
         cfg,
         inputs_embeds=None if embeds is None else embeds.reshape(batch * length, -1),
         loras=given.loras,
@@ -192,6 +215,7 @@ def _compute(
         capture=points,
         interventions=rows_as_tokens(interventions, batch, length),
         remat=remat,
+        first_layer=first_layer if given.first_layer is None else given.first_layer,
     )
 
     def by_row(found: Any) -> jax.Array:
@@ -199,7 +223,114 @@ def _compute(
             return found[0][..., :length]
         return found.reshape(batch, length, *found.shape[1:])
 
-    return logits.reshape(batch, length, -1), {point: by_row(found) for point, found in captured.items()}
+    asked = length if given.logits is None else given.logits.shape[1]
+    return logits.reshape(batch, asked, logits.shape[-1]), {point: by_row(found) for point, found in captured.items()}
+
+
+def log_probs(
+    params: ParamTree,
+    tokens: Int[Array, "B T"],
+    cfg: ModelConfig,
+    *,
+    targets: Int[Array, "B T"] | None = None,
+    block: int = BLOCK,
+    **options: Any,
+) -> Float[Array, "B R"]:
+    """Log-probabilities of each row's next tokens, `[B, T - 1]`, or of `targets` after each of its tokens, float32.
+
+    Logits go in blocks of tokens, in gradients as well, which compute them again: with a large vocabulary those of a
+    whole batch would be most of a step's memory.
+
+    Args:
+        params: the model's, in any layout.
+        tokens: token ids.
+        cfg: the model's.
+        targets: the tokens whose log-probabilities these are, each given all tokens of its row up to its own place.
+        block: tokens, of all rows together, whose logits are in memory at once; at least one of each row.
+        **options: those of `run` but `capture` and `logits`.
+
+    Raises:
+        InvalidParameterError: as `run`, `targets` have another shape or are no integers, or there is no next token.
+    """
+    tokens, is_next = jnp.asarray(tokens), targets is None
+    if block < 1:
+        raise InvalidParameterError(f"block is {block}, expected at least 1 token")
+    last = Point("resid_post", cfg.num_hidden_layers - 1)
+    x = run(params, tokens, cfg, capture=(last,), logits="none", **options)[1][last]
+    if is_next and tokens.shape[1] < 2:
+        raise InvalidParameterError("rows of one token have no next token: give targets")
+    wanted = tokens if targets is None else jnp.asarray(targets)
+    check_shape("targets", wanted, "[B, T]", tokens.shape)
+    if not jnp.issubdtype(wanted.dtype, jnp.integer):
+        raise InvalidParameterError(f"targets are {wanted.dtype}, expected integers")
+
+    def compute(params: ParamTree, x: jax.Array, wanted: jax.Array) -> jax.Array:
+        params, x, wanted = vary_alike(params, x, wanted)
+        if is_next:
+            x, wanted = x[:, :-1], wanted[:, 1:]
+        return _log_probs(params, x, wanted, cfg, block)
+
+    mesh = explicit_mesh(params, x, wanted)
+    if mesh is None:
+        return compute(params, x, wanted)
+    return with_auto_axes(mesh, compute, params, x, wanted, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
+
+
+def _log_probs(params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelConfig, block: int) -> jax.Array:
+    """Log-probabilities of `targets` `[B, T]` after states `[B, T, D]` of the last layer."""
+    batch, length = targets.shape
+    size = min(length, max(1, block // batch))  # positions of each row in a block, so that a mesh divides rows
+
+    @jax.checkpoint
+    def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        states, targets = given
+        logits = family(cfg).head(params, states.reshape(batch * size, -1), cfg)
+        return token_logprobs(logits, targets.reshape(-1)).reshape(batch, size)
+
+    pad = -length % size
+    x, targets = jnp.pad(x, ((0, 0), (0, pad), (0, 0))), jnp.pad(targets, ((0, 0), (0, pad)))
+    blocks = [leaf.reshape(batch, -1, size, *leaf.shape[2:]).swapaxes(0, 1) for leaf in (x, targets)]
+    found = jax.lax.map(of_block, tuple(blocks))  # [blocks, B, size]
+    return found.swapaxes(0, 1).reshape(batch, -1)[:, :length]
+
+
+def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> int | jax.Array:
+    """Returns the first layer that runs, an integer or a scalar of the array type.
+
+    Raises:
+        InvalidParameterError: it is none of the layers, or not the first one and there is no residual stream for it.
+    """
+    if isinstance(given, (jax.Array, np.ndarray)):
+        first = jnp.asarray(given)
+        if first.shape or not jnp.issubdtype(first.dtype, jnp.integer):
+            raise InvalidParameterError(f"first_layer is {first.dtype}{list(first.shape)}, expected one integer")
+    else:
+        last = cfg.num_hidden_layers - 1
+        is_number = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
+        if not is_number or not 0 <= given <= last:
+            raise InvalidParameterError(f"first_layer is {safe_repr(given)}, expected a layer from 0 to {last}")
+        first = int(given)
+    if inputs_embeds is None and not (isinstance(first, int) and first == 0):
+        raise InvalidParameterError("first_layer needs inputs_embeds: the residual stream that goes into that layer")
+    return first
+
+
+def _logit_positions(given: object, batch: int, length: int) -> jax.Array | None:
+    """Returns the positions `[B, R]` of each row whose logits are asked for; None for all."""
+    if isinstance(given, str) and given in ("all", "last", "none"):
+        if given == "all":
+            return None
+        return jnp.full((batch, 1 if given == "last" else 0), length - 1, jnp.int32)
+    if not isinstance(given, (jax.Array, np.ndarray)):
+        raise InvalidParameterError(f"logits is {safe_repr(given)}, expected 'all', 'last', 'none' or positions [B, R]")
+    positions = jnp.asarray(given)
+    if positions.ndim != 2 or len(positions) != batch or not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise InvalidParameterError(
+            f"logits are {positions.dtype}{list(positions.shape)}, expected integers [B, R] of {batch} rows"
+        )
+    if not isinstance(positions, Tracer) and ((positions < 0) | (positions >= length)).any():
+        raise InvalidParameterError(f"logits have positions outside 0 to {length - 1}")
+    return positions.astype(jnp.int32)
 
 
 def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:

@@ -32,7 +32,9 @@ class Batch(Generic[Leaf]):
     """Groups of rows whose tokens, concatenated, share every matrix product of a step."""
 
     groups: tuple[Rows[Leaf], ...]
-    logit_rows: Leaf | None  # int32 [R]: the concatenated tokens, out of X, whose logits are returned; None: all
+    # The tokens whose logits are returned: int32 [R] out of the concatenated X, [B, R] out of each row's own T where
+    # there is one group; None: all.
+    logit_rows: Leaf | None
 
 
 def positions(rows: Rows[jax.Array]) -> Int[Array, "B T"]:
