@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ferrum_jax.generate.rollout import generate_fn as generate_fn
     from ferrum_jax.generate.rollout import kv_spec as kv_spec
     from ferrum_jax.generate.speculation import Speculation as Speculation
+    from ferrum_jax.generate.structured import Structured as Structured
     from ferrum_jax.loading import load as load
     from ferrum_jax.loading import load_params as load_params
     from ferrum_jax.weights.foreign import from_hf_names as from_hf_names
@@ -52,6 +53,7 @@ _LAZY = {
     "kv_spec": "ferrum_jax.generate.rollout",
     "SamplingParams": "ferrum_jax.generate.params",
     "Speculation": "ferrum_jax.generate.speculation",
+    "Structured": "ferrum_jax.generate.structured",
     "load": "ferrum_jax.loading",
     "load_params": "ferrum_jax.loading",
     "models": "ferrum_jax.models",

@@ -7,7 +7,7 @@ from typing import Any
 
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
 from ferrum_jax.compile.scores import ScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
@@ -111,6 +111,7 @@ class Buckets:
             *sorted(scores),
             *verifies,
             ConfigureKey(self.kv_capacity),
+            MaskKey(self.decode_rows[-1]),
             CopyKey(self.max_copies),
             GatherKey(self.table_columns),
         ]

@@ -56,6 +56,7 @@ class SlotSettings:
     bias: dict[int, float] = field(default_factory=dict)  # added to logits; -inf forbids
     allowed: NDArray[np.bool_] | None = None  # [V]; None: all tokens, unless there are `allowed_ids`
     allowed_ids: tuple[int, ...] | None = None
+    has_masks: bool = False  # the allowed tokens come with every token (`SampledToken.mask`)
     seen: NDArray[np.integer] | None = None  # token ids of the prompt, for the repetition penalty
     generated: NDArray[np.integer] | None = None  # token ids of the answer so far, for all three penalties
 
@@ -63,7 +64,7 @@ class SlotSettings:
     def is_adjusted(self) -> bool:
         """True where something changes the logits before the temperature."""
         penalties = (self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty)
-        masked = self.allowed is not None or self.allowed_ids is not None
+        masked = self.allowed is not None or self.allowed_ids is not None or self.has_masks
         return bool(any(penalties) or self.bias or masked or self.min_position)
 
 
@@ -143,6 +144,15 @@ def configure(
         sets=state.sets.at[slot].set(sets),
         counts=state.counts.at[slot].set(counts),
     )
+
+
+def write_masks(state: SamplerState[jax.Array], buffer: Int[Array, " size"], *, rows: int) -> SamplerState[jax.Array]:
+    """Writes the allowed tokens of some slots, `[rows, 1 + V / 32]`: a slot and the words of its set.
+
+    `state` is donated.
+    """
+    table = buffer.reshape(rows, -1)
+    return replace(state, sets=state.sets.at[table[:, 0], 0].set(table[:, 1:], mode="drop"))
 
 
 @flax.struct.dataclass
@@ -378,6 +388,18 @@ class ConfigureKey:
         return lower_writing(context, functools.partial(configure, vocab_size=vocab_size), buffer)
 
 
+@dataclass(frozen=True, order=True)
+class MaskKey:
+    """The allowed tokens of some slots."""
+
+    rows: int
+
+    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
+        """Lowers the program; the sampler's state is donated."""
+        buffer = jax.ShapeDtypeStruct((self.rows * (1 + context.sampler.sets.shape[2]),), jnp.int32)
+        return lower_writing(context, functools.partial(write_masks, rows=self.rows), buffer)
+
+
 def lower_writing(context: ProgramContext, function: Any, *inputs: Any) -> jax.stages.Lowered:
     """Lowers a function of the sampler's state, which is donated; every device of a mesh computes all of it."""
     whole = context.spread(function, (WHOLE,) * (1 + len(inputs)), WHOLE)
@@ -412,7 +434,7 @@ def _unpack_set(words: Int[Array, "R W"], vocab_size: int) -> Bool[Array, "R V"]
 def _settings_row(settings: SlotSettings, vocab_size: int) -> NDArray[np.int32]:
     row = np.full(_COLUMNS, vocab_size, np.int32)  # no stop id, no bias
     row[: len(_FLOATS)].view(np.float32)[:] = [getattr(settings, name) for name in _FLOATS]
-    is_masked = settings.allowed is not None or settings.allowed_ids is not None
+    is_masked = settings.allowed is not None or settings.allowed_ids is not None or settings.has_masks
     numbers = {"is_masked": is_masked, "top_k": min(settings.top_k, vocab_size)}
     row[len(_FLOATS) : _STOP].view(np.uint32)[:] = [
         np.uint32(int(numbers.get(name, getattr(settings, name, 0))) & 0xFFFFFFFF) for name in _INTS

@@ -84,7 +84,7 @@ def read_part(
     width, pieces, ends = part.plan.key.block_tokens, part.plan.blocks, rows.ends
     for at, (row, output) in enumerate(zip(part.wanted, part.asked, strict=True)):
         match output:
-            case SampledToken(settings):
+            case SampledToken(settings, _):
                 assert chosen is not None
                 answers[row] = choice = chosen.at(at, settings)
                 table.resolve(rows.lives[row], ends[row], choice.token_id)

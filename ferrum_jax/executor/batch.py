@@ -27,6 +27,7 @@ class SampledToken(NamedTuple):
     """A token is chosen on the device after the last one; a `TokenChoice` comes back."""
 
     settings: SlotSettings  # the same object for as long as a sequence is sampled alike
+    mask: NDArray[np.int32] | None = None  # [V / 32]: bits of the tokens allowed now, where the settings have masks
 
 
 class VerifiedTokens(NamedTuple):

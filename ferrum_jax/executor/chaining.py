@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ferrum_jax.compile.buckets import ProgramKey
+from ferrum_jax.compile.buckets import Buckets, ProgramKey
 from ferrum_jax.compile.planner import StepPlan
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
 from ferrum_jax.compile.scores import ProcessedScoreKey, ScoreKey
 from ferrum_jax.compile.step import StepOutputs
 from ferrum_jax.executor.answers import ActiveRows, StepPart
@@ -20,11 +20,12 @@ def has_settings(output: Output) -> bool:
     return getattr(output, "settings", None) is not None
 
 
-def chained_keys(outputs: Sequence[Output], plans: Sequence[StepPlan], capacity: int) -> list[ProgramKey]:
+def chained_keys(outputs: Sequence[Output], plans: Sequence[StepPlan], buckets: Buckets) -> list[ProgramKey]:
     """Returns the programs that follow on the steps' logits, and the one that tells the sampler how."""
     kinds, with_settings = set(map(type, outputs)), any(map(has_settings, outputs))
     processed = TargetScores in kinds and any(isinstance(one, TargetScores) and has_settings(one) for one in outputs)
-    keys: list[ProgramKey] = [ConfigureKey(capacity)] if with_settings else []
+    keys: list[ProgramKey] = [ConfigureKey(buckets.kv_capacity)] if with_settings else []
+    keys += [MaskKey(buckets.decode_rows[-1])] if any(getattr(one, "mask", None) is not None for one in outputs) else []
     for key in (plan.key for plan in plans):
         if key.outputs == "last":
             if SampledToken in kinds:

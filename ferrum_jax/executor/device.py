@@ -17,6 +17,7 @@ from ferrum_jax.compile.program_cache import ProgramCache
 from ferrum_jax.compile.sampler import (
     ConfigureKey,
     DistributionKey,
+    MaskKey,
     Sampled,
     SampleKey,
     SamplerSpec,
@@ -312,6 +313,11 @@ class DeviceState:
         """Writes how a slot's tokens are chosen, as the sampler has packed it."""
         program, state = self.programs.get(key), self._sampler
         self._sampler = self._guarded(lambda: call(program, state, buffer), "configure", key, buffer)
+
+    def write_masks(self, key: MaskKey, buffer: NDArray[np.int32]) -> None:
+        """Writes the allowed tokens of some slots."""
+        program, state = self.programs.get(key), self._sampler
+        self._sampler = self._guarded(lambda: call(program, state, buffer), "write_masks", key, buffer)
 
     def multi_step(self, key: MultiStepKey, buffer: NDArray[np.int32]) -> jax.Array:
         """Begins many decode steps; returns what they choose, int32 `[N, D, 3]`."""

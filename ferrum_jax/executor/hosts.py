@@ -21,7 +21,7 @@ import numpy as np
 
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey, InstallKey
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
 from ferrum_jax.compile.scores import ProcessedScoreKey, ScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import BackendError, ConfigError, DeviceError, UnsupportedError
@@ -35,8 +35,8 @@ NOTICE_SECONDS = 3.0  # after a failure of the devices, for the loss of a proces
 _KEYS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
-        ConfigureKey, CopyKey, DistributionKey, GatherKey, InstallKey, MultiStepKey, ProcessedScoreKey, SampleKey,
-        ScoreKey, StepKey, VerifyKey,
+        ConfigureKey, CopyKey, DistributionKey, GatherKey, InstallKey, MaskKey, MultiStepKey, ProcessedScoreKey,
+        SampleKey, ScoreKey, StepKey, VerifyKey,
     )
 }  # fmt: skip
 

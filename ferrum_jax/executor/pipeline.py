@@ -15,7 +15,7 @@ from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.changes import Changes
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
-from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.compile.sampler import MaskKey, SlotSettings
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters, Keep, not_kept
@@ -206,7 +206,7 @@ class Pipeline:
         for one in (*plans, *(again for _, again in recompute)) if changes else ():
             self._edits(one)  # uploads what has changed, while nothing else has
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
-        chained = chained_keys(outputs, plans, self.plan.kv_capacity)
+        chained = chained_keys(outputs, plans, buckets)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
         return PlannedBatch(
@@ -245,6 +245,7 @@ class Pipeline:
             for live, one in zip(rows.lives, outputs, strict=True):
                 if (settings := getattr(one, "settings", None)) is not None:
                     self.install_settings(live, settings)
+            self._write_masks(rows)
             for plan in planned.plans:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
@@ -347,6 +348,19 @@ class Pipeline:
         if known is not settings or (owner is not live and settings.is_adjusted):
             self.device.configure(live.slot, settings)
             self._settings[live.slot] = settings, live
+
+    def _write_masks(self, rows: ActiveRows) -> None:
+        """Writes which tokens the rows may choose that say so for each token."""
+        masks = [getattr(one, "mask", None) for one in rows.outputs]
+        masked = [(slot, mask) for slot, mask in zip(rows.slots, masks, strict=True) if mask is not None]
+        key = MaskKey(self.plan.buckets.decode_rows[-1])
+        for start in range(0, len(masked), key.rows):
+            part = masked[start : start + key.rows]
+            table = np.zeros((key.rows, 1 + len(part[0][1])), np.int32)
+            table[:, 0] = self.plan.max_seqs
+            for row, (slot, mask) in zip(table, part, strict=False):
+                row[0], row[1:] = slot, mask
+            self.device.write_masks(key, table.ravel())
 
     def owner_of(self, cache_id: str) -> Hashable:
         """Returns what a sequence's keys and values are computed with beside the model, as prefixes tell them apart."""

@@ -17,6 +17,7 @@ from ferrum_jax.generate.params import RequestOutput, SamplingParams, check_fits
 from ferrum_jax.generate.prompts import as_adapters, as_ids
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.stops import StopWatcher
+from ferrum_jax.generate.structured import AnswerForm, FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.hooks import ATTENTION, Point, check_points
 
@@ -36,6 +37,7 @@ class Intake:
     model: DecoderOnlyLLM
     tokenizer: Tokenizer | None
     new_cache_id: Callable[[], str]
+    forms: FormCompiler
 
     def treatments(
         self, count: int, lora_request: Any = None, interventions: Any = None, capture: Sequence[Any] = ()
@@ -78,11 +80,23 @@ class Intake:
             raise RequestValidationError(f"n is {params.n}: an answer is continued by one")
         for at in range(1, params.n):
             seed = None if params.seed is None else (int(params.seed) + at) % 2**32
-            first.copies.append(self.request(first.prompt, replace(params, seed=seed), treatment))
+            form = None if first.form is None else first.form.copy()
+            first.copies.append(self.request(first.prompt, replace(params, seed=seed), treatment, form))
         return [first, *first.copies]
 
-    def request(self, prompt: Any, params: SamplingParams, treatment: Treatment = Treatment()) -> Request:
-        """Returns the request of one answer; `prompt` is a text, ids, or an output that is to be continued."""
+    def request(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        treatment: Treatment = Treatment(),
+        form: AnswerForm | None = None,
+    ) -> Request:
+        """Returns the request of one answer; `prompt` is a text, ids, or an output that is to be continued.
+
+        `form` is that of the parameters, where it is compiled already.
+        """
+        if form is None and params.structured is not None:
+            form = self.forms.compile(params.structured)
         former = prompt if isinstance(prompt, RequestOutput) else None
         if former is not None:
             prompt = former.prompt_token_ids
@@ -110,6 +124,7 @@ class Intake:
             adapter=treatment.adapter,
             interventions=treatment.interventions,
             capture=treatment.capture,
+            form=form,
             bad_words=bad_words,
             text_prompt=prompt if isinstance(prompt, str) else None,
             score_from=1 if params.num_prompt_logprobs >= 0 else None,
@@ -117,6 +132,8 @@ class Intake:
         if former is not None:
             request.resume(former)
         check_settings(request.cache_id, request.settings(), len(request.tokens), self.model.config.vocab_size)
+        if form is not None:
+            request.next_tokens(form)
         return request
 
     def scored(
@@ -146,6 +163,8 @@ class Intake:
             raise UnsupportedError(f"scores under parameters need a ModelRunner, not a {type(self.model).__name__}")
         given = SamplingParams() if params is None else params
         stop_ids, bad_words = self._forbidden(given)
+        if given.structured is not None:
+            raise UnsupportedError("scores under structured output, whose masks change token by token")
         if any(len(words) > 1 for words in bad_words):
             raise UnsupportedError("scores under bad_words of several tokens, which are forbidden token by token")
         request = Request(

@@ -26,6 +26,7 @@ from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
 from ferrum_jax.generate.stream import Stream
+from ferrum_jax.generate.structured import FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.loading import load, open_checkpoint
@@ -123,7 +124,8 @@ class LLM:
                 drafts.close()
             raise
         self._engine = Engine(scheduler)
-        self._intake = Intake(model, tokenizer, scheduler.new_cache_id)
+        forms = FormCompiler(tokenizer, model.config.vocab_size)
+        self._intake = Intake(model, tokenizer, scheduler.new_cache_id, forms)
 
     def __enter__(self) -> Self:
         if isinstance(self.model, ModelRunner):

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
 from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is_real
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
+from ferrum_jax.generate.structured import Structured
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 _PENALTY = 3e38  # as Sampling takes them
@@ -47,6 +48,8 @@ class SamplingParams(Sampling):
         logprobs_mode: which distribution the likeliest tokens are of: `raw`, the model's own, or `processed`, after
             penalties, temperature and filters. The token's own are reported under both.
         prompt_logprobs: the same for the prompt's tokens, all of which are then computed, known prefix or not.
+        structured: the form of the answer: JSON of a schema, a regular expression, a grammar or choices. It ends where
+            nothing may follow. Nothing is drafted. Needs the extra `structured`.
         n: how many answers to draw; the prompt is read once, where there is room. Answer i has the seed `seed + i`,
             modulo 2^32.
     """
@@ -67,6 +70,7 @@ class SamplingParams(Sampling):
     logprobs: bool | int | None = None
     logprobs_mode: Literal["raw", "processed"] = "raw"
     prompt_logprobs: bool | int | None = None
+    structured: Structured | None = None
     n: int = 1
 
     def __post_init__(self):
@@ -85,6 +89,7 @@ class SamplingParams(Sampling):
         check("seed", lambda x: x is None or (is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1")
         check("max_tokens", lambda x: x is None or (is_integer(x) and x >= 1), "an integer of at least 1, or None")
         check("min_tokens", lambda x: is_integer(x) and x >= 0, "an integer of at least 0")
+        check("structured", lambda x: isinstance(x, Structured | None), "a Structured or None")
         check("n", lambda x: is_integer(x) and x >= 1, "an integer of at least 1")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check(name, lambda x: isinstance(x, bool), "True or False")

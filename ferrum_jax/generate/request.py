@@ -1,7 +1,7 @@
 """One request on its way through the scheduler."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
 from ferrum_jax.generate.stops import StopWatcher
+from ferrum_jax.generate.structured import AnswerForm
 from ferrum_jax.models.hooks import Point
 
 
@@ -38,6 +39,7 @@ class Request:
     interventions: Interventions | None = None
     capture: tuple[Point, ...] = ()
     captured: list[dict[Point, NDArray[Any]]] = field(default_factory=list)  # [n, ...] of each step that it was in
+    form: AnswerForm | None = None  # of the answer
     bad_words: list[list[int]] = field(default_factory=list)  # sequences of tokens that must not be completed
     text_prompt: str | None = None
     tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host has read it
@@ -123,13 +125,32 @@ class Request:
     @property
     def needs_every_token(self) -> bool:
         """True where the host must read each token before the next can be chosen."""
-        return any(len(words) > 1 for words in self.bad_words)
+        return self.form is not None or any(len(words) > 1 for words in self.bad_words)
 
     def output_wanted(self) -> SampledToken:
         """What its next step is asked for: a token chosen by its settings."""
+        if self.form is not None:
+            return SampledToken(self.settings(), self.next_tokens(self.form))
         if self._sampled is None or self.bad_words:
             self._sampled = SampledToken(self.settings())
         return self._sampled
+
+    def next_tokens(self, form: AnswerForm) -> NDArray[np.int32]:
+        """Returns the tokens that the form and the parameters allow next, as `SampledToken.mask` has them.
+
+        Raises:
+            RequestValidationError: there are none.
+        """
+        mask, params = form.mask, self.params
+        if params.allowed_token_ids is not None:
+            mask = mask & _bits_of(params.allowed_token_ids, len(mask))
+        if never := [token for token, bias in self.settings().bias.items() if bias == -np.inf]:
+            mask = mask & ~_bits_of(never, len(mask))
+        if not mask.any():
+            raise RequestValidationError(
+                "no token may come next: the parameters exclude all that fit the answer's form"
+            )
+        return mask
 
     def settings(self) -> SlotSettings:
         """How its next token is chosen; the same object until that changes."""
@@ -168,6 +189,7 @@ class Request:
             is_processed=params.logprobs_mode == "processed",
             stop_ids=tuple(sorted(self.stop_ids)) if params.min_tokens else (),
             bias={int(token): float(value) for token, value in bias.items()},
+            has_masks=self.form is not None,
             allowed_ids=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
             seen=np.array(prompt, np.int64) if params.repetition_penalty != 1 else None,
             generated=np.array(self.answer, np.int64) if penalised else None,
@@ -186,8 +208,18 @@ class Request:
             return
         if self.detokenizer is not None:
             self._emit(self.watcher.push(self.detokenizer.push(token)))
+        if self.form is not None:
+            try:
+                self.form.take(token)
+                if not self.form.is_complete:
+                    self.next_tokens(self.form)  # computed here, the device is at work on the others
+            except RequestValidationError as problem:
+                self.error = problem
+                return
         if self.watcher.found:
             self.finish_reason = "stop"
+        elif self.form is not None and self.form.is_complete:
+            self._finish("stop")
         elif len(self.tokens) - len(self.prompt) >= self.limit:
             self._finish("length")
 
@@ -313,3 +345,10 @@ class Request:
     def _emit(self, piece: str) -> None:
         if piece:
             self.text.append(piece)
+
+
+def _bits_of(ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
+    """Returns a set of tokens as int32 words, the lowest bit first."""
+    flags = np.zeros(32 * num_words, np.bool_)
+    flags[list(ids)] = True
+    return np.packbits(flags, bitorder="little").view(np.int32)

@@ -16,7 +16,7 @@ def next_row(request: Request, budget: int) -> ScheduledRow | None:
         return _scoring_row(request, budget)
     start, unread = request.num_read, request.unread
     if not unread:
-        if not request.num_in_flight or request.num_left < 1 or (request.bad_words and request.needs_every_token):
+        if not request.num_in_flight or request.num_left < 1 or request.needs_every_token:
             return None
         return ScheduledRow(request.cache_id, None, start, request.output_wanted(), request.capture)
     count = len(unread)
@@ -43,13 +43,18 @@ def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
     return ScheduledRow(request.cache_id, tokens[:-1], start, output, request.capture)
 
 
+def can_run_ahead(request: Request) -> bool:
+    """False of a request that would miss the step that is begun before its last token is read."""
+    return not request.needs_every_token
+
+
 def only_decodes(request: Request) -> bool:
     """True of a request that only decodes, in ways that multi-step programs know."""
     params = request.params
     is_read = 0 < request.num_read == len(request.tokens) - 1
     is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
     is_simple = is_simple and params.allowed_token_ids is None and not request.bad_words and params.num_logprobs < 1
-    is_simple = is_simple and request.interventions is None and not request.capture
+    is_simple = is_simple and request.interventions is None and not request.capture and request.form is None
     return is_read and is_simple and not request.copies and len(request.stop_ids) <= MAX_STOP_IDS
 
 

@@ -1,0 +1,164 @@
+"""Answers of a given form: JSON of a schema, a regular expression, a grammar, or one of some texts.
+
+llguidance (Microsoft; Earley's algorithm over derivatives of regular expressions) says after every token which may
+follow. The sampler takes that as a mask on the device, for greedy and for drawn tokens.
+"""
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError, safe_repr
+from ferrum_jax.generate.tokenizer import Tokenizer
+
+_FORMS = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structured:
+    """The form of an answer: exactly one of these. The names are those of vLLM's `StructuredOutputsParams`.
+
+    Args:
+        json: a JSON schema, as a mapping or as text.
+        json_object: True: any JSON object.
+        regex: a regular expression that the whole answer matches, in Rust's syntax.
+        choice: texts, of which the answer is one.
+        grammar: a grammar in Lark's syntax or GBNF.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self):
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidParameterError(f"structured output has {given or 'nothing'}, expected one of {_FORMS}")
+        if not isinstance(self.json_object, bool):
+            raise InvalidParameterError(f"json_object is {safe_repr(self.json_object)}, expected True or False")
+        for name in ("regex", "grammar"):
+            if not isinstance(text := getattr(self, name), str | None) or text == "":
+                raise InvalidParameterError(f"{name} is {safe_repr(text)}, expected a text that is not empty")
+        if self.choice is not None and not (
+            isinstance(self.choice, (list, tuple))
+            and self.choice
+            and all(isinstance(one, str) and one for one in self.choice)
+        ):
+            raise InvalidParameterError(f"choice is {safe_repr(self.choice)}, expected texts, none of them empty")
+        if self.json is not None and not isinstance(self.json, (str, Mapping)):
+            raise InvalidParameterError(f"json is {safe_repr(self.json)}, expected a JSON schema")
+
+    @property
+    def definition(self) -> tuple[Any, str]:
+        """Kind and text of the grammar, as llguidance takes them."""
+        if self.json is not None:
+            return "json_schema", self.json if isinstance(self.json, str) else _as_json(self.json)
+        if self.json_object:
+            return "json_schema", '{"type": "object"}'
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.choice is not None:
+            return "choice", _as_json(list(self.choice))
+        assert self.grammar is not None
+        return ("lark" if "::=" not in self.grammar else "gbnf"), self.grammar
+
+
+class AnswerForm:
+    """What may follow what an answer has so far. One thread at a time uses it."""
+
+    def __init__(self, matcher: Any, vocab_size: int):
+        self._matcher, self._size = matcher, vocab_size
+        self._mask: NDArray[np.int32] | None = None
+
+    def copy(self) -> Self:
+        """Returns the same form for another answer."""
+        return type(self)(self._matcher.deep_copy(), self._size)
+
+    @property
+    def is_complete(self) -> bool:
+        """True once nothing may follow but the end."""
+        return self._matcher.is_stopped()
+
+    @property
+    def mask(self) -> NDArray[np.int32]:
+        """The tokens that may come next: int32 `[V / 32]`, a bit for each, the lowest first."""
+        if (mask := self._mask) is None:
+            import llguidance.numpy
+
+            table = llguidance.numpy.allocate_token_bitmask(1, self._size)
+            llguidance.numpy.fill_next_token_bitmask(self._matcher, table, 0)
+            self._mask = mask = table[0]
+        return mask
+
+    def take(self, token: int) -> None:
+        """Takes the answer's next token.
+
+        Raises:
+            RequestValidationError: it may not come here, because a bias or `allowed_token_ids` left no token that may,
+                or the form is too complex.
+        """
+        self._mask = None
+        if not self._matcher.consume_token(token):
+            raise RequestValidationError(
+                f"the token {token} does not fit the form of the answer: {_first_line(self._matcher.get_error())}"
+            )
+
+
+class FormCompiler:
+    """Compiles the forms of one vocabulary; any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int):
+        self._tokenizer, self._size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+
+    def compile(self, structured: Structured) -> AnswerForm:
+        """Returns the form of an answer that has no token yet.
+
+        Raises:
+            UnsupportedError: there is no tokenizer, llguidance does not know its kind, or it is not installed.
+            RequestValidationError: the schema, expression or grammar is none, or too complex.
+        """
+        if self._tokenizer is None:
+            raise UnsupportedError("structured output needs a tokenizer, and this LLM has none")
+        try:
+            import llguidance  # an extra
+        except ImportError as problem:
+            raise UnsupportedError(
+                'structured output needs llguidance: pip install "ferrum-jax[structured]"'
+            ) from problem
+        kind, text = structured.definition
+        with self._lock:
+            if self._vocabulary is None:
+                ends = [token for token in self._tokenizer.eos_token_ids if token < self._size]
+                try:
+                    self._vocabulary = llguidance.LLTokenizer(
+                        self._tokenizer.backend.to_str(), n_vocab=self._size, eos_token=ends or None
+                    )
+                except ValueError as problem:  # of decoders that are neither of bytes nor with bytes to fall back on
+                    raise UnsupportedError(f"structured output with this tokenizer: {problem}") from None
+        try:
+            matcher = llguidance.LLMatcher(self._vocabulary, llguidance.grammar_from(kind, text), log_level=0)
+        except ValueError as problem:
+            raise RequestValidationError(f"this {kind} cannot be read: {problem}") from None
+        if matcher.is_error():
+            raise RequestValidationError(f"this {kind} cannot be followed: {_first_line(matcher.get_error())}")
+        return AnswerForm(matcher, self._size)
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as problem:
+        raise InvalidParameterError(f"structured output is no JSON: {problem}") from None

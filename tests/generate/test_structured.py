@@ -1,0 +1,211 @@
+"""Answers of a given form: all have it, are drawn from the model's distribution within it, and disturb nobody."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from ferrum_jax import LLM, SamplingParams, Speculation, Structured
+from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.params import RequestOutput
+from ferrum_jax.generate.structured import FormCompiler
+from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.models import forward
+from ferrum_jax.models.specs import ParamTree
+from tests.executor.conftest import CAPACITY, CFG
+from tests.fake import SummingLLM
+from tests.generate.conftest import MakeRunner, is_empty
+
+SIGNS = [*'{}[]":,-.Ġ0123456789abcdefghijklmnop', "<end>"]  # 37 with the last
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["pc", "nod"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"},
+}
+FORMS = {
+    "json": Structured(json=SCHEMA),
+    "regex": Structured(regex=r"[a-c]{3,5}-\d{2}"),
+    "choice": Structured(choice=["pond", "pin", "kid"]),
+    "lark": Structured(grammar='start: "[" item ("," item)* "]"\nitem: /[a-d]/'),
+    "gbnf": Structured(grammar='root ::= "no" | "a" [0-9] "b"'),
+}
+DRAWN = SamplingParams(max_tokens=32, temperature=1.0, seed=0, logprobs=True)
+PROMPTS = [[3, 1, 4, 1, 5], [30, 7], [8] * 17, [3, 1, 4, 1, 5]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    assert len(SIGNS) == CFG.vocab_size
+    backend = tokenizers.Tokenizer(models.BPE(vocab={sign: at for at, sign in enumerate(SIGNS)}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return Tokenizer(backend=backend, eos_token_ids=(36,), eos_token="<end>")
+
+
+@pytest.fixture
+def llm(runner: ModelRunner, tokenizer: Tokenizer) -> LLM:
+    return LLM.from_model(runner, tokenizer)
+
+
+def check_form(name: str, text: str) -> None:
+    """Fails unless a whole answer has its form."""
+    if name == "json":
+        found = json.loads(text)
+        assert found.keys() == {"a", "b"}
+        assert 0 <= found["a"] <= 99
+        assert found["b"] in ("pc", "nod")
+        return
+    patterns = {"regex": r"[a-c]{3,5}-\d{2}", "choice": "pond|pin|kid", "gbnf": r"no|a\db"}
+    assert re.fullmatch(patterns.get(name, r"\[[a-d](,[a-d])*\]"), text), text
+
+
+def asked(**changes: Any) -> list[SamplingParams]:
+    return [replace(DRAWN, structured=form, seed=at, **changes) for at, form in enumerate(FORMS.values())]
+
+
+def check(outs: Sequence[RequestOutput]) -> None:
+    for name, out in zip(FORMS, outs, strict=True):
+        if out.finish_reason == "stop":
+            check_form(name, out.text)
+        else:
+            assert name == "lark"  # which need not end
+            assert re.fullmatch(r"\[([a-d],?)*", out.text)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
+def test_every_answer_has_its_form_beside_answers_that_have_none(temperature: float, llm: LLM):
+    plain = replace(DRAWN, max_tokens=9, ignore_eos=True)
+    alone = llm.generate(PROMPTS[2], plain)[0].token_ids
+    for seed in range(4):
+        each = [replace(one, seed=10 * seed + at) for at, one in enumerate(asked(temperature=temperature))]
+        outs = llm.generate([PROMPTS[at % 4] for at in range(5)] + [PROMPTS[2]], [*each, plain])
+        check(outs[:5])
+        assert outs[5].token_ids == alone
+
+
+def test_tokens_are_drawn_from_the_models_distribution_within_the_form(
+    llm: LLM, params: ParamTree, tokenizer: Tokenizer
+):
+    allowed = [*range(0, 37, 2), 1, 3, 5, 7, 9]
+    for how in (*asked(), replace(asked()[3], allowed_token_ids=allowed), replace(asked()[3], repetition_penalty=1.5)):
+        (out,) = llm.generate([PROMPTS[0]], how)
+        assert how.structured is not None
+        form = FormCompiler(tokenizer, CFG.vocab_size).compile(how.structured)
+        padded = np.zeros((1, CAPACITY + 1), np.int32)
+        tokens = PROMPTS[0] + out.token_ids
+        padded[0, : len(tokens)] = tokens
+        logits = np.asarray(jax.jit(lambda ids: forward(params, ids, CFG))(padded))[0].astype(np.float64)
+        for at, token in enumerate(out.token_ids):
+            scores = logits[len(PROMPTS[0]) - 1 + at]
+            if how.repetition_penalty != 1:
+                seen = list({*tokens[: len(PROMPTS[0]) + at]})
+                scores[seen] = np.where(scores[seen] > 0, scores[seen] / 1.5, scores[seen] * 1.5)
+            bits = np.array([form.mask[one // 32] >> (one % 32) & 1 for one in range(37)], bool)
+            if how.allowed_token_ids is not None:
+                bits &= np.isin(np.arange(37), allowed)
+            scores = np.where(bits, scores, -np.inf)
+            assert out.processed_logprobs is not None
+            expected = scores[token] - np.logaddexp.reduce(scores)
+            assert out.processed_logprobs[at] == pytest.approx(expected, abs=1e-4)
+            if token != 36:
+                form.take(token)
+
+
+@pytest.mark.parametrize("how", ["copies", "short", "loops", "drafts", "host", "parts"])
+def test_every_way_to_run_gives_the_same_answers(
+    how: str, new_runner: MakeRunner, tokenizer: Tokenizer, runner: ModelRunner
+):
+    changes = {"short": {"kv_blocks": 8}, "loops": {"multi_step_tokens": 4}, "drafts": {"spec_tokens": 3}}
+    prompts = [[at] * 17 for at in range(1, 6)]
+    if how == "host":  # tokens are chosen on the host, of a model that gives logits alone
+        check(LLM.from_model(SummingLLM(vocab_size=37), tokenizer).generate(prompts, asked()))
+        return
+    expected = LLM.from_model(runner, tokenizer).generate(prompts, asked())
+    with new_runner(prefix_cache=True, **changes.get(how, {})) as other:
+        drafting = Speculation(num_tokens=3) if how == "drafts" else None
+        llm = LLM.from_model(other, tokenizer, speculation=drafting, max_rows=4)
+        if how == "copies":
+            for at, prompt in enumerate(prompts):
+                outs = llm.generate([prompt], replace(asked()[at], n=6))
+                assert outs[0].token_ids == expected[at].token_ids
+                for out in outs:
+                    assert out.finish_reason == "length" or check_form(list(FORMS)[at], out.text) is None
+            return
+        if how == "parts":
+            parts = llm.generate(prompts, [replace(one, max_tokens=2) for one in asked()])
+            outs = [
+                llm.generate(part, one)[0] if part.finish_reason == "length" else part
+                for part, one in zip(parts, asked(), strict=True)
+            ]
+        else:
+            outs = llm.generate(prompts, asked())
+        assert any(out.preemptions for out in outs) == (how == "short")
+        assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+        assert is_empty(other)
+
+
+def test_forms_after_warm_up_compile_nothing(new_runner: MakeRunner, tokenizer: Tokenizer, compiles: list[str]):
+    with new_runner(prefix_cache=True, max_seqs=2, decode_rows=(2,), query_blocks=(1,), strict=True) as runner:
+        llm = LLM.from_model(runner, tokenizer)
+        llm.warmup(progress=False)
+        compiles.clear()
+        check(llm.generate(PROMPTS + PROMPTS[:1], asked()))
+        assert compiles == []
+
+
+def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: ModelRunner):
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "nothing"),
+        ({"regex": "a", "choice": ["b"]}, "expected one of"),
+        ({"regex": ""}, "expected a text that is not empty"),
+        ({"choice": []}, "expected texts, none of them empty"),
+        ({"choice": "pond"}, "expected texts, none of them empty"),
+        ({"json": 5}, "expected a JSON schema"),
+        ({"json_object": 1}, "expected True or False"),
+    ]
+    for given, message in refused:
+        with pytest.raises(InvalidParameterError, match=message):
+            Structured(**given)
+    with pytest.raises(InvalidParameterError, match="structured is 'json', expected a Structured or None"):
+        SamplingParams(structured="json")  # pyright: ignore[reportArgumentType]
+    for form, message in (
+        (Structured(regex="(a"), "this regex cannot be followed: .*unclosed|this regex cannot be followed"),
+        (Structured(json='{"type": '), "this json_schema cannot be"),
+        (Structured(json={"type": "nope"}), "this json_schema cannot be followed"),
+        (Structured(grammar="start: other"), "this lark cannot be followed"),
+        (Structured(grammar="root ::= ("), "this gbnf cannot be read"),
+    ):
+        with pytest.raises(RequestValidationError, match=message):
+            llm.generate([[1], [2]], [DRAWN, replace(DRAWN, structured=form)])
+    with pytest.raises(UnsupportedError, match="structured output needs a tokenizer"):
+        LLM.from_model(runner).generate([1], asked()[0])
+    letters = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    letters.decoder = decoders.Fuse()
+    with pytest.raises(UnsupportedError, match="structured output with this tokenizer"):
+        LLM.from_model(runner, Tokenizer(backend=letters)).generate([1], asked()[0])
+    with pytest.raises(UnsupportedError, match="scores under structured output"):
+        llm.score([[1]], [[2]], asked()[0])
+    assert is_empty(runner)
+
+
+def test_a_form_that_the_allowed_tokens_cannot_have_fails_alone(llm: LLM, runner: ModelRunner):
+    letters = [SIGNS.index(sign) for sign in "abcdefghijklmnop"]
+    stuck = replace(asked()[1], allowed_token_ids=letters)  # three letters go, a dash does not
+    outs = llm.generate([[1], [2]], [stuck, asked()[2]], return_errors=True)
+    assert [out.finish_reason for out in outs] == ["error", "stop"]
+    assert isinstance(outs[0].error, RequestValidationError)
+    assert re.fullmatch("[a-c]{5}", outs[0].text)
+    none = replace(asked()[2], logit_bias={SIGNS.index(sign): -np.inf for sign in "pk"})
+    with pytest.raises(RequestValidationError, match="the parameters exclude all that fit the answer's form"):
+        llm.generate([[1], [2]], [asked()[0], none])
+    assert is_empty(runner)
