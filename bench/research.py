@@ -4,7 +4,8 @@ Patching: every layer and position of a prompt of 20 tokens, one patch of the re
 another prompt. Ours patches a row for each position in one call, which begins at the patched layer: what lies before
 it is the other prompt's. Transformers runs a whole forward a patch, with a hook. Both compute the last token's logits.
 Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
-had beyond what it had before the call. Scoring: `LLM.score` beside batches of like length that are padded to the
+had beyond what it had before the call; `products` and `remat` recompute most or all of each layer, in a loop over the
+layers. Scoring: `LLM.score` beside batches of like length that are padded to the
 longest. All answers are compared. On a CPU, in float32.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 import ferrum_jax
 from bench import card, models
 from bench.timing import Contestant, alternate
+from ferrum_jax.models.layout import SCANNED, lay_out
 
 LENGTH, SMOKE_LENGTH = 20, 5  # tokens of the prompt that is patched
 TRAINED, SMOKE_TRAINED = 512, 24  # tokens whose likelihood has a gradient
@@ -50,7 +52,7 @@ def main() -> None:
         for row in rows
     ]
     card.show_table(("", "ours s", "transformers s", "ratio"), cells, left=("",))
-    memory = ", ".join(f"{rows[1][f'{name}_mb']:.0f} MB {name}" for name in ("ours", "remat", "theirs"))
+    memory = ", ".join(f"{rows[1][f'{name}_mb']:.0f} MB {name}" for name in ("ours", "products", "remat", "theirs"))
     print(f"memory of a gradient beyond what was there: {memory}")
     card.finish("research", found, conditions, rows)
 
@@ -112,12 +114,14 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
     tokens = models.prompt(cfg, length, seed=2)
     ids, theirs_ids = jnp.array([tokens]), torch.tensor([tokens])
 
-    def loss(params: Any, remat: bool) -> jax.Array:
+    def loss(params: Any, remat: bool | str) -> jax.Array:
         logits = ferrum_jax.models.forward(params, ids, cfg, remat=remat)[:, :-1]
         picked = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
-    steps = {remat: jax.jit(jax.value_and_grad(partial(loss, remat=remat))) for remat in (False, True)}
+    ways: dict[str, bool | str] = {"ours": False, "products": "products", "remat": True}
+    steps = {name: jax.jit(jax.value_and_grad(partial(loss, remat=remat))) for name, remat in ways.items()}
+    scanned = lay_out(params, cfg, SCANNED)
 
     def theirs() -> float:
         model.zero_grad(set_to_none=True)
@@ -125,11 +129,12 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
         value.backward()
         return value.item()
 
-    error = abs(float(steps[False](params)[0]) - theirs())
+    error = abs(float(steps["ours"](params)[0]) - theirs())
     assert error < TOLERANCE, f"losses differ by {error}"
     contestants = {
-        "ours": Contestant(lambda: steps[False](params)),
-        "remat": Contestant(lambda: steps[True](params)),
+        "ours": Contestant(lambda: steps["ours"](params)),
+        "products": Contestant(lambda: steps["products"](scanned)),
+        "remat": Contestant(lambda: steps["remat"](scanned)),
         "theirs": Contestant(theirs),
     }
     times = alternate(contestants, rounds=min(rounds, 5))
@@ -139,6 +144,7 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
     return {
         "what": f"gradient of the likelihood of {length} tokens",
         "ours_s": times["ours"].median / 1e3,
+        "products_s": times["products"].median / 1e3,
         "remat_s": times["remat"].median / 1e3,
         "theirs_s": times["theirs"].median / 1e3,
         **{f"{name}_mb": value for name, value in memory.items()},

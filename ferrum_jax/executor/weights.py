@@ -13,6 +13,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.sharding.mesh import joined
 
 
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
@@ -46,7 +47,7 @@ def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
             return leaf
         if not leaf.is_fully_addressable:
             raise UnsupportedError("these weights lie on devices of several processes, a runner on one device has one")
-        return jax.device_put(leaf, device)
+        return jax.device_put(joined(leaf), device)
 
     return params if all(map(is_there, jax.tree.leaves(params))) else jax.tree.map(bring, params)
 

@@ -142,7 +142,7 @@ class Family:
         attention: str = "xla",
         capture: tuple[Point, ...] = (),
         interventions: Mapping[Point, Intervention] = MappingProxyType({}),
-        remat: bool = False,
+        remat: bool | str = False,
         first_layer: int | jax.Array = 0,
         shards: Shards = WHOLE,
     ) -> tuple[jax.Array, Held, Captured]:
@@ -159,7 +159,8 @@ class Family:
             attention: the backend whose layout the KV has (ops/attention.py).
             capture: points of models/hooks.py that are returned, as `check_points` gives them; static under `jit`.
             interventions: what is done at such points, as `check_interventions` gives them.
-            remat: gradients recompute each layer instead of keeping what is inside it.
+            remat: gradients recompute each layer instead of keeping what is inside it; `products`: all but what its
+                products with weights give.
             first_layer: layers before it are left out: `inputs_embeds` are what goes into it. Where it is traced, they
                 are skipped at run time, and what is captured of them is 0.
             shards: inside a `shard_map`, over which mesh axes the model is divided: parameters and KV are then one
@@ -239,7 +240,7 @@ class _Step(NamedTuple):
     adapted: list[Adapted]  # by layer
     capture: tuple[Point, ...]
     taps: Taps  # of all layers
-    remat: bool
+    remat: bool | str
     first: int | jax.Array  # layers before it are left out
 
     def run(
@@ -251,7 +252,10 @@ class _Step(NamedTuple):
             own = jax.tree.unflatten(jax.tree.structure(adapted), adapters)
             return self.family.layer(params, own, x, kv, context, self.cfg)
 
-        run = jax.checkpoint(layer) if self.remat else layer
+        run = layer
+        if self.remat:
+            keeps = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if self.remat == "products" else None
+            run = jax.checkpoint(layer, policy=keeps)
         given = params, jax.tree.leaves(adapted), x, kv
         with jax.named_scope(name):
             if isinstance(self.first, int):

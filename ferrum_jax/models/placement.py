@@ -13,7 +13,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.models import division as divided
 from ferrum_jax.models.division import Division, Leaf, Spec
 from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec, num_bytes, shapes
-from ferrum_jax.sharding.mesh import Placement, on_one, place_on_mesh
+from ferrum_jax.sharding.mesh import Placement, joined, on_one, place_on_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,9 +164,15 @@ class ModelPlacement:
 
         def one(path: Any, spec: Spec, leaf: Leaf) -> Leaf:
             own = None if shardings is None else _at(shardings, path)
-            if divided.is_plain(spec, division):
-                return leaf if own is None else jax.device_put(leaf, own)
-            if any(getattr(part.sharding, "mesh", None) != self.placement.mesh for part in jax.tree.leaves(leaf)):
+            is_plain = divided.is_plain(spec, division)
+            if is_plain and own is None:
+                return leaf
+            is_here = all(getattr(part.sharding, "mesh", None) == self.placement.mesh for part in jax.tree.leaves(leaf))
+            if not is_here:
+                leaf = jax.tree.map(joined, leaf)
+            if is_plain:
+                return jax.device_put(leaf, own)
+            if not is_here:
                 leaf = jax.device_put(leaf, self.placement.sharding())  # one leaf at a time, whole on each device
             return jax.jit(functools.partial(convert, spec=spec, division=division), out_shardings=own)(leaf)
 

@@ -102,7 +102,7 @@ def run(
     logits: Literal["all", "last", "none"] | Int[Array, "B R"] = "all",
     first_layer: int | Int[Array, ""] = 0,
     attention: str | None = None,
-    remat: bool = False,
+    remat: bool | Literal["products"] = False,
 ) -> tuple[Float[Array, "B R V"], dict[Point, Array]]:
     """As `forward`; returns also the arrays at hook points, by point: `captured["z", 3]` is `[B, T, N, H]`.
 
@@ -130,7 +130,8 @@ def run(
             first layers, skips those before at run time, and captures zeros of them.
         attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
             only `xla` has gradients, and needs far more memory for them.
-        remat: gradients recompute each layer instead of keeping what is inside it.
+        remat: gradients recompute each layer instead of keeping what is inside it; `products` keeps what products with
+            weights give, so that little is computed twice. On a CPU it saves memory in the layout `scanned` alone.
 
     Raises:
         InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are not
@@ -138,6 +139,8 @@ def run(
             `inputs_embeds`.
         UnsupportedError: this model has no such hook point.
     """
+    if not isinstance(remat, bool) and remat != "products":
+        raise InvalidParameterError(f"remat is {safe_repr(remat)}, expected True, False or 'products'")
     first = _check_first_layer(first_layer, cfg, inputs_embeds)
     points = check_points(capture, cfg, first if isinstance(first, int) else 0)
     tokens = jnp.asarray(tokens)
@@ -188,7 +191,7 @@ def _compute(
     points: tuple[Point, ...],
     first_layer: int | jax.Array,
     attention: str | None,
-    remat: bool,
+    remat: bool | str,
 ) -> tuple[jax.Array, dict[Point, jax.Array]]:
     params, (batch, length) = given.params, given.tokens.shape
     columns, kv = 0, cast(Any, None)

@@ -106,6 +106,23 @@ class Placement:
         return min(free_bytes(device) for device in self.local)
 
 
+def joined(array: jax.Array) -> jax.Array:
+    """Returns an array whole on one device, its parts joined by collectives on the mesh where they lie.
+
+    `jax.device_put` of a divided array may take it through the host (JAX 0.12). What other processes have parts of
+    stays as it is.
+    """
+    if not array.is_fully_addressable:
+        return array
+    if isinstance(array.sharding, NamedSharding) and not array.is_fully_replicated:
+        array = jax.jit(_same, out_shardings=NamedSharding(array.sharding.mesh, WHOLE))(array)
+    return array.addressable_shards[0].data if array.is_fully_replicated else array
+
+
+def _same(array: jax.Array) -> jax.Array:
+    return array
+
+
 def on_one(device: JaxDevice) -> Placement:
     """Places a model on one device."""
     return Placement((device,))
