@@ -59,6 +59,7 @@ class Caller:
         self.changed = asyncio.Event()
         self.has_left = False
         self._is_late = False
+        self._problem: ApiError | None = None
 
     async def __aenter__(self) -> Self:
         self._watcher = asyncio.create_task(self._watch())
@@ -81,10 +82,17 @@ class Caller:
         self._is_late = True
         self.changed.set()
 
+    def end(self, problem: ApiError) -> None:
+        """Ends what the client waits for with an error."""
+        self._problem = problem
+        self.changed.set()
+
     def check(self) -> None:
-        """Raises DisconnectError where the client has gone, a 408 where its time is over."""
+        """Raises DisconnectError where the client has gone, a 408 where its time is over, or what ended it."""
         if self.has_left:
             raise DisconnectError
+        if self._problem is not None:
+            raise self._problem
         if self._is_late:
             raise ApiError(
                 408,

@@ -57,6 +57,8 @@ async def begin(
         service.settings.max_seconds if body.max_time is None else min(body.max_time, service.settings.max_seconds)
     )
     caller = await stack.enter_async_context(Caller(http, seconds))
+    service.callers.add(caller)
+    stack.callback(service.callers.discard, caller)
     name = None if adapter is None else adapter.name
     await stack.enter_async_context(service.admission.admit(count, name, caller))
     groups = await service.run(make, adapter)

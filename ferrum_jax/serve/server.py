@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from ferrum_jax.serve.settings import ServerSettings
 
 _log = logging.getLogger("ferrum_jax.serve")
 BACKLOG = 2048  # connections
+SEND_SECONDS = 5  # after requests were ended, for clients to be told
 
 
 class Server(uvicorn.Server):
@@ -36,16 +38,20 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=max(1, round(settings.drain_seconds)),
+                timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + SEND_SECONDS,
             )
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drains, then stops."""
+        """Waits for what runs, ends what is not complete in time, and stops."""
         self.service.admission.is_draining = True
         self.service.admission.resume()
         _log.info('{"event": "draining", "answers": %d}', self.service.admission.live)
-        await super().shutdown(sockets)
+        drained = asyncio.get_running_loop().call_later(self.service.settings.drain_seconds, self.service.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            drained.cancel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,17 +70,19 @@ class RunningServer:
 
 def bind(host: str, port: int) -> socket.socket:
     """Returns a socket that is bound, to any free port for 0; raises ConfigError where it cannot be."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"the port is {port}, expected a number from 0 to {(1 << 16) - 1}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError) as problem:
+    except OSError as problem:
         raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except (OSError, OverflowError) as problem:
+    except OSError as problem:
         bound.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from None
     return bound

@@ -16,8 +16,8 @@ from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.serve.admission import Admission
-from ferrum_jax.serve.answers import Answers, Choice
-from ferrum_jax.serve.errors import ApiError, bad_request, from_engine
+from ferrum_jax.serve.answers import Answers, Caller, Choice
+from ferrum_jax.serve.errors import ApiError, bad_request, from_engine, unavailable
 from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.settings import ServerSettings
 from ferrum_jax.serve.tools.choice import choose_format
@@ -47,6 +47,7 @@ class Service:
         self.started = int(time.time())
         self.adapters: dict[str, str] = {}  # paths by name
         self.live: set[Answers] = set()  # that run
+        self.callers: set[Caller] = set()  # who wait for answers
         self._pool = ThreadPoolExecutor(2, "serve")
 
     def close(self) -> None:
@@ -90,6 +91,11 @@ class Service:
     def count_answer(self, choice: Choice, reason: str) -> None:
         """Takes note of an answer that has ended."""
         self.admission.took(self.metrics.count_answer(choice, reason))
+
+    def end_all(self) -> None:
+        """Ends every request with a 503."""
+        for caller in self.callers:
+            caller.end(unavailable("the server stops, and the answer was not complete in time", 5, "draining"))
 
     def forget(self, answers: Answers) -> None:
         """Takes note of a request that has ended, and of its answers that nobody will read."""
