@@ -36,15 +36,13 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
     Its `state.service` is the `Service` below.
 
     Raises:
-        ConfigError: a setting cannot be honoured.
+        FerrumError: a setting cannot be honoured, or an adapter not be loaded.
     """
     settings = ServerSettings() if settings is None else settings
     service = Service(llm, settings)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        for name, path in settings.adapters.items():
-            await service.load_adapter(name, path)
         try:
             yield
         finally:

@@ -39,6 +39,8 @@ class Metrics:
         self.drafted = one(Counter, "vllm:spec_decode_num_draft_tokens", "Tokens drafted and verified.")
         self.accepted = one(Counter, "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self.finished = one(Counter, "vllm:request_success", "Answers by how they ended.", "finished_reason")
+        for reason in ("stop", "length", "abort"):  # which are told before there is any
+            self.finished.labels(model_name=model, finished_reason=reason)
         self.first = one(Histogram, "vllm:time_to_first_token_seconds", "Time to the first token.", buckets=SECONDS)
         between = "Time between two tokens."
         self.gap = one(Histogram, "vllm:inter_token_latency_seconds", between, buckets=TOKEN_SECONDS)

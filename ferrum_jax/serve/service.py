@@ -1,6 +1,7 @@
 """`Service`: one model as a server offers it."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -35,6 +36,7 @@ class Service:
 
         Raises:
             ConfigError: the settings name a format of tools that there is not.
+            FerrumError: an adapter cannot be loaded.
         """
         self.llm = llm
         self.settings = settings
@@ -48,11 +50,17 @@ class Service:
         self.adapters: dict[str, str] = {}  # paths by name
         self.live: set[Answers] = set()  # that run
         self.callers: set[Caller] = set()  # who wait for answers
+        for name, path in settings.adapters.items():
+            self.runner.load_lora(name, path)
+            self.adapters[name] = path
         self._pool = ThreadPoolExecutor(2, "serve")
 
     def close(self) -> None:
-        """Ends the threads that tokenise."""
+        """Ends the threads that tokenise, and drops the adapters."""
         self._pool.shutdown(cancel_futures=True)
+        for name in self.adapters:
+            with contextlib.suppress(FerrumError):  # of a model that was closed or has failed
+                self._unload(name)
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's."""

@@ -86,8 +86,8 @@ def test_a_client_that_leaves_frees_its_row_within_a_step(held: Scripted, stream
     with serving(held, max_waiting=0) as (server, _):
         body = json.dumps(LONG | {"stream": stream, "n": 2}).encode()
         with socket.create_connection((server.host, server.port), timeout=SECONDS) as raw:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-            raw.sendall(head.encode() + b"\r\n\r\n" + body)
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            raw.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             assert held.entered.wait(SECONDS)
             if stream:
                 assert b"200 OK" in raw.recv(1000)
@@ -274,7 +274,9 @@ def test_what_does_not_end_in_time_is_ended(held: Scripted):
     llm = LLM.from_model(held, characters(), max_rows=2, chunk_tokens=64)
     with ThreadPoolExecutor(1) as pool:
         with running(llm, ServerSettings(model="tiny", drain_seconds=0.2)) as server:
-            answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=SECONDS, trust_env=False)
+            answer = pool.submit(
+                httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=SECONDS, trust_env=False
+            )
             assert held.entered.wait(SECONDS)
             started = time.monotonic()
         assert time.monotonic() - started < SECONDS / 2
@@ -308,10 +310,10 @@ def test_each_request_has_an_id_and_a_line_in_the_log(serve: Any, llm: LLM, capl
 def test_an_address_that_cannot_be_had_is_refused():
     with bind("127.0.0.1", 0) as bound:
         bound.listen()
-        with pytest.raises(ConfigError, match="cannot listen on 127.0.0.1"):
+        with pytest.raises(ConfigError, match="cannot listen on 127"):
             bind("127.0.0.1", bound.getsockname()[1])
     for host, port in (("nowhere.invalid", 80), ("127.0.0.1", 1 << 20)):
-        with pytest.raises(ConfigError, match="cannot listen|expected a number"):
+        with pytest.raises(ConfigError, match=r"cannot listen|expected a number"):
             bind(host, port)
 
 

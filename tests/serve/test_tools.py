@@ -89,8 +89,8 @@ def test_harmonys_channels_are_told_apart():
 
 MARKS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
-    "<|start|>", "<|call|>", "assistant", "final", "analysis", " to=functions.f", "{", "}", '"name"', '"arguments"', ":",
-    '"f"', WEATHER, OTHER, "[", "]", ",", ";", " ", "\n", '"', "\\", "é", "<", "x",
+    "<|start|>", "<|call|>", "assistant", "final", "analysis", " to=functions.f", "{", "}", '"name"',
+    '"arguments"', ":", '"f"', WEATHER, OTHER, "[", "]", ",", ";", " ", "\n", '"', "\\", "é", "<", "x",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(MARKS), max_size=14).map("".join)
 
