@@ -66,7 +66,6 @@ def chat(
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: use `ferrum-jax generate`")
         console = Console(stderr=True)
-        console.print("[dim]/help lists the commands[/dim]", highlight=False)
         Conversation(llm, params, console, system).run()
 
 
@@ -81,6 +80,7 @@ class Conversation:
 
     def run(self) -> None:
         """Answers lines of standard input until it ends."""
+        self._say("/help lists the commands")
         while True:
             try:
                 line = input("> " if sys.stdin.isatty() else "").strip()
@@ -119,7 +119,10 @@ class Conversation:
         pieces: list[str] = []
         stream = None
         try:
-            stream = self._llm.stream(self._llm.chat_prompt([*system, *self._messages, asked]), self._params)
+            ids = self._llm.chat_prompt([*system, *self._messages, asked])
+            with self._console.status("compiling the steps this prompt needs"):
+                self._llm.prepare(ids, self._params)
+            stream = self._llm.stream(ids, self._params)
             started = time.perf_counter()
             for piece in stream:
                 pieces.append(piece)
@@ -138,7 +141,7 @@ class Conversation:
         self._messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
 
     def _say(self, text: str) -> None:
-        self._console.print(f"[dim]{text}[/dim]" if "[" not in text else text, highlight=False, markup="[" not in text)
+        self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def figures(output: Any, seconds: float) -> str:

@@ -68,7 +68,7 @@ def server(llm: LLM) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def client(server: RunningServer, runner: ModelRunner) -> Iterator[openai.OpenAI]:
+def client(server: RunningServer, runner: ModelRunner) -> Iterator[Any]:
     """OpenAI's client of it; when the test ends, nothing is left in the KV."""
     with openai_client(server) as one:
         yield one
@@ -78,12 +78,15 @@ def client(server: RunningServer, runner: ModelRunner) -> Iterator[openai.OpenAI
     assert not server.service.live
 
 
-@contextlib.contextmanager
-def openai_client(server: RunningServer, key: str = "none") -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False) as http, openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60, http_client=http
-    ) as one:  # fmt: skip
-        yield one
+def openai_client(server: RunningServer, key: str = "none") -> Any:
+    """OpenAI's client, whose types are not those of what is tried here."""
+    http = openai.DefaultHttpxClient(trust_env=False)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60, http_client=http)
+
+
+def async_client(server: RunningServer) -> Any:
+    http = openai.DefaultAsyncHttpxClient(trust_env=False)
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60, http_client=http)
 
 
 @pytest.fixture
@@ -93,19 +96,18 @@ def http(server: RunningServer) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def scripted(serve: Serve) -> Callable[..., tuple[Scripted, openai.OpenAI, RunningServer]]:
+def scripted(serve: Serve) -> Iterator[Callable[..., tuple[Scripted, Any, RunningServer]]]:
     """Starts a server of a model that says what it is told to say."""
 
-    def start(template: str | None = None, **settings: Any) -> tuple[Scripted, openai.OpenAI, RunningServer]:
+    def start(template: str | None = None, **settings: Any) -> tuple[Scripted, Any, RunningServer]:
         model = Scripted()
         tokenizer = characters() if template is None else replace(characters(), chat_templates={"default": template})
         server = serve(LLM.from_model(model, tokenizer, max_rows=4, chunk_tokens=64), **settings)
-        base = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60,
-                             http_client=httpx.Client(trust_env=False))  # fmt: skip
-        clients.append(base)
-        return model, base, server
+        client = openai_client(server)
+        clients.append(client)
+        return model, client, server
 
-    clients: list[openai.OpenAI] = []
+    clients: list[Any] = []
     yield start
     for one in clients:
         one.close()

@@ -49,7 +49,7 @@ def test_adapters_are_models_that_come_and_go(
         found = http.post("/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": adapter_folders["two"]})
         assert found.status_code == 200, found.text
         assert [one.id for one in client.models.list()] == ["tiny", "first", "second"]
-        assert client.models.retrieve("second").parent == "tiny"  # type: ignore[attr-defined]
+        assert client.models.retrieve("second").parent == "tiny"
         texts = {
             name: client.completions.create(model=name, **ASK).choices[0].text for name in ("tiny", "first", "second")
         }

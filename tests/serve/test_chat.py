@@ -11,13 +11,14 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.serve.server import RunningServer
+from tests.serve.conftest import async_client
 from tests.serve.models import Scripted
 from tests.serve.test_completions import TOLERANCE
 
 HI: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
 ASK: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 12, "temperature": 0}
 RENDERED = "system:be kind<end>user:hello<end>assistant:<go>"
-Start = Callable[..., tuple[Scripted, openai.OpenAI, RunningServer]]
+Start = Callable[..., tuple[Scripted, Any, RunningServer]]
 TOOLS: Any = [
     {
         "type": "function",
@@ -37,11 +38,11 @@ QUESTION: Any = [{"role": "user", "content": "weather?"}]
 
 def reference(llm: LLM, text: str = RENDERED, **params: Any) -> str:
     assert llm.tokenizer is not None
-    ids = llm.tokenizer.encode(text, add_special_tokens=False)
-    return llm.generate(ids, SamplingParams(**{"max_tokens": 12} | params))[0].text
+    ids, asked = llm.tokenizer.encode(text, add_special_tokens=False), dict[str, Any](max_tokens=12) | params
+    return llm.generate(ids, SamplingParams(**asked))[0].text
 
 
-def test_a_conversation_is_answered_by_its_template(client: openai.OpenAI, llm: LLM):
+def test_a_conversation_is_answered_by_its_template(client: Any, llm: LLM):
     out = client.chat.completions.create(**ASK)
     (choice,) = out.choices
     assert (choice.message.role, choice.message.content) == ("assistant", reference(llm))
@@ -51,7 +52,7 @@ def test_a_conversation_is_answered_by_its_template(client: openai.OpenAI, llm: 
     assert out.usage.total_tokens == out.usage.prompt_tokens + out.usage.completion_tokens
 
 
-def test_a_stream_begins_with_the_role_and_ends_with_the_usage(client: openai.OpenAI):
+def test_a_stream_begins_with_the_role_and_ends_with_the_usage(client: Any):
     ask: Any = ASK | {"n": 2, "temperature": 1.0, "seed": 11}
     whole = client.chat.completions.create(**ask)
     chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
@@ -68,7 +69,7 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_usage(client: openai.Op
     assert {one.object for one in chunks} == {"chat.completion.chunk"}
 
 
-def test_log_probabilities_have_tokens_bytes_and_the_likeliest(client: openai.OpenAI, llm: LLM):
+def test_log_probabilities_have_tokens_bytes_and_the_likeliest(client: Any, llm: LLM):
     (choice,) = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=3).choices
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(RENDERED, add_special_tokens=False)
@@ -91,7 +92,7 @@ def test_log_probabilities_have_tokens_bytes_and_the_likeliest(client: openai.Op
     assert [one.top_logprobs for one in plain.content or []] == [[]] * len(told)
 
 
-def test_both_names_of_the_limit_and_content_in_parts(client: openai.OpenAI, llm: LLM):
+def test_both_names_of_the_limit_and_content_in_parts(client: Any, llm: LLM):
     messages: Any = [HI[0], {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
     ask: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 5, "temperature": 0}
     out = client.chat.completions.create(**ask)
@@ -100,13 +101,13 @@ def test_both_names_of_the_limit_and_content_in_parts(client: openai.OpenAI, llm
     assert unlimited.choices[0].message.content == reference(llm, max_tokens=None)
 
 
-def test_the_template_gets_its_variables(client: openai.OpenAI, llm: LLM):
+def test_the_template_gets_its_variables(client: Any, llm: LLM):
     more = {"chat_template_kwargs": {"prefix": "dear "}}
     (choice,) = client.chat.completions.create(**ASK, extra_body=more).choices
     assert choice.message.content == reference(llm, RENDERED.replace("assistant:", "dear assistant:"))
 
 
-def test_the_final_message_is_continued(client: openai.OpenAI, llm: LLM):
+def test_the_final_message_is_continued(client: Any, llm: LLM):
     messages = [*HI, {"role": "assistant", "content": "well "}]
     more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
     out: Any = client.chat.completions.create(**ASK | {"messages": messages}, extra_body=more)
@@ -116,7 +117,7 @@ def test_the_final_message_is_continued(client: openai.OpenAI, llm: LLM):
     assert out.choices[0].message.content == reference(llm, rendered)
 
 
-def test_token_ids_and_prompt_logprobs_are_told(client: openai.OpenAI, llm: LLM):
+def test_token_ids_and_prompt_logprobs_are_told(client: Any, llm: LLM):
     more = {"return_token_ids": True, "prompt_logprobs": 1}
     out: Any = client.chat.completions.create(**ASK, extra_body=more)
     assert llm.tokenizer is not None
@@ -131,11 +132,9 @@ def test_token_ids_and_prompt_logprobs_are_told(client: openai.OpenAI, llm: LLM)
     assert [token for one in chunks for token in getattr(one.choices[0], "token_ids", None) or []] == expected.token_ids
 
 
-def test_coroutines_are_answered_too(server: RunningServer, client: openai.OpenAI, llm: LLM):
+def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LLM):
     async def main() -> tuple[str | None, str]:
-        async with httpx.AsyncClient(trust_env=False) as http, openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http
-        ) as many:  # fmt: skip
+        async with async_client(server) as many:
             whole = await many.chat.completions.create(**ASK)
             stream = await many.chat.completions.create(**ASK, stream=True)
             return whole.choices[0].message.content, "".join(
@@ -176,7 +175,7 @@ def test_what_cannot_be_is_a_400_that_names_the_field(http: httpx.Client, wrong:
     assert says in found.json()["error"]["message"]
 
 
-def test_what_clients_send_and_copy_is_accepted(client: openai.OpenAI, llm: LLM):
+def test_what_clients_send_and_copy_is_accepted(client: Any, llm: LLM):
     answer = {
         "role": "assistant",
         "content": "hi",
@@ -233,7 +232,7 @@ def test_calls_are_told_whole_and_in_parts(scripted: Start):
     assert hidden.choices[0].message.content == f"Let me see.\n{CALLS}\n{CALLS}"
     assert hidden.choices[0].finish_reason == "stop"
     shown: Any = client.chat.completions.create(**ask, extra_body={"return_token_ids": True})
-    assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)  # type: ignore[attr-defined]
+    assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
 
 
 def test_a_call_that_is_cut_off_ends_with_length(scripted: Start):

@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import jax
 import numpy as np
-import openai
 import pytest
 from numpy.typing import NDArray
 
@@ -15,6 +14,7 @@ from ferrum_jax import LLM, SamplingParams, models
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.serve.server import RunningServer
 from tests.executor.conftest import CFG
+from tests.serve.conftest import async_client
 
 PROMPT = "the quick brown fox"
 ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
@@ -35,10 +35,11 @@ def logprobs(params: ParamTree) -> Callable[[list[int]], NDArray[np.floating]]:
 
 
 def text_of(llm: LLM, prompt: Any = PROMPT, **params: Any) -> str:
-    return llm.generate(prompt, SamplingParams(**{"max_tokens": 12} | params))[0].text
+    asked: dict[str, Any] = {"max_tokens": 12} | params
+    return llm.generate(prompt, SamplingParams(**asked))[0].text
 
 
-def test_an_answer_is_the_engines(client: openai.OpenAI, llm: LLM):
+def test_an_answer_is_the_engines(client: Any, llm: LLM):
     out = client.completions.create(**ASK)
     (choice,) = out.choices
     assert choice.text == text_of(llm)
@@ -48,7 +49,7 @@ def test_an_answer_is_the_engines(client: openai.OpenAI, llm: LLM):
     assert (out.object, out.model, out.id[:5]) == ("text_completion", "tiny", "cmpl-")
 
 
-def test_texts_and_ids_alone_and_in_lists_give_the_same(client: openai.OpenAI, llm: LLM):
+def test_texts_and_ids_alone_and_in_lists_give_the_same(client: Any, llm: LLM):
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(PROMPT)
     texts = [client.completions.create(**ASK | {"prompt": prompt}).choices for prompt in (PROMPT, ids, [PROMPT], [ids])]
@@ -58,7 +59,7 @@ def test_texts_and_ids_alone_and_in_lists_give_the_same(client: openai.OpenAI, l
     assert [one.text for one in both] == [text_of(llm)] * 2 + [text_of(llm, "a dog")] * 2
 
 
-def test_a_stream_tells_the_same_with_usage_at_its_end(client: openai.OpenAI):
+def test_a_stream_tells_the_same_with_usage_at_its_end(client: Any):
     whole = client.completions.create(**ASK, logprobs=2)
     chunks = list(client.completions.create(**ASK, logprobs=2, stream=True, stream_options={"include_usage": True}))
     assert "".join(one.choices[0].text for one in chunks[:-1]) == whole.choices[0].text
@@ -75,7 +76,7 @@ def test_a_stream_tells_the_same_with_usage_at_its_end(client: openai.OpenAI):
         assert mine == pytest.approx(theirs, abs=TOLERANCE)
 
 
-def test_several_answers_of_several_prompts_stream_beside_each_other(client: openai.OpenAI):
+def test_several_answers_of_several_prompts_stream_beside_each_other(client: Any):
     ask = ASK | {"prompt": [PROMPT, "a dog"], "n": 3, "temperature": 1.0, "seed": 5}
     whole = [one.text for one in client.completions.create(**ask).choices]
     texts = [""] * 6
@@ -86,7 +87,7 @@ def test_several_answers_of_several_prompts_stream_beside_each_other(client: ope
     assert len(set(whole)) > 2
 
 
-def test_continuous_usage_is_in_every_chunk(client: openai.OpenAI):
+def test_continuous_usage_is_in_every_chunk(client: Any):
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     chunks = list(client.completions.create(**ASK, stream=True, stream_options=options))
     counts = [one.usage.completion_tokens for one in chunks if one.usage is not None]
@@ -95,12 +96,12 @@ def test_continuous_usage_is_in_every_chunk(client: openai.OpenAI):
 
 
 def test_the_log_probabilities_of_an_echo_are_the_forwards(
-    client: openai.OpenAI, llm: LLM, logprobs: Callable[[list[int]], NDArray[np.floating]]
+    client: Any, llm: LLM, logprobs: Callable[[list[int]], NDArray[np.floating]]
 ):
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode(PROMPT)
     (choice,) = client.completions.create(**ASK, echo=True, logprobs=3, extra_body={"return_token_ids": True}).choices
-    told, tokens = choice.logprobs, [*ids, *choice.token_ids]  # type: ignore[attr-defined]
+    told, tokens = choice.logprobs, [*ids, *choice.token_ids]
     assert choice.text == PROMPT + text_of(llm)
     assert told is not None
     expected = logprobs(tokens)
@@ -120,23 +121,23 @@ def test_the_log_probabilities_of_an_echo_are_the_forwards(
 
 
 def test_zero_tokens_with_echo_score_the_prompt_alone(
-    client: openai.OpenAI, llm: LLM, logprobs: Callable[[list[int]], NDArray[np.floating]]
+    client: Any, llm: LLM, logprobs: Callable[[list[int]], NDArray[np.floating]]
 ):
     ids = list(range(20))
     (choice,) = client.completions.create(**ASK | {"max_tokens": 0, "prompt": ids}, echo=True, logprobs=1).choices
     assert choice.logprobs is not None
     expected = logprobs(ids)[np.arange(19), ids[1:]]
-    np.testing.assert_allclose(choice.logprobs.token_logprobs[1:], expected, rtol=0, atol=TOLERANCE)  # type: ignore[index]
+    np.testing.assert_allclose(choice.logprobs.token_logprobs[1:], expected, rtol=0, atol=TOLERANCE)
     for prompt, wanted in (([3], 1), ([3, 4], None)):
         ask = ASK | {"max_tokens": 0, "prompt": prompt}
         (choice,) = client.completions.create(**ask, echo=True, logprobs=wanted).choices
         assert (choice.text, choice.finish_reason) == ("de"[: len(prompt)], "length")
 
 
-def test_prompt_logprobs_are_told_by_id(client: openai.OpenAI, logprobs: Callable[[list[int]], NDArray[np.floating]]):
+def test_prompt_logprobs_are_told_by_id(client: Any, logprobs: Callable[[list[int]], NDArray[np.floating]]):
     ids = [5, 3, 8, 1]
     (choice,) = client.completions.create(**ASK | {"prompt": ids}, extra_body={"prompt_logprobs": 2}).choices
-    told = choice.prompt_logprobs  # type: ignore[attr-defined]
+    told = choice.prompt_logprobs
     assert told[0] is None
     expected = logprobs(ids)
     for at, (token, one) in enumerate(zip(ids[1:], told[1:], strict=True)):
@@ -149,23 +150,23 @@ def test_prompt_logprobs_are_told_by_id(client: openai.OpenAI, logprobs: Callabl
     assert not hasattr(plain, "prompt_logprobs")
 
 
-def test_token_ids_are_returned_also_in_parts(client: openai.OpenAI, llm: LLM):
+def test_token_ids_are_returned_also_in_parts(client: Any, llm: LLM):
     more = {"return_token_ids": True}
     (whole,) = client.completions.create(**ASK, extra_body=more).choices
     out = llm.generate(PROMPT, SamplingParams(max_tokens=12))[0]
-    assert whole.token_ids == out.token_ids  # type: ignore[attr-defined]
-    assert whole.prompt_token_ids == out.prompt_token_ids  # type: ignore[attr-defined]
+    assert whole.token_ids == out.token_ids
+    assert whole.prompt_token_ids == out.prompt_token_ids
     chunks: list[Any] = [one.choices[0] for one in client.completions.create(**ASK, stream=True, extra_body=more)]
     assert [token for one in chunks for token in one.token_ids] == out.token_ids
     assert chunks[0].prompt_token_ids == out.prompt_token_ids
     assert not any(hasattr(one, "prompt_token_ids") for one in chunks[1:])
 
 
-def test_tokens_may_be_named_by_their_ids(client: openai.OpenAI):
+def test_tokens_may_be_named_by_their_ids(client: Any):
     more = {"return_token_ids": True, "return_tokens_as_token_ids": True}
     (choice,) = client.completions.create(**ASK, logprobs=1, extra_body=more).choices
     assert choice.logprobs is not None
-    assert choice.logprobs.tokens == [f"token_id:{one}" for one in choice.token_ids]  # type: ignore[attr-defined]
+    assert choice.logprobs.tokens == [f"token_id:{one}" for one in choice.token_ids]
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -190,7 +191,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: ",".join(one))
-def test_a_setting_does_what_it_does_in_the_engine(client: openai.OpenAI, llm: LLM, settings: dict[str, Any]):
+def test_a_setting_does_what_it_does_in_the_engine(client: Any, llm: LLM, settings: dict[str, Any]):
     theirs = settings | ({"logit_bias": {int(key): value for key, value in settings["logit_bias"].items()}}
                          if "logit_bias" in settings else {})  # fmt: skip
     named = {"temperature", "seed", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop",
@@ -205,18 +206,16 @@ def test_a_setting_does_what_it_does_in_the_engine(client: openai.OpenAI, llm: L
         assert choice.text != text_of(llm) or settings.keys() <= {"ignore_eos", "min_tokens"}
 
 
-def test_the_default_is_drawn_and_has_sixteen_tokens(client: openai.OpenAI, llm: LLM):
+def test_the_default_is_drawn_and_has_sixteen_tokens(client: Any, llm: LLM):
     (choice,) = client.completions.create(model="tiny", prompt=PROMPT, seed=3, extra_body={"ignore_eos": True}).choices
     assert choice.text == text_of(llm, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
 
 
-def test_a_seed_gives_the_same_text_under_load(client: openai.OpenAI, server: RunningServer, llm: LLM):
+def test_a_seed_gives_the_same_text_under_load(client: Any, server: RunningServer, llm: LLM):
     alone = [text_of(llm, temperature=1.0, seed=seed, max_tokens=20) for seed in range(12)]
 
     async def main() -> list[str]:
-        async with httpx.AsyncClient(trust_env=False) as http, openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=http
-        ) as many:  # fmt: skip
+        async with async_client(server) as many:
 
             async def ask(seed: int) -> str:
                 settings = ASK | {"temperature": 1.0, "max_tokens": 20, "seed": seed}
@@ -277,6 +276,6 @@ def test_options_of_streams_go_with_streams(http: httpx.Client):
         assert http.post("/v1/completions", json=ASK | wrong).status_code == 400
 
 
-def test_fields_that_change_nothing_are_accepted(client: openai.OpenAI, llm: LLM):
+def test_fields_that_change_nothing_are_accepted(client: Any, llm: LLM):
     more = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "best_of": 1, "priority": 0, "suffix": None}
     assert client.completions.create(**ASK, user="me", extra_body=more).choices[0].text == text_of(llm)
