@@ -76,10 +76,18 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
             route("/update_weights", administration.update_weights),
             route("/reset_prefix_cache", administration.reset_prefix_cache),
         ]
-    middleware = [Middleware(RequestLog, metrics=service.metrics)]
-    if settings.allow_origins:
-        middleware.append(Middleware(CORSMiddleware, allow_origins=list(settings.allow_origins), allow_methods=["*"],
-                                     allow_headers=["*"], expose_headers=["x-request-id"]))  # fmt: skip
+    middleware = []
+    if settings.allow_origins:  # outermost, so that a page can read errors, too
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(settings.allow_origins),
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id"],
+            )
+        )
+    middleware.append(Middleware(RequestLog, metrics=service.metrics))
     if settings.api_keys:
         middleware.append(Middleware(ApiKeys, keys=settings.api_keys))
     app = Starlette(

@@ -102,7 +102,7 @@ def serve(
     sizes: dict[str, Any] = {"max_seqs": max_seqs, "kv_capacity": kv_capacity, "kv_blocks": kv_blocks}
     sizes |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
     sizes |= {"dtype": dtype, "device": device, "mesh": mesh, "quantize": quantize, "layout": layout}
-    with bind(host, port) as bound, LLM(model, tokenizer=tokenizer, speculation=speculation, **sizes) as llm:
+    with LLM(model, tokenizer=tokenizer, speculation=speculation, **sizes) as llm, bind(host, port) as bound:
         server = Server(llm, settings)
         if warmup:
             llm.warmup()

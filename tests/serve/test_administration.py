@@ -260,6 +260,7 @@ def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
             assert http.post("/v1/completions", json=body).status_code == 200
         assert http.post("/v1/completions", json=ASK | {"n": 0}).status_code == 400
         after = figures(http)
+        assert figures(http)["vllm:prefix_cache_hits_total"] == after["vllm:prefix_cache_hits_total"]
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["vllm:generation_tokens_total"] == 40
     assert grown["vllm:prompt_tokens_total"] == 4 * len(prompt)

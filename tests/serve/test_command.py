@@ -43,7 +43,6 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
         {"api_key_file": empty},
         {"api_key_file": tmp_path / "nothing"},
         {"adapter": ["name"]},
-        {"port": 70_000},
         {"max_seconds": 0},
     ]
     for wrong in cases:

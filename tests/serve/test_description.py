@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ferrum_jax.serve.server import RunningServer
 from tests.long import SEED
 
-FEW, MANY = 10, int(os.environ.get("CASES", "1000"))  # cases for each endpoint
+FEW, MANY = 5, int(os.environ.get("CASES", "1000"))  # cases for each endpoint
 
 
 def run_cases(server: RunningServer, count: int, chosen: int) -> dict[int, int]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import ferrum_jax
 from ferrum_jax import LLM, models
 from ferrum_jax.serve.server import running
 from ferrum_jax.serve.settings import ServerSettings
@@ -39,14 +40,9 @@ def test_log_probabilities_over_http_are_the_forwards_alone_and_under_load(smoll
     draw = random.Random(0)
     with LLM(smollm2_path, dtype="float32", max_seqs=8, kv_capacity=128, prefix_cache=True, progress=False) as llm:
         assert llm.tokenizer is not None
-        vocabulary = llm.tokenizer.vocab_size
-        words = llm.tokenizer.encode(Path(models.__file__ or "").read_text())
-        prompts = []
-        for at in range(PROMPTS):
-            size = draw.randint(2, LENGTH)
-            start = draw.randrange(max(1, len(words) - size))
-            text = (words[start : start + size] * LENGTH)[:size]
-            prompts.append(text if at % 2 else [draw.randrange(vocabulary) for _ in range(size)])
+        words = llm.tokenizer.encode((Path(ferrum_jax.__file__).parents[1] / "README.md").read_text())
+        sizes = [draw.randint(2, LENGTH) for _ in range(PROMPTS)]
+        prompts = [words[start : start + size] for size in sizes for start in [draw.randrange(len(words) - size)]]
         wanted = expected(llm, prompts)
         with (
             running(llm, ServerSettings(model="smol", max_waiting=PROMPTS)) as server,

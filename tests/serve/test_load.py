@@ -126,8 +126,10 @@ def test_a_request_ends_at_its_deadline(held: Scripted):
         held.gate.set()
         server.service.llm.engine.settle()
         assert held.tokens == {}
-    with serving(Scripted(), max_seconds=0.05) as (_, http):
-        assert http.post("/v1/completions", json=ASK | {"max_time": 50}).status_code == 200
+    held.gate.clear()
+    with serving(held, max_seconds=0.05) as (_, http):  # which no request can exceed
+        found = http.post("/v1/completions", json=ASK | {"max_time": 50})
+        assert (found.status_code, "0.05 seconds" in found.text) == (408, True)
 
 
 def test_a_body_may_be_so_long_and_no_longer(http: httpx.Client, serve: Any, llm: LLM):
@@ -238,6 +240,8 @@ def test_browser_pages_are_let_in_only_by_name(http: httpx.Client, serve: Any, l
     with httpx.Client(base_url=server.url, trust_env=False) as other:
         assert other.options("/v1/completions", headers=headers).status_code == 200
         assert other.get("/health", headers=headers).headers["access-control-allow-origin"] == "https://a.example"
+        wrong = other.get("/v1/models", headers={"origin": "https://a.example"})
+        assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (401, "https://a.example")
         refused = other.get("/health", headers={"origin": "https://b.example"})
         assert "access-control-allow-origin" not in refused.headers
 

@@ -96,7 +96,7 @@ texts = st.lists(st.sampled_from(MARKS), max_size=14).map("".join)
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=texts, data=st.data())
 def test_what_is_found_does_not_depend_on_how_the_text_is_cut(name: str, text: str, data: st.DataObject):
     ends = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -105,7 +105,7 @@ def test_what_is_found_does_not_depend_on_how_the_text_is_cut(name: str, text: s
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     calls=st.lists(
         st.tuples(
