@@ -147,13 +147,12 @@ def test_the_command_line_knows_the_model(smollm2_path: Path, offline: None):
 def test_over_http_the_figures_are_the_same(
     limit: int | None, ours: Any, smollm2_path: Path, tmp_path: Path, offline: None
 ):
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
+    api: Any = importlib.import_module("lm_eval.models.openai_completions")
     Tokenizer.from_gguf(smollm2_path).save(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     with running(ours.llm, ServerSettings(model="smol")) as server:
-        remote = LocalCompletionsAPI(
+        remote = api.LocalCompletionsAPI(
             base_url=f"{server.url}/v1/completions", model="smol", tokenizer=str(tmp_path), max_length=64,
             num_concurrent=4, batch_size=2,
         )  # fmt: skip

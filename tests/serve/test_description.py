@@ -1,6 +1,7 @@
 """What `/openapi.json` describes is what the server takes: cases that schemathesis makes end in no 5xx."""
 
 import os
+from typing import Any
 
 import httpx
 import pytest
@@ -11,21 +12,22 @@ from hypothesis import strategies as st
 from ferrum_jax.serve.server import RunningServer
 from tests.long import SEED
 
+SLOW: Any = list(HealthCheck)
 FEW, MANY = 5, int(os.environ.get("CASES", "1000"))  # cases for each endpoint
 
 
 def run_cases(server: RunningServer, count: int, chosen: int) -> dict[int, int]:
     """Sends so many cases to each endpoint, within and without what is described; returns how often what came back."""
-    schema = schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json", trust_env=False).json())
+    schema: Any = schemathesis.openapi.from_dict(httpx.get(f"{server.url}/openapi.json", trust_env=False).json())
     statuses: dict[int, int] = {}
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
         for operation in schema.get_all_operations():
-            wanted = operation.ok()
+            wanted: Any = operation.ok()
             modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
             strategies = [wanted.as_strategy(generation_mode=mode) for mode in modes[: 2 if wanted.body else 1]]
 
             @seed(chosen)
-            @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+            @settings(max_examples=count, deadline=None, database=None, suppress_health_check=SLOW,
                       phases=[Phase.generate])  # fmt: skip
             @given(case=st.one_of(strategies))
             def check(case: schemathesis.Case) -> None:
