@@ -273,6 +273,16 @@ def test_a_server_that_stops_lets_end_what_runs(held: Scripted):
     llm.close()
 
 
+def test_a_server_that_drains_takes_nothing_more_over_open_connections(serve: Any, llm: LLM):
+    server = serve(llm)
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        assert http.get("/health").status_code == 200
+        server.service.admission.is_draining = True
+        for found in (http.get("/health"), http.post("/v1/completions", json=ASK)):
+            assert (found.status_code, found.json()["error"]["code"]) == (503, "draining")
+            assert int(found.headers["retry-after"]) > 0
+
+
 def test_what_does_not_end_in_time_is_ended(held: Scripted):
     before = {thread.ident for thread in threading.enumerate()}
     llm = LLM.from_model(held, characters(), max_rows=2, chunk_tokens=64)
