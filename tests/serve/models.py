@@ -26,14 +26,14 @@ def spelled(vocab_size: int) -> Tokenizer:
 
 
 def characters() -> Tokenizer:
-    """Every printable character."""
-    return _tokenizer(list(string.printable))
+    """Every printable character, and a mark of GPT-OSS that is a special token."""
+    return _tokenizer(list(string.printable), "<|channel|>")
 
 
-def _tokenizer(letters: list[str]) -> Tokenizer:
+def _tokenizer(letters: list[str], *more: str) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(letters)}, merges=[]))
     backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([tokenizers.AddedToken(one, special=True) for one in SPECIAL])
+    backend.add_special_tokens([tokenizers.AddedToken(one, special=True) for one in (*SPECIAL, *more)])
     return Tokenizer(backend=backend, eos_token_ids=(len(letters),), chat_templates={"default": TEMPLATE})
 
 

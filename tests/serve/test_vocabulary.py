@@ -44,6 +44,14 @@ def test_the_bytes_of_tokens_concatenate_to_the_text(make: Any):
     assert vocabulary.bytes_of(10_000) == b""
 
 
+def test_a_space_is_part_of_a_token_where_a_text_would_lose_it():
+    tokenizer = sentencepiece()
+    space = tokenizer.encode(" ")
+    tokenizer.backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Strip(" ", 1, 0)])
+    assert tokenizer.decode(space) == ""
+    assert [Vocabulary(tokenizer).text_of(one) for one in space] == [" "]
+
+
 def test_special_tokens_are_spelled_out_and_no_tokenizer_spells_nothing():
     tokenizer = byte_level()
     (end,) = tokenizer.encode("<end>")
