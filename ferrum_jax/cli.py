@@ -1,4 +1,4 @@
-"""`ferrum-jax`: generate text, inspect, plan for, compile or convert a model, list devices."""
+"""`ferrum-jax`: generate text, converse, serve, inspect, plan for, compile or convert a model, list devices."""
 
 import json
 import sys
@@ -10,28 +10,28 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ferrum_jax.cli_options import (
+    CapacityOption,
+    DeviceOption,
+    DtypeOption,
+    LayoutOption,
+    MeshOption,
+    ModelArgument,
+    ModelOption,
+    QuantizeOption,
+    TokenizerOption,
+)
 from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, IOError, UnsupportedError
+from ferrum_jax.conversation import chat, figures
+from ferrum_jax.serve.command import serve
 
-QuantizeOption = Annotated[
-    str | None,
-    typer.Option(help="Matrices in int8 or float8_e4m3fn; keep or auto: as the checkpoint has them; none: in full"),
-]
-ModelArgument = Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")]
-MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, such as model=4,data=2")]
-CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
-LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 app = typer.Typer(
     name="ferrum-jax", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
-TokenizerOption = Annotated[
-    str | None, typer.Option(help="Folder or .gguf file of a tokenizer, where the model's own will not do")
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Folder, .gguf file or Hugging Face id [default: SmolLM2-135M-Instruct]"),
-]
+
+
+app.command()(chat)
+app.command()(serve)
 
 
 def main() -> None:
@@ -107,14 +107,7 @@ def generate(
             print(piece, end="", flush=True)
         print(flush=True)
         seconds, output = time.perf_counter() - started, stream.output()
-    count, first = len(output.token_ids), output.time_to_first_token
-    rate = f"{(count - 1) / (seconds - first):.1f} tokens/s" if count > 1 else "one token"
-    agreed = f" · {output.accepted} of {output.drafted} drafted tokens accepted" if output.drafted else ""
-    console.print(
-        f"[dim]{count} tokens · {rate} · time to first token {first * 1e3:.0f} ms "
-        f"({len(output.prompt_token_ids)} prompt tokens) · {output.finish_reason}{agreed}[/dim]",
-        highlight=False,
-    )
+    console.print(f"[dim]{figures(output, seconds)}[/dim]", highlight=False)
 
 
 @app.command()

@@ -68,7 +68,7 @@ class Scheduler:
         self.backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
         self.speculator = None if drafts is None else Speculator(model, self.backend, drafts)
         self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
-        self._max_rows = max_rows
+        self.max_rows = max_rows
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
         self._short: set[int | None] = set()  # replicas that take no more requests, until one of theirs ends
         self._chunk_tokens = chunk_tokens
@@ -94,6 +94,16 @@ class Scheduler:
     def has_work(self) -> bool:
         """True while `step` has anything to do."""
         return bool(self._waiting or self._running or self._in_flight or self._updates)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row; any thread may ask."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a row, those left out that begin where another has read; any thread may ask."""
+        return len(self._waiting)
 
     def submit(self, request: Request) -> None:
         """Queues a request."""
@@ -121,7 +131,7 @@ class Scheduler:
         self.backend.reset()
         for request in self._running:
             request.restart()
-        self._room = self._max_rows
+        self._room = self.max_rows
         self._short.clear()
         if self.speculator is not None:
             self.speculator.source.reset()
@@ -457,7 +467,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         del self._running[request]
-        self._room = self._max_rows
+        self._room = self.max_rows
         if isinstance(self.model, ReplicatedRunner):
             self._short.discard(self.model.replica_of(request.cache_id))
         self._release(request.cache_id)

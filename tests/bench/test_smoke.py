@@ -171,6 +171,15 @@ def test_serve_ends_in_a_json_line(records: Path):
         assert row["goodput"] <= row["requests_per_second"]
 
 
+def test_http_ends_in_a_json_line_with_both_paths(records: Path):
+    result = smoke("http", records)
+    paths = [(row["path"], row["share"]) for row in result["rows"]]
+    assert paths == [(path, share) for share in (None, 0.5) for path in ("in process", "HTTP")]
+    own, over = (row["tokens_per_second"] for row in result["rows"][:2])
+    assert result["overhead_us"] == pytest.approx((1 / over - 1 / own) * 1e6)
+    assert all(row["requests"] == 8 for row in result["rows"])
+
+
 def test_a_soak_compiles_nothing_and_loses_no_block(records: Path):
     result = smoke("soak", records)
     assert (result["compiles"], result["lost_blocks"]) == (0, 0)

@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 import ferrum_jax
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
 from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.serve.server import running
+from ferrum_jax.serve.settings import ServerSettings
 from scripts.make_references import load_smollm2
 from tests.tiers import by_default
 
@@ -138,3 +141,32 @@ def test_the_command_line_knows_the_model(smollm2_path: Path, offline: None):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "|capitals|" in done.stdout
+
+
+@pytest.mark.parametrize("limit", by_default((4, None), 4))
+def test_over_http_the_figures_are_the_same(
+    limit: int | None, ours: Any, smollm2_path: Path, tmp_path: Path, offline: None
+):
+    api: Any = importlib.import_module("lm_eval.models.openai_completions")
+    Tokenizer.from_gguf(smollm2_path).save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    with running(ours.llm, ServerSettings(model="smol")) as server:
+        remote = api.LocalCompletionsAPI(
+            base_url=f"{server.url}/v1/completions", model="smol", tokenizer=str(tmp_path), max_length=64,
+            num_concurrent=4, batch_size=2,
+        )  # fmt: skip
+        mine, reference = evaluate(remote, limit), evaluate(ours, limit)
+    assert set(mine["results"]) == set(reference["results"])
+    for task, figures in reference["results"].items():
+        for name, value in figures.items():
+            if isinstance(value, float):
+                assert mine["results"][task][name] == pytest.approx(value, rel=1e-3), (task, name)
+    for task, samples in reference["samples"].items():
+        for own, other in zip(mine["samples"][task], samples, strict=True):
+            for one, two in zip(own["filtered_resps"], other["filtered_resps"], strict=True):
+                if isinstance(two, tuple):
+                    assert one[0] == pytest.approx(two[0], abs=TOLERANCE)
+                    assert one[1] == two[1]
+                else:
+                    assert one == two

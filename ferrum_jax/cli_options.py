@@ -1,0 +1,23 @@
+"""Options that several commands have."""
+
+from typing import Annotated
+
+import typer
+
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(help="Matrices in int8 or float8_e4m3fn; keep or auto: as the checkpoint has them; none: in full"),
+]
+ModelArgument = Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")]
+DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")]
+MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, such as model=4,data=2")]
+CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
+LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Folder or .gguf file of a tokenizer, where the model's own will not do")
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Folder, .gguf file or Hugging Face id [default: SmolLM2-135M-Instruct]"),
+]

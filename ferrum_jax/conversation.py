@@ -1,0 +1,155 @@
+"""`ferrum-jax chat`: a conversation in a terminal."""
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ferrum_jax.cli_options import (
+    CapacityOption,
+    DeviceOption,
+    DtypeOption,
+    LayoutOption,
+    MeshOption,
+    ModelArgument,
+    QuantizeOption,
+    TokenizerOption,
+)
+from ferrum_jax.contract.errors import FerrumError, UnsupportedError
+
+HELP = """/system TEXT  say what the model is told first; without a text, nothing
+/reset        forget the conversation
+/undo         forget the last question and its answer
+/help         say this
+/exit         end, as an end of input does; an interrupt ends an answer"""
+
+
+def chat(
+    model: ModelArgument = None,
+    system: Annotated[str | None, typer.Option(help="System message")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most")] = 1024,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.7,
+    top_k: Annotated[int, typer.Option(help="Draw among the k best; 0 is off")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the nucleus of this probability; 1 is off")] = 0.95,
+    min_p: Annotated[float, typer.Option(help="Draw among tokens this likely relative to the best; 0 is off")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes draws repeatable")] = None,
+    kv_capacity: CapacityOption = None,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    mesh: MeshOption = None,
+    quantize: QuantizeOption = None,
+    layout: LayoutOption = None,
+    tokenizer: TokenizerOption = None,
+    speculate: Annotated[int | None, typer.Option(help="Tokens to draft at a time, by prompt lookup")] = None,
+) -> None:
+    """Converse with a model, which keeps in mind what was said; /help lists the commands."""
+    from ferrum_jax.generate.llm import LLM
+    from ferrum_jax.generate.params import SamplingParams
+    from ferrum_jax.generate.speculation import Speculation
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    speculation = None if speculate is None else Speculation(num_tokens=speculate)
+    settings: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
+    settings |= {"quantize": quantize, "layout": layout, "prefix_cache": True}
+    with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
+        if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+            raise UnsupportedError("this model has no chat template: use `ferrum-jax generate`")
+        console = Console(stderr=True)
+        Conversation(llm, params, console, system).run()
+
+
+class Conversation:
+    """What was said so far, and the model that goes on."""
+
+    def __init__(self, llm: Any, params: Any, console: Console, system: str | None = None):
+        """Takes an `LLM`, how it answers, and where figures and errors go."""
+        self._llm, self._params, self._console = llm, params, console
+        self._system = system
+        self._messages: list[dict[str, str]] = []
+
+    def run(self) -> None:
+        """Answers lines of standard input until it ends."""
+        self._say("/help lists the commands")
+        while True:
+            try:
+                line = input("> " if sys.stdin.isatty() else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                print()
+                continue
+            if line in ("/exit", "/quit"):
+                return
+            if line.startswith("/"):
+                self._obey(line)
+            elif line:
+                self._answer(line)
+
+    def _obey(self, line: str) -> None:
+        command, _, rest = line.partition(" ")
+        match command:
+            case "/system":
+                self._system = rest.strip() or None
+                self._say("the system message is set" if self._system else "there is no system message")
+            case "/reset":
+                self._messages.clear()
+                self._say("the conversation is forgotten")
+            case "/undo":
+                del self._messages[-2:]
+                self._say(f"{len(self._messages) // 2} answers are kept")
+            case "/help":
+                self._say(HELP)
+            case _:
+                self._say(f"{command} is no command: /help lists them")
+
+    def _answer(self, line: str) -> None:
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        asked = {"role": "user", "content": line}
+        pieces: list[str] = []
+        stream = None
+        try:
+            ids = self._llm.chat_prompt([*system, *self._messages, asked])
+            with self._console.status("compiling the steps this prompt needs"):
+                self._llm.prepare(ids, self._params)
+            stream = self._llm.stream(ids, self._params)
+            started = time.perf_counter()
+            for piece in stream:
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+            print(flush=True)
+            self._say(figures(stream.output(), time.perf_counter() - started))
+        except KeyboardInterrupt:
+            print(flush=True)
+            self._say("the answer was interrupted")
+        except FerrumError as problem:  # a conversation that is too long, perhaps
+            self._say(f"{problem.kind} error: {problem}")
+            return
+        finally:
+            if stream is not None:
+                stream.close()
+        self._messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def figures(output: Any, seconds: float) -> str:
+    """Says how long an answer took."""
+    count, first = len(output.token_ids), output.time_to_first_token
+    rate = f"{(count - 1) / max(1e-9, seconds - first):.1f} tokens/s" if count > 1 else "one token"
+    agreed = f" · {output.accepted} of {output.drafted} drafted tokens accepted" if output.drafted else ""
+    return (
+        f"{count} tokens · {rate} · time to first token {first * 1e3:.0f} ms "
+        f"({len(output.prompt_token_ids)} prompt tokens) · {output.finish_reason}{agreed}"
+    )

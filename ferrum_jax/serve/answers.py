@@ -1,0 +1,247 @@
+"""`Answers`: what the engine generates for one HTTP request, for one event loop."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from starlette.requests import Request as HttpRequest
+
+from ferrum_jax.contract.errors import FerrumError
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.request import Request
+from ferrum_jax.serve.errors import ApiError, from_engine
+
+
+class DisconnectError(Exception):
+    """The client has gone: nobody reads what comes."""
+
+
+@dataclass(eq=False)
+class Choice:
+    """One answer of the request, as far as it was taken."""
+
+    index: int
+    request: Request
+    num_taken: int = 0  # tokens
+    is_first: bool = True
+    is_ended: bool = False  # it was told to its end, or cut there
+    started: float = 0.0  # when it was submitted
+    last: float = 0.0  # when its last token was seen
+    gaps: list[float] = field(default_factory=list)  # seconds between tokens, since they were last counted
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What is new of one answer."""
+
+    choice: Choice
+    is_first: bool
+    text: str
+    tokens: Sequence[TokenChoice]
+    finish_reason: str | None
+
+
+class Caller:
+    """The client of one request: whether it is still there, and how long it may wait.
+
+    It is an asynchronous context, in which `changed` is set when the client leaves or its time is over.
+    """
+
+    def __init__(self, http: HttpRequest, seconds: float):
+        """Takes a request whose body was read, and the seconds that it may take."""
+        self._http, self._seconds = http, seconds
+        self.changed = asyncio.Event()
+        self.has_left = False
+        self._is_late = False
+        self._problem: ApiError | None = None
+
+    async def __aenter__(self) -> Self:
+        self._watcher = asyncio.create_task(self._watch())
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watcher
+
+    async def _watch(self) -> None:
+        while (await self._http.receive())["type"] != "http.disconnect":
+            pass
+        self.has_left = True
+        self.changed.set()
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self.changed.set()
+
+    def end(self, problem: ApiError) -> None:
+        """Ends what the client waits for with an error."""
+        self._problem = problem
+        self.changed.set()
+
+    def check(self) -> None:
+        """Raises DisconnectError where the client has gone, a 408 where its time is over, or what ended it."""
+        if self.has_left:
+            raise DisconnectError
+        if self._problem is not None:
+            raise self._problem
+        if self._is_late:
+            raise ApiError(
+                408,
+                f"the request was not answered within {self._seconds:g} seconds",
+                code="deadline_exceeded",
+                headers={"x-should-retry": "false"},
+            )
+
+    async def wait_for(self, event: asyncio.Event) -> None:
+        """Waits for an event; raises as `check`."""
+        self.check()
+        if event.is_set():
+            return
+        tasks = [asyncio.create_task(one.wait()) for one in (event, self.changed)]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        self.check()
+
+
+class Answers:
+    """The engine's requests of one HTTP request.
+
+    It is an asynchronous context: within it the requests run, and whatever ends it frees what they hold.
+    """
+
+    def __init__(self, llm: LLM, groups: Sequence[Sequence[Request]], caller: Caller):
+        """Takes requests in groups of one prompt each, of which the first has the others as its copies."""
+        self._llm = llm
+        self.groups = groups
+        self.choices = [Choice(at, one) for at, one in enumerate(one for group in groups for one in group)]
+        self._caller = caller
+        self._is_signalled = False
+
+    async def __aenter__(self) -> Self:
+        loop, changed = asyncio.get_running_loop(), self._caller.changed
+
+        def notify(_: Request) -> None:
+            if not self._is_signalled:
+                self._is_signalled = True
+                with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+                    loop.call_soon_threadsafe(changed.set)
+
+        for choice in self.choices:
+            choice.request.notify = notify
+            choice.started = choice.last = time.perf_counter()
+        try:
+            self._llm.engine.submit(*(first for first, *_ in self.groups if not first.is_done))
+        except FerrumError as problem:
+            raise from_engine(problem) from problem
+        if any(first.is_done for first, *_ in self.groups):
+            changed.set()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if running := [one.request for one in self.choices if not one.request.is_done]:
+            self._llm.engine.abort(*running)
+
+    def interrupt(self) -> None:
+        """Ends every answer with what it has, and the reason `abort`."""
+
+        def end() -> None:
+            for choice in self.choices:
+                if not choice.request.is_done:
+                    choice.request.interrupt()
+                    self._llm.engine.scheduler.abort(choice.request)
+                    if choice.request.notify is not None:
+                        choice.request.notify(choice.request)
+
+        self._llm.engine.call(end)
+
+    @property
+    def is_over(self) -> bool:
+        """True once every answer was taken to its end."""
+        return all(choice.is_ended for choice in self.choices)
+
+    async def next(self) -> list[Piece]:
+        """Waits until there is more, and returns it.
+
+        Raises:
+            DisconnectError: the client has gone.
+            ApiError: the request takes too long, or the engine failed.
+        """
+        while True:
+            await self._caller.changed.wait()
+            self._caller.changed.clear()
+            self._is_signalled = False  # before anything is read: what comes later signals anew
+            self._caller.check()
+            pieces = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
+            if pieces:
+                return pieces
+
+    async def rest(self) -> None:
+        """Waits until every answer is complete; raises as `next`."""
+        while not self.is_over:
+            await self.next()
+
+    def cut(self, choice: Choice) -> None:
+        """Ends an answer where it is; nothing more of it comes."""
+        choice.is_ended = True
+        self._llm.engine.abort(choice.request)
+
+    def _take(self, choice: Choice) -> Piece | None:
+        request = choice.request
+        is_done = request.is_done  # first: what came before it is there then
+        if choice.is_ended:
+            return None
+        if request.error is not None:
+            raise from_engine(request.error) from request.error
+        tokens = request.choices[choice.num_taken :]
+        text = request.take_text()
+        if not tokens and not text and not is_done:
+            return None
+        if tokens:
+            now = time.perf_counter()
+            if choice.num_taken:
+                choice.gaps += [(now - choice.last) / len(tokens)] * len(tokens)
+            choice.last = now
+        choice.num_taken += len(tokens)
+        choice.is_ended = is_done
+        piece = Piece(choice, choice.is_first, text, tokens, request.finish_reason if is_done else None)
+        choice.is_first = False
+        return piece
+
+
+def make_group(
+    llm: LLM, ids: list[int], params: SamplingParams, n: int, adapter: ActiveLoraAdapter | None
+) -> list[Request]:
+    """Returns the requests of one prompt: the first has the others as its copies, answer i has the seed `seed + i`."""
+    made: list[Request] = []
+    for at in range(n):
+        seed = None if params.seed is None else (int(params.seed) + at) % 2**32
+        made.append(llm.request(ids, replace(params, seed=seed), adapter))
+    made[0].copies = made[1:]
+    return made
+
+
+def scored_only(request: Request) -> Request:
+    """Lets a request score its prompt and generate nothing; one that has nothing to score is done."""
+    request.limit = 0
+    if request.num_unscored == 0:
+        request.finish_reason = "length"
+    return request
+
+
+def usage_of(groups: Sequence[Sequence[Request]], choices: Sequence[Choice]) -> dict[str, Any]:
+    """Counts tokens as OpenAI does: a prompt once, however many answers it has."""
+    prompts = sum(len(group[0].prompt) for group in groups)
+    generated = sum(choice.num_taken for choice in choices)
+    return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}

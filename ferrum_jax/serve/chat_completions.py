@@ -1,0 +1,198 @@
+"""`/v1/chat/completions`: conversations, with calls of tools."""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.request import Request
+from ferrum_jax.serve.answers import Answers, Choice, Piece, make_group, usage_of
+from ferrum_jax.serve.body import read_json
+from ferrum_jax.serve.chat_schema import ChatBody
+from ferrum_jax.serve.errors import JsonAnswer, bad_request
+from ferrum_jax.serve.generation import EventStream, Reply, UsageChunks, begin, check_room, new_reply, note
+from ferrum_jax.serve.prompting import chat_ids
+from ferrum_jax.serve.service import Service
+from ferrum_jax.serve.tools.choice import ToolFormat
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
+from ferrum_jax.serve.vocabulary import chat_logprobs, prompt_report
+
+_CHUNK = "chat.completion.chunk"
+
+
+async def chat(service: Service, http: HttpRequest) -> ASGIApp:
+    """Answers a request."""
+    body = await read_json(service, http, ChatBody)
+    tool_format = _format_of(service, body)
+    reply = new_reply(service, "chatcmpl", "chat.completion", body.model)
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(adapter: ActiveLoraAdapter | None) -> list[list[Request]]:
+            return [_group(service, body, tool_format, adapter)]
+
+        answers = await begin(service, http, body, body.n or 1, stack, make)
+        readers = [_Reader(service, body, tool_format, choice, answers) for choice in answers.choices]
+        if not body.stream:
+            while not answers.is_over:
+                for piece in await answers.next():
+                    readers[piece.choice.index].read(piece)
+            usage = usage_of(answers.groups, answers.choices)
+            note(http, completion_tokens=usage["completion_tokens"])
+            whole = reply.head() | {"choices": [reader.whole() for reader in readers], "usage": usage}
+            request = answers.choices[0].request
+            if body.prompt_logprobs is not None:
+                whole["prompt_logprobs"] = prompt_report(
+                    service.vocabulary, request.prompt, request.scores, request.top_scores
+                )
+            if body.return_token_ids:
+                whole["prompt_token_ids"] = request.prompt
+            return JsonAnswer(whole)
+        return EventStream(http, stack.pop_all(), _chunks(service, http, body, reply, answers, readers))
+
+
+async def _chunks(
+    service: Service, http: HttpRequest, body: ChatBody, reply: Reply, answers: Answers, readers: Sequence["_Reader"]
+) -> AsyncIterator[bytes]:
+    usages, head = UsageChunks(body, answers), reply.head(_CHUNK)
+    for reader in readers:
+        first = {"index": reader.choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        chunk = head | {"choices": [first | {"finish_reason": None}]}
+        if body.return_token_ids:
+            chunk["prompt_token_ids"] = reader.choice.request.prompt
+        yield usages.of(chunk)
+    while not answers.is_over:
+        for piece in await answers.next():
+            for choice in readers[piece.choice.index].parts(piece):
+                yield usages.of(head | {"choices": [choice]})
+        service.metrics.count_tokens(answers.choices)
+    note(http, completion_tokens=usages.total()["completion_tokens"])
+    yield usages.last(Reply(reply.id, _CHUNK, reply.model, reply.created))
+
+
+def _format_of(service: Service, body: ChatBody) -> ToolFormat | None:
+    """Returns how the answers are read; raises a 400 where there are tools and no way to read calls."""
+    found = service.tool_format
+    if body.may_call and found is None:
+        raise bad_request(
+            "tools need a parser of the model's calls, and none is known for this one: the server's --tool-parser "
+            "names it",
+            "tools",
+        )
+    return found if found is not None and (body.may_call or found.is_always_on) else None
+
+
+def _group(
+    service: Service, body: ChatBody, tool_format: ToolFormat | None, adapter: ActiveLoraAdapter | None
+) -> list[Request]:
+    ids = chat_ids(service.llm, body, service.most_prompt_tokens)
+    check_room(service, ids, body.limit)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = body.sampling(max_tokens=body.limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
+    if tool_format is not None and tool_format.needs_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    return make_group(service.llm, ids, params, body.n or 1, adapter)
+
+
+class _Reader:
+    """Reads one answer: content, reasoning and calls."""
+
+    def __init__(
+        self, service: Service, body: ChatBody, tool_format: ToolFormat | None, choice: Choice, answers: Answers
+    ):
+        self.choice = choice
+        self._service, self._body, self._format, self._answers = service, body, tool_format, answers
+        names = {tool.function.name for tool in body.tools or ()} if body.may_call else set()
+        self._parser = None if tool_format is None else tool_format.make(names)
+        self._parsed = Parsed()
+        self._ids: list[str] = []
+        self._reason: str | None = None
+
+    def read(self, piece: Piece) -> list[Event]:
+        """Takes what is new and returns what it tells."""
+        if self._parser is None:
+            events: list[Event] = [Content(piece.text)] if piece.text else []
+        else:
+            events = self._parser.push(piece.text)
+            if piece.finish_reason is not None:
+                events += self._parser.finish()
+        reason, told = piece.finish_reason, []
+        for event in events:
+            if isinstance(event, CallBegin) and self._parsed.calls and self._body.parallel_tool_calls is False:
+                reason = "stop"
+                self._answers.cut(self.choice)
+                break
+            self._parsed.take([event])
+            told.append(event)
+        if reason is not None:
+            self._reason = "tool_calls" if reason == "stop" and self._parsed.calls else reason
+            self._service.count_answer(self.choice, reason)
+        return told
+
+    def whole(self) -> dict[str, Any]:
+        """Writes all of it."""
+        body, parsed, request = self._body, self._parsed, self.choice.request
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [
+                {"id": self._new_id(), "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                for one in parsed.calls
+            ]
+        tokens = request.choices[: self.choice.num_taken]
+        told: dict[str, Any] = {
+            "index": self.choice.index,
+            "message": message,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": self._reason,
+        }
+        if body.return_token_ids:
+            told["token_ids"] = [one.token_id for one in tokens]
+        return told
+
+    def parts(self, piece: Piece) -> list[dict[str, Any]]:
+        """Writes what is new as deltas, of which the first has the log-probabilities and ids of all."""
+        body = self._body
+        deltas = [self._delta(event) for event in self.read(piece)]
+        wants_tokens = piece.tokens and (body.logprobs or body.return_token_ids)
+        if not deltas and self._reason is None and not wants_tokens:
+            return []
+        told: list[dict[str, Any]] = [
+            {"index": self.choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in deltas or [{} if self._reason is not None else {"content": ""}]
+        ]
+        told[0]["logprobs"] = self._logprobs(piece.tokens)
+        if body.return_token_ids:
+            told[0]["token_ids"] = [one.token_id for one in piece.tokens]
+        told[-1]["finish_reason"] = self._reason
+        return told
+
+    def _delta(self, event: Event) -> dict[str, Any]:
+        match event:
+            case Content(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegin(name):
+                call = {"index": len(self._ids), "id": self._new_id(), "type": "function"}
+                return {"tool_calls": [call | {"function": {"name": name, "arguments": ""}}]}
+            case Arguments(text):
+                return {"tool_calls": [{"index": len(self._ids) - 1, "function": {"arguments": text}}]}
+
+    def _new_id(self) -> str:
+        assert self._format is not None
+        self._ids.append(self._format.new_id())
+        return self._ids[-1]
+
+    def _logprobs(self, tokens: Sequence[TokenChoice]) -> dict[str, Any] | None:
+        body = self._body
+        if not body.logprobs:
+            return None
+        by_id = body.return_tokens_as_token_ids
+        return chat_logprobs(self._service.vocabulary, list(tokens), body.top_logprobs or 0, by_id=by_id)

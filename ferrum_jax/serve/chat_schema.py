@@ -1,0 +1,207 @@
+"""The requests of `/v1/chat/completions`."""
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from ferrum_jax.serve.errors import bad_request
+from ferrum_jax.serve.schema import Body, Count, FieldError, Sampled
+
+TEMPLATE_OWN = {"template", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
+NOT_SERVED = (
+    "audio", "function_call", "functions", "prediction", "web_search_options", "verbosity", "moderation",
+)  # fmt: skip
+"""Fields of OpenAI's whose null is as good as their absence."""
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """What a call named."""
+
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Body):
+    """A call in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+
+class Message(Body):
+    """A message of any role; what clients copy from an answer is accepted."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: list[Any] | None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> "Message":
+        if self.content is None and not self.tool_calls and self.reasoning_content is None and self.reasoning is None:
+            raise ValueError(f"content is missing in a message of the role {self.role}")
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """Returns it as chat templates expect it: content as one text, arguments of calls as objects."""
+        text = self.content if not isinstance(self.content, list) else "\n".join(part.text for part in self.content)
+        made: dict[str, Any] = {"role": self.role, "content": text}
+        made |= {
+            name: value
+            for name in ("name", "tool_call_id", "reasoning_content", "reasoning")
+            if (value := getattr(self, name)) is not None
+        }
+        if self.tool_calls:
+            made["tool_calls"] = [
+                {"type": "function", "function": {"name": one.function.name, "arguments": _arguments(one)}}
+                | ({} if one.id is None else {"id": one.id})
+                for one in self.tool_calls
+            ]
+        return made
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool, which is a function."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+    @model_validator(mode="after")
+    def _check_strict(self) -> "Tool":
+        if self.function.strict:
+            raise ValueError(
+                f"strict of function {self.function.name} needs structured output, which is not served yet"
+            )
+        return self
+
+    def rendered(self) -> dict[str, Any]:
+        """Returns it as chat templates expect it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
+
+
+class NamedFunction(Body):
+    """The function that has to be called."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ResponseFormat(Body):
+    """What the answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class ChatBody(Sampled):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[Count, Field(le=20)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = True
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    echo: Literal[False] | None = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name not in NOT_SERVED}
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs go with logprobs=true")
+        both = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(both) > 1:
+            raise FieldError(
+                "max_tokens",
+                f"max_tokens is {self.max_tokens}, max_completion_tokens {self.max_completion_tokens}: give one",
+            )
+        if self.response_format is not None and self.response_format.type != "text":
+            raise FieldError(
+                "response_format",
+                f"response_format {self.response_format.type} needs structured output, which is not served yet",
+            )
+        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
+            raise FieldError(
+                "tool_choice", "tool_choice other than none and auto needs structured output, which is not served yet"
+            )
+        if self.tool_choice == "auto" and not self.tools:
+            raise FieldError("tool_choice", "tool_choice is auto, but there are no tools")
+        check_template_kwargs(self.chat_template_kwargs)
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens to generate at most, None for as many as there is room for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def may_call(self) -> bool:
+        """True where the model is shown tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+def check_template_kwargs(given: dict[str, Any] | None) -> None:
+    """Raises ValueError for variables of the template that are fields of their own."""
+    if own := TEMPLATE_OWN & (given or {}).keys():
+        raise FieldError(
+            "chat_template_kwargs",
+            f"chat_template_kwargs has {', '.join(sorted(own))}, which are no variables to be given there",
+        )
+
+
+def _arguments(call: ToolCall) -> Any:
+    """Returns the arguments of a call as a value; raises a 400 for what is no JSON object."""
+    try:
+        found = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise bad_request(f"messages: the arguments of a call of {call.function.name} are no JSON object", "messages")
+    return found

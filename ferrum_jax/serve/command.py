@@ -1,0 +1,129 @@
+"""`ferrum-jax serve`."""
+
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ferrum_jax.cli_options import (
+    CapacityOption,
+    DeviceOption,
+    DtypeOption,
+    LayoutOption,
+    MeshOption,
+    ModelArgument,
+    QuantizeOption,
+    TokenizerOption,
+)
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_SECONDS, MAX_WAITING, ServerSettings
+
+NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+
+
+def serve(
+    model: ModelArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free")] = 8000,
+    served_model_name: Annotated[str, typer.Option(help="What clients call the model [default: its file's name]")] = "",
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that requests must bring; may be given several times")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="A file with a key in each line, which `ps` does not show")
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(help="Answers that may wait for a row; others get a 429")] = MAX_WAITING,
+    max_seconds: Annotated[float, typer.Option(help="Seconds that a request may take")] = MAX_SECONDS,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Seconds that requests have to end when the server stops")
+    ] = DRAIN_SECONDS,
+    max_body_bytes: Annotated[int, typer.Option(help="Bytes of a request")] = MAX_BODY_BYTES,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt [default: the KV capacity]")] = None,
+    allow_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin of browser pages that may call; may be given several times")
+    ] = None,
+    tool_parser: Annotated[
+        str, typer.Option(help="How the model writes calls: hermes, llama3, mistral, gpt_oss, none, or auto")
+    ] = "auto",
+    adapter: Annotated[
+        list[str] | None, typer.Option(help="NAME=FOLDER of a LoRA adapter; may be given several times")
+    ] = None,
+    adapter_root: Annotated[
+        str, typer.Option(help="Folder from which adapters may be loaded over HTTP [default: none may]")
+    ] = "",
+    trainer_endpoints: Annotated[
+        bool, typer.Option("--trainer-endpoints", help="Open /pause, /resume, /update_weights, /reset_prefix_cache")
+    ] = False,
+    max_seqs: Annotated[int | None, typer.Option(help="Answers that are generated at a time")] = None,
+    kv_capacity: CapacityOption = None,
+    kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV")] = None,
+    prefix_cache: Annotated[bool, typer.Option(help="Reuse what prompts have in common")] = True,
+    max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
+    dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    mesh: MeshOption = None,
+    quantize: QuantizeOption = None,
+    layout: LayoutOption = None,
+    tokenizer: TokenizerOption = None,
+    speculate: Annotated[int | None, typer.Option(help="Tokens to draft at a time, by prompt lookup")] = None,
+    warmup: Annotated[bool, typer.Option(help="Compile everything before the first request")] = True,
+) -> None:
+    """Serve a model over OpenAI's HTTP API."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(
+            f"serving needs {', '.join(missing)}, which is not installed: pip install 'ferrum-jax[serve]'"
+        )
+    settings = ServerSettings(
+        model=served_model_name,
+        api_keys=(*(api_key or ()), *_keys_in(api_key_file)),
+        max_body_bytes=max_body_bytes,
+        max_prompt_tokens=max_prompt_tokens,
+        max_waiting=max_waiting,
+        max_seconds=max_seconds,
+        drain_seconds=drain_seconds,
+        allow_origins=tuple(allow_origin or ()),
+        tool_parser=tool_parser,
+        adapters=dict(map(_named_folder, adapter or ())),
+        adapter_root=adapter_root,
+        trainer_endpoints=trainer_endpoints,
+        quantize=quantize,
+    )
+    from ferrum_jax.generate.llm import LLM
+    from ferrum_jax.generate.speculation import Speculation
+    from ferrum_jax.serve.server import Server, bind
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    speculation = None if speculate is None else Speculation(num_tokens=speculate)
+    sizes: dict[str, Any] = {"max_seqs": max_seqs, "kv_capacity": kv_capacity, "kv_blocks": kv_blocks}
+    sizes |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
+    sizes |= {"dtype": dtype, "device": device, "mesh": mesh, "quantize": quantize, "layout": layout}
+    with LLM(model, tokenizer=tokenizer, speculation=speculation, **sizes) as llm, bind(host, port) as bound:
+        server = Server(llm, settings)
+        if warmup:
+            llm.warmup()
+        print(f"{server.service.name} on http://{host}:{bound.getsockname()[1]}", file=sys.stderr, flush=True)
+        server.run([bound])
+
+
+def _keys_in(path: Path | None) -> list[str]:
+    if path is None:
+        return []
+    try:
+        keys = path.read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"the API keys in {path} cannot be read: {problem}") from None
+    if not keys:
+        raise ConfigError(f"{path} has no API key, so that anybody could call: leave out --api-key-file for that")
+    return keys
+
+
+def _named_folder(given: str) -> tuple[str, str]:
+    name, _, folder = given.partition("=")
+    if not name or not folder:
+        raise ConfigError(f"--adapter is {given!r}, expected NAME=FOLDER")
+    return name, folder

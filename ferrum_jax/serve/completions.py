@@ -1,0 +1,136 @@
+"""`/v1/completions`: texts or token ids in, texts and token ids out."""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.prompts import as_ids
+from ferrum_jax.generate.request import Request
+from ferrum_jax.serve.answers import Choice, make_group, scored_only, usage_of
+from ferrum_jax.serve.body import read_json
+from ferrum_jax.serve.errors import JsonAnswer
+from ferrum_jax.serve.generation import EventStream, UsageChunks, begin, check_room, new_reply, note
+from ferrum_jax.serve.prompting import check_length, text_ids, tokenizer_of
+from ferrum_jax.serve.schema import CompletionBody
+from ferrum_jax.serve.service import Service
+from ferrum_jax.serve.vocabulary import TextLogprobs, prompt_report
+
+
+async def complete(service: Service, http: HttpRequest) -> ASGIApp:
+    """Answers a request."""
+    body = await read_json(service, http, CompletionBody)
+    reply = new_reply(service, "cmpl", "text_completion", body.model)
+    n = body.n or 1
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(adapter: ActiveLoraAdapter | None) -> list[list[Request]]:
+            return [_group(service, body, prompt, n, adapter) for prompt in body.prompts]
+
+        answers = await begin(service, http, body, len(body.prompts) * n, stack, make)
+        writers = [_Writer(service, body, choice, body.prompts[choice.index // n]) for choice in answers.choices]
+        if not body.stream:
+            await answers.rest()
+            choices = [writer.whole() for writer in writers]
+            usage = usage_of(answers.groups, answers.choices)
+            note(http, completion_tokens=usage["completion_tokens"])
+            return JsonAnswer(reply.head() | {"choices": choices, "usage": usage})
+        usages = UsageChunks(body, answers)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            while not answers.is_over:
+                for piece in await answers.next():
+                    choice = writers[piece.choice.index].part(
+                        piece.text, piece.tokens, piece.finish_reason, is_first=piece.is_first
+                    )
+                    if choice is not None:
+                        yield usages.of(reply.head() | {"choices": [choice]})
+                service.metrics.count_tokens(answers.choices)
+            note(http, completion_tokens=usages.total()["completion_tokens"])
+            yield usages.last(reply)
+
+        return EventStream(http, stack.pop_all(), chunks())
+
+
+def _group(
+    service: Service, body: CompletionBody, prompt: str | list[int], n: int, adapter: ActiveLoraAdapter | None
+) -> list[Request]:
+    """Returns the requests of one prompt."""
+    llm, most = service.llm, service.most_prompt_tokens
+    if isinstance(prompt, str):
+        ids = text_ids(llm, prompt, add_special_tokens=body.add_special_tokens, most=most)
+    else:
+        ids = check_length(as_ids(prompt, llm.model.config.vocab_size), most)
+    check_room(service, ids, body.max_tokens)
+    with_prompt = body.prompt_logprobs if body.prompt_logprobs is not None else -1
+    if body.echo and body.logprobs is not None:
+        with_prompt = max(with_prompt, body.logprobs)
+    params = body.sampling(
+        max_tokens=body.max_tokens or (1 if body.max_tokens == 0 else None),
+        logprobs=body.logprobs,
+        prompt_logprobs=None if with_prompt < 0 else with_prompt,
+    )
+    group = make_group(llm, ids, params, n, adapter)
+    if body.max_tokens == 0:
+        scored_only(group[0])
+    return group
+
+
+class _Writer:
+    """Writes one answer, whole or in parts."""
+
+    def __init__(self, service: Service, body: CompletionBody, choice: Choice, prompt: str | list[int]):
+        self._service, self._body, self._choice, self._prompt = service, body, choice, prompt
+        self._logprobs = TextLogprobs(service.vocabulary, by_id=body.return_tokens_as_token_ids)
+
+    def whole(self) -> dict[str, Any]:
+        """Writes all of it."""
+        request = self._choice.request
+        told = self.part("".join(request.text), request.choices, request.finish_reason, is_first=True)
+        assert told is not None
+        if self._body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_report(
+                self._service.vocabulary, request.prompt, request.scores, self._top(self._body.prompt_logprobs)
+            )
+        return told
+
+    def part(
+        self, text: str, tokens: Sequence[TokenChoice], reason: str | None, *, is_first: bool
+    ) -> dict[str, Any] | None:
+        """Writes what is new, None where a client would see nothing of it."""
+        body, request = self._body, self._choice.request
+        if reason is not None:
+            self._service.count_answer(self._choice, reason)
+        if is_first and body.echo:
+            text = self._echo() + text
+        elif not text and reason is None and body.logprobs is None and not body.return_token_ids:
+            return None
+        told: dict[str, Any] = {"index": self._choice.index, "text": text, "logprobs": None, "finish_reason": reason}
+        if body.logprobs is not None:
+            entries: list[Any] = []
+            if is_first and body.echo:
+                top = self._top(body.logprobs)
+                entries.append((request.prompt[0], None, None))
+                for at, (token, score) in enumerate(zip(request.prompt[1:], request.scores, strict=True)):
+                    entries.append((token, score, top[at] if top else None))
+            entries += [(one.token_id, one.logprob, dict(one.alternatives)) for one in tokens]
+            told["logprobs"] = self._logprobs.report(entries, with_top=body.logprobs > 0)
+        if body.return_token_ids:
+            told["token_ids"] = [one.token_id for one in tokens]
+            if is_first:
+                told["prompt_token_ids"] = request.prompt
+        return told
+
+    def _echo(self) -> str:
+        if isinstance(self._prompt, str):
+            return self._prompt
+        tokenizer = tokenizer_of(self._service.llm)
+        return tokenizer.decode(self._prompt, skip_special_tokens=self._body.skip_special_tokens)
+
+    def _top(self, most: int) -> list[dict[int, float]]:
+        """The likeliest tokens at each place of the prompt but the first, as many as were asked for here."""
+        return [dict(list(one.items())[:most]) for one in self._choice.request.top_scores] if most else []

@@ -1,0 +1,152 @@
+"""What completions and chats have in common: from a body to answers that run, and streams of events."""
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope, Send
+
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.generate.request import Request
+from ferrum_jax.serve.answers import Answers, Caller, DisconnectError, usage_of
+from ferrum_jax.serve.errors import ApiError, bad_request, dump
+from ferrum_jax.serve.prompting import TOO_LONG
+from ferrum_jax.serve.schema import Sampled
+from ferrum_jax.serve.service import Service
+
+_log = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """What every chunk and answer of one request begins with."""
+
+    id: str
+    kind: str  # OpenAI's name of the object
+    model: str
+    created: int
+
+    def head(self, kind: str | None = None) -> dict[str, Any]:
+        """Returns the fields."""
+        return {"id": self.id, "object": kind or self.kind, "created": self.created, "model": self.model}
+
+
+def new_reply(service: Service, prefix: str, kind: str, model: str | None) -> Reply:
+    """Returns the head of a new reply."""
+    return Reply(f"{prefix}-{secrets.token_hex(16)}", kind, model or service.name, int(time.time()))
+
+
+async def begin(
+    service: Service,
+    http: HttpRequest,
+    body: Sampled,
+    count: int,
+    stack: contextlib.AsyncExitStack,
+    make: MakeGroups,
+) -> Answers:
+    """Admits a request of so many answers, makes the engine's requests, and lets them run until the stack ends."""
+    adapter = service.adapter_of(body.model)
+    seconds = (
+        service.settings.max_seconds if body.max_time is None else min(body.max_time, service.settings.max_seconds)
+    )
+    caller = await stack.enter_async_context(Caller(http, seconds))
+    service.callers.add(caller)
+    stack.callback(service.callers.discard, caller)
+    name = None if adapter is None else adapter.name
+    await stack.enter_async_context(service.admission.admit(count, name, caller))
+    groups = await service.run(make, adapter)
+    answers = await stack.enter_async_context(Answers(service.llm, groups, caller))
+    service.live.add(answers)
+    stack.callback(service.forget, answers)
+    service.metrics.choices.observe(body.n or 1)
+    note(http, prompt_tokens=sum(len(group[0].prompt) for group in groups), model=body.model or service.name)
+    return answers
+
+
+def note(http: HttpRequest, **figures: Any) -> None:
+    """Adds figures to the log's line of a request."""
+    http.scope.setdefault("ferrum.figures", {}).update(figures)
+
+
+def check_room(service: Service, ids: Sequence[int], max_tokens: int | None) -> None:
+    """Raises a 400 where prompt and answer together are longer than a sequence can be."""
+    if max_tokens is None:
+        return
+    capacity = service.llm.model.kv_capacity()
+    room = capacity - len(ids) + 1  # the last token is never read
+    if max_tokens > room:
+        raise bad_request(
+            f"the prompt has {len(ids)} tokens, which leaves {max(0, room)} of the {capacity} positions of a sequence; "
+            f"max_tokens is {max_tokens}",
+            "max_tokens",
+            TOO_LONG,
+        )
+
+
+class UsageChunks:
+    """Which chunks of a stream tell how many tokens there were so far."""
+
+    def __init__(self, body: Sampled, answers: Answers):
+        """Takes what the request asked for."""
+        options = body.stream_options
+        self._at_end = options is not None and options.include_usage
+        self._always = self._at_end and options is not None and options.continuous_usage_stats
+        self._answers = answers
+
+    def of(self, chunk: dict[str, Any]) -> bytes:
+        """Returns a chunk as an event."""
+        if self._always:
+            chunk["usage"] = self.total()
+        elif self._at_end:
+            chunk["usage"] = None
+        return event(chunk)
+
+    def last(self, reply: Reply) -> bytes:
+        """Returns the chunk that follows all others, or nothing."""
+        return event(reply.head() | {"choices": [], "usage": self.total()}) if self._at_end else b""
+
+    def total(self) -> dict[str, Any]:
+        """Counts so far."""
+        return usage_of(self._answers.groups, self._answers.choices)
+
+
+def event(value: Any) -> bytes:
+    """Returns one server-sent event."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+class EventStream:
+    """An answer of events, which ends with `[DONE]`; an error on the way is an event before it."""
+
+    def __init__(self, http: HttpRequest, stack: contextlib.AsyncExitStack, chunks: AsyncIterator[bytes]):
+        """Takes the chunks, and what is to end with them."""
+        self._http, self._stack, self._chunks = http, stack, chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends them, as an ASGI application."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        async with self._stack:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            try:
+                async for chunk in self._chunks:
+                    if chunk:
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            except DisconnectError:
+                note(self._http, disconnected=True)
+                return
+            except ApiError as problem:
+                note(self._http, error=problem.message)
+                await send({"type": "http.response.body", "body": event(problem.body()), "more_body": True})
+            except Exception:  # noqa: BLE001  of any kind: the client sees none of it
+                _log.exception("a stream failed")
+                failure = ApiError(500, "the server failed")
+                note(self._http, error=failure.message)
+                await send({"type": "http.response.body", "body": event(failure.body()), "more_body": True})
+            await send({"type": "http.response.body", "body": DONE})

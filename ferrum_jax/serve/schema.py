@@ -1,0 +1,265 @@
+"""The requests that are understood; a field that is not here is an error, as no option is dropped in silence."""
+
+import json
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.serve.errors import ApiError, bad_request
+
+MAX_CHOICES = 128  # answers of one request
+MAX_PROMPTS = 2048  # of one request
+Count = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class FieldError(ValueError):
+    """A field that does not go with the others."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(message)
+        self.param = param
+
+
+class Body(BaseModel):
+    """A JSON object whose fields have exactly these names and types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """What a stream also tells."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is added either way.")
+
+
+class Ignored(Body):
+    """Fields that clients send and that change no answer: for billing, storage and caches of OpenAI's own."""
+
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Sampled(Ignored):
+    """How answers are chosen and ended; the names are OpenAI's, then vLLM's."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
+    seed: int | None = Field(None, ge=0, lt=1 << 32)
+    temperature: float | None = Field(1.0, ge=0)
+    top_p: float | None = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(0, ge=-1)
+    min_p: float | None = Field(0.0, ge=0, le=1)
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = Field(1.0, gt=0)
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: Count | None = 0
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    max_time: float | None = Field(None, gt=0, description="Seconds after which the request ends with a 408.")
+    priority: int | None = Field(0, description="0 alone: requests are served in the order in which they come.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> "Sampled":
+        if self.priority:
+            raise FieldError(
+                "priority", f"priority is {self.priority}: requests are served in their order, only 0 is possible"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise FieldError("stream_options", "stream_options go with stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise FieldError("prompt_logprobs", "prompt_logprobs do not go with stream=true")
+        return self
+
+    def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """Returns the engine's parameters of one answer."""
+        try:
+            bias = None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
+        except ValueError:
+            raise bad_request(f"logit_bias has the keys {list(self.logit_bias or ())[:5]}, expected token ids",
+                              "logit_bias") from None  # fmt: skip
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_p=_or(self.top_p, 1.0),
+            top_k=_or(self.top_k, 0),
+            min_p=_or(self.min_p, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            logit_bias=bias,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens or 0,
+            skip_special_tokens=self.skip_special_tokens,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class CompletionBody(Sampled):
+    """`/v1/completions`."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: Count | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> "CompletionBody":
+        if self.suffix:
+            raise FieldError("suffix", "suffix is not served: this model continues a prompt, it fills no gap")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise FieldError(
+                "best_of", f"best_of is {self.best_of}, only n ({self.n or 1}) is possible: every answer is returned"
+            )
+        if self.max_tokens == 0 and not self.echo:
+            raise FieldError("max_tokens", "max_tokens is 0, which needs echo=true")
+        if self.max_tokens == 0 and (self.n or 1) > 1:
+            raise FieldError("n", f"n is {self.n}, but max_tokens 0 has one answer")
+        if not isinstance(self.prompt, str) and len(self.prompt) == 0:
+            raise FieldError("prompt", "prompt is an empty list")
+        if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) and len(self.prompt) > MAX_PROMPTS:
+            raise FieldError(
+                "prompt", f"prompt has {len(self.prompt)} prompts, at most {MAX_PROMPTS} go into one request"
+            )
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, of which a single one is a list of one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
+
+
+class TokenizeBody(Body):
+    """`/tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_one(self) -> "TokenizeBody":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("expected `prompt` or `messages`, one of them")
+        if self.prompt is not None:
+            given = self.model_fields_set & {"tools", "add_generation_prompt", "continue_final_message",
+                                             "chat_template_kwargs"}  # fmt: skip
+            if given:
+                raise ValueError(f"{', '.join(sorted(given))} goes with `messages`, not with `prompt`")
+        return self
+
+
+class DetokenizeBody(Body):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+
+class LoadAdapterBody(Body):
+    """`/v1/load_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Field(min_length=1)]
+
+
+class UnloadAdapterBody(Body):
+    """`/v1/unload_lora_adapter`."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+
+
+class PauseBody(Body):
+    """`/pause`."""
+
+    mode: Literal["wait", "abort"] = "wait"
+
+
+class UpdateWeightsBody(Body):
+    """`/update_weights`."""
+
+    path: Annotated[str, Field(min_length=1)]
+    live: Literal["wait", "abort", "keep", "recompute"] = "wait"
+
+
+Read = TypeVar("Read", bound=BaseModel)
+
+
+def read(kind: type[Read], body: bytes) -> Read:
+    """Returns a request's body as its kind; raises a 400 that names the field."""
+    try:
+        return kind.model_validate_json(body or b"{}")
+    except ValidationError as problem:
+        raise describe(problem) from None
+
+
+def describe(problem: ValidationError) -> ApiError:
+    """Returns the 400 of a body that is not what it should be."""
+    found = problem.errors(include_url=False, include_input=False)
+    param = str(found[0]["loc"][0]) if found[0]["loc"] else None
+    told = []
+    for one in found[:3]:
+        place = ".".join(map(str, one["loc"]))
+        if one["type"] == "extra_forbidden":
+            told.append(f"unknown field `{place}`: it is not served")
+        elif one["type"] == "json_invalid":
+            told.append(f"the body is no JSON: {one['msg'].removeprefix('Invalid JSON: ')}")
+        else:
+            said = one["msg"].removeprefix("Value error, ")
+            told.append(f"{place}: {said}" if place else said)
+    told_of = found[0].get("ctx", {}).get("error")
+    if isinstance(told_of, FieldError):
+        param = told_of.param
+    return bad_request("; ".join(told), param, "unknown_field" if found[0]["type"] == "extra_forbidden" else None)
+
+
+def finite(value: float) -> float:
+    """Returns a log-probability as JSON can hold it: minus infinity is -9999, as vLLM has it."""
+    return value if math.isfinite(value) else -9999.0
+
+
+def compact(value: Any) -> str:
+    """Returns JSON text without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,114 @@
+"""`Server`: uvicorn around the application, drained before it stops."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from ferrum_jax.contract.errors import BackendError, ConfigError
+from ferrum_jax.generate.llm import LLM
+from ferrum_jax.serve.app import make_app
+from ferrum_jax.serve.service import Service
+from ferrum_jax.serve.settings import ServerSettings
+
+_log = logging.getLogger("ferrum_jax.serve")
+BACKLOG = 2048  # connections
+SEND_SECONDS = 5  # after requests were ended, for clients to be told
+
+
+class Server(uvicorn.Server):
+    """Serves one model until it is told to stop: then it takes no more, and waits for what runs."""
+
+    def __init__(self, llm: LLM, settings: ServerSettings | None = None):
+        """Takes a model, which stays the caller's to close."""
+        settings = ServerSettings() if settings is None else settings
+        app = make_app(llm, settings)
+        self.service: Service = app.state.service
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + SEND_SECONDS,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for what runs, ends what is not complete in time, and stops."""
+        self.service.admission.is_draining = True
+        self.service.admission.resume()
+        _log.info('{"event": "draining", "answers": %d}', self.service.admission.live)
+        drained = asyncio.get_running_loop().call_later(self.service.settings.drain_seconds, self.service.end_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            drained.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class RunningServer:
+    """A server in a thread of its own."""
+
+    host: str
+    port: int
+    service: Service
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://{self.host}:{self.port}"
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Returns a socket that is bound, to any free port for 0; raises ConfigError where it cannot be."""
+    if not 0 <= port < 1 << 16:
+        raise ConfigError(f"the port is {port}, expected a number from 0 to {(1 << 16) - 1}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as problem:
+        raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from None
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as problem:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from None
+    return bound
+
+
+@contextlib.contextmanager
+def running(
+    llm: LLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 0
+) -> Iterator[RunningServer]:
+    """Serves a model in a thread meanwhile, on any free port for 0; it is drained at the end.
+
+    Raises:
+        ConfigError: a setting or the address cannot be honoured.
+        BackendError: it did not start.
+    """
+    server = Server(llm, settings)
+    bound = bind(host, port)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="ferrum-serve", daemon=True)
+    with bound:
+        thread.start()
+        try:
+            while not server.started:
+                if not thread.is_alive():
+                    raise BackendError("the server did not start: its log says why")
+                thread.join(0.005)
+            yield RunningServer(host, bound.getsockname()[1], server.service)
+        finally:
+            server.should_exit = True
+            thread.join()

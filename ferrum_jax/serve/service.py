@@ -1,0 +1,176 @@
+"""`Service`: one model as a server offers it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ferrum_jax.contract.errors import FerrumError, UnsupportedError
+from ferrum_jax.contract.slots import ActiveLoraAdapter
+from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.updates import LivePolicy
+from ferrum_jax.loading import load_params, open_checkpoint
+from ferrum_jax.serve.admission import Admission
+from ferrum_jax.serve.answers import Answers, Caller, Choice
+from ferrum_jax.serve.errors import ApiError, bad_request, from_engine, unavailable
+from ferrum_jax.serve.metrics import Metrics
+from ferrum_jax.serve.settings import ServerSettings
+from ferrum_jax.serve.tools.choice import choose_format
+from ferrum_jax.serve.vocabulary import Vocabulary
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Service:
+    """A model, its adapters by name, and the limits of those who use it; one event loop does."""
+
+    def __init__(self, llm: LLM, settings: ServerSettings):
+        """Takes a model, which stays the caller's to close.
+
+        Raises:
+            ConfigError: the settings name a format of tools that there is not.
+            FerrumError: an adapter cannot be loaded.
+        """
+        self.llm = llm
+        self.settings = settings
+        self.name = settings.model or (llm.model.name if isinstance(llm.model, ModelRunner) else "model")
+        template = None if llm.tokenizer is None else llm.tokenizer.chat_template
+        self.tool_format = choose_format(settings.tool_parser, template)
+        self.admission = Admission(llm.engine.scheduler.max_rows, settings.max_waiting)
+        self.vocabulary = Vocabulary(llm.tokenizer)
+        self.metrics = Metrics(self.name)
+        self.started = int(time.time())
+        self.adapters: dict[str, str] = {}  # paths by name
+        self.live: set[Answers] = set()  # that run
+        self.callers: set[Caller] = set()  # who wait for answers
+        for name, path in settings.adapters.items():
+            self.runner.load_lora(name, path)
+            self.adapters[name] = path
+        self._pool = ThreadPoolExecutor(2, "serve")
+
+    def close(self) -> None:
+        """Ends the threads that tokenise, and drops the adapters."""
+        self._pool.shutdown(cancel_futures=True)
+        for name in self.adapters:
+            with contextlib.suppress(FerrumError):  # of a model that was closed or has failed
+                self._unload(name)
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        except FerrumError as problem:
+            raise from_engine(problem) from problem
+
+    @staticmethod
+    async def wait_for(work: Callable[..., T], *arguments: Any) -> T:
+        """Runs in a thread of its own what may wait for requests to end; raises as `run`."""
+        try:
+            return await asyncio.to_thread(work, *arguments)
+        except FerrumError as problem:
+            raise from_engine(problem) from problem
+
+    def adapter_of(self, model: str | None) -> ActiveLoraAdapter | None:
+        """Returns the adapter that a request's model is, None for the model itself; raises a 404 for neither."""
+        if model is None or model == self.name:
+            return None
+        if model not in self.adapters:
+            raise ApiError(
+                404,
+                f"the model {model!r} does not exist, {[self.name, *self.adapters]} do",
+                param="model",
+                code="model_not_found",
+            )
+        return ActiveLoraAdapter(name=model, path="")
+
+    @property
+    def most_prompt_tokens(self) -> int:
+        """Tokens of a prompt at most."""
+        own = self.llm.model.kv_capacity()
+        return own if self.settings.max_prompt_tokens is None else min(own, self.settings.max_prompt_tokens)
+
+    def count_answer(self, choice: Choice, reason: str) -> None:
+        """Takes note of an answer that has ended."""
+        self.admission.took(self.metrics.count_answer(choice, reason))
+
+    def end_all(self) -> None:
+        """Ends every request with a 503."""
+        for caller in self.callers:
+            caller.end(unavailable("the server stops, and the answer was not complete in time", 5, "draining"))
+
+    def forget(self, answers: Answers) -> None:
+        """Takes note of a request that has ended, and of its answers that nobody will read."""
+        self.live.discard(answers)
+        for choice in answers.choices:
+            if not choice.is_ended:
+                self.metrics.count_answer(choice, "abort")
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner below; raises UnsupportedError where there is none."""
+        if not isinstance(self.llm.model, ModelRunner):
+            raise UnsupportedError(f"this server runs a {type(self.llm.model).__name__}, not a ModelRunner")
+        return self.llm.model
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Loads an adapter, which is a model's name from then on; raises a 409 for a name that is taken."""
+        if name in self.adapters or name == self.name:
+            raise ApiError(409, f"the name {name!r} is taken by a model that is loaded", param="lora_name")
+        await self.wait_for(lambda: self.runner.load_lora(name, path))
+        self.adapters[name] = path
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drops an adapter once the requests under it have ended; raises a 404 for one that is not loaded."""
+        if name not in self.adapters:
+            raise ApiError(404, f"adapter {name!r} is not loaded, {sorted(self.adapters)} are", param="lora_name")
+        async with self.admission.leaving(name):
+            self.adapters.pop(name, None)
+            await self.wait_for(self._unload, name)
+
+    def _unload(self, name: str) -> None:
+        self.llm.engine.settle()  # frees what was aborted
+        self.runner.unload_lora(name)
+
+    def path_of_adapter(self, path: str) -> str:
+        """Returns a path that a client gave, if it lies where adapters may be read; raises a 403 otherwise."""
+        root = self.settings.adapter_root
+        if not root:
+            raise ApiError(403, "adapters are loaded over HTTP only where the server has an --adapter-root")
+        base = Path(root).expanduser().resolve()
+        try:
+            found = (base / path).resolve()
+        except (OSError, ValueError, RuntimeError) as problem:
+            raise bad_request(f"lora_path is no path: {problem}", "lora_path") from None
+        if found != base and base not in found.parents:
+            raise ApiError(403, f"{path} is not under the --adapter-root of this server", param="lora_path")
+        return os.fspath(found)
+
+    async def update_weights(self, path: str, live: LivePolicy) -> int:
+        """Reads other weights of the same model and sets them between two steps; returns their version."""
+        params = await self.wait_for(self._read_weights, path)
+        return await self.wait_for(lambda: self.llm.set_params(params, live=live))
+
+    def _read_weights(self, path: str) -> Any:
+        served = self.runner.describe()
+        source = open_checkpoint(path)
+        if source.config.model_type != served["model_type"]:
+            raise bad_request(f"{path} is a {source.config.model_type}, a {served['model_type']} is served", "path")
+        params, _ = load_params(
+            source,
+            served["dtype"],
+            layout=served["layout"],
+            device=self.runner.device,
+            quantize=self.settings.quantize,
+        )
+        return params
+
+    async def reset_prefixes(self) -> int:
+        """Forgets every known prefix: the weights that are there are set once more, and have another version."""
+        return await self.wait_for(lambda: self.llm.set_params(self.runner.params, live="keep"))

@@ -1,0 +1,60 @@
+"""`ServerSettings`: what a server is told when it starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ferrum_jax.contract.errors import ConfigError
+
+MAX_BODY_BYTES = 16 << 20
+MAX_WAITING = 256
+MAX_SECONDS = 600.0
+DRAIN_SECONDS = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Names, limits and permissions of one server.
+
+    Attributes:
+        model: the name of the model; the model's own if empty.
+        api_keys: one of them must come with each request but `/health`; none: nobody is asked.
+        max_body_bytes: of a request.
+        max_prompt_tokens: of one prompt; None: the KV capacity.
+        max_waiting: answers that wait for a row; a request beyond them is a 429.
+        max_seconds: that a request may take; its own `max_time` can only be less.
+        drain_seconds: that requests have to end once the server is told to stop.
+        allow_origins: of browser pages that may call the server; none by default.
+        tool_parser: its name, `none`, or `auto`: by the chat template.
+        adapters: folders of adapters by name, loaded when the server starts.
+        adapter_root: folder under which `/v1/load_lora_adapter` may read; empty: the endpoint is closed.
+        trainer_endpoints: whether `/pause`, `/update_weights` and their like are open.
+        quantize: how the weights were loaded, which `/update_weights` repeats.
+    """
+
+    model: str = ""
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    max_body_bytes: int = MAX_BODY_BYTES
+    max_prompt_tokens: int | None = None
+    max_waiting: int = MAX_WAITING
+    max_seconds: float = MAX_SECONDS
+    drain_seconds: float = DRAIN_SECONDS
+    allow_origins: tuple[str, ...] = ()
+    tool_parser: str = "auto"
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    adapter_root: str = ""
+    trainer_endpoints: bool = False
+    quantize: str | None = None
+
+    def __post_init__(self):
+        limits = {"max_body_bytes": 1, "max_waiting": 0}
+        if self.max_prompt_tokens is not None:
+            limits["max_prompt_tokens"] = 1
+        for name, least in limits.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least {least}")
+        if not self.max_seconds > 0:
+            raise ConfigError(f"max_seconds is {self.max_seconds}, expected more than 0")
+        if not self.drain_seconds >= 0:
+            raise ConfigError(f"drain_seconds is {self.drain_seconds}, expected at least 0")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise ConfigError("an API key is empty or not ASCII, no client could send it")

@@ -1,0 +1,1 @@
+"""Calls of tools in what models write, one module for each way to write them."""

@@ -1,0 +1,68 @@
+"""Which parser reads a model's answers."""
+
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.serve.tools.events import ToolParser
+from ferrum_jax.serve.tools.harmony import CHANNEL, MESSAGE, HarmonyMessages
+from ferrum_jax.serve.tools.llama3 import PYTHON_TAG, LlamaCalls
+from ferrum_jax.serve.tools.mistral import MARK, MistralCalls
+from ferrum_jax.serve.tools.tagged import OPEN, TaggedCalls
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A way to write calls.
+
+    Attributes:
+        name: what `--tool-parser` calls it.
+        make: returns a parser of one answer, given the names of the tools.
+        needs_special_tokens: its marks are special tokens, which texts leave out otherwise.
+        is_always_on: answers are written in it whether there are tools or not.
+        id_length: letters of an id of a call, which templates may check.
+    """
+
+    name: str
+    make: Callable[[Collection[str]], ToolParser]
+    needs_special_tokens: bool = False
+    is_always_on: bool = False
+    id_length: int | None = None
+
+    def new_id(self) -> str:
+        """Returns the id of a call."""
+        return f"call_{secrets.token_hex(12)}" if self.id_length is None else secrets.token_hex(8)[: self.id_length]
+
+
+FORMATS = {
+    one.name: one
+    for one in (
+        ToolFormat("hermes", lambda _: TaggedCalls()),
+        ToolFormat("llama3", LlamaCalls, needs_special_tokens=True),
+        ToolFormat("mistral", lambda _: MistralCalls(), needs_special_tokens=True, id_length=9),
+        ToolFormat("gpt_oss", lambda _: HarmonyMessages(), needs_special_tokens=True, is_always_on=True),
+    )
+}
+
+
+def choose_format(name: str, template: str | None) -> ToolFormat | None:
+    """Returns the format of a name; of `auto`, the one whose marks the chat template has, None if there is none.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    if name == "none":
+        return None
+    if name != "auto":
+        if name not in FORMATS:
+            raise ConfigError(f"tool_parser is {name!r}, expected auto, none or one of {', '.join(FORMATS)}")
+        return FORMATS[name]
+    text = template or ""
+    if CHANNEL in text and MESSAGE in text:
+        return FORMATS["gpt_oss"]
+    for mark, found in ((MARK, "mistral"), (OPEN, "hermes"), (PYTHON_TAG, "llama3")):
+        if mark in text:
+            return FORMATS[found]
+    is_llama = "<|start_header_id|>" in text and "tools" in text and '"parameters"' in text
+    return FORMATS["llama3"] if is_llama else None

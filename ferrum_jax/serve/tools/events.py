@@ -1,0 +1,87 @@
+"""What a parser finds in a text, piece by piece."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text that the model wrote for itself."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegin:
+    """The next call, of a function."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """More of the last call's arguments, which are JSON when they are complete."""
+
+    text: str
+
+
+Event: TypeAlias = Content | Reasoning | CallBegin | Arguments
+
+
+class ToolParser(Protocol):
+    """Reads one answer as it comes; what it finds does not depend on how the text is cut into pieces."""
+
+    def push(self, text: str) -> list[Event]:
+        """Takes the next piece and returns what it settles."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """Returns what was held back."""
+        ...
+
+
+@dataclass
+class Call:
+    """One call, complete."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Parsed:
+    """A whole answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Adds what was found."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallBegin(name):
+                    self.calls.append(Call(name))
+                case Arguments(text):
+                    self.calls[-1].arguments += text
+
+
+def held_back(text: str, marks: Iterable[str]) -> int:
+    """Returns how many characters at the end of a text may be the beginning of a mark."""
+    longest = max((len(mark) for mark in marks), default=1) - 1
+    for size in range(min(longest, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0

@@ -1,0 +1,76 @@
+"""GPT-OSS's format: messages with a channel each, `<|channel|>final<|message|>…<|end|>`.
+
+The channel `final` is for the user and `analysis` for the model itself; a message to `functions.name` is a call.
+"""
+
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Reasoning, held_back
+from ferrum_jax.serve.tools.tagged import joined
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_MARKS = (START, CHANNEL, MESSAGE, *ENDS)
+_FUNCTIONS = "functions."
+
+
+class HarmonyMessages:
+    """Reads messages as they come; the text begins where `<|start|>assistant` has ended."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._in_body = False
+        self._has_marks = False
+        self._channel = ""
+        self._recipient = ""
+        self._has_arguments = False
+
+    def push(self, text: str) -> list[Event]:
+        """Takes the next piece."""
+        events: list[Event] = []
+        for letter in text:
+            self._buffer += letter
+            events += self._body() if self._in_body else self._header()
+        return joined(events)
+
+    def finish(self) -> list[Event]:
+        """Returns what was held back: of a body, the rest; a header that is cut off tells nothing."""
+        events: list[Event] = []
+        if self._in_body:
+            events = self._told(self._buffer) + self._end()
+        elif self._buffer.strip() and not self._has_marks:
+            events.append(Content(self._buffer))
+        self._buffer, self._in_body = "", False
+        return joined(events)
+
+    def _header(self) -> list[Event]:
+        self._has_marks = self._has_marks or self._buffer.endswith(_MARKS)
+        if not self._buffer.endswith(MESSAGE):
+            return []
+        role, _, rest = self._buffer.removesuffix(MESSAGE).rpartition(START)[-1].partition(CHANNEL)
+        words = rest.replace("<|constrain|>", " ").split()
+        self._channel = words[0] if words else "final"
+        sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
+        self._recipient = sent[0] if sent else ""
+        self._buffer, self._in_body, self._has_arguments = "", True, False
+        return [CallBegin(self._recipient.removeprefix(_FUNCTIONS))] if self._recipient else []
+
+    def _body(self) -> list[Event]:
+        for mark in (*ENDS, START):
+            if self._buffer.endswith(mark):
+                events = self._told(self._buffer.removesuffix(mark)) + self._end()
+                self._buffer, self._in_body = START if mark == START else "", False
+                return events
+        kept = held_back(self._buffer, (*ENDS, START))
+        settled = self._buffer[: len(self._buffer) - kept]
+        self._buffer = self._buffer[len(settled) :]
+        return self._told(settled)
+
+    def _told(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        if self._recipient:
+            self._has_arguments = self._has_arguments or bool(text.strip())
+            return [Arguments(text)]
+        return [Reasoning(text)] if self._channel == "analysis" else [Content(text)]
+
+    def _end(self) -> list[Event]:
+        return [Arguments("{}")] if self._recipient and not self._has_arguments else []

@@ -1,0 +1,111 @@
+"""Calls after `[TOOL_CALLS]`, as Mistral's models write them.
+
+Older ones write a list of objects, newer ones a name and its arguments, `[TOOL_CALLS]name[ARGS]{…}`.
+"""
+
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, held_back
+from ferrum_jax.serve.tools.json_call import CallObject, JsonValue, State
+from ferrum_jax.serve.tools.tagged import joined
+
+MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_SPACES = " \t\r\n"
+
+
+class MistralCalls:
+    """Reads calls after their mark; text before it is content, less the spaces at its end."""
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._raw = ""  # since the mark, while no call was told
+        self._step = self._outside
+        self._call = CallObject()
+        self._value = JsonValue()
+        self._is_list = False
+        self._has_called = False
+
+    def push(self, text: str) -> list[Event]:
+        """Takes the next piece."""
+        events: list[Event] = []
+        for letter in text:
+            events += self._step(letter)
+        return joined(events)
+
+    def finish(self) -> list[Event]:
+        """Returns what was held back."""
+        rest = self._raw if self._raw else self._buffer
+        self._buffer = self._raw = ""
+        is_between = self._has_called and not rest.strip(", \t\r\n]")
+        return [Content(rest)] if rest and not is_between else []
+
+    def _outside(self, letter: str) -> list[Event]:
+        self._buffer += letter
+        if self._buffer.endswith(MARK):
+            before, self._buffer = self._buffer[: -len(MARK)].rstrip(), ""
+            self._raw, self._step, self._is_list = MARK, self._after_mark, False
+            return [Content(before)] if before else []
+        kept = held_back(self._buffer, [MARK])
+        settled = self._buffer[: len(self._buffer) - kept].rstrip()
+        self._buffer = self._buffer[len(settled) :]
+        return [Content(settled)] if settled else []
+
+    def _after_mark(self, letter: str) -> list[Event]:
+        self._raw += letter
+        if letter in _SPACES:
+            return []
+        if letter == "[":
+            self._is_list, self._step = True, self._between
+        elif letter == "{":
+            self._call, self._step = CallObject(), self._in_object
+            return self._call.push(letter)
+        else:
+            self._buffer, self._step = letter, self._in_name
+        return []
+
+    def _between(self, letter: str) -> list[Event]:
+        """Reads what stands between the objects of a list."""
+        self._raw += letter
+        if letter in _SPACES or (letter == "," and self._has_called):
+            return []
+        if letter == "{":
+            self._call, self._step = CallObject(), self._in_object
+            return self._call.push(letter)
+        if letter == "]" and self._has_called:
+            self._raw, self._buffer, self._step = "", "", self._outside
+            return []
+        return self._fail()
+
+    def _in_object(self, letter: str) -> list[Event]:
+        self._raw += letter
+        events = self._call.push(letter)
+        if self._call.is_call:
+            self._raw, self._has_called = "", True
+        if self._call.state is State.DONE:
+            self._raw = ""
+            self._step = self._between if self._is_list else self._outside
+        elif self._call.state is State.FAILED:
+            events += self._fail()
+        return events
+
+    def _in_name(self, letter: str) -> list[Event]:
+        self._raw += letter
+        self._buffer += letter
+        if letter == "{":
+            name = self._buffer[:-1].split(CALL_ID)[0].removesuffix(ARGS).strip()
+            self._buffer = ""
+            if not name or any(space in name for space in _SPACES):
+                return self._fail()
+            self._value, self._step = JsonValue(), self._in_arguments
+            self._value.takes(letter)
+            self._raw, self._has_called = "", True
+            return [CallBegin(name), Arguments(letter)]
+        return self._fail() if letter == "\n" else []
+
+    def _in_arguments(self, letter: str) -> list[Event]:
+        if not self._value.takes(letter):
+            self._step = self._outside
+        return [Arguments(letter)]
+
+    def _fail(self) -> list[Event]:
+        """Takes what was read since the mark for content, unless it told a call."""
+        text, self._raw, self._buffer, self._step = self._raw, "", "", self._outside
+        return [Content(text)] if text else []

@@ -1,0 +1,74 @@
+"""Calls between `<tool_call>` and `</tool_call>`, as Hermes and Qwen write them."""
+
+from ferrum_jax.serve.tools.events import Content, Event, held_back
+from ferrum_jax.serve.tools.json_call import CallObject, State
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class TaggedCalls:
+    """Reads calls in tags; text outside of them is content, less the spaces beside a call."""
+
+    def __init__(self) -> None:
+        self._buffer = ""  # content that may still be the beginning of a tag, or spaces before one
+        self._call: CallObject | None = None
+        self._after_call = False
+
+    def push(self, text: str) -> list[Event]:
+        """Takes the next piece."""
+        events: list[Event] = []
+        for letter in text:
+            events += self._in_call(letter) if self._call is not None else self._outside(letter)
+        return joined(events)
+
+    def finish(self) -> list[Event]:
+        """Returns what was held back."""
+        events: list[Event] = []
+        if self._call is not None and not self._call.is_call:
+            events.append(Content(OPEN + self._call.raw))
+        elif self._buffer and not (self._after_call and not self._buffer.strip()):
+            events.append(Content(self._buffer))
+        self._buffer, self._call = "", None
+        return events
+
+    def _in_call(self, letter: str) -> list[Event]:
+        call = self._call
+        assert call is not None
+        events = call.push(letter)
+        if call.state is State.DONE:
+            self._call, self._after_call = None, True
+        elif call.state is State.FAILED:
+            self._call = None
+            if not call.is_call:
+                events.append(Content(OPEN + call.raw))
+            self._after_call = call.is_call
+        return events
+
+    def _outside(self, letter: str) -> list[Event]:
+        self._buffer += letter
+        if self._buffer.endswith(OPEN):
+            before, self._buffer, self._call = self._buffer[: -len(OPEN)].rstrip(), "", CallObject()
+            return [Content(before)] if before else []
+        if self._after_call:
+            if self._buffer.endswith(CLOSE) and self._buffer.strip() == CLOSE:
+                self._buffer = ""
+                return []
+            rest = self._buffer.lstrip()
+            if CLOSE.startswith(rest) or OPEN.startswith(rest):
+                return []
+            self._after_call, self._buffer = False, rest
+        kept = held_back(self._buffer, [OPEN])
+        settled = self._buffer[: len(self._buffer) - kept].rstrip()
+        self._buffer = self._buffer[len(settled) :]
+        return [Content(settled)] if settled else []
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """Joins neighbours of one kind."""
+    made: list[Event] = []
+    for event in events:
+        if made and type(made[-1]) is type(event) and hasattr(event, "text"):
+            made[-1] = type(event)(made[-1].text + event.text)  # type: ignore[union-attr, call-arg]
+        else:
+            made.append(event)
+    return made

@@ -1,0 +1,133 @@
+"""`Vocabulary`: tokens as the texts and bytes that a report of log-probabilities names."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.serve.schema import finite
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"  # as SentencePiece writes it
+
+
+def _byte_of_letter() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+class Vocabulary:
+    """The tokens of a tokenizer, each by itself; without a tokenizer they have no text."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        """Finds out how the tokenizer spells bytes and spaces."""
+        self._tokenizer = tokenizer
+        self._added: dict[int, str] = {}
+        self._letters: dict[str, int] = {}
+        self._has_marks = False
+        if tokenizer is not None:
+            self._added = {at: one.content for at, one in tokenizer.backend.get_added_tokens_decoder().items()}
+            decoder = json.dumps(json.loads(tokenizer.backend.to_str()).get("decoder"), ensure_ascii=False)
+            self._letters = _byte_of_letter() if '"ByteLevel"' in decoder else {}
+            self._has_marks = _SPACE in decoder or '"Metaspace"' in decoder
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Returns the bytes of a token, which need not be whole characters; none for an id beyond the vocabulary."""
+        if self._tokenizer is None:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if found := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(found[1], 16)])
+        if self._letters and all(letter in self._letters for letter in token):
+            return bytes(self._letters[letter] for letter in token)
+        if self._has_marks:
+            return token.replace(_SPACE, " ").encode()
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+    def text_of(self, token_id: int, *, by_id: bool | None = False) -> str:
+        """Returns the text of a token, or `token_id:…` by its id; bytes that are no characters become U+FFFD."""
+        return f"token_id:{token_id}" if by_id else self.bytes_of(token_id).decode("utf-8", "replace")
+
+
+def prompt_report(
+    vocabulary: Vocabulary,
+    ids: list[int],
+    scores: list[float],
+    top: list[dict[int, float]],
+) -> list[dict[str, Any] | None]:
+    """Reports a prompt's log-probabilities as vLLM does: by id, with the rank where it is known."""
+    told: list[dict[str, Any] | None] = [None]
+    for at, (token, logprob) in enumerate(zip(ids[1:], scores, strict=True)):
+        likeliest = top[at] if top else {}
+        ranks = {one: rank for rank, one in enumerate(likeliest, start=1)}
+        told.append(
+            {
+                str(one): {
+                    "logprob": finite(value),
+                    "rank": ranks.get(one),
+                    "decoded_token": vocabulary.text_of(one),
+                }
+                for one, value in ({token: logprob} | likeliest | {token: logprob}).items()
+            }
+        )
+    return told
+
+
+class TextLogprobs:
+    """Log-probabilities of `/v1/completions`: four lists, whose offsets go on from piece to piece."""
+
+    def __init__(self, vocabulary: Vocabulary, *, by_id: bool | None):
+        self._vocabulary, self._by_id = vocabulary, by_id
+        self._offset = 0
+
+    def report(
+        self, entries: list[tuple[int, float | None, Mapping[int, float] | None]], *, with_top: bool
+    ) -> dict[str, Any]:
+        """Reports tokens, their log-probabilities and the likeliest at their places, None for those of the first.
+
+        A token is among the likeliest, too, with the same number. Of tokens with one text the likeliest is told.
+        """
+        told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token, logprob, top in entries:
+            text = self._vocabulary.text_of(token, by_id=self._by_id)
+            told["tokens"].append(text)
+            told["token_logprobs"].append(None if logprob is None else finite(logprob))
+            told["text_offset"].append(self._offset)
+            self._offset += len(self._vocabulary.text_of(token))
+            if not with_top or logprob is None:
+                told["top_logprobs"].append(None)
+                continue
+            likeliest: dict[str, float] = {}
+            for one, value in (dict(top or {}) | {token: logprob}).items():
+                name = self._vocabulary.text_of(one, by_id=self._by_id)
+                likeliest[name] = max(finite(value), likeliest.get(name, -9999.0))
+            told["top_logprobs"].append(likeliest)
+        if not with_top:
+            told["top_logprobs"] = None
+        return told
+
+
+def chat_logprobs(
+    vocabulary: Vocabulary, tokens: list[TokenChoice], num_top: int, *, by_id: bool | None
+) -> dict[str, Any]:
+    """Reports log-probabilities as `/v1/chat/completions` does."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = vocabulary.text_of(token, by_id=by_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(vocabulary.bytes_of(token))}
+
+    return {
+        "content": [
+            entry(one.token_id, one.logprob)
+            | {"top_logprobs": [entry(token, value) for token, value in one.alternatives[:num_top]]}
+            for one in tokens
+        ]
+    }

@@ -1,0 +1,314 @@
+"""Adapters as models, what trainers do, metrics, and what a server tells of itself."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from safetensors.numpy import save_file
+
+import ferrum_jax
+from ferrum_jax import LLM, SamplingParams
+from ferrum_jax.contract.errors import ConfigError, FerrumError
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.loading import load
+from ferrum_jax.serve.server import RunningServer, running
+from ferrum_jax.serve.settings import ServerSettings
+from tests import tiny
+from tests.serve.conftest import openai_client
+from tests.serve.models import spelled
+from tests.serve.test_load import SECONDS, until
+
+ASK: dict[str, Any] = {"prompt": "the quick", "max_tokens": 10, "temperature": 0}
+
+
+@pytest.fixture
+def root(adapter_folders: dict[str, str]) -> str:
+    return str(Path(adapter_folders["one"]).parent)
+
+
+def unload_all(runner: ModelRunner) -> None:
+    for name in list(runner._adapters._loaded):
+        runner.unload_lora(name)
+
+
+def test_adapters_are_models_that_come_and_go(
+    serve: Any, llm: LLM, runner: ModelRunner, adapter_folders: dict[str, str], root: str
+):
+    server = serve(llm, adapter_root=root, adapters={"first": adapter_folders["one"]})
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http, openai_client(server) as client:
+        assert [one.id for one in client.models.list()] == ["tiny", "first"]
+        found = http.post("/v1/load_lora_adapter", json={"lora_name": "second", "lora_path": adapter_folders["two"]})
+        assert found.status_code == 200, found.text
+        assert [one.id for one in client.models.list()] == ["tiny", "first", "second"]
+        assert client.models.retrieve("second").parent == "tiny"
+        texts = {
+            name: client.completions.create(model=name, **ASK).choices[0].text for name in ("tiny", "first", "second")
+        }
+        for name, adapter in (("tiny", None), ("first", "first"), ("second", "second")):
+            params = SamplingParams(max_tokens=10)
+            assert texts[name] == llm.generate("the quick", params, lora_request=adapter)[0].text
+        assert len(set(texts.values())) == 3
+        again = http.post("/v1/load_lora_adapter", json={"lora_name": "first", "lora_path": adapter_folders["two"]})
+        assert again.status_code == 409
+        taken = http.post("/v1/load_lora_adapter", json={"lora_name": "tiny", "lora_path": adapter_folders["two"]})
+        assert taken.status_code == 409
+        full = http.post("/v1/load_lora_adapter", json={"lora_name": "third", "lora_path": adapter_folders["three"]})
+        assert full.status_code == 503
+        for path in ("/etc", "../..", f"{root}/../..", "\0"):
+            wrong = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+            assert wrong.status_code in (400, 403), path
+        nothing = http.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": f"{root}/nothing"})
+        assert nothing.status_code == 404
+        for name in ("first", "second"):
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": name}).status_code == 200
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "first"}).status_code == 404
+        with pytest.raises(openai.NotFoundError, match="'first' does not exist"):
+            client.completions.create(model="first", **ASK)
+        assert runner.lora_metrics_snapshot()["adapter_count"] == 0
+
+
+def test_an_adapter_is_unloaded_when_the_last_request_under_it_has_ended(
+    serve: Any, llm: LLM, runner: ModelRunner, adapter_folders: dict[str, str], root: str
+):
+    server = serve(llm, adapter_root=root, adapters={"first": adapter_folders["one"]})
+    with (
+        httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http,
+        openai_client(server) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        stream = client.completions.create(
+            model="first", prompt="ab", max_tokens=80, stream=True, extra_body={"ignore_eos": True}
+        )
+        pieces = iter(stream)
+        next(pieces)
+        gone = pool.submit(http.post, "/v1/unload_lora_adapter", json={"lora_name": "first"})
+        assert len(list(pieces)) >= 1
+        assert gone.result().status_code == 200
+        assert runner.lora_metrics_snapshot()["adapter_count"] == 0
+    unload_all(runner)
+
+
+def test_an_adapter_that_cannot_be_loaded_keeps_the_server_from_starting(llm: LLM, tmp_path: Path):
+    with pytest.raises(FerrumError), running(llm, ServerSettings(adapters={"a": str(tmp_path)})):
+        pass
+
+
+CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 37, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints of one model."""
+    made = []
+    for seed in (1, 2):
+        folder = tiny.write_folder(tmp_path_factory.mktemp("weights"), CONFIG)
+        save_file(tiny.tensors(CONFIG, seed), folder / "model.safetensors", metadata={"format": "pt"})
+        made.append(folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(folders: list[Path]) -> Iterator[tuple[RunningServer, LLM]]:
+    runner = load(folders[0], dtype="float32", max_seqs=2, kv_capacity=64, kv_blocks=20, block_size=8, quantize="none",
+                  prefix_cache=True, progress=False)  # fmt: skip
+    settings = ServerSettings(model="tiny", trainer_endpoints=True, quantize="none", drain_seconds=5)
+    with runner, running(llm := LLM.from_model(runner, spelled(37)), settings) as server:
+        yield server, llm
+        llm.close()
+
+
+@pytest.fixture
+def trainer(trained: tuple[RunningServer, LLM]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=trained[0].url, timeout=60, trust_env=False) as one:
+        yield one
+        one.post("/resume")
+
+
+def complete(http: httpx.Client, **more: Any) -> httpx.Response:
+    return http.post("/v1/completions", json=ASK | {"ignore_eos": True} | more)
+
+
+def test_weights_of_another_checkpoint_are_set_while_serving(
+    trainer: httpx.Client, trained: tuple[RunningServer, LLM], folders: list[Path]
+):
+    texts, versions = [], []
+    for folder in (folders[1], folders[0]):
+        found = trainer.post("/update_weights", json={"path": str(folder), "live": "keep"})
+        assert found.status_code == 200, found.text
+        versions.append(found.json()["weight_version"])
+        texts.append(complete(trainer).json()["choices"][0]["text"])
+        with _alone(folder) as alone:
+            expected = alone.generate("the quick", SamplingParams(max_tokens=10, ignore_eos=True))[0].text
+        assert texts[-1] == expected
+    assert versions == [1, 2]
+    assert texts[0] != texts[1]
+    for wrong in ({"path": "/nowhere"}, {"path": str(folders[0]), "live": "later"}, {}):
+        assert trainer.post("/update_weights", json=wrong).status_code in (400, 404)
+
+
+def _alone(folder: Path) -> LLM:
+    runner = load(folder, dtype="float32", max_seqs=1, kv_capacity=64, progress=False, quantize="none")
+    return LLM.from_model(runner, spelled(37))
+
+
+def test_a_pause_lets_end_what_runs_and_begin_nothing(trainer: httpx.Client, trained: tuple[RunningServer, LLM]):
+    server, _ = trained
+    with ThreadPoolExecutor(4) as pool:
+        running_one = pool.submit(complete, trainer, max_tokens=50)
+        until(lambda: bool(server.service.live) or running_one.done())
+        assert trainer.post("/pause").json() == {"is_paused": True}
+        assert running_one.done() or not server.service.live
+        assert running_one.result().json()["usage"]["completion_tokens"] == 50
+        waiting = pool.submit(complete, trainer)
+        until(lambda: server.service.admission.live == 1)
+        time.sleep(0.05)
+        assert not waiting.done()
+        assert trainer.get("/is_paused").json() == {"is_paused": True}
+        late = complete(trainer, max_time=0.05)
+        assert late.status_code == 408
+        assert trainer.post("/resume").json() == {"is_paused": False}
+        assert waiting.result().status_code == 200
+    assert trainer.get("/is_paused").json() == {"is_paused": False}
+    assert trainer.post("/pause", json={"mode": "keep"}).status_code == 400
+
+
+def test_a_pause_may_end_what_runs_with_what_it_has(
+    trainer: httpx.Client, trained: tuple[RunningServer, LLM], monkeypatch: pytest.MonkeyPatch
+):
+    server, llm = trained
+    began, gate = threading.Event(), threading.Event()
+    execute = llm.runner.execute
+
+    def slowly(batch: Any) -> Any:
+        if began.is_set():
+            assert gate.wait(SECONDS)
+        return execute(batch)
+
+    monkeypatch.setattr(llm.model, "execute", slowly)
+    with ThreadPoolExecutor(2) as pool, trainer.stream(
+        "POST", "/v1/completions", json=ASK | {"ignore_eos": True, "max_tokens": 50, "stream": True}
+    ) as stream:  # fmt: skip
+        lines = stream.iter_lines()
+        assert "finish_reason" in next(lines)
+        began.set()
+        paused = pool.submit(trainer.post, "/pause", json={"mode": "abort"})
+        until(lambda: server.service.admission.is_paused)
+        gate.set()
+        rest = [line for line in lines if line]
+        assert '"finish_reason":"abort"' in rest[-2]
+        assert paused.result().json() == {"is_paused": True}
+    trainer.post("/resume")
+    assert complete(trainer).status_code == 200
+
+
+def test_known_prefixes_are_forgotten(trainer: httpx.Client, trained: tuple[RunningServer, LLM]):
+    _, llm = trained
+    prompt = "a prompt of several blocks of tokens"
+
+    def hits() -> int:
+        return int(llm.runner.cache_metrics_snapshot()["hits"])
+
+    complete(trainer, prompt=prompt)
+    before = hits()
+    complete(trainer, prompt=prompt)
+    assert hits() == before + 1
+    assert trainer.post("/reset_prefix_cache").status_code == 200
+    complete(trainer, prompt=prompt)
+    assert hits() == before + 1
+
+
+NAMES = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "gpu_cache_usage_perc",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total",
+    "generation_tokens_total", "request_success_total", "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket", "time_per_output_token_seconds_bucket",
+    "request_time_per_output_token_seconds_bucket", "e2e_request_latency_seconds_bucket",
+    "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_n_bucket",
+    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+]  # fmt: skip
+
+
+def figures(http: httpx.Client) -> dict[str, float]:
+    text = http.get("/metrics").text
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    assert all(one.labels["model_name"] == "tiny" for one in samples)
+    return {
+        one.name + "".join(f",{value}" for key, value in sorted(one.labels.items()) if key != "model_name"): one.value
+        for one in samples
+    }
+
+
+def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
+    server = serve(llm)
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        text = http.get("/metrics").text
+        assert [name for name in NAMES if f"vllm:{name}{{" not in text] == []
+        assert "ferrum:" in text
+        before = figures(http)
+        prompt = "metrics prompt of more than one block"
+        for more in ({}, {"stream": True}, {"n": 2}):
+            body = ASK | {"prompt": prompt, "ignore_eos": True} | more
+            assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.post("/v1/completions", json=ASK | {"n": 0}).status_code == 400
+        after = figures(http)
+        assert figures(http)["vllm:prefix_cache_hits_total"] == after["vllm:prefix_cache_hits_total"]
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["vllm:generation_tokens_total"] == 40
+    assert grown["vllm:prompt_tokens_total"] == 4 * len(prompt)
+    assert grown["vllm:request_success_total,length"] == 4
+    assert grown["vllm:time_to_first_token_seconds_count"] == 4
+    assert grown["vllm:inter_token_latency_seconds_count"] == 4 * 9
+    assert grown["vllm:e2e_request_latency_seconds_count"] == 4
+    assert grown["vllm:prefix_cache_hits_total"] > 0
+    assert grown["ferrum:http_responses_total,400"] == 1
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    assert after["vllm:kv_cache_usage_perc"] == 0
+    others = {one for family in prometheus_client.REGISTRY.collect() for one in [family.name]}
+    assert not any(one.startswith(("vllm", "ferrum")) for one in others)  # the registry is the server's own
+
+
+def test_what_a_server_tells_of_itself(http: httpx.Client):
+    assert http.get("/version").json() == {"version": ferrum_jax.__version__}
+    assert http.get("/health").json() == {"status": "ok"}
+    (card,) = http.get("/v1/models").json()["data"]
+    assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 96)
+    told = http.get("/openapi.json").json()
+    assert told["openapi"] == "3.1.0"
+    assert "/v1/chat/completions" in told["paths"]
+    assert "/pause" not in told["paths"]
+    found = set(re.findall(r'"#/components/schemas/(\w+)"', http.get("/openapi.json").text))
+    assert found <= told["components"]["schemas"].keys()
+    fields = told["components"]["schemas"]["CompletionBody"]
+    assert fields["additionalProperties"] is False
+    assert {"prompt", "echo", "prompt_logprobs", "max_time"} <= fields["properties"].keys()
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(serve: Any, runner: ModelRunner):
+    server = serve(LLM.from_model(runner))
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        more = {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0, "return_token_ids": True, "logprobs": 1}
+        found = http.post("/v1/completions", json=more).json()["choices"][0]
+        expected = LLM.from_model(runner).generate([1, 2, 3], SamplingParams(max_tokens=5))[0]
+        assert (found["text"], found["token_ids"]) == ("", expected.token_ids)
+        for path, body in (
+            ("/v1/completions", {"prompt": "abc"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/tokenize", {"prompt": "abc"}),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/completions", {"prompt": [1], "echo": True}),
+        ):
+            assert http.post(path, json=body).status_code == 400, path
+
+
+def test_a_format_of_tools_that_there_is_not_is_refused(llm: LLM):
+    with pytest.raises(ConfigError, match="tool_parser is 'x'"), running(llm, ServerSettings(tool_parser="x")):
+        pass

@@ -1,0 +1,307 @@
+"""`/v1/chat/completions` by OpenAI's own client: conversations, log-probabilities, calls of tools."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ferrum_jax import LLM, SamplingParams
+from ferrum_jax.serve.server import RunningServer
+from tests.serve.conftest import async_client
+from tests.serve.models import Scripted
+from tests.serve.test_completions import TOLERANCE
+
+HI: Any = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
+ASK: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 12, "temperature": 0}
+RENDERED = "system:be kind<end>user:hello<end>assistant:<go>"
+Start = Callable[..., tuple[Scripted, Any, RunningServer]]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+]
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<go>{% endif %}"
+)
+QUESTION: Any = [{"role": "user", "content": "weather?"}]
+
+
+def reference(llm: LLM, text: str = RENDERED, **params: Any) -> str:
+    assert llm.tokenizer is not None
+    ids, asked = llm.tokenizer.encode(text, add_special_tokens=False), dict[str, Any](max_tokens=12) | params
+    return llm.generate(ids, SamplingParams(**asked))[0].text
+
+
+def test_a_conversation_is_answered_by_its_template(client: Any, llm: LLM):
+    out = client.chat.completions.create(**ASK)
+    (choice,) = out.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", reference(llm))
+    assert choice.message.tool_calls is None
+    assert (out.object, out.id[:9]) == ("chat.completion", "chatcmpl-")
+    assert out.usage is not None
+    assert out.usage.total_tokens == out.usage.prompt_tokens + out.usage.completion_tokens
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_the_usage(client: Any):
+    ask: Any = ASK | {"n": 2, "temperature": 1.0, "seed": 11}
+    whole = client.chat.completions.create(**ask)
+    chunks = list(client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    texts, reasons = ["", ""], [None, None]
+    for chunk in chunks[:-1]:
+        assert chunk.usage is None
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert [one.choices[0].delta.role for one in chunks[:2]] == ["assistant", "assistant"]
+    assert texts == [one.message.content for one in whole.choices]
+    assert reasons == [one.finish_reason for one in whole.choices]
+    assert chunks[-1].usage == whole.usage
+    assert {one.object for one in chunks} == {"chat.completion.chunk"}
+
+
+def test_log_probabilities_have_tokens_bytes_and_the_likeliest(client: Any, llm: LLM):
+    (choice,) = client.chat.completions.create(**ASK, logprobs=True, top_logprobs=3).choices
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode(RENDERED, add_special_tokens=False)
+    out = llm.generate(ids, SamplingParams(max_tokens=12, logprobs=3))[0]
+    assert choice.logprobs is not None
+    told = choice.logprobs.content
+    assert told is not None
+    assert [one.logprob for one in told] == pytest.approx(out.logprobs, abs=TOLERANCE)
+    assert out.top_logprobs is not None
+    for one, top in zip(told, out.top_logprobs, strict=True):
+        assert [best.logprob for best in one.top_logprobs] == pytest.approx(list(top.values()), abs=TOLERANCE)
+        assert one.bytes == list(one.token.encode())
+    streamed: list[Any] = []
+    for chunk in client.chat.completions.create(**ASK, logprobs=True, top_logprobs=3, stream=True):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert [one.token for one in streamed] == [one.token for one in told]
+    plain = client.chat.completions.create(**ASK, logprobs=True).choices[0].logprobs
+    assert plain is not None
+    assert [one.top_logprobs for one in plain.content or []] == [[]] * len(told)
+
+
+def test_both_names_of_the_limit_and_content_in_parts(client: Any, llm: LLM):
+    messages: Any = [HI[0], {"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    ask: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 5, "temperature": 0}
+    out = client.chat.completions.create(**ask)
+    assert out.choices[0].message.content == reference(llm, max_tokens=5)
+    unlimited = client.chat.completions.create(**ask | {"max_completion_tokens": None})
+    assert unlimited.choices[0].message.content == reference(llm, max_tokens=None)
+
+
+def test_the_template_gets_its_variables(client: Any, llm: LLM):
+    more = {"chat_template_kwargs": {"prefix": "dear "}}
+    (choice,) = client.chat.completions.create(**ASK, extra_body=more).choices
+    assert choice.message.content == reference(llm, RENDERED.replace("assistant:", "dear assistant:"))
+
+
+def test_the_final_message_is_continued(client: Any, llm: LLM):
+    messages = [*HI, {"role": "assistant", "content": "well "}]
+    more = {"continue_final_message": True, "add_generation_prompt": False, "return_token_ids": True}
+    out: Any = client.chat.completions.create(**ASK | {"messages": messages}, extra_body=more)
+    rendered = "system:be kind<end>user:hello<end>assistant:well "
+    assert llm.tokenizer is not None
+    assert out.prompt_token_ids == llm.tokenizer.encode(rendered, add_special_tokens=False)
+    assert out.choices[0].message.content == reference(llm, rendered)
+
+
+def test_token_ids_and_prompt_logprobs_are_told(client: Any, llm: LLM):
+    more = {"return_token_ids": True, "prompt_logprobs": 1}
+    out: Any = client.chat.completions.create(**ASK, extra_body=more)
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode(RENDERED, add_special_tokens=False)
+    expected = llm.generate(ids, SamplingParams(max_tokens=12, prompt_logprobs=True))[0]
+    assert out.prompt_token_ids == ids
+    assert out.choices[0].token_ids == expected.token_ids
+    told = [one[str(token)]["logprob"] for token, one in zip(ids[1:], out.prompt_logprobs[1:], strict=True)]
+    assert told == pytest.approx((expected.prompt_logprobs or [])[1:], abs=TOLERANCE)
+    chunks: list[Any] = list(client.chat.completions.create(**ASK, extra_body={"return_token_ids": True}, stream=True))
+    assert chunks[0].prompt_token_ids == ids
+    assert [token for one in chunks for token in getattr(one.choices[0], "token_ids", None) or []] == expected.token_ids
+
+
+def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LLM):
+    async def main() -> tuple[str | None, str]:
+        async with async_client(server) as many:
+            whole = await many.chat.completions.create(**ASK)
+            stream = await many.chat.completions.create(**ASK, stream=True)
+            return whole.choices[0].message.content, "".join(
+                [one.choices[0].delta.content or "" async for one in stream]
+            )
+
+    assert asyncio.run(main()) == (reference(llm), reference(llm))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "says"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "clown", "content": "x"}]}, "messages", "role"),
+        ({"messages": [{"role": "user"}]}, "messages", "content is missing"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages", "mood"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages", "text"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "structured output, which is not served yet"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "structured output, which is not served yet"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "structured output"),
+        ({"tools": TOOLS}, "tools", "--tool-parser"),
+        ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
+        ({"max_completion_tokens": 5}, "max_tokens", "give one"),
+        ({"max_tokens": 0}, "max_tokens", ""),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "knows no reasoning_effort"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
+        ({"modalities": ["audio"]}, "modalities", ""),
+        ({"functions": []}, "functions", "unknown field"),
+        ({"echo": True}, "echo", ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_a_400_that_names_the_field(http: httpx.Client, wrong: dict[str, Any], param: str, says: str):
+    found = http.post("/v1/chat/completions", json=ASK | wrong)
+    assert found.status_code == 400, found.text
+    assert found.json()["error"]["param"] == param
+    assert says in found.json()["error"]["message"]
+
+
+def test_what_clients_send_and_copy_is_accepted(client: Any, llm: LLM):
+    answer = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
+    more = {"functions": None, "modalities": ["text"], "tools": [], "response_format": {"type": "text"}, "user": "x",
+            "verbosity": None, "service_tier": "default", "parallel_tool_calls": True}  # fmt: skip
+    out = client.chat.completions.create(**ASK | {"messages": [HI[1], answer, HI[1]]}, extra_body=more)
+    assert out.choices[0].message.content == reference(
+        llm, "user:hello<end>assistant:hi<end>user:hello<end>assistant:<go>"
+    )
+
+
+CALLS = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+
+
+def merged(chunks: Any) -> tuple[str, list[tuple[str, str]], str | None]:
+    content, calls, reason = "", [], None
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            if call.id is not None:
+                assert call.index == len(calls)
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments
+        reason = choice.finish_reason or reason
+    return content, [(name, arguments) for name, arguments in calls], reason
+
+
+def test_calls_are_told_whole_and_in_parts(scripted: Start):
+    model, client, _ = scripted(TOOL_TEMPLATE)
+    model.says(f"Let me see.\n{CALLS}\n{CALLS}")
+    ask: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
+    (choice,) = client.chat.completions.create(**ask).choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    calls: Any = choice.message.tool_calls
+    assert [one.function.name for one in calls] == ["get_weather"] * 2
+    assert [json.loads(one.function.arguments) for one in calls] == [{"city": "Bern"}] * 2
+    assert len({one.id for one in calls}) == 2
+    chunks = list(client.chat.completions.create(**ask, stream=True, tool_choice="auto"))
+    assert merged(chunks) == ("Let me see.", [("get_weather", '{"city": "Bern"}')] * 2, "tool_calls")
+    pieces = [one for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []]
+    assert len(pieces) > 20  # the arguments come as they are written
+    alone = client.chat.completions.create(**ask, parallel_tool_calls=False).choices[0]
+    assert len(alone.message.tool_calls or []) == 1
+    assert alone.finish_reason == "tool_calls"
+    assert len(merged(client.chat.completions.create(**ask, parallel_tool_calls=False, stream=True))[1]) == 1
+    hidden = client.chat.completions.create(**ask, tool_choice="none", extra_body={"return_token_ids": True})
+    assert hidden.choices[0].message.content == f"Let me see.\n{CALLS}\n{CALLS}"
+    assert hidden.choices[0].finish_reason == "stop"
+    shown: Any = client.chat.completions.create(**ask, extra_body={"return_token_ids": True})
+    assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
+
+
+def test_a_call_that_is_cut_off_ends_with_length(scripted: Start):
+    model, client, _ = scripted(TOOL_TEMPLATE)
+    model.says(CALLS)
+    ask: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS, "max_tokens": len(CALLS) - 20}
+    (choice,) = client.chat.completions.create(**ask).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is not None
+
+
+def test_the_result_of_a_call_goes_back_to_the_template(scripted: Start):
+    model, client, server = scripted(TOOL_TEMPLATE)
+    model.says("Rain.")
+    messages: Any = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'}}
+        ]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]  # fmt: skip
+    out: Any = client.chat.completions.create(
+        model="tiny", messages=messages, tools=TOOLS, extra_body={"return_token_ids": True}
+    )
+    assert out.choices[0].message.content == "Rain."
+    assert "assistant:NoneBern" in model.tokenizer.decode(out.prompt_token_ids)
+    wrong = [messages[0], {**messages[1], "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]
+    with pytest.raises(openai.BadRequestError, match="no JSON object"):
+        client.chat.completions.create(model="tiny", messages=wrong, tools=TOOLS)
+    assert server.service.tool_format is not None
+    assert server.service.tool_format.name == "hermes"
+
+
+def test_harmony_is_read_without_tools_too(scripted: Start):
+    template = "<|channel|><|message|>{{ messages[0].content }}{{ reasoning_effort }}<go>"
+    model, client, _ = scripted(template)
+    model.says("<|channel|>analysis<|message|>Two and two.<|end|><|start|>assistant<|channel|>final<|message|>Four.")
+    out: Any = client.chat.completions.create(model="tiny", messages=QUESTION, reasoning_effort="high")
+    assert out.choices[0].message.content == "Four."
+    assert out.choices[0].message.reasoning_content == "Two and two."
+    chunks: list[Any] = list(client.chat.completions.create(model="tiny", messages=QUESTION, stream=True))
+    deltas = [one.choices[0].delta for one in chunks]
+    assert "".join(getattr(one, "reasoning_content", None) or "" for one in deltas) == "Two and two."
+    assert "".join(one.content or "" for one in deltas) == "Four."
+
+
+def test_a_template_that_shows_no_tools_refuses_them(scripted: Start):
+    _, client, _ = scripted("{{ messages[0].content }}<go>", tool_parser="hermes")
+    with pytest.raises(openai.BadRequestError, match="shows no tools"):
+        client.chat.completions.create(model="tiny", messages=QUESTION, tools=TOOLS)
+
+
+def test_a_template_that_refuses_the_messages_is_a_400(scripted: Start):
+    _, client, _ = scripted("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+        client.chat.completions.create(model="tiny", messages=QUESTION)
+
+
+def test_texts_and_conversations_are_tokenised(http: httpx.Client, llm: LLM):
+    assert llm.tokenizer is not None
+    found = http.post("/tokenize", json={"prompt": "a dog", "return_token_strs": True}).json()
+    ids = llm.tokenizer.encode("a dog")
+    assert found == {"count": 5, "max_model_len": 96, "tokens": ids, "token_strs": list("a dog")}
+    rendered = llm.tokenizer.encode(RENDERED, add_special_tokens=False)
+    assert http.post("/tokenize", json={"messages": HI}).json()["tokens"] == rendered
+    short = http.post("/tokenize", json={"messages": HI, "add_generation_prompt": False}).json()["tokens"]
+    assert short == rendered[: len(short)]
+    assert len(short) < len(rendered)
+    assert http.post("/detokenize", json={"tokens": rendered}).json() == {"prompt": RENDERED}
+    for wrong in ({}, {"prompt": "a", "messages": HI}, {"prompt": "a", "tools": []}, {"messages": [{"role": "x"}]}):
+        assert http.post("/tokenize", json=wrong).status_code == 400
+    assert http.post("/detokenize", json={"tokens": [2**32]}).status_code == 400

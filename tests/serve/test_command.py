@@ -1,0 +1,82 @@
+"""`ferrum-jax serve` as a process, and what keeps it from starting."""
+
+import contextlib
+import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ferrum_jax import cli
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.serve.command import serve
+from tests import tiny
+from tests.serve.models import spelled
+
+CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 37, "num_hidden_layers": 1}
+
+
+def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    with pytest.raises(UnsupportedError, match=r"serving needs uvicorn.*pip install 'ferrum-jax\[serve\]'"):
+        serve()
+
+
+def test_the_command_line_imports_no_server():
+    heavy = ("starlette", "uvicorn", "pydantic", "jax")
+    code = f"import sys, ferrum_jax.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: Path):
+    empty = tmp_path / "keys"
+    empty.write_text(" \n")
+    cases: list[dict[str, Any]] = [
+        {"api_key_file": empty},
+        {"api_key_file": tmp_path / "nothing"},
+        {"adapter": ["name"]},
+        {"max_seconds": 0},
+    ]
+    for wrong in cases:
+        with pytest.raises(ConfigError):
+            serve("/nowhere", **wrong)
+
+
+@pytest.mark.slow
+def test_a_process_serves_and_ends_on_a_signal(tmp_path: Path):
+    folder = tiny.write_folder(tmp_path / "model", CONFIG)
+    spelled(37).save(folder)
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    arguments = ["serve", str(folder), "--port", "0", "--kv-capacity", "64", "--max-seqs", "2", "--api-key-file",
+                 str(tmp_path / "keys"), "--served-model-name", "tiny"]  # fmt: skip
+    code = f"import sys; sys.argv = ['ferrum-jax', *{arguments!r}]; from ferrum_jax import cli; cli.main()"
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            url = next(found[1] for line in process.stderr if (found := re.match(r"tiny on (http://\S+)", line)))
+            with httpx.Client(
+                base_url=url, headers={"authorization": "Bearer two"}, timeout=60, trust_env=False
+            ) as http:
+                for _ in range(200):
+                    with contextlib.suppress(httpx.HTTPError):
+                        if http.get("/health").status_code == 200:
+                            break
+                found = http.post("/v1/completions", json={"prompt": "ab", "max_tokens": 5, "seed": 1})
+                assert found.json()["usage"]["prompt_tokens"] == 2
+                assert found.json()["model"] == "tiny"
+            process.send_signal(signal.SIGTERM)
+            lines = process.stderr.read().splitlines()
+        finally:
+            process.kill()
+    assert process.returncode in (0, -signal.SIGTERM)
+    told = [json.loads(line[line.index("{") :]) for line in lines if '"event": "request"' in line]
+    assert any(one["path"] == "/v1/completions" and one["status"] == 200 for one in told)
+    assert cli.app is not None

@@ -1,0 +1,341 @@
+"""Limits, deadlines, disconnects, keys, draining: how a server behaves when not all is well."""
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ferrum_jax import LLM
+from ferrum_jax.contract.errors import ConfigError, DeviceError
+from ferrum_jax.executor import ModelRunner
+from ferrum_jax.serve.server import RunningServer, bind, running
+from ferrum_jax.serve.settings import ServerSettings
+from tests.generate.conftest import is_empty
+from tests.serve.conftest import openai_client
+from tests.serve.models import Scripted, characters
+
+ASK: dict[str, Any] = {"model": "tiny", "prompt": "ab", "max_tokens": 4, "temperature": 0}
+LONG = ASK | {"max_tokens": 2000, "ignore_eos": True}
+SECONDS = 20.0  # that anything here may take
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def held() -> Iterator[Scripted]:
+    """A model whose forwards wait."""
+    model = Scripted()
+    model.says("x" * 3000)
+    model.gate.clear()
+    yield model
+    model.gate.set()
+
+
+@contextlib.contextmanager
+def serving(model: Scripted, **settings: Any) -> Iterator[tuple[RunningServer, httpx.Client]]:
+    llm = LLM.from_model(model, characters(), max_rows=2, chunk_tokens=64)
+    try:
+        with (
+            running(llm, ServerSettings(**{"model": "tiny", "drain_seconds": 1} | settings)) as server,
+            httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http,
+        ):
+            yield server, http
+    finally:
+        model.gate.set()
+        llm.close()
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_come_again(held: Scripted):
+    with serving(held, max_waiting=1) as (server, http), ThreadPoolExecutor(4) as pool:
+        running_ones = [pool.submit(http.post, "/v1/completions", json=ASK) for _ in range(3)]
+        until(lambda: server.service.admission.live == 3)
+        found = http.post("/v1/completions", json=ASK)
+        assert found.status_code == 429
+        assert int(found.headers["retry-after"]) >= 1
+        error = found.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+        assert "at most 3 may" in error["message"]
+        impossible = http.post("/v1/completions", json=ASK | {"n": 4})
+        assert impossible.status_code == 400
+        assert "at most 3" in impossible.json()["error"]["message"]
+        assert http.get("/health").status_code == 200
+        with openai_client(server) as client, pytest.raises(openai.RateLimitError):
+            client.completions.create(**ASK)
+        held.gate.set()
+        assert [one.result().status_code for one in running_ones] == [200] * 3
+        assert http.post("/v1/completions", json=ASK).status_code == 200
+        assert server.service.admission.live == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_row_within_a_step(held: Scripted, stream: bool):
+    with serving(held, max_waiting=0) as (server, _):
+        body = json.dumps(LONG | {"stream": stream, "n": 2}).encode()
+        with socket.create_connection((server.host, server.port), timeout=SECONDS) as raw:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            raw.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            assert held.entered.wait(SECONDS)
+            if stream:
+                assert b"200 OK" in raw.recv(1000)
+        until(lambda: server.service.admission.live == 0)
+        forwards = []
+        prefill = held.prefill
+        held.prefill = lambda *args: (forwards.append(args), prefill(*args))[1]  # type: ignore[method-assign]
+        held.gate.set()
+        server.service.llm.engine.settle()
+        assert held.tokens == {}
+        assert len(forwards) <= 2  # the step that ran when the client left may have had both rows
+        assert server.service.metrics.finished.labels(model_name="tiny", finished_reason="abort")._value.get() == 2
+
+
+def test_a_client_that_leaves_a_stream_gives_its_blocks_back(server: RunningServer, runner: ModelRunner):
+    with openai_client(server) as client:
+        for _ in range(3):
+            stream = client.completions.create(model="tiny", prompt="ab", max_tokens=90, stream=True, n=3,
+                                               extra_body={"ignore_eos": True})  # fmt: skip
+            next(iter(stream))
+            stream.close()
+    until(lambda: server.service.admission.live == 0)
+    server.service.llm.engine.settle()
+    assert is_empty(runner)
+
+
+def test_a_request_ends_at_its_deadline(held: Scripted):
+    with serving(held, max_seconds=10) as (server, http):
+        found = http.post("/v1/completions", json=ASK | {"max_time": 0.05})
+        assert found.status_code == 408
+        assert found.headers["x-should-retry"] == "false"
+        assert found.json()["error"]["code"] == "deadline_exceeded"
+        assert "0.05 seconds" in found.json()["error"]["message"]
+        with openai_client(server) as client, pytest.raises(openai.APIError, match=r"0\.05 seconds"):
+            list(client.completions.create(**ASK, stream=True, extra_body={"max_time": 0.05}))
+        held.gate.set()
+        server.service.llm.engine.settle()
+        assert held.tokens == {}
+    held.gate.clear()
+    with serving(held, max_seconds=0.05) as (_, http):  # which no request can exceed
+        found = http.post("/v1/completions", json=ASK | {"max_time": 50})
+        assert (found.status_code, "0.05 seconds" in found.text) == (408, True)
+
+
+def test_a_body_may_be_so_long_and_no_longer(http: httpx.Client, serve: Any, llm: LLM):
+    server = serve(llm, max_body_bytes=200, max_prompt_tokens=5)
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as small:
+        assert small.post("/v1/completions", json=ASK).status_code == 200
+        long = small.post("/v1/completions", json=ASK | {"prompt": "a" * 200})
+        assert (long.status_code, long.json()["error"]["code"]) == (413, "body_too_large")
+        headers = {"content-type": "application/json"}
+        chunked = small.post("/v1/completions", content=(b"x" * 50 for _ in range(10)), headers=headers)
+        assert chunked.status_code == 413
+        tokens = small.post("/v1/completions", json=ASK | {"prompt": "abcdef"})
+        assert (tokens.status_code, tokens.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert http.post("/v1/completions", content=b"{}" + b" " * (17 << 20), headers=headers).status_code == 413
+
+
+def test_errors_have_one_shape_whatever_is_wrong(http: httpx.Client):
+    json_type = {"content-type": "application/json"}
+    cases = [
+        (http.get("/nowhere"), 404),
+        (http.get("/v1/completions"), 405),
+        (http.post("/health"), 405),
+        (http.post("/v1/completions", content=b"{", headers=json_type), 400),
+        (http.post("/v1/completions", content=b"[]", headers=json_type), 400),
+        (http.post("/v1/completions", content=b"", headers=json_type), 400),
+        (http.post("/v1/completions", content=b"\xff\xfe", headers=json_type), 400),
+        (http.post("/v1/completions", content=b"[" * 100_000, headers=json_type), 400),
+        (http.post("/v1/completions", content=b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}", headers=json_type), 400),
+        (http.post("/v1/completions", content=b'{"prompt": "a", "temperature": NaN}', headers=json_type), 400),
+        (http.post("/v1/completions", content=b'{"prompt": "\\ud800"}', headers=json_type), 400),
+        (http.post("/v1/completions", content=b'{"model": "\\ud800", "prompt": "a"}', headers=json_type), 400),
+        (http.post("/v1/completions", data={"prompt": "a"}), 415),
+        (http.post("/v1/completions", json=ASK | {"model": "other"}), 404),
+        (http.get("/v1/models/other"), 404),
+        (http.post("/pause"), 404),
+        (http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/"}), 403),
+    ]  # fmt: skip
+    for found, status in cases:
+        assert found.status_code == status, (found.request.url, found.text)
+        assert found.headers["content-type"] == "application/json"
+        error = found.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert "Traceback" not in found.text
+        assert found.headers["x-request-id"]
+    assert cases[1][0].headers["allow"] == "POST"
+    assert cases[13][0].json()["error"]["code"] == "model_not_found"
+
+
+def test_a_model_that_fails_tells_the_client_no_more_than_that(held: Scripted, caplog: pytest.LogCaptureFixture):
+    def broken(*_: Any) -> Any:
+        raise DeviceError("secret place 0x123")
+
+    held.prefill = broken  # type: ignore[method-assign]
+    held.gate.set()
+    with serving(held) as (_, http):
+        found = http.post("/v1/completions", json=ASK)
+        assert found.status_code == 500
+        assert "secret" not in found.text
+        assert found.json()["error"]["type"] == "server_error"
+        streamed = http.post("/v1/completions", json=ASK | {"stream": True})
+        assert streamed.status_code == 200
+        events = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line]
+        assert json.loads(events[0])["error"]["code"] == "engine_error"
+        assert events[-1] == "[DONE]"
+
+
+def test_a_bug_is_a_500_without_a_trace(serve: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    server = serve(llm)
+    monkeypatch.setattr(server.service, "adapter_of", lambda _: 1 / 0)
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        found = http.post("/v1/completions", json=ASK)
+    assert found.status_code == 500
+    assert "division" not in found.text
+    assert found.json()["error"]["message"] == "the server failed"
+
+
+def test_keys_open_everything_but_the_probe(serve: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    server = serve(llm, api_keys=("one", "two"))
+    compared: list[Any] = []
+    import hmac
+
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: (compared.append((a, b)), compare(a, b))[1])
+    for key in ("one", "two"):
+        with openai_client(server, key) as client:
+            assert [one.id for one in client.models.list()] == ["tiny"]
+    assert len(compared) == 4  # whichever key is right, all are compared
+    with openai_client(server, "three") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        assert http.get("/health").status_code == 200
+        for path in ("/v1/models", "/metrics", "/version", "/openapi.json", "/nowhere", "/health/"):
+            assert http.get(path).status_code == 401
+        for value in ("", "Bearer", "Basic one", "one", "Bearer one two", "Bearer \xff"):
+            headers = {b"authorization": value.encode("latin-1")}
+            found = http.get("/v1/models", headers=headers)
+            assert found.status_code == 401, value
+            assert found.json()["error"]["code"] == "invalid_api_key"
+        assert http.get("/v1/models", headers={"authorization": "bearer one"}).status_code == 200
+
+
+def test_browser_pages_are_let_in_only_by_name(http: httpx.Client, serve: Any, llm: LLM):
+    headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in http.get("/health", headers=headers).headers
+    assert http.options("/v1/completions", headers=headers).status_code == 405
+    server = serve(llm, allow_origins=("https://a.example",), api_keys=("k",))
+    with httpx.Client(base_url=server.url, trust_env=False) as other:
+        assert other.options("/v1/completions", headers=headers).status_code == 200
+        assert other.get("/health", headers=headers).headers["access-control-allow-origin"] == "https://a.example"
+        wrong = other.get("/v1/models", headers={"origin": "https://a.example"})
+        assert (wrong.status_code, wrong.headers["access-control-allow-origin"]) == (401, "https://a.example")
+        refused = other.get("/health", headers={"origin": "https://b.example"})
+        assert "access-control-allow-origin" not in refused.headers
+
+
+def test_a_server_that_stops_lets_end_what_runs(held: Scripted):
+    held.says("done")
+    llm = LLM.from_model(held, characters(), max_rows=2, chunk_tokens=64)
+    with ThreadPoolExecutor(2) as pool:
+        with running(llm, ServerSettings(model="tiny", drain_seconds=SECONDS)) as server:
+            client = httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False)
+            chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+            answer = pool.submit(client.post, "/v1/chat/completions", json=chat)
+            assert held.entered.wait(SECONDS)
+
+            def release() -> None:
+                until(lambda: server.service.admission.is_draining)
+                with pytest.raises(httpx.ConnectError):
+                    httpx.get(f"{server.url}/health", trust_env=False, timeout=SECONDS)
+                held.gate.set()
+
+            released = pool.submit(release)
+        released.result()
+        found = answer.result()
+        assert found.status_code == 200
+        assert found.text.endswith("data: [DONE]\n\n")
+        pieces = [json.loads(line[6:]) for line in found.text.splitlines() if line and "DONE" not in line]
+        assert "".join(one["choices"][0]["delta"].get("content") or "" for one in pieces) == "done"
+        client.close()
+    llm.close()
+
+
+def test_a_server_that_drains_takes_nothing_more_over_open_connections(serve: Any, llm: LLM):
+    server = serve(llm)
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        assert http.get("/health").status_code == 200
+        server.service.admission.is_draining = True
+        for found in (http.get("/health"), http.post("/v1/completions", json=ASK)):
+            assert (found.status_code, found.json()["error"]["code"]) == (503, "draining")
+            assert int(found.headers["retry-after"]) > 0
+
+
+def test_what_does_not_end_in_time_is_ended(held: Scripted):
+    before = {thread.ident for thread in threading.enumerate()}
+    llm = LLM.from_model(held, characters(), max_rows=2, chunk_tokens=64)
+    with ThreadPoolExecutor(1) as pool:
+        with running(llm, ServerSettings(model="tiny", drain_seconds=0.2)) as server:
+            answer = pool.submit(
+                httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=SECONDS, trust_env=False
+            )
+            assert held.entered.wait(SECONDS)
+            started = time.monotonic()
+        assert time.monotonic() - started < SECONDS / 2
+        found = answer.result()
+        assert (found.status_code, found.json()["error"]["code"]) == (503, "draining")
+        assert server.service.admission.live == 0
+    held.gate.set()
+    llm.close()
+    assert held.tokens == {}
+    until(lambda: {thread.ident for thread in threading.enumerate()} <= before)
+
+
+def test_each_request_has_an_id_and_a_line_in_the_log(serve: Any, llm: LLM, caplog: pytest.LogCaptureFixture):
+    server = serve(llm)
+    with httpx.Client(base_url=server.url, trust_env=False) as http, caplog.at_level(logging.INFO, "ferrum_jax.serve"):
+        mine = http.post("/v1/completions", json=ASK, headers={"x-request-id": "mine-1"})
+        assert mine.headers["x-request-id"] == "mine-1"
+        other = http.post("/v1/completions", json=ASK | {"n": "x"}, headers={"x-request-id": "two words"})
+        assert other.headers["x-request-id"].startswith("req-")
+        until(lambda: sum('"request"' in one.getMessage() for one in caplog.records) == 2)
+    lines = [json.loads(one.getMessage()) for one in caplog.records if '"event": "request"' in one.getMessage()]
+    assert lines[0] | {"seconds": 0} == {
+        "event": "request", "request_id": "mine-1", "method": "POST", "path": "/v1/completions", "status": 200,
+        "seconds": 0, "prompt_tokens": 2, "completion_tokens": lines[0]["completion_tokens"], "model": "tiny",
+    }  # fmt: skip
+    assert lines[1]["status"] == 400
+    assert "valid integer" in lines[1]["error"]
+    assert "ab" not in json.dumps(lines[0]["path"])  # prompts are not logged
+
+
+def test_an_address_that_cannot_be_had_is_refused():
+    with bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        with pytest.raises(ConfigError, match="cannot listen on 127"):
+            bind("127.0.0.1", bound.getsockname()[1])
+    for host, port in (("nowhere.invalid", 80), ("127.0.0.1", 1 << 20)):
+        with pytest.raises(ConfigError, match=r"cannot listen|expected a number"):
+            bind(host, port)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_seconds": 0}, {"max_waiting": -1}, {"max_body_bytes": 0}, {"api_keys": ("",)}, {"api_keys": ("é",)},
+     {"drain_seconds": -1}, {"max_prompt_tokens": 0}, {"max_seconds": float("nan")}],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(ConfigError):
+        ServerSettings(**wrong)
