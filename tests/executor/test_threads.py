@@ -13,6 +13,7 @@ from ferrum_jax.contract.errors import DeviceError, FerrumError
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.answers import StepPart, read_part
+from ferrum_jax.executor.chaining import chain
 from tests.executor.conftest import Oracle
 
 
@@ -105,7 +106,7 @@ def test_an_interrupt_while_an_answer_is_fetched_is_an_error_state(
 def test_a_call_of_many_steps_has_two_in_flight_and_never_more(
     runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ):
-    begun, seen, chain = [0], [], runner._pipeline._chain
+    begun, seen = [0], []
 
     def count(*given: Any) -> StepPart:
         begun[0] += 1
@@ -116,7 +117,7 @@ def test_a_call_of_many_steps_has_two_in_flight_and_never_more(
         begun[0] -= 1
         read_part(*given)
 
-    monkeypatch.setattr(runner._pipeline, "_chain", count)
+    monkeypatch.setattr("ferrum_jax.executor.pipeline.chain", count)
     monkeypatch.setattr("ferrum_jax.executor.pipeline.read_part", read)
     tokens = [at % 30 + 1 for at in range(40)]
     np.testing.assert_allclose(runner.forward_verify("long", tokens), oracle(tokens), atol=1e-4)
