@@ -20,6 +20,7 @@ from ferrum_jax.serve.prompting import chat_ids
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
+from ferrum_jax.serve.tools.forced import forced_calls
 from ferrum_jax.serve.vocabulary import chat_logprobs, prompt_report
 
 _CHUNK = "chat.completion.chunk"
@@ -95,6 +96,9 @@ def _group(
     params = body.sampling(max_tokens=body.limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
     if tool_format is not None and tool_format.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
+    if tool_format is not None and body.forced_tools:
+        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+        params = replace(params, structured=forced_calls(tool_format.name, body.forced_tools, several=several))
     return make_group(service.llm, ids, params, body.n or 1, adapter)
 
 

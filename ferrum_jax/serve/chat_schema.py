@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ferrum_jax.generate.structured import Structured
 from ferrum_jax.serve.errors import bad_request
 from ferrum_jax.serve.schema import Body, Count, FieldError, Sampled
 
@@ -92,14 +93,6 @@ class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
 
-    @model_validator(mode="after")
-    def _check_strict(self) -> "Tool":
-        if self.function.strict:
-            raise ValueError(
-                f"strict of function {self.function.name} needs structured output, which is not served yet"
-            )
-        return self
-
     def rendered(self) -> dict[str, Any]:
         """Returns it as chat templates expect it."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
@@ -118,11 +111,26 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class NamedSchema(Body):
+    """A JSON schema and its name; the answer follows it, `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
 class ResponseFormat(Body):
     """What the answer has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and only there")
+        return self
 
 
 class ChatBody(Sampled):
@@ -162,17 +170,23 @@ class ChatBody(Sampled):
                 "max_tokens",
                 f"max_tokens is {self.max_tokens}, max_completion_tokens {self.max_completion_tokens}: give one",
             )
-        if self.response_format is not None and self.response_format.type != "text":
+        is_formed = self.response_format is not None and self.response_format.type != "text"
+        if is_formed and self.structured_outputs is not None:
+            raise FieldError("response_format", "response_format and structured_outputs are the same: give one of them")
+        if self.may_call and (is_formed or self.structured_outputs is not None):
             raise FieldError(
-                "response_format",
-                f"response_format {self.response_format.type} needs structured output, which is not served yet",
+                "response_format" if is_formed else "structured_outputs",
+                "an answer of a form calls no tools: give tool_choice none, or no tools",
             )
-        if self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
-            raise FieldError(
-                "tool_choice", "tool_choice other than none and auto needs structured output, which is not served yet"
-            )
-        if self.tool_choice == "auto" and not self.tools:
-            raise FieldError("tool_choice", "tool_choice is auto, but there are no tools")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            said = self.tool_choice if isinstance(self.tool_choice, str) else "a name"
+            raise FieldError("tool_choice", f"tool_choice is {said}, but there are no tools")
+        if isinstance(self.tool_choice, NamedTool) and not self.forced_tools:
+            name = self.tool_choice.function.name
+            raise FieldError("tool_choice", f"tool_choice is {name}, which is none of the tools")
+        strict = [tool.function.name for tool in self.tools or () if tool.function.strict]
+        if strict and self.may_call and not self.forced_tools:
+            raise FieldError("tools", f"strict of function {strict[0]} needs tool_choice required or a name")
         check_template_kwargs(self.chat_template_kwargs)
         return self
 
@@ -180,6 +194,24 @@ class ChatBody(Sampled):
     def limit(self) -> int | None:
         """Tokens to generate at most, None for as many as there is room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def form(self) -> Structured | None:
+        """Returns the form that the answer is to have, that of calls left out."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return super().form()
+        if wanted.json_schema is None:
+            return Structured(json_object=True)
+        return Structured(json=wanted.json_schema.json_schema)
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which one has to be called; empty where none has."""
+        if self.tool_choice == "required":
+            return self.tools or []
+        if isinstance(self.tool_choice, NamedTool):
+            return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
+        return []
 
     @property
     def may_call(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.structured import Structured
 from ferrum_jax.serve.errors import ApiError, bad_request
 
 MAX_CHOICES = 128  # answers of one request
@@ -49,6 +50,26 @@ class Ignored(Body):
     prompt_cache_retention: str | None = None
 
 
+class StructuredOutputs(Body):
+    """The form of the answer, in vLLM's names: exactly one of these."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
+
+    def form(self) -> Structured:
+        """Returns it as the engine takes it."""
+        return Structured(
+            json=self.json_,
+            json_object=bool(self.json_object),
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+        )
+
+
 class Sampled(Ignored):
     """How answers are chosen and ended; the names are OpenAI's, then vLLM's."""
 
@@ -77,6 +98,7 @@ class Sampled(Ignored):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_time: float | None = Field(None, gt=0, description="Seconds after which the request ends with a 408.")
+    structured_outputs: StructuredOutputs | None = None
     priority: int | None = Field(0, description="0 alone: requests are served in the order in which they come.")
 
     @model_validator(mode="after")
@@ -90,6 +112,10 @@ class Sampled(Ignored):
         if self.stream and self.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "prompt_logprobs do not go with stream=true")
         return self
+
+    def form(self) -> Structured | None:
+        """Returns the form that the answer is to have."""
+        return None if self.structured_outputs is None else self.structured_outputs.form()
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Returns the engine's parameters of one answer."""
@@ -119,6 +145,7 @@ class Sampled(Ignored):
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+            structured=self.form(),
         )
 
 
