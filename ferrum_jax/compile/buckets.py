@@ -111,10 +111,13 @@ class Buckets:
             *sorted(scores),
             *verifies,
             ConfigureKey(self.kv_capacity),
-            MaskKey(self.decode_rows[-1]),
             CopyKey(self.max_copies),
             GatherKey(self.table_columns),
         ]
+
+    def masks(self) -> list[ProgramKey]:
+        """The program for tokens that are allowed for one token alone, which structured output needs."""
+        return [MaskKey(self.decode_rows[-1])]
 
     def distributions(self) -> list[ProgramKey]:
         """The programs for what tokens are drawn from, which drafts with probabilities of their own need."""

@@ -346,15 +346,19 @@ class ModelRunner(Adaptable):
         with self._life.lock, self._life:
             return reservations.plan(self._pipeline, requests)()
 
-    def warmup(self, *, progress: bool = True, load: bool = False, distributions: bool = False) -> None:
+    def warmup(
+        self, *, progress: bool = True, load: bool = False, distributions: bool = False, masks: bool = False
+    ) -> None:
         """Compiles every declared program, or finds it whole on disk.
 
         A program on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
         `distributions`: also those for the output of that name, as a draft model whose probabilities count needs them.
+        `masks`: also those for structured output.
         """
         with self._life.lock, self._life:
             track = Track("compiling steps") if progress else None
             more = self.plan.buckets.distributions() if distributions else []
+            more += self.plan.buckets.masks() if masks else []
             self._programs.warmup([*self.plan.declared(), *more], track, load=load)
 
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:

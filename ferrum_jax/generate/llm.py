@@ -162,7 +162,7 @@ class LLM:
         """Compiles everything that serving may need; `load` as for `ModelRunner.warmup`, which other models lack."""
         self._engine.settle()
         if isinstance(self.model, ModelRunner):
-            self.model.warmup(progress=progress, load=load)
+            self.model.warmup(progress=progress, load=load, masks=self.tokenizer is not None)
         else:
             self.model.warmup(progress=progress)
         self._engine.scheduler.warmup(progress=progress)

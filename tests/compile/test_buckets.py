@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.buckets import Buckets, bucket_sizes, choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
 from ferrum_jax.compile.scores import ScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
@@ -135,7 +135,7 @@ def test_the_programs_of_some_buckets_by_name():
         "step D0 P1x8 M6 R1", "step D0 P1x8 M6 R8 all", "step D0 P2x3 M6 R6 all", "step D4 P0x0 M6 R4",
         "step D0 P1x3 M6 R3 all", "step D1 P0x0 M6 R1",
         *map(str, [SampleKey(1), SampleKey(4), ScoreKey(3), ScoreKey(6), ScoreKey(8)]),
-        *map(str, [ConfigureKey(90), MaskKey(4), CopyKey(4), GatherKey(6)]),
+        *map(str, [ConfigureKey(90), CopyKey(4), GatherKey(6)]),
     ]  # fmt: skip
     judged = {VerifyKey(1, 3), VerifyKey(2, 3)}
     drawn_from = {DistributionKey(1, 8), DistributionKey(1, 3), DistributionKey(2, 3)}
