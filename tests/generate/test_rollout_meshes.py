@@ -63,7 +63,7 @@ def test_no_kv_moves_between_devices(kind: str):
     }
 
 
-@pytest.mark.parametrize("name", by_default(FAMILIES, "gemma2"))
+@pytest.mark.parametrize("name", by_default(FAMILIES, "llama31"))
 def test_inside_a_shard_map_whose_types_are_checked_it_gives_the_same_and_has_gradients(name: str):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     params, _, cfg = model_on(mesh, name)
