@@ -20,12 +20,19 @@ def has_settings(output: Output) -> bool:
     return getattr(output, "settings", None) is not None
 
 
-def chained_keys(outputs: Sequence[Output], plans: Sequence[StepPlan], buckets: Buckets) -> list[ProgramKey]:
+def has_masks(outputs: Sequence[Output]) -> bool:
+    """True where any output says which tokens may be chosen now."""
+    return any(isinstance(one, SampledToken) and one.mask is not None for one in outputs)
+
+
+def chained_keys(
+    outputs: Sequence[Output], plans: Sequence[StepPlan], buckets: Buckets, *, masked: bool
+) -> list[ProgramKey]:
     """Returns the programs that follow on the steps' logits, and the one that tells the sampler how."""
     kinds, with_settings = set(map(type, outputs)), any(map(has_settings, outputs))
     processed = TargetScores in kinds and any(isinstance(one, TargetScores) and has_settings(one) for one in outputs)
     keys: list[ProgramKey] = [ConfigureKey(buckets.kv_capacity)] if with_settings else []
-    keys += [MaskKey(buckets.decode_rows[-1])] if any(getattr(one, "mask", None) is not None for one in outputs) else []
+    keys += [MaskKey(buckets.decode_rows[-1])] if masked else []
     for key in (plan.key for plan in plans):
         if key.outputs == "last":
             if SampledToken in kinds:

@@ -41,7 +41,7 @@ from ferrum_jax.executor.batch import (
     VerifiedTokens,
     WithCaptures,
 )
-from ferrum_jax.executor.chaining import chain, chained_keys
+from ferrum_jax.executor.chaining import chain, chained_keys, has_masks
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.interventions import BoundInterventions
@@ -94,6 +94,7 @@ class PlannedBatch(NamedTuple):
     uses: list[int]  # rows of the adapters' stacks
     changes: list[int]  # rows of the interventions, if any sequence has some
     captures: Sequence[tuple[Point, ...]]  # of each row
+    masked: bool  # whether any output has a mask
     transaction: KvTransaction
     plans: list[StepPlan]
     recompute: list[tuple[ActiveRows, StepPlan]]
@@ -206,7 +207,8 @@ class Pipeline:
         for one in (*plans, *(again for _, again in recompute)) if changes else ():
             self._edits(one)  # uploads what has changed, while nothing else has
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
-        chained = chained_keys(outputs, plans, buckets)
+        masked = SampledToken in kinds and has_masks(outputs)
+        chained = chained_keys(outputs, plans, buckets, masked=masked)
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
         return PlannedBatch(
@@ -220,6 +222,7 @@ class Pipeline:
             uses,
             changes,
             captures,
+            masked,
             transaction,
             plans,
             recompute,
@@ -245,7 +248,8 @@ class Pipeline:
             for live, one in zip(rows.lives, outputs, strict=True):
                 if (settings := getattr(one, "settings", None)) is not None:
                     self.install_settings(live, settings)
-            self._write_masks(rows)
+            if planned.masked:
+                self._write_masks(rows)
             for plan in planned.plans:
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)

@@ -74,6 +74,8 @@ class Request:
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
+        # Whether the host must read each token before the next can be chosen.
+        self.needs_every_token = self.form is not None or any(len(words) > 1 for words in self.bad_words)
 
     @property
     def is_done(self) -> bool:
@@ -121,11 +123,6 @@ class Request:
     def num_left(self) -> int:
         """Tokens that may still be chosen, those that are in flight left out."""
         return self.limit - (len(self.tokens) - len(self.prompt)) - self.num_in_flight
-
-    @property
-    def needs_every_token(self) -> bool:
-        """True where the host must read each token before the next can be chosen."""
-        return self.form is not None or any(len(words) > 1 for words in self.bad_words)
 
     def output_wanted(self) -> SampledToken:
         """What its next step is asked for: a token chosen by its settings."""

@@ -43,11 +43,6 @@ def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
     return ScheduledRow(request.cache_id, tokens[:-1], start, output, request.capture)
 
 
-def can_run_ahead(request: Request) -> bool:
-    """False of a request that would miss the step that is begun before its last token is read."""
-    return not request.needs_every_token
-
-
 def only_decodes(request: Request) -> bool:
     """True of a request that only decodes, in ways that multi-step programs know."""
     params = request.params

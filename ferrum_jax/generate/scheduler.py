@@ -29,7 +29,7 @@ from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.groups import fork_from_group, take_over
 from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.request import Request
-from ferrum_jax.generate.rows import can_run_ahead, next_row, only_decodes, runs_of
+from ferrum_jax.generate.rows import next_row, only_decodes, runs_of
 from ferrum_jax.generate.speculator import Speculator
 from ferrum_jax.generate.updates import Update
 
@@ -178,7 +178,9 @@ class Scheduler:
             if self._in_flight is before:  # nothing could be begun beside it
                 self._in_flight = None
             self._collect(before)
-        if self._in_flight is not None and not (self._runs_ahead and all(map(can_run_ahead, self._running))):
+        # A request that needs every token would miss a step that is begun before its last one is read.
+        needs_tokens = any(one.needs_every_token for one in self._running)
+        if self._in_flight is not None and (needs_tokens or not self._runs_ahead):
             now, self._in_flight = self._in_flight, None
             self._collect(now)
 
