@@ -148,5 +148,6 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Closes the `LLM` if it was loaded here; every request ends with a CancelledError then."""
+        self._tokenising.shutdown(wait=False)
         if self._is_owner:
             await asyncio.to_thread(self.llm.close)

@@ -81,7 +81,9 @@ class Intake:
         for at in range(1, params.n):
             seed = None if params.seed is None else (int(params.seed) + at) % 2**32
             form = None if first.form is None else first.form.copy()
-            first.copies.append(self.request(first.prompt, replace(params, seed=seed), treatment, form))
+            copy = self.request(first.prompt, replace(params, seed=seed), treatment, form)
+            copy.text_prompt = first.text_prompt
+            first.copies.append(copy)
         return [first, *first.copies]
 
     def request(
@@ -130,6 +132,8 @@ class Intake:
             score_from=1 if params.num_prompt_logprobs >= 0 else None,
         )
         if former is not None:
+            request.text_prompt = former.prompt
+            as_ids(former.token_ids, self.model.config.vocab_size)
             request.resume(former)
         check_settings(request.cache_id, request.settings(), len(request.tokens), self.model.config.vocab_size)
         if form is not None:

@@ -105,6 +105,10 @@ class SamplingParams(Sampling):
             is_integer(token) and token >= 0 and is_real(bias) and (abs(bias) <= _LARGEST or bias == -math.inf)
             for token, bias in x.items()
         )), f"at most {MAX_BIAS} token ids with a number each")  # fmt: skip
+        if self.structured is not None and (self.min_tokens or self.ignore_eos):
+            raise InvalidParameterError(
+                "min_tokens and ignore_eos do not go with structured, whose form says what ends"
+            )
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}")
 

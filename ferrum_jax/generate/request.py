@@ -54,6 +54,7 @@ class Request:
     top_scores: list[dict[int, float]] = field(default_factory=list)
     copies: list["Request"] = field(default_factory=list)  # that begin where the prompt, or what they share, is read
     group: str = ""  # of the requests that share the beginning of a prompt; empty: it is alone
+    is_bound: bool = False  # its adapter and interventions to its sequence, which is to begin
     kv_version: int = -1  # of the weights by which the beginning of its KV was computed
     choices: list[TokenChoice] = field(default_factory=list)  # one for each token of the answer
     versions: list[int] = field(default_factory=list)  # of the weights by which each of them was chosen
@@ -208,8 +209,6 @@ class Request:
         if self.form is not None:
             try:
                 self.form.take(token)
-                if not self.form.is_complete:
-                    self.next_tokens(self.form)  # computed here, the device is at work on the others
             except RequestValidationError as problem:
                 self.error = problem
                 return
@@ -219,6 +218,11 @@ class Request:
             self._finish("stop")
         elif len(self.tokens) - len(self.prompt) >= self.limit:
             self._finish("length")
+        elif self.form is not None:
+            try:
+                self.next_tokens(self.form)
+            except RequestValidationError as problem:
+                self.error = problem
 
     def take_scores(self, scores: Scores) -> None:
         """Takes the scores of the next tokens of the prompt; without an answer, it is done after the last of them."""
@@ -255,6 +259,7 @@ class Request:
     def restart(self) -> None:
         """Begins again with a KV that holds nothing; what was generated stays, and scores if they are complete."""
         self.num_read, self.num_in_flight, self.has_scores_in_flight, self.captured = 0, 0, False, []
+        self.is_bound = False
         self.forget_settings()
         if self.num_unscored:
             self.scores, self.greedy_ids, self.top_scores, self.processed_scores = [], [], [], []
@@ -274,12 +279,23 @@ class Request:
                 raise RequestValidationError(
                     f"the answer to be continued has no {name}, which its next tokens are to have"
                 )
+        asked = self.params.num_logprobs
+        if tops and asked > 0 and (fewest := min(map(len, tops))) < asked:
+            raise RequestValidationError(
+                f"the answer to be continued has {fewest} top_logprobs a token, its next are to have {asked}"
+            )
+        if len(former.weight_versions) != count:
+            raise RequestValidationError(
+                f"the answer to be continued has {count} tokens, but {len(former.weight_versions)} weight_versions"
+            )
         none = [0.0] * count
         raw, processed = former.logprobs or none, former.processed_logprobs or none
         for at, token in enumerate(former.token_ids):
             alternatives = tuple(tops[at].items()) if tops else ()
             if not self.is_done:
                 self.append(TokenChoice(token, raw[at], processed[at], alternatives), former.weight_versions[at])
+        if self.error is not None:
+            raise self.error
         if self.is_done or former.finish_reason == "stop":
             reason = former.finish_reason if former.finish_reason == "stop" else self.finish_reason
             raise RequestValidationError(f"the answer to be continued is complete with {count} tokens: {reason}")

@@ -285,12 +285,13 @@ class Scheduler:
             if changes is not None and isinstance(self.model, ModelRunner):
                 self.model.set_interventions(request.cache_id, changes.edits, start=changes.start, stop=changes.stop)
         except ResourceExhaustedError as problem:  # every adapter is in use: it waits while others run
-            if not any(one.num_read for one in self._running):
+            if not any(one.num_read or one.is_bound for one in self._running):
                 self._fail([request], problem)
             return False
         except FerrumError as problem:
             self._fail([request], problem)
             return False
+        request.is_bound = True
         return True
 
     def _fork(self, request: Request) -> None:

@@ -5,6 +5,7 @@ follow. The sampler takes that as a mask on the device, for greedy and for drawn
 """
 
 import json
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.generate.tokenizer import Tokenizer
 
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -67,7 +69,7 @@ class Structured:
         if self.choice is not None:
             return "choice", _as_json(list(self.choice))
         assert self.grammar is not None
-        return ("lark" if "::=" not in self.grammar else "gbnf"), self.grammar
+        return ("gbnf" if _GBNF.search(self.grammar) else "lark"), self.grammar
 
 
 class AnswerForm:

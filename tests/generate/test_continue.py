@@ -88,6 +88,15 @@ def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):
     for params, message in refused:
         with pytest.raises(RequestValidationError, match=message):
             llm.generate(done, params)
+    for changes, how, message in (
+        ({"weight_versions": []}, SamplingParams(max_tokens=9), "4 tokens, but 0 weight_versions"),
+        ({"token_ids": [1, 2, 3, 999]}, SamplingParams(max_tokens=9), "999"),
+    ):
+        with pytest.raises(RequestValidationError, match=message):
+            llm.generate(replace(done, **changes), how)
+    (few,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=4, logprobs=1))
+    with pytest.raises(RequestValidationError, match="1 top_logprobs a token, its next are to have 3"):
+        llm.generate(few, SamplingParams(max_tokens=9, logprobs=3))
     with pytest.raises(RequestValidationError, match="complete with 4 tokens: stop"):
         llm.generate(replace(done, finish_reason="stop"), SamplingParams(max_tokens=9))
     assert is_empty(runner)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import time
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ferrum_jax import LLM, AsyncLLM, Interventions, SamplingParams, Speculation, models
+from ferrum_jax import LLM, AsyncLLM, Interventions, SamplingParams, Speculation, from_params, models
 from ferrum_jax.contract import DecoderOnlyLLM
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor import ModelRunner
@@ -21,7 +22,7 @@ from ferrum_jax.models.hooks import edited
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, CFG
 from tests.fake import CountingLLM
-from tests.generate.conftest import MakeRunner, crowded, is_empty
+from tests.generate.conftest import ENGINE, MakeRunner, crowded, is_empty
 
 TOLERANCE = 2e-5  # float32 sums in another order
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7], [8] * 20, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]]
@@ -204,3 +205,11 @@ def test_an_intervention_past_the_capacity_changes_nothing(runner: ModelRunner):
     assert llm.generate(PROMPTS, PARAMS, interventions=past)[0].token_ids == llm.generate(PROMPTS, PARAMS)[0].token_ids
     with crowded(runner, 4):
         assert llm.generate([[5]], PARAMS, interventions={})[0].captured == {}
+
+
+def test_more_requests_than_a_replica_has_rows_wait_for_each_other(params: ParamTree):
+    engine = replace(ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,))
+    with from_params(params, CFG, engine=engine, mesh={"data": 2}) as replicas:
+        llm = LLM.from_model(replicas)
+        outs = llm.generate([[at, 3, 5] for at in range(1, 8)], PARAMS, interventions=STEER)
+        check(params, outs, [STEER] * 7, captured=False)

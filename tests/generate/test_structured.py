@@ -176,6 +176,9 @@ def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: M
     for given, message in refused:
         with pytest.raises(InvalidParameterError, match=message):
             Structured(**given)
+    for given in ({"min_tokens": 2}, {"ignore_eos": True}):
+        with pytest.raises(InvalidParameterError, match="do not go with structured"):
+            replace(asked()[0], **given)
     with pytest.raises(InvalidParameterError, match="structured is 'json', expected a Structured or None"):
         SamplingParams(structured="json")  # pyright: ignore[reportArgumentType]
     for form, message in (
@@ -209,3 +212,10 @@ def test_a_form_that_the_allowed_tokens_cannot_have_fails_alone(llm: LLM, runner
     with pytest.raises(RequestValidationError, match="the parameters exclude all that fit the answer's form"):
         llm.generate([[1], [2]], [asked()[0], none])
     assert is_empty(runner)
+    short = replace(stuck, max_tokens=5)
+    assert llm.generate([1], short)[0].finish_reason == "length"  # at its end, nothing has to come
+
+
+def test_what_a_grammar_of_lark_quotes_is_no_gbnf():
+    assert Structured(grammar='start: "a ::= b"').definition[0] == "lark"
+    assert FORMS["gbnf"].definition[0] == "gbnf"
