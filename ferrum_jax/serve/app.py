@@ -102,7 +102,8 @@ async def _not_served(request: HttpRequest, problem: Exception) -> Response:
     """Answers paths and methods that are not served, in OpenAI's shape."""
     assert isinstance(problem, HTTPException)
     told = f"{request.method} {request.url.path} is not served"
-    return ApiError(problem.status_code, told, code="not_found", headers=problem.headers).response()
+    code = "method_not_allowed" if problem.status_code == 405 else "not_found"
+    return ApiError(problem.status_code, told, code=code, headers=problem.headers).response()
 
 
 async def health(service: Service, http: HttpRequest) -> Response:

@@ -1,5 +1,6 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for it work."""
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,6 +54,7 @@ class Metrics:
         self.choices = one(Histogram, "vllm:request_params_n", "Answers asked for.", buckets=(1, 2, 5, 10, 20))
         self.responses = one(Counter, "ferrum:http_responses", "HTTP answers by status.", "status")
         self._seen_hits = 0
+        self._scraping = threading.Lock()  # scrapes run in threads
 
     def count_response(self, status: int) -> None:
         """Counts an answer over HTTP."""
@@ -89,6 +91,10 @@ class Metrics:
 
     def render(self, llm: LLM) -> bytes:
         """Returns the text that Prometheus scrapes; it may wait for a step, so not in the event loop."""
+        with self._scraping:
+            return self._render(llm)
+
+    def _render(self, llm: LLM) -> bytes:
         scheduler = llm.engine.scheduler
         self.running.set(scheduler.num_running)
         self.waiting.set(scheduler.num_waiting)
