@@ -212,6 +212,9 @@ class Answers:
             now = time.perf_counter()
             if choice.num_taken:
                 choice.gaps += [(now - choice.last) / len(tokens)] * len(tokens)
+            elif (more := len(tokens) - 1) > 0:  # several came before the first was taken
+                since = now - request.submitted - request.first_token_after
+                choice.gaps += [max(0.0, since) / more] * more
             choice.last = now
         choice.num_taken += len(tokens)
         choice.is_ended = is_done
