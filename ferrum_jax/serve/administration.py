@@ -31,8 +31,11 @@ async def pause(service: Service, http: HttpRequest) -> Response:
     body = await read_json(service, http, PauseBody)
     if body.mode == "abort":
         service.admission.close()
-        for answers in list(service.live):
-            await asyncio.to_thread(answers.interrupt)
+        ended = asyncio.ensure_future(service.admission.pause())
+        while not ended.done():  # a request that has begun may not be known yet, while its prompt is tokenised
+            for answers in list(service.live):
+                await asyncio.to_thread(answers.interrupt)
+            await asyncio.wait({ended}, timeout=0.05)
     await service.admission.pause()
     return JsonAnswer({"is_paused": service.admission.is_paused})
 

@@ -21,7 +21,7 @@ class Admission:
         self.max_waiting = max_waiting
         self.is_draining = False
         self.live = 0  # answers
-        self.users: Counter[str | None] = Counter()  # requests by adapter
+        self.users: Counter[str | None] = Counter()  # requests that have begun, by adapter
         self._begun = 0  # requests that no pause holds back
         self._leaving: set[str] = set()  # adapters
         self._seconds = 1.0  # that an answer takes, smoothed
@@ -55,21 +55,26 @@ class Admission:
                 code="queue_full",
                 headers={"retry-after": str(self.retry_after())},
             )
-        if adapter in self._leaving:
-            raise ApiError(404, f"adapter {adapter!r} is being unloaded", param="model", code="model_not_found")
+        self._check_stays(adapter)
         self.live += answers
-        self.users[adapter] += 1
         is_begun = False
         try:
             await caller.wait_for(self._open)
+            self._check_stays(adapter)
             is_begun = True
             self._begun += 1
+            self.users[adapter] += 1
             yield
         finally:
             self.live -= answers
-            self.users[adapter] -= 1
             self._begun -= is_begun
+            self.users[adapter] -= is_begun
             self._wake()
+
+    def _check_stays(self, adapter: str | None) -> None:
+        """Raises a 404 of an adapter that is leaving."""
+        if adapter in self._leaving:
+            raise ApiError(404, f"adapter {adapter!r} is being unloaded", param="model", code="model_not_found")
 
     def retry_after(self) -> int:
         """Whole seconds after which a place in the queue may be free."""
@@ -96,7 +101,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def leaving(self, adapter: str) -> AsyncIterator[None]:
-        """Admits nobody under an adapter meanwhile, and begins when those under it have ended."""
+        """Admits nobody under an adapter meanwhile, and begins when those that have begun under it have ended."""
         self._leaving.add(adapter)
         try:
             await self._until(lambda: self.users[adapter] == 0)

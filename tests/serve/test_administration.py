@@ -1,5 +1,6 @@
 """Adapters as models, what trainers do, metrics, and what a server tells of itself."""
 
+import asyncio
 import re
 import threading
 import time
@@ -20,6 +21,8 @@ from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.contract.errors import ConfigError, FerrumError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.loading import load
+from ferrum_jax.serve.admission import Admission
+from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.server import RunningServer, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests import tiny
@@ -312,3 +315,28 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(serve: Any, runne
 def test_a_format_of_tools_that_there_is_not_is_refused(llm: LLM):
     with pytest.raises(ConfigError, match="tool_parser is 'x'"), running(llm, ServerSettings(tool_parser="x")):
         pass
+
+
+def test_a_request_that_a_pause_holds_back_does_not_keep_its_adapter():
+    class Patient:
+        async def wait_for(self, event: asyncio.Event) -> None:
+            await event.wait()
+
+    async def main() -> str:
+        admission, caller = Admission(4, 4), Patient()
+        admission.close()
+
+        async def held() -> None:
+            async with admission.admit(1, "tuned", caller):  # type: ignore[arg-type]
+                raise AssertionError("it began while its adapter left")
+
+        waiting = asyncio.ensure_future(held())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(5), admission.leaving("tuned"):
+            admission.resume()
+            with pytest.raises(ApiError, match="is being unloaded") as caught:
+                await waiting
+        assert admission.live == 0
+        return str(caught.value)
+
+    assert "tuned" in asyncio.run(main())
