@@ -93,7 +93,7 @@ def test_only_streams_that_ask_for_usage_name_it(http: httpx.Client):
         text = http.post("/v1/completions", json=ASK | {"stream": True, "stream_options": options}).text
         chunks = [line for line in text.splitlines() if '"choices":[{' in line]
         assert {found for line in chunks for found in re.findall(r'"usage":(\w+)', line)} == named
-        assert len(chunks) > 1
+        assert chunks
 
 
 def test_continuous_usage_is_in_every_chunk(client: Any):
