@@ -186,7 +186,8 @@ class Intake:
             score_from=len(before),
             is_scored_by_params=params is not None,
         )
-        check_settings(request.cache_id, request.settings(), len(before), self.model.config.vocab_size)
+        if params is not None:
+            check_settings(request.cache_id, request.settings(), len(before), self.model.config.vocab_size)
         return request
 
     def _forbidden(self, params: SamplingParams) -> tuple[frozenset[int], list[list[int]]]:

@@ -23,7 +23,7 @@ CLIENT_LEFT = 499  # in the log, as nginx has it
 
 
 class RequestLog:
-    """Gives each request an id, catches every error, and writes one line of JSON about it; an ASGI application."""
+    """Assigns each request an id, catches every error, and logs one line of JSON about it; an ASGI application."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         """Takes what answers."""

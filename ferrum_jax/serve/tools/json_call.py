@@ -80,7 +80,7 @@ class CallObject:
 
     @property
     def is_call(self) -> bool:
-        """True once a call was told, which cannot be taken back."""
+        """True once a call was reported, which cannot be undone."""
         return self._name is not None and (self._has_arguments or self.state is State.DONE)
 
     def push(self, letter: str) -> list[Event]:
