@@ -123,7 +123,10 @@ def event(value: Any) -> bytes:
 
 
 class EventStream:
-    """An answer of events, which ends with `[DONE]`; an error on the way is an event before it."""
+    """An answer of events, which ends with `[DONE]`; an error on the way is an event before it.
+
+    What the request holds is free before `[DONE]` is sent: a client that has read it may ask again.
+    """
 
     def __init__(self, http: HttpRequest, stack: contextlib.AsyncExitStack, chunks: AsyncIterator[bytes]):
         """Takes the chunks, and what is to end with them."""
@@ -149,4 +152,4 @@ class EventStream:
                 failure = ApiError(500, "the server failed")
                 note(self._http, error=failure.message)
                 await send({"type": "http.response.body", "body": event(failure.body()), "more_body": True})
-            await send({"type": "http.response.body", "body": DONE})
+        await send({"type": "http.response.body", "body": DONE})

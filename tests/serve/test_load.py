@@ -1,12 +1,13 @@
 """Limits, deadlines, disconnects, keys, draining: how a server behaves when not all is well."""
 
+import asyncio
 import contextlib
 import json
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from ferrum_jax import LLM
 from ferrum_jax.contract.errors import ConfigError, DeviceError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.serve.generation import EventStream
 from ferrum_jax.serve.server import RunningServer, bind, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests.generate.conftest import is_empty
@@ -100,6 +102,25 @@ def test_a_client_that_leaves_frees_its_row_within_a_step(held: Scripted, stream
         assert held.tokens == {}
         assert len(forwards) <= 2  # the step that ran when the client left may have had both rows
         assert server.service.metrics.finished.labels(model_name="tiny", finished_reason="abort")._value.get() == 2
+
+
+def test_what_a_stream_holds_is_free_before_its_last_event():
+    happened: list[str] = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+
+    async def send(message: Any) -> None:
+        happened.append(message.get("body", b"start").decode().strip())
+
+    async def answer() -> None:
+        stack = contextlib.AsyncExitStack()
+        stack.callback(happened.append, "freed")
+        http: Any = None
+        await EventStream(http, stack, chunks())({"type": "http"}, None, send)  # type: ignore[arg-type]
+
+    asyncio.run(answer())
+    assert happened == ["start", "data: 1", "freed", "data: [DONE]"]
 
 
 def test_a_client_that_leaves_a_stream_gives_its_blocks_back(server: RunningServer, runner: ModelRunner):
