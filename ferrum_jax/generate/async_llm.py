@@ -42,6 +42,7 @@ class AsyncLLM:
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yields what there is of the answer each time there is more, at last with its `finish_reason`.
 
@@ -56,13 +57,14 @@ class AsyncLLM:
             lora_request: an adapter, as for `LLM.generate`.
             interventions: as for `LLM.generate`.
             capture: as for `LLM.generate`; only the last output has what was captured.
+            priority: as for `LLM.generate`.
 
         Raises:
             AlreadyExistsError: a request of this id runs.
             FerrumError: the prompt is refused, or the request failed.
         """
         loop, changed, params = asyncio.get_running_loop(), asyncio.Event(), one_of(params, sampling_params)
-        asked = prompt, params, lora_request, interventions, capture
+        asked = prompt, params, lora_request, interventions, capture, priority
         request = await loop.run_in_executor(self._tokenising, self.llm.request, *asked)
         name = request.cache_id if request_id is None else request_id
         if name in self._live:
@@ -96,6 +98,7 @@ class AsyncLLM:
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
+        priority: int | Sequence[int] | None = None,
         return_errors: bool = False,
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Answers prompts together, and yields each output with its index when it is finished, as `LLM.as_completed`.
@@ -103,7 +106,7 @@ class AsyncLLM:
         Leaving the iterator early, a cancellation or an error aborts the others.
         """
         loop, done = asyncio.get_running_loop(), asyncio.Queue[Request]()
-        asked = prompts, params, lora_request, interventions, capture
+        asked = prompts, params, lora_request, interventions, capture, priority
         groups = await loop.run_in_executor(self._tokenising, self.llm._groups, *asked)
         indices = {request: at for at, request in enumerate(itertools.chain.from_iterable(groups))}
 

@@ -14,7 +14,7 @@ from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, check_fits
-from ferrum_jax.generate.prompts import as_adapters, as_ids
+from ferrum_jax.generate.prompts import as_adapters, as_ids, as_priorities
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler
@@ -28,6 +28,7 @@ class Treatment(NamedTuple):
     adapter: ActiveLoraAdapter | None = None
     interventions: Interventions | None = None
     capture: tuple[Point, ...] = ()
+    priority: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,12 @@ class Intake:
     forms: FormCompiler
 
     def treatments(
-        self, count: int, lora_request: Any = None, interventions: Any = None, capture: Sequence[Any] = ()
+        self,
+        count: int,
+        lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
+        priority: Any = None,
     ) -> list[Treatment]:
         """Returns the treatment of each of so many prompts: one for all of them, or as many; points are for all.
 
@@ -48,9 +54,10 @@ class Intake:
             RequestValidationError, InvalidParameterError: there are not as many, or one is none.
             UnsupportedError: the model is no `ModelRunner`, or attention weights are to be captured.
         """
-        adapters = as_adapters(lora_request, count)
+        pairs = zip(as_adapters(lora_request, count), as_priorities(priority, count), strict=True)
+        plain = [Treatment(adapter, priority=urgency) for adapter, urgency in pairs]
         if interventions is None and not len(capture):
-            return [Treatment(adapter) for adapter in adapters]
+            return plain
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"hook points need a ModelRunner, this LLM runs a {type(self.model).__name__}")
         cfg = self.model.model_config
@@ -59,7 +66,8 @@ class Intake:
             raise UnsupportedError(
                 f"{wide[0].name!r} cannot be captured while generating: ModelRunner.capture and models.run return it"
             )
-        return [Treatment(*one, points) for one in zip(adapters, check_each(interventions, count, cfg), strict=True)]
+        edits = check_each(interventions, count, cfg)
+        return [one._replace(interventions=own, capture=points) for one, own in zip(plain, edits, strict=True)]
 
     def need_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer; raises UnsupportedError where there is none."""
@@ -126,6 +134,7 @@ class Intake:
             adapter=treatment.adapter,
             interventions=treatment.interventions,
             capture=treatment.capture,
+            priority=treatment.priority,
             form=form,
             bad_words=bad_words,
             text_prompt=prompt if isinstance(prompt, str) else None,

@@ -220,6 +220,7 @@ class LLM:
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
+        priority: int | Sequence[int] | None = None,
         progress: bool = False,
         use_tqdm: bool = False,
         return_errors: bool = False,
@@ -239,6 +240,8 @@ class LLM:
                 another set of points is compiled when it is first needed.
             capture: hook points that `RequestOutput.captured` has of every token that was read. Known prefixes are then
                 not reused, and nothing is drafted. Steps compile when they are first needed.
+            priority: for all prompts, or one each; 0 if None. Lower ones begin first where requests wait; higher ones
+                give way first where the KV runs short. None takes the row of one that runs.
             progress: show a bar of finished prompts.
             use_tqdm: another name of `progress`.
             return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and
@@ -252,7 +255,7 @@ class LLM:
             FerrumError: a prompt failed, and errors are not to be returned.
         """
         params = one_of(params, sampling_params)
-        groups = self._groups(prompts, params, lora_request, interventions, capture)
+        groups = self._groups(prompts, params, lora_request, interventions, capture, priority)
         self._finish(groups, Track("generating") if progress or use_tqdm else None, return_errors=return_errors)
         return [request.output(return_error=return_errors) for group in groups for request in group]
 
@@ -264,6 +267,7 @@ class LLM:
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
+        priority: int | Sequence[int] | None = None,
         return_errors: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Answers prompts together as `generate`; yields each output as soon as it is finished.
@@ -271,17 +275,15 @@ class LLM:
         Every output comes with the index that it has in what `generate` returns. They start with the first one that is
         asked for; a loop that ends early, or an error, aborts the others.
         """
-        groups = self._groups(prompts, params, lora_request, interventions, capture)
+        groups = self._groups(prompts, params, lora_request, interventions, capture, priority)
         requests = list(itertools.chain.from_iterable(groups))
         return self._finished(groups, {one: at for at, one in enumerate(requests)}, return_errors)
 
-    def _groups(
-        self, prompts: Any, params: Any, lora_request: Any, interventions: Any, capture: Sequence[Any]
-    ) -> Groups:
+    def _groups(self, prompts: Any, params: Any, *treatment: Any) -> Groups:
         """Returns the requests of each prompt, checked."""
         listed = as_prompts(prompts)
         each = params_of_each(params, len(listed))
-        treatments = self._intake.treatments(len(listed), lora_request, interventions, capture)
+        treatments = self._intake.treatments(len(listed), *treatment)
         return [self._intake.group(*one) for one in zip(listed, each, treatments, strict=True)]
 
     def score(
@@ -390,13 +392,14 @@ class LLM:
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
+        priority: int = 0,
     ) -> Stream:
         """Yields the answer piece by piece, as soon as a piece can no longer change.
 
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
         """
         params = one_of(params, sampling_params)
-        return Stream(self._engine, self.request(prompt, params, lora_request, interventions, capture))
+        return Stream(self._engine, self.request(prompt, params, lora_request, interventions, capture, priority))
 
     def request(
         self,
@@ -405,10 +408,11 @@ class LLM:
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
+        priority: int = 0,
     ) -> Request:
         """Returns a request for the engine, checked; arguments as of `generate`."""
         (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
-        (treatment,) = self._intake.treatments(1, lora_request, interventions, capture)
+        (treatment,) = self._intake.treatments(1, lora_request, interventions, capture, priority)
         return self._intake.request(one, params_of_one(params), treatment)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
@@ -432,6 +436,7 @@ class LLM:
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
+        priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> Any:
         """Answers a conversation by the model's chat template with a `RequestOutput`; a list of them with a list."""
@@ -441,8 +446,15 @@ class LLM:
         prompts = [self.chat_prompt(one, tools=tools) for one in conversations]
         if not is_batch:
             params = params_of_one(params)  # pyright: ignore[reportArgumentType]
-        how: dict[str, Any] = {"lora_request": lora_request, "interventions": interventions, "capture": capture}
-        outs = self.generate(prompts, params, **how, use_tqdm=use_tqdm)
+        outs = self.generate(
+            prompts,
+            params,
+            lora_request=lora_request,
+            interventions=interventions,
+            capture=capture,
+            priority=priority,
+            use_tqdm=use_tqdm,
+        )
         return outs if is_batch else outs[0]
 
     def chat_prompt(

@@ -52,6 +52,17 @@ def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
     return [_adapter(one) for one in each]
 
 
+def as_priorities(given: Any, count: int) -> list[int]:
+    """Returns the priority of each of so many prompts: one for all of them, or as many; 0 if None."""
+    each = list(given) if isinstance(given, (list, tuple)) else [given or 0] * count
+    if len(each) != count:
+        raise RequestValidationError(f"{count} prompts need as many priorities, {len(each)} were given")
+    for one in each:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise RequestValidationError(f"priority is {safe_repr(one)}, expected an integer; lower ones go first")
+    return each
+
+
 def _adapter(given: Any) -> ActiveLoraAdapter | None:
     if given is None or isinstance(given, ActiveLoraAdapter):
         return given

@@ -38,6 +38,7 @@ class Request:
     adapter: ActiveLoraAdapter | None = None
     interventions: Interventions | None = None
     capture: tuple[Point, ...] = ()
+    priority: int = 0  # lower ones go first
     captured: list[dict[Point, NDArray[Any]]] = field(default_factory=list)  # [n, ...] of each step that it was in
     form: AnswerForm | None = None  # of the answer
     bad_words: list[list[int]] = field(default_factory=list)  # sequences of tokens that must not be completed

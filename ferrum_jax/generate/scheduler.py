@@ -12,17 +12,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
-from ferrum_jax.executor.batch import (
-    SampledToken,
-    ScheduledRow,
-    TargetScores,
-    TokenChoice,
-    WithCaptures,
-)
+from ferrum_jax.executor.batch import SampledToken, ScheduledRow, TargetScores, TokenChoice, WithCaptures
 from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource
@@ -32,6 +27,7 @@ from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.rows import next_row, only_decodes, runs_of
 from ferrum_jax.generate.speculator import Speculator
 from ferrum_jax.generate.updates import Update
+from ferrum_jax.generate.waiting import WaitingLine
 
 _log = logging.getLogger(__name__)
 
@@ -48,8 +44,9 @@ class _Step:
 class Scheduler:
     """Runs requests on any `DecoderOnlyLLM`; `step` advances all of them.
 
-    When slots or blocks run short, the request that joined last is preempted: it loses what it holds of the KV, waits
-    until a request ends, and is then recomputed from its tokens; its answer stays the same, but for rounding.
+    When slots or blocks run short, the request that joined last, of those with the highest number as priority, is
+    preempted: it loses what it holds of the KV, waits until a request ends, and is then recomputed from its tokens; its
+    answer stays the same, but for rounding.
     """
 
     def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
@@ -72,7 +69,7 @@ class Scheduler:
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
         self._short: set[int | None] = set()  # replicas that take no more requests, until one of theirs ends
         self._chunk_tokens = chunk_tokens
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingLine()
         self._running: dict[Request, None] = {}  # in the order in which they joined
         self._in_flight: _Step | None = None
         self._updates: deque[Update] = deque()
@@ -111,7 +108,7 @@ class Scheduler:
         if request.copies:
             for one in (request, *request.copies):
                 one.group = request.cache_id
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def update(self, update: Update) -> None:
         """Queues other weights, which are set between two steps as soon as those before them are, and may be."""
@@ -251,7 +248,7 @@ class Scheduler:
             request.notify(request)
 
     def _schedule(self) -> tuple[list[Request], list[ScheduledRow]]:
-        """Chooses each request's share of the next step; prompts share `chunk_tokens`, oldest first."""
+        """Chooses each request's share of the next step; prompts share `chunk_tokens`, urgent and older ones first."""
         for request in [one for one in self._running if one.copies]:
             self._fork(request)
         ahead: Sequence[Request] = ()
@@ -262,7 +259,7 @@ class Scheduler:
         budget = self._chunk_tokens
         requests: list[Request] = []
         rows: list[ScheduledRow] = []
-        for request in list(self._running):
+        for request in sorted(self._running, key=attrgetter("priority")):
             if request in ahead:
                 continue
             row = next_row(request, budget)
@@ -302,7 +299,7 @@ class Scheduler:
         if request.num_read == 0:  # there is nothing to share
             for copy in copies:
                 copy.group = ""
-        self._waiting.extendleft(reversed(copies))
+        self._waiting.put_first(*copies)
         self._admit()
 
     def _hand_over(self, request: Request) -> bool:
@@ -310,7 +307,10 @@ class Scheduler:
         if not request.group:
             return False
         heir = next((one for one in self._waiting if one.group == request.group), None)
-        if heir is None or request.error is not None or self._waiting[0].preemptions or self._is_held(heir):
+        if heir is None or request.error is not None or self._is_held(heir):
+            return False
+        first = next(iter(self._waiting))
+        if first.preemptions or first.priority < heir.priority:
             return False
         former = request.cache_id
         if not take_over(heir, request, self.backend):
@@ -359,7 +359,7 @@ class Scheduler:
                 self._waiting.remove(request)
             if copies:
                 copies[0].copies = copies[1:]
-                self._waiting.appendleft(copies[0])
+                self._waiting.put_first(copies[0])
             if request.notify is not None:
                 request.notify(request)
         elif request in self._running and (update.live == "recompute" or not request.choices):
@@ -419,18 +419,18 @@ class Scheduler:
         return self.model.keep_from(self._short, [len(one.tokens) for one in (*joining, request)])
 
     def _make_room(self, problem: ResourceExhaustedError) -> None:
-        """Preempts the request that joined last (copies of a prompt join late), or fails it if it is alone.
+        """Preempts the least urgent request, of those the one that joined last, or fails it if it is alone.
 
         One that had read nothing yet was never admitted, and is not counted as preempted.
         """
         rivals = [one for one in self._running if self._competes(one, problem)] or [*self._running]
-        last = rivals[-1]
+        last = max(reversed(rivals), key=attrgetter("priority"))
         if len(rivals) == 1:
             self._resynchronise()
             self._fail([last], problem)
             return
         del self._running[last]
-        self._waiting.appendleft(last)
+        self._waiting.put_first(last)
         if problem.replica is None:
             self._room = len(self._running)
         else:

@@ -224,13 +224,13 @@ class Answers:
 
 
 def make_group(
-    llm: LLM, ids: list[int], params: SamplingParams, n: int, adapter: ActiveLoraAdapter | None
+    llm: LLM, ids: list[int], params: SamplingParams, n: int, adapter: ActiveLoraAdapter | None, priority: int
 ) -> list[Request]:
     """Returns the requests of one prompt: the first has the others as its copies, answer i has the seed `seed + i`."""
     made: list[Request] = []
     for at in range(n):
         seed = None if params.seed is None else (int(params.seed) + at) % 2**32
-        made.append(llm.request(ids, replace(params, seed=seed), adapter))
+        made.append(llm.request(ids, replace(params, seed=seed), adapter, priority=priority))
     made[0].copies = made[1:]
     return made
 

@@ -99,7 +99,7 @@ def _group(
     if tool_format is not None and body.forced_tools:
         several = body.tool_choice == "required" and body.parallel_tool_calls is not False
         params = replace(params, structured=forced_calls(tool_format.name, body.forced_tools, several=several))
-    return make_group(service.llm, ids, params, body.n or 1, adapter)
+    return make_group(service.llm, ids, params, body.n or 1, adapter, body.priority or 0)
 
 
 class _Reader:

@@ -74,7 +74,7 @@ def _group(
         logprobs=body.logprobs,
         prompt_logprobs=None if with_prompt < 0 else with_prompt,
     )
-    group = make_group(llm, ids, params, n, adapter)
+    group = make_group(llm, ids, params, n, adapter, body.priority or 0)
     if body.max_tokens == 0:
         scored_only(group[0])
     return group

@@ -99,14 +99,10 @@ class Sampled(Ignored):
     stream_options: StreamOptions | None = None
     max_time: float | None = Field(None, gt=0, description="Seconds after which the request ends with a 408.")
     structured_outputs: StructuredOutputs | None = None
-    priority: int | None = Field(0, description="0 alone: requests are served in the order in which they come.")
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(0, description="Lower ones are served first.")
 
     @model_validator(mode="after")
     def _check_together(self) -> "Sampled":
-        if self.priority:
-            raise FieldError(
-                "priority", f"priority is {self.priority}: requests are served in their order, only 0 is possible"
-            )
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "stream_options go with stream=true")
         if self.stream and self.prompt_logprobs is not None:

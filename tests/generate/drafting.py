@@ -87,7 +87,14 @@ class Scripted(DraftSource):
 
 
 def request(
-    engine: Scheduler, prompt: Sequence[int], count: int, *, seed: int = 0, stop_ids: Sequence[int] = (), **params: Any
+    engine: Scheduler,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    seed: int = 0,
+    stop_ids: Sequence[int] = (),
+    priority: int = 0,
+    **params: Any,
 ) -> Request:
     return Request(
         cache_id=engine.new_cache_id(),
@@ -98,6 +105,7 @@ def request(
         limit=count,
         detokenizer=None,
         watcher=StopWatcher(()),
+        priority=priority,
     )
 
 

@@ -54,7 +54,9 @@ class UnifiedLLM(PooledLLM):
 
 
 PROMPTS = st.lists(
-    st.tuples(st.lists(st.integers(0, 22), min_size=1, max_size=20), st.integers(1, 12)), min_size=1, max_size=8
+    st.tuples(st.lists(st.integers(0, 22), min_size=1, max_size=20), st.integers(1, 12), st.integers(-1, 1)),
+    min_size=1,
+    max_size=8,
 )
 
 
@@ -68,15 +70,15 @@ PROMPTS = st.lists(
     spare=st.integers(0, 40),
 )
 def test_every_answer_is_right_however_little_room_there_is(
-    work: list[tuple[list[int], int]], unified: bool, max_rows: int, chunk: int, slots: int, spare: int
+    work: list[tuple[list[int], int, int]], unified: bool, max_rows: int, chunk: int, slots: int, spare: int
 ):
-    longest = max(len(prompt) + count - 1 for prompt, count in work)
+    longest = max(len(prompt) + count - 1 for prompt, count, _ in work)
     kind = UnifiedLLM if unified else PooledLLM
     model = kind(longest + spare, max_seqs=slots)
     engine = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk)
-    requests = [request(engine, prompt, count) for prompt, count in work]
+    requests = [request(engine, prompt, count, priority=priority) for prompt, count, priority in work]
     finish(engine, requests)
-    for one, (prompt, count) in zip(requests, work, strict=True):
+    for one, (prompt, count, _) in zip(requests, work, strict=True):
         output = one.output()
         assert output.token_ids == answer(model, prompt, count)
         assert output.finish_reason == "length"
@@ -127,6 +129,40 @@ def test_who_gave_way_comes_before_those_who_wait_and_then_all_places_are_filled
     finish(engine, [old, young, request(engine, [3], 2), request(engine, [4], 2)])
     # As above; when the older has ended, the younger is read again beside the third, and then the fourth joins.
     assert model.batches == [[4, 4], [1, 1], [1], [1], [1], [6, 1], [1, 1], [1]]
+
+
+def test_who_waits_begins_by_priority_and_takes_no_row_of_one_that_runs():
+    model = UnifiedLLM(1000)
+    engine = Scheduler(model, max_rows=1, chunk_tokens=50)
+    ended: list[int] = []
+    for at, priority in enumerate([5, 0, 3, -1, 0]):
+        one = request(engine, [1] * (at + 1), 2, priority=priority)
+        one.notify = lambda one: ended.append(len(one.prompt) - 1) if one.is_done else None
+        engine.submit(one)
+        if at == 0:
+            engine.step()
+    finish(engine, [])
+    while engine.has_work:
+        engine.step()
+    assert ended == [0, 3, 1, 4, 2]
+
+
+def test_the_least_urgent_request_gives_way_whoever_joined_last():
+    model = UnifiedLLM(10)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50)
+    old, young = request(engine, [1] * 4, 3, priority=1), request(engine, [2] * 4, 5)
+    finish(engine, [old, young])
+    assert (old.preemptions, young.preemptions) == (1, 0)
+    assert model.batches == [[4, 4], [1, 1], [1], [1], [1], [6]]
+    assert old.output().token_ids == answer(model, [1] * 4, 3)
+
+
+def test_urgent_prompts_are_read_first():
+    model = UnifiedLLM(1000)
+    engine = Scheduler(model, max_rows=3, chunk_tokens=5)
+    finish(engine, [request(engine, [1] * n, 1, priority=priority) for n, priority in ((7, 2), (5, 1), (3, 0))])
+    # The shortest is the most urgent, and the others share what it leaves.
+    assert model.batches == [[3, 2], [3, 2], [5]]
 
 
 @pytest.mark.parametrize("kind", [PooledLLM, UnifiedLLM])
@@ -286,13 +322,13 @@ def test_a_request_that_the_model_refuses_fails_alone(kind: type[PickyLLM], at: 
 @settings(max_examples=100, deadline=None)
 @given(work=PROMPTS, unified=st.booleans(), max_rows=st.integers(1, 5), chunk=st.integers(1, 9))
 def test_refused_requests_never_change_the_answers_of_others(
-    work: list[tuple[list[int], int]], unified: bool, max_rows: int, chunk: int
+    work: list[tuple[list[int], int, int]], unified: bool, max_rows: int, chunk: int
 ):
     model = PickyUnifiedLLM() if unified else PickyLLM()
     engine = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk)
-    requests = [request(engine, prompt, count) for prompt, count in work]
+    requests = [request(engine, prompt, count, priority=priority) for prompt, count, priority in work]
     finish(engine, requests)
-    for one, (prompt, count) in zip(requests, work, strict=True):
+    for one, (prompt, count, _) in zip(requests, work, strict=True):
         expected = answer(model, prompt, count)
         if 13 in [*prompt, *expected[:-1]]:  # the last is never read
             with pytest.raises(RequestValidationError):

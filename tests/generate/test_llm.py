@@ -79,6 +79,23 @@ def test_a_prompt_may_be_text_or_ids_alone_or_several():
     assert llm.generate([], greedy) == []
 
 
+def test_prompts_may_have_priorities():
+    llm, _ = counting(1)
+    how = SamplingParams(max_tokens=2)
+    order = [at for at, _ in llm.as_completed(PROMPTS[:4], how, priority=[2, 1, 1, -1])]
+    assert order == [3, 1, 2, 0]
+    assert [at for at, _ in llm.as_completed(PROMPTS[:3], how, priority=7)] == [0, 1, 2]
+    assert llm.generate(PROMPTS[0], how, priority=3)[0].finished
+    assert list(llm.stream(PROMPTS[0], how, priority=3))
+
+
+@pytest.mark.parametrize("wrong", [[1], [1, 2, 3], "high", 0.5, True, [None, 1]])
+def test_what_is_no_priority_of_each_prompt_is_refused(wrong: Any):
+    llm, _ = counting()
+    with pytest.raises(RequestValidationError, match=r"priorit(y|ies)"):
+        llm.generate(PROMPTS[:2], priority=wrong)
+
+
 def test_a_stop_id_ends_the_answer():
     for params, eos in ((SamplingParams(stop_token_ids=(7,)), ()), (SamplingParams(), (7,))):
         llm, model = counting(eos=eos)

@@ -263,7 +263,7 @@ def test_a_seed_gives_the_same_text_under_load(client: Any, server: RunningServe
         ({"logprobs": 21}, "logprobs", "20"),
         ({"seed": -1}, "seed", ""),
         ({"suffix": "x"}, "suffix", "not served"),
-        ({"priority": 3}, "priority", "only 0"),
+        ({"priority": 2**31}, "priority", "less than"),
         ({"min_tokens": 5, "max_tokens": 2}, None, "min_tokens is 5"),
         ({"colour": "red"}, "colour", "unknown field `colour`"),
         ({"allowed_token_ids": []}, None, "at least one"),

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -81,6 +81,28 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_again(held: Scripted):
         assert [one.result().status_code for one in running_ones] == [200] * 3
         assert http.post("/v1/completions", json=ASK).status_code == 200
         assert server.service.admission.live == 0
+
+
+def test_of_those_who_wait_the_most_urgent_is_served_first(held: Scripted):
+    with serving(held, max_waiting=4) as (server, http), ThreadPoolExecutor(6) as pool:
+        read: list[int] = []
+        prefill = held.prefill
+
+        def watched(cache_id: str, tokens: Sequence[int]) -> Any:
+            read.append(len(tokens))
+            return prefill(cache_id, tokens)
+
+        held.prefill = watched  # type: ignore[method-assign]
+        asked = []
+        for at, priority in enumerate([0, 9, 7, 5, 6]):
+            body = ASK | {"prompt": "a" * (10 + priority), "priority": priority}
+            asked.append(pool.submit(http.post, "/v1/completions", json=body))
+            until(lambda at=at: server.service.admission.live == at + 1)
+            if at == 0:
+                assert held.entered.wait(SECONDS)
+        held.gate.set()
+        assert [one.result().status_code for one in asked] == [200] * 5
+    assert [one for one in read if one >= 10] == [10, 15, 16, 17, 19]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -1,0 +1,39 @@
+"""`WaitingLine`: the requests that wait for a row, in the order in which they are to get one."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from operator import attrgetter
+
+from ferrum_jax.generate.request import Request
+
+_urgency = attrgetter("priority")
+
+
+class WaitingLine:
+    """Requests by priority, the lowest number first; of one priority, in the order in which they came.
+
+    One thread changes it; any thread may ask for its length.
+    """
+
+    def __init__(self):
+        self._requests: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
+
+    def add(self, request: Request) -> None:
+        """Puts a request behind all others of its priority."""
+        self._requests.insert(bisect_right(self._requests, request.priority, key=_urgency), request)
+
+    def put_first(self, *requests: Request) -> None:
+        """Puts requests of one priority, in this order, before all others of it: what gave way, or copies."""
+        if requests:
+            at = bisect_left(self._requests, requests[0].priority, key=_urgency)
+            self._requests[at:at] = requests
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out; raises ValueError where it does not wait."""
+        self._requests.remove(request)
