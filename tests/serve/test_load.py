@@ -92,7 +92,7 @@ def test_of_those_who_wait_the_most_urgent_is_served_first(held: Scripted):
             read.append(len(tokens))
             return prefill(cache_id, tokens)
 
-        held.prefill = watched  # type: ignore[method-assign]
+        held.prefill = watched
         asked = []
         for at, priority in enumerate([0, 9, 7, 5, 6]):
             body = ASK | {"prompt": "a" * (10 + priority), "priority": priority}
