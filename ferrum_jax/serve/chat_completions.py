@@ -13,14 +13,14 @@ from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.request import Request
 from ferrum_jax.serve.answers import Answers, Choice, Piece, make_group, usage_of
 from ferrum_jax.serve.body import read_json
-from ferrum_jax.serve.chat_schema import ChatBody
+from ferrum_jax.serve.chat_schema import ChatBody, NamedTool
 from ferrum_jax.serve.errors import JsonAnswer, bad_request
 from ferrum_jax.serve.generation import EventStream, Reply, UsageChunks, begin, check_room, new_reply, note
-from ferrum_jax.serve.prompting import chat_ids
+from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
-from ferrum_jax.serve.tools.forced import forced_calls
+from ferrum_jax.serve.tools.forms import call_form
 from ferrum_jax.serve.vocabulary import chat_logprobs, prompt_report
 
 _CHUNK = "chat.completion.chunk"
@@ -96,9 +96,15 @@ def _group(
     params = body.sampling(max_tokens=body.limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
     if tool_format is not None and tool_format.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
-    if tool_format is not None and body.forced_tools:
-        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
-        params = replace(params, structured=forced_calls(tool_format.name, body.forced_tools, several=several))
+    if tool_format is not None and (tools := body.forced_tools or body.strict_tools):
+        form = call_form(
+            tool_format.name,
+            tools,
+            tokenizer_of(service.llm),
+            is_forced=bool(body.forced_tools),
+            several=not isinstance(body.tool_choice, NamedTool) and body.parallel_tool_calls is not False,
+        )
+        params = replace(params, structured=form)
     return make_group(service.llm, ids, params, body.n or 1, adapter, body.priority or 0)
 
 

@@ -184,9 +184,6 @@ class ChatBody(Sampled):
         if isinstance(self.tool_choice, NamedTool) and not self.forced_tools:
             name = self.tool_choice.function.name
             raise FieldError("tool_choice", f"tool_choice is {name}, which is none of the tools")
-        strict = [tool.function.name for tool in self.tools or () if tool.function.strict]
-        if strict and self.may_call and not self.forced_tools:
-            raise FieldError("tools", f"strict of function {strict[0]} needs tool_choice required or a name")
         check_template_kwargs(self.chat_template_kwargs)
         return self
 
@@ -212,6 +209,12 @@ class ChatBody(Sampled):
         if isinstance(self.tool_choice, NamedTool):
             return [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
         return []
+
+    @property
+    def strict_tools(self) -> list[Tool]:
+        """The tools that may be called, if the arguments of one have to be as declared."""
+        tools = (self.tools or []) if self.may_call else []
+        return tools if any(tool.function.strict for tool in tools) else []
 
     @property
     def may_call(self) -> bool:

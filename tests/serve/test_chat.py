@@ -155,7 +155,6 @@ def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LL
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema goes with the type json_schema"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": TOOLS}, "tool_choice", "none of"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools", "strict of function f"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format", "calls no tools"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "response_format", "give"),
         ({"tools": TOOLS}, "tools", "--tool-parser"),

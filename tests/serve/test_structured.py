@@ -2,7 +2,6 @@
 
 import json
 import re
-import string
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.fake import SummingLLM
 from tests.serve.conftest import Serve, openai_client
 from tests.serve.models import SPECIAL
 from tests.serve.test_chat import TOOL_TEMPLATE, merged
+from tests.serve.test_forms import HARMONY, LETTERS
 
 SCHEMA = {
     "type": "object",
@@ -33,13 +33,12 @@ ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "t
 
 @pytest.fixture
 def client(serve: Serve, request: pytest.FixtureRequest) -> Iterator[Any]:
-    letters = [*string.ascii_letters, *string.digits, *string.punctuation, "\u0120", "\u010a"]  # and space, new line
-    backend = tokenizers.Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(letters)}, merges=[]))
+    backend = tokenizers.Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(LETTERS)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(one, special=True) for one in SPECIAL])
+    backend.add_special_tokens([tokenizers.AddedToken(one, special=True) for one in (*SPECIAL, *HARMONY)])
     templates = {"default": TOOL_TEMPLATE}
-    tokenizer = Tokenizer(backend=backend, eos_token_ids=(len(letters),), chat_templates=templates)
+    tokenizer = Tokenizer(backend=backend, eos_token_ids=(len(LETTERS),), chat_templates=templates)
     model = SummingLLM(vocab_size=tokenizer.vocab_size, capacity=1024)
     with openai_client(serve(LLM.from_model(model, tokenizer), tool_parser=getattr(request, "param", "auto"))) as one:
         yield one
@@ -79,7 +78,7 @@ def test_response_formats_and_structured_outputs_are_followed(client: Any):
     assert choice.message.content.startswith("{")
 
 
-@pytest.mark.parametrize("client", ["hermes", "llama3"], indirect=True)
+@pytest.mark.parametrize("client", ["hermes", "llama3", "mistral", "gpt_oss"], indirect=True)
 def test_calls_that_have_to_come_come(client: Any):
     for choice, names in (
         ("required", {"weather", "stop"}),
@@ -101,13 +100,22 @@ def test_calls_that_have_to_come_come(client: Any):
             assert (calls, reason) == ([(call.function.name, call.function.arguments)], "tool_calls")
 
 
-@pytest.mark.parametrize("client", ["mistral"], indirect=True)
+@pytest.mark.parametrize("client", ["llama3"], indirect=True)
+def test_strict_functions_are_followed_where_a_text_may_come_as_well(client: Any):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]
+    brace = str(LETTERS.index("{"))
+    for seed in range(3):
+        asked = ASK | {"tools": tools, "seed": seed, "max_tokens": 120}
+        (call,) = client.chat.completions.create(**asked, logit_bias={brace: 60}).choices
+        assert call.finish_reason == "tool_calls"
+        assert is_trip(call.message.tool_calls[0].function.arguments)
+        (text,) = client.chat.completions.create(**asked, logit_bias={brace: -100}).choices
+        assert text.message.content
+        assert not text.message.tool_calls
+
+
 def test_what_cannot_be_followed_is_a_400(client: Any):
     refused: list[tuple[dict[str, Any], str]] = [
-        (
-            {"tools": TOOLS, "tool_choice": "required"},
-            "is served for calls of mistral",
-        ),
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "this regex cannot be followed"),
         ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "expected one of"),
         ({"extra_body": {"structured_outputs": {}}}, "expected one of"),

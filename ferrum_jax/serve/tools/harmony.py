@@ -7,7 +7,8 @@ from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, 
 from ferrum_jax.serve.tools.tagged import joined
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>")
+END, CONSTRAIN = "<|end|>", "<|constrain|>"
+ENDS = (END, "<|call|>", "<|return|>")
 _MARKS = (START, CHANNEL, MESSAGE, *ENDS)
 _FUNCTIONS = "functions."
 
@@ -46,7 +47,7 @@ class HarmonyMessages:
         if not self._buffer.endswith(MESSAGE):
             return []
         role, _, rest = self._buffer.removesuffix(MESSAGE).rpartition(START)[-1].partition(CHANNEL)
-        words = rest.replace("<|constrain|>", " ").split()
+        words = rest.replace(CONSTRAIN, " ").split()
         self._channel = words[0] if words else "final"
         sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
         self._recipient = sent[0] if sent else ""

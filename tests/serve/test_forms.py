@@ -1,0 +1,164 @@
+"""Which answers the grammars of calls let through: what they do is read back by the parser of the same format."""
+
+import json
+import string
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from ferrum_jax.contract.errors import RequestValidationError
+from ferrum_jax.generate.structured import FormCompiler
+from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.serve.chat_schema import Tool
+from ferrum_jax.serve.tools.choice import FORMATS
+from ferrum_jax.serve.tools.events import Parsed
+from ferrum_jax.serve.tools.forms import call_form
+
+DAYS = {
+    "type": "object",
+    "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["days"],
+    "additionalProperties": False,
+}
+LETTERS = [*string.ascii_letters, *string.digits, *string.punctuation, "\u0120", "\u010a"]  # and space, new line
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>", "<|call|>", "<|return|>")
+MISTRAL = ("[TOOL_CALLS]", "[ARGS]")
+ENDS = ("<end>", "<|call|>", "<|return|>")
+
+
+def tokenizer(*special: str) -> Tokenizer:
+    """One token for each letter, and for each of these marks."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={one: at for at, one in enumerate(LETTERS)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(one, special=True) for one in ("<end>", *special)])
+    ids = [backend.token_to_id(one) for one in ENDS]
+    ends = tuple(one for one in ids if one is not None)
+    return Tokenizer(backend=backend, eos_token_ids=ends)
+
+
+def tools(*, strict: bool | None = None) -> list[Tool]:
+    functions = [{"name": "weather", "parameters": DAYS, "strict": strict}, {"name": "stop"}]
+    return [Tool.model_validate({"type": "function", "function": one}) for one in functions]
+
+
+def is_allowed(by: Tokenizer, format_name: str, text: str, **how: Any) -> bool:
+    """Whether the whole text may be an answer, which the model's end follows."""
+    form = FormCompiler(by, by.vocab_size).compile(call_form(format_name, tools(**how.pop("of", {})), by, **how))
+    try:
+        for token in by.encode(text, add_special_tokens=False):
+            form.take(token)
+    except RequestValidationError:
+        return False
+    return form.is_complete or all(form.mask[end // 32] >> end % 32 & 1 for end in by.eos_token_ids)
+
+
+def calls_in(format_name: str, text: str) -> list[tuple[str, str]]:
+    parser, parsed = FORMATS[format_name].make(["weather", "stop"]), Parsed()
+    parsed.take(parser.push(text) + parser.finish())
+    return [(one.name, one.arguments) for one in parsed.calls]
+
+
+def hermes(*calls: tuple[str, str]) -> str:
+    objects = [f'{{"name": "{name}", "arguments": {given}}}' for name, given in calls]
+    return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+
+
+def llama3(name: str, given: str) -> str:
+    return f'{{"name": "{name}", "parameters": {given}}}'
+
+
+def mistral(*calls: tuple[str, str], new: bool) -> str:
+    if new:
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{given}" for name, given in calls)
+    return f"[TOOL_CALLS][{', '.join(llama3(*one).replace('parameters', 'arguments') for one in calls)}]"
+
+
+def gpt_oss(name: str, given: str) -> str:
+    return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{given}"
+
+
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+NOTE = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
+RIGHT, WRONG, FREE = ("weather", '{"days": 3}'), ("weather", '{"days": 30}'), ("stop", '{"now": [1]}')
+UNKNOWN = ("other", "{}")
+FORMS: dict[str, tuple[str, tuple[str, ...], Any]] = {
+    "hermes": ("hermes", (), hermes),
+    "hermes, tags are special": ("hermes", ("<tool_call>", "</tool_call>"), hermes),
+    "llama3": ("llama3", ("<|python_tag|>",), llama3),
+    "mistral, a list": ("mistral", ("[TOOL_CALLS]",), lambda *calls: mistral(*calls, new=False)),
+    "mistral, names": ("mistral", MISTRAL, lambda *calls: mistral(*calls, new=True)),
+    "mistral, marks are texts": ("mistral", (), lambda *calls: mistral(*calls, new=False)),
+    "gpt_oss": ("gpt_oss", HARMONY, gpt_oss),
+}
+
+
+def write(form: str, *calls: tuple[str, str]) -> str:
+    name, _, make = FORMS[form]
+    return make(*calls[0]) if name in ("llama3", "gpt_oss") else make(*calls)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_forced_answer_is_a_call_with_arguments_as_declared(form: str):
+    name, special, _ = FORMS[form]
+    by, how = tokenizer(*special), {"is_forced": True, "several": False}
+    for call in (RIGHT, FREE):
+        text = write(form, call)
+        assert is_allowed(by, name, text, **how), text
+        assert calls_in(name, text) == [call]
+        assert not is_allowed(by, name, text[:-1], **how)
+    for wrong in (write(form, WRONG), write(form, UNKNOWN), "Sunny.", "", f"Well. {write(form, RIGHT)}"):
+        assert not is_allowed(by, name, wrong, **how), wrong
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_strict_function_keeps_its_declaration_where_a_text_may_come_as_well(form: str):
+    name, special, _ = FORMS[form]
+    by, how = tokenizer(*special), {"is_forced": False, "several": True, "of": {"strict": True}}
+    said = "<|channel|>final<|message|>{}" if name == "gpt_oss" else "{}"
+    for text in ("Sunny.", "It is { hot }.", "a <tool b", "[TOOL"):
+        assert is_allowed(by, name, said.format(text), **how), text
+        assert calls_in(name, said.format(text)) == []
+    for call in (RIGHT, FREE):
+        assert is_allowed(by, name, write(form, call), **how)
+    for wrong in (WRONG, UNKNOWN):
+        assert not is_allowed(by, name, write(form, wrong), **how)
+    assert is_allowed(by, name, write(form, WRONG), **how | {"of": {"strict": False}})
+
+
+@pytest.mark.parametrize("form", ["hermes", "hermes, tags are special", *(one for one in FORMS if "mistral" in one)])
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_several_calls_come_only_where_they_may(form: str, is_forced: bool):
+    name, special, _ = FORMS[form]
+    by, text = tokenizer(*special), write(form, RIGHT, FREE)
+    assert calls_in(name, text) == [RIGHT, FREE]
+    of = {"strict": True}
+    assert is_allowed(by, name, text, is_forced=is_forced, several=True, of=of)
+    assert not is_allowed(by, name, text, is_forced=is_forced, several=False, of=of)
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral, names", "mistral, marks are texts"])
+def test_a_text_may_come_before_a_call(form: str):
+    name, special, _ = FORMS[form]
+    by, how = tokenizer(*special), {"is_forced": False, "several": True}
+    assert is_allowed(by, name, f"Well.\n{write(form, RIGHT)}", **how, of={"strict": True})
+    assert not is_allowed(by, name, f"Well.\n{write(form, WRONG)}", **how, of={"strict": True})
+
+
+def test_gpt_oss_thinks_before_it_calls():
+    by = tokenizer(*HARMONY)
+    for before in (THOUGHT, NOTE, THOUGHT + NOTE):
+        assert is_allowed(by, "gpt_oss", before + gpt_oss(*RIGHT), is_forced=True, several=False)
+        assert calls_in("gpt_oss", before + gpt_oss(*RIGHT)) == [RIGHT]
+    final = f"{THOUGHT}<|channel|>final<|message|>Sunny."
+    assert not is_allowed(by, "gpt_oss", final, is_forced=True, several=False)
+    assert is_allowed(by, "gpt_oss", final, is_forced=False, several=False, of={"strict": True})
+
+
+def test_llama_may_begin_a_call_with_its_tag():
+    by = tokenizer("<|python_tag|>")
+    text = f"<|python_tag|>{llama3(*RIGHT)}"
+    assert is_allowed(by, "llama3", text, is_forced=False, several=False, of={"strict": True})
+    assert json.loads(calls_in("llama3", text)[0][1]) == {"days": 3}
