@@ -4,20 +4,29 @@ Requests arrive at times drawn beforehand (Poisson), as a public load generator 
 connection of its own, from another process on the same machine. Prompts and answers are as long as conversations
 are, log-normal with the means that ShareGPT's have, 215 and 198 tokens (`--scale` divides both); what is longer than a
 sequence may be is drawn again. The ceiling is the scheduler in this process with the same requests, in turn with the
-server. Overhead is the difference of the two times with everything there at once, for each token. Time to first token
-(TTFT) counts from the arrival, time per output token (TPOT) is the mean over an answer.
+server. Overhead is the difference of the two times with everything there at once, for each token; on a machine of few
+cores that is also what the load generator takes of them. The server's own is the processor time of the thread that has
+its event loop. Time to first token
+(TTFT) counts from the arrival, time per output token (TPOT) is the mean over an answer. `--llama-server` names the
+program of llama.cpp, which gets the same requests at the same times, over the same weights in float32.
 """
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from bench import card, models, traffic
+from bench.llama_server import LlamaServer
 from bench.setting import start
 from bench.timing import forbid_compiles
 from bench.traffic import Arrival, Served, percentiles, poisson
@@ -26,8 +35,9 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.scheduler import Scheduler
-from ferrum_jax.serve.server import RunningServer, running
+from ferrum_jax.serve.server import running
 from ferrum_jax.serve.settings import ServerSettings
+from ferrum_jax.weights import hub
 
 SHARES, SMOKE_SHARES = (0.5, 0.8), (0.5,)  # of what is finished at most
 PROMPT, ANSWER = (4.8, 1.06), (4.6, 1.17)  # mean and deviation of the logarithm: 215 and 198 tokens on average
@@ -48,33 +58,54 @@ def main() -> None:
     scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=SMOKE_CHUNK if found.smoke else CHUNK)
     at_once = _arrivals(runner, [0.0] * count, found.scale, smoke=found.smoke)
     rows: list[dict[str, Any]] = []
-    with running(llm, ServerSettings(model="bench", max_waiting=count)) as server:
-        traffic.serve(scheduler, at_once[: runner.plan.max_seqs])  # warms
-        _over_http(server, at_once[: runner.plan.max_seqs])
-        inside, outside = [], []
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(running(llm, ServerSettings(model="bench", max_waiting=count)))
+        paths: dict[str, Callable[[list[Arrival]], tuple[list[Served], float]]] = {
+            "in process": lambda arrivals: traffic.serve(scheduler, arrivals),
+            "HTTP": lambda arrivals: _over_http(server.host, server.port, "/v1/completions", arrivals, _ours),
+        }
+        if found.llama_server is not None:
+            file, rows_at_once = Path(hub.resolve(found.model)), runner.plan.max_seqs
+            peer = LlamaServer(found.llama_server, file, rows=rows_at_once, capacity=runner.kv_capacity())
+            stack.enter_context(peer)
+            paths["llama.cpp"] = lambda arrivals: _over_http(peer.host, peer.port, "/completion", arrivals, _theirs)
+        for serve in paths.values():
+            serve(at_once[: runner.plan.max_seqs])  # warms
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in paths}
         with forbid_compiles():
             for _ in range(1 if found.smoke else ROUNDS):
-                inside.append(_summary(*traffic.serve(scheduler, at_once)))
-                outside.append(_summary(*_over_http(server, at_once)))
-        own, over = _middle(inside), _middle(outside)
-        rows += [{"path": "in process", "share": None, **own}, {"path": "HTTP", "share": None, **over}]
+                for name, serve in paths.items():
+                    before = _loop_seconds()
+                    rounds[name].append(_summary(*serve(at_once)) | {"loop_s": _loop_seconds() - before})
+        middle = {name: _middle(each) for name, each in rounds.items()}
+        own, over = middle["in process"], middle["HTTP"]
+        rows += [{"path": name, "share": None, **one} for name, one in middle.items()]
         for share in SMOKE_SHARES if found.smoke else SHARES:
             times = poisson(share * over["requests_per_second"], count, seed=1)
             arrivals = _arrivals(runner, times, found.scale, smoke=found.smoke)
             with forbid_compiles():
-                rows.append({"path": "in process", "share": share, **_summary(*traffic.serve(scheduler, arrivals))})
-                rows.append({"path": "HTTP", "share": share, **_summary(*_over_http(server, arrivals))})
+                rows += [{"path": name, "share": share, **_summary(*serve(arrivals))} for name, serve in paths.items()]
     llm.close()
+    num_tokens = sum(one.params.max_tokens or 0 for one in at_once)
+    loop = over["loop_s"] / num_tokens * 1e6
     overhead = (1 / over["tokens_per_second"] - 1 / own["tokens_per_second"]) * 1e6
     _show(rows)
     print(f"HTTP has {over['tokens_per_second'] / own['tokens_per_second']:.1%} of the throughput in process: "
-          f"{overhead:.0f} us a token")  # fmt: skip
-    setting.finish("http", rows, overhead_us=overhead, scale=found.scale)
+          f"{overhead:.0f} us a token, of which the server's thread works {loop:.0f}")  # fmt: skip
+    setting.finish("http", rows, overhead_us=overhead, loop_us=loop, scale=found.scale)
+
+
+def _loop_seconds() -> float:
+    """Returns the processor time of the thread that has the server's event loop."""
+    (thread,) = [one for one in threading.enumerate() if one.name == "ferrum-serve"]
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 def _more(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, help="at each rate [64]")
     parser.add_argument("--scale", type=card.above_zero, default=1.0, help="divides all lengths [1]")
+    parser.add_argument("--llama-server", type=Path, metavar="PROGRAM", help="llama.cpp's server, to be measured too")
 
 
 def _engine() -> EngineConfig:
@@ -102,17 +133,30 @@ def _arrivals(runner: ModelRunner, times: list[float], scale: float, *, smoke: b
     ]
 
 
-def _over_http(server: RunningServer, arrivals: list[Arrival]) -> tuple[list[Served], float]:
+def _ours(one: Arrival) -> dict[str, Any]:
+    """Returns a request for this project's server."""
+    return {"prompt": one.prompt, "max_tokens": one.params.max_tokens, "temperature": 0, "return_token_ids": True}
+
+
+def _theirs(one: Arrival) -> dict[str, Any]:
+    """Returns the same for llama.cpp's: nothing is reused, and no token ends an answer early."""
+    asked = {"prompt": one.prompt, "n_predict": one.params.max_tokens, "temperature": 0, "cache_prompt": False}
+    return asked | {"ignore_eos": True, "return_tokens": True}
+
+
+def _over_http(
+    host: str, port: int, path: str, arrivals: list[Arrival], ask: Callable[[Arrival], dict[str, Any]]
+) -> tuple[list[Served], float]:
     """Sends requests from another process; gives what became of them, and the seconds to the last token."""
-    plan = [
-        {"at": one.at, "body": {"prompt": one.prompt, "max_tokens": one.params.max_tokens, "temperature": 0}}
-        for one in arrivals
-    ]
-    command = [sys.executable, "-m", "bench.http_client", server.host, str(server.port)]
+    plan = [{"at": one.at, "path": path, "body": ask(one)} for one in arrivals]
+    command = [sys.executable, "-m", "bench.http_client", host, str(port)]
     done = subprocess.run(command, input=json.dumps(plan), capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the load generator failed: {done.stderr}")
     found = [Served(told["due"], 0, told["times"]) for told in json.loads(done.stdout)]
+    for one, served in zip(arrivals, found, strict=True):
+        if len(served.token_times) != one.params.max_tokens:
+            raise SystemExit(f"an answer has {len(served.token_times)} tokens, {one.params.max_tokens} were asked for")
     return found, max(one.token_times[-1] for one in found)
 
 

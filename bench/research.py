@@ -4,11 +4,12 @@ Patching: every layer and position of a prompt of 20 tokens, one patch of the re
 another prompt. Ours patches a row for each position in one call, which begins at the patched layer: what lies before
 it is the other prompt's. Transformers runs a whole forward a patch, with a hook. Both compute the last token's logits.
 Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
-had beyond what it had before the call; `products` and `remat` recompute most or all of each layer, in a loop over the
-layers. Scoring: `LLM.score` beside batches of like length that are padded to the
-longest. All answers are compared. On a CPU, in float32.
+had beyond what it had before the call. `products` keeps the results of matrix products and recomputes the rest of each
+layer, `scanned products` in one loop over the layers; `scanned remat` recomputes all of it there. Scoring:
+`LLM.score` beside batches of like length that are padded to the longest. All answers are compared, in float32 on a CPU.
 """
 
+import argparse
 import ctypes
 import gc
 import os
@@ -35,26 +36,38 @@ TOLERANCE = 2e-3  # of logits and log-probabilities, in float32
 
 def main() -> None:
     """Measures the three beside transformers and prints the tables and the JSON line."""
-    found = card.options(__doc__)
+    found = card.options(__doc__, more=_more)
     subject = models.read(found)
     conditions = card.show_card(subject)
     from bench.transformers_peer import TransformersPeer  # a peer is optional elsewhere
 
     peer = TransformersPeer(subject, jax.default_backend())
-    smoke = found.smoke
-    rows = [
-        _patching(subject, peer, SMOKE_LENGTH if smoke else LENGTH, found.rounds),
-        _gradient(subject, peer, SMOKE_TRAINED if smoke else TRAINED, found.rounds),
-        _scoring(subject, peer, SMOKE_TEXTS if smoke else TEXTS, 8 if smoke else SHORTEST, 20 if smoke else LONGEST),
-    ]
+    smoke, rounds = found.smoke, found.rounds
+    lengths = (8, 20) if smoke else (SHORTEST, LONGEST)
+    parts = {
+        "patching": lambda: _patching(subject, peer, SMOKE_LENGTH if smoke else LENGTH, rounds),
+        "gradient": lambda: _gradient(subject, peer, SMOKE_TRAINED if smoke else TRAINED, rounds),
+        "scoring": lambda: _scoring(subject, peer, SMOKE_TEXTS if smoke else TEXTS, *lengths),
+    }
+    rows = [measure() for name, measure in parts.items() if name in (found.part or parts)]
     cells = [
         [row["what"], f"{row['ours_s']:.2f}", f"{row['theirs_s']:.2f}", f"{row['theirs_s'] / row['ours_s']:.2f}"]
         for row in rows
     ]
     card.show_table(("", "ours s", "transformers s", "ratio"), cells, left=("",))
-    memory = ", ".join(f"{rows[1][f'{name}_mb']:.0f} MB {name}" for name in ("ours", "products", "remat", "theirs"))
-    print(f"memory of a gradient beyond what was there: {memory}")
+    for row in (one for one in rows if "ways" in one):
+        cells = [[name, f"{way['seconds']:.2f}", f"{way['mb']:.0f}"] for name, way in row["ways"].items()]
+        card.show_table(("gradient", "s", "MB beyond what was there"), cells, left=("gradient",))
     card.finish("research", found, conditions, rows)
+
+
+def _more(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--part",
+        action="append",
+        choices=("patching", "gradient", "scoring"),
+        help="what to measure; may come again [all]",
+    )
 
 
 def _patching(subject: models.Subject, peer: Any, length: int, rounds: int) -> dict[str, Any]:
@@ -119,9 +132,19 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
         picked = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
-    ways: dict[str, bool | str] = {"ours": False, "products": "products", "remat": True}
-    steps = {name: jax.jit(jax.value_and_grad(partial(loss, remat=remat))) for name, remat in ways.items()}
     scanned = lay_out(params, cfg, SCANNED)
+    ways: dict[str, tuple[Any, bool | str]] = {
+        "ours": (params, False),
+        "products": (params, "products"),
+        "scanned products": (scanned, "products"),
+        "scanned remat": (scanned, True),
+    }
+
+    def step(tree: Any, remat: bool | str) -> Callable[[], Any]:
+        compiled = jax.jit(jax.value_and_grad(partial(loss, remat=remat)))
+        return lambda: compiled(tree)
+
+    steps = {name: step(*way) for name, way in ways.items()}
 
     def theirs() -> float:
         model.zero_grad(set_to_none=True)
@@ -129,14 +152,9 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
         value.backward()
         return value.item()
 
-    error = abs(float(steps["ours"](params)[0]) - theirs())
+    error = abs(float(steps["ours"]()[0]) - theirs())
     assert error < TOLERANCE, f"losses differ by {error}"
-    contestants = {
-        "ours": Contestant(lambda: steps["ours"](params)),
-        "products": Contestant(lambda: steps["products"](scanned)),
-        "remat": Contestant(lambda: steps["remat"](scanned)),
-        "theirs": Contestant(theirs),
-    }
+    contestants = {name: Contestant(run) for name, run in steps.items()} | {"theirs": Contestant(theirs)}
     times = alternate(contestants, rounds=min(rounds, 5))
     model.zero_grad(set_to_none=True)
     memory = {name: _memory_mb(lambda run=one.run: jax.block_until_ready(run())) for name, one in contestants.items()}
@@ -144,10 +162,8 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
     return {
         "what": f"gradient of the likelihood of {length} tokens",
         "ours_s": times["ours"].median / 1e3,
-        "products_s": times["products"].median / 1e3,
-        "remat_s": times["remat"].median / 1e3,
         "theirs_s": times["theirs"].median / 1e3,
-        **{f"{name}_mb": value for name, value in memory.items()},
+        "ways": {name: {"seconds": times[name].median / 1e3, "mb": memory[name]} for name in contestants},
         "largest_difference": error,
     }
 

@@ -1,6 +1,6 @@
 """What a step is asked to do: rows of new tokens, and what each row wants back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,10 +24,12 @@ class AllLogits(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """A token is chosen on the device after the last one; a `TokenChoice` comes back."""
+    """A token is chosen on the device after the last one; a `TokenChoice` comes back. Its mask is called meanwhile."""
 
     settings: SlotSettings  # the same object for as long as a sequence is sampled alike
-    mask: NDArray[np.int32] | None = None  # [V / 32]: bits of the tokens allowed now, where the settings have masks
+    mask: Callable[[], NDArray[np.int32]] | None = (
+        None  # [V / 32]: bits of the tokens allowed now; if settings have masks
+    )
 
 
 class VerifiedTokens(NamedTuple):

@@ -248,13 +248,13 @@ class Pipeline:
             for live, one in zip(rows.lives, outputs, strict=True):
                 if (settings := getattr(one, "settings", None)) is not None:
                     self.install_settings(live, settings)
-            if planned.masked:
-                self._write_masks(rows)
-            for plan in planned.plans:
+            for at, plan in enumerate(planned.plans):
                 if len(pending.parts) == MOST_IN_FLIGHT:
                     read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
                 buffer, wanted = self._pack_step(plan, rows)
                 begun = self.device.step(plan.key, buffer, *self._edits(plan))
+                if planned.masked and at == 0:  # they are computed while the model runs: its logits need none
+                    self._write_masks(rows)
                 pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted))
             transaction.commit()
             if self.table.prefixes is not None:
@@ -360,10 +360,10 @@ class Pipeline:
         key = MaskKey(self.plan.buckets.decode_rows[-1])
         for start in range(0, len(masked), key.rows):
             part = masked[start : start + key.rows]
-            table = np.zeros((key.rows, 1 + len(part[0][1])), np.int32)
+            table = np.zeros((key.rows, 1 + -(-self.plan.vocab_size // 32)), np.int32)
             table[:, 0] = self.plan.max_seqs
             for row, (slot, mask) in zip(table, part, strict=False):
-                row[0], row[1:] = slot, mask
+                row[0], row[1:] = slot, mask()
             self.device.write_masks(key, table.ravel())
 
     def owner_of(self, cache_id: str) -> Hashable:

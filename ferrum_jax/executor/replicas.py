@@ -327,6 +327,13 @@ class ReplicatedRunner(ModelRunner):
         except jax.errors.JaxRuntimeError as problem:
             raise ResourceExhaustedError(f"these weights cannot be copied to {replica.device}: {problem}") from problem
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every known prefix, on all replicas."""
+        with self._life.lock, self._life:
+            self._settle()
+            for replica in self.replicas:
+                replica._pipeline.forget_prefixes()
+
     def free_kv(self) -> None:
         """Frees the KV's memory until `allocate_kv` or `reset`; refused while a sequence is live."""
         with self._life.lock, self._life:

@@ -390,6 +390,12 @@ class ModelRunner(Adaptable):
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.set_params(params)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every known prefix; sequences that are live go on, and what they hold is no prefix of others."""
+        with self._life.lock, self._life:
+            self._pipeline.settle()
+            self._pipeline.forget_prefixes()
+
     def free_kv(self) -> None:
         """Frees the KV's memory until `allocate_kv` or `reset`; until then only `set_params` and `close` go.
 

@@ -91,7 +91,7 @@ class HostSampler:
             state = self._state(row.cache_id, settings)
             if isinstance(row.output, SampledToken):
                 if row.output.mask is not None:
-                    state.sets[0, 0] = row.output.mask
+                    state.sets[0, 0] = row.output.mask()
                 places.append((state, row.start + row.num_tokens))
                 continue
             for at, token in enumerate(_ids(row)):

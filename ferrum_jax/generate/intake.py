@@ -147,6 +147,7 @@ class Intake:
         check_settings(request.cache_id, request.settings(), len(request.tokens), self.model.config.vocab_size)
         if form is not None:
             request.next_tokens(form)
+            request.check_next()
         return request
 
     def scored(

@@ -174,6 +174,11 @@ class LLM:
         """
         self._engine.call(self._engine.scheduler.reset)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets every known prefix, between two steps; what runs goes on."""
+        if isinstance(self.model, ModelRunner):
+            self._engine.call(self.model.reset_prefix_cache)
+
     def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
         """Takes other weights as `ModelRunner.set_params` does, between two steps, also while requests run.
 

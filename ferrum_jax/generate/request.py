@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ class Request:
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
+        self._has_next = True  # whether the form and the parameters allow any token now
         # Whether the host must read each token before the next can be chosen.
         self.needs_every_token = self.form is not None or any(len(words) > 1 for words in self.bad_words)
 
@@ -129,27 +131,27 @@ class Request:
     def output_wanted(self) -> SampledToken:
         """What its next step is asked for: a token chosen by its settings."""
         if self.form is not None:
-            return SampledToken(self.settings(), self.next_tokens(self.form))
+            return SampledToken(self.settings(), partial(self.next_tokens, self.form))
         if self._sampled is None or self.bad_words:
             self._sampled = SampledToken(self.settings())
         return self._sampled
 
     def next_tokens(self, form: AnswerForm) -> NDArray[np.int32]:
-        """Returns the tokens that the form and the parameters allow next, as `SampledToken.mask` has them.
-
-        Raises:
-            RequestValidationError: there are none.
-        """
+        """Returns the tokens that the form and the parameters allow next, as `SampledToken.mask` gives them."""
         mask, params = form.mask, self.params
         if params.allowed_token_ids is not None:
             mask = mask & _bits_of(params.allowed_token_ids, len(mask))
         if never := [token for token, bias in self.settings().bias.items() if bias == -np.inf]:
             mask = mask & ~_bits_of(never, len(mask))
-        if not mask.any():
+        self._has_next = bool(mask.any())
+        return mask
+
+    def check_next(self) -> None:
+        """Raises RequestValidationError where no token may come next."""
+        if not self._has_next:
             raise RequestValidationError(
                 "no token may come next: the parameters exclude all that fit the answer's form"
             )
-        return mask
 
     def settings(self) -> SlotSettings:
         """How its next token is chosen; the same object until that changes."""
@@ -196,6 +198,11 @@ class Request:
 
     def append(self, choice: TokenChoice, version: int = 0) -> None:
         """Takes the next generated token, chosen by weights of a version, and decides whether it was the last."""
+        try:
+            self.check_next()  # one that was chosen from none is no token
+        except RequestValidationError as problem:
+            self.error = problem
+            return
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted
         token = choice.token_id
@@ -219,11 +226,6 @@ class Request:
             self._finish("stop")
         elif len(self.tokens) - len(self.prompt) >= self.limit:
             self._finish("length")
-        elif self.form is not None:
-            try:
-                self.next_tokens(self.form)
-            except RequestValidationError as problem:
-                self.error = problem
 
     def take_scores(self, scores: Scores) -> None:
         """Takes the scores of the next tokens of the prompt; without an answer, it is done after the last of them."""

@@ -59,4 +59,5 @@ async def update_weights(service: Service, http: HttpRequest) -> Response:
 
 async def reset_prefix_cache(service: Service, http: HttpRequest) -> Response:
     """Forgets every known prefix."""
-    return JsonAnswer({"weight_version": await service.reset_prefixes()})
+    await service.reset_prefixes()
+    return JsonAnswer({})

@@ -26,6 +26,7 @@ from ferrum_jax.serve.openapi import describe_api
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.settings import ServerSettings
 from ferrum_jax.serve.texts import detokenize, tokenize
+from ferrum_jax.serve.tracing import traced
 
 Endpoint = Callable[[Service, HttpRequest], Awaitable[ASGIApp]]
 
@@ -76,8 +77,8 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
             route("/update_weights", administration.update_weights),
             route("/reset_prefix_cache", administration.reset_prefix_cache),
         ]
-    middleware = []
-    if settings.allow_origins:  # outermost, so that a page can read errors, too
+    middleware = [Middleware(traced)]
+    if settings.allow_origins:  # outside the log, so that a page can read errors, too
         middleware.append(
             Middleware(
                 CORSMiddleware,

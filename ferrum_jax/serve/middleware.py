@@ -15,6 +15,7 @@ from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.serve.answers import DisconnectError
 from ferrum_jax.serve.errors import ApiError, from_engine
 from ferrum_jax.serve.metrics import Metrics
+from ferrum_jax.serve.tracing import annotate
 
 _log = logging.getLogger("ferrum_jax.serve")
 _ID = re.compile(r"[!-~]{1,128}")
@@ -44,6 +45,8 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif not message.get("more_body"):  # the span ends with the answer
+                annotate(figures | {"request_id": request_id})
             await send(message)
 
         try:
@@ -58,6 +61,7 @@ class RequestLog:
             self._metrics.count_response(status)
             line = {"event": "request", "request_id": request_id, "method": scope["method"], "path": scope["path"]}
             line |= {"status": status, "seconds": round(time.perf_counter() - started, 6)} | figures
+            annotate(line)  # where no answer ended it
             _log.info("%s", json.dumps(line))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:

@@ -100,7 +100,12 @@ def running(
     """
     server = Server(llm, settings)
     bound = bind(host, port)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="ferrum-serve", daemon=True)
+
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(server.serve([bound]))
+
+    thread = threading.Thread(target=serve, name="ferrum-serve", daemon=True)
     with bound:
         thread.start()
         try:

@@ -171,6 +171,6 @@ class Service:
         )
         return params
 
-    async def reset_prefixes(self) -> int:
-        """Forgets every known prefix: the weights that are there are set once more, and have another version."""
-        return await self.wait_for(lambda: self.llm.set_params(self.runner.params, live="keep"))
+    async def reset_prefixes(self) -> None:
+        """Forgets every known prefix."""
+        await self.wait_for(self.llm.reset_prefix_cache)

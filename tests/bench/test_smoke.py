@@ -51,7 +51,7 @@ def test_research_ends_in_a_json_line_of_three_answers_that_agree(records: Path)
     pytest.importorskip("torch", reason="comes with the extra `reference`")
     patches, gradient, scores = smoke("research", records)["rows"]
     assert scores["tokens"] > 0
-    assert gradient["remat_s"] > 0
+    assert gradient["ways"].keys() == {"ours", "products", "scanned products", "scanned remat", "theirs"}
     assert all(row["ours_s"] > 0 and row["theirs_s"] > 0 for row in (patches, gradient, scores))
     assert max(row["largest_difference"] for row in (patches, gradient, scores)) < 1e-4
 
@@ -177,7 +177,14 @@ def test_http_ends_in_a_json_line_with_both_paths(records: Path):
     assert paths == [(path, share) for share in (None, 0.5) for path in ("in process", "HTTP")]
     own, over = (row["tokens_per_second"] for row in result["rows"][:2])
     assert result["overhead_us"] == pytest.approx((1 / over - 1 / own) * 1e6)
+    assert result["loop_us"] > 0
     assert all(row["requests"] == 8 for row in result["rows"])
+
+
+def test_structured_ends_in_a_json_line_with_none_one_and_all_rows_of_a_form(records: Path):
+    rows = smoke("structured", records)["rows"]
+    assert [row["formed_rows"] for row in rows] == [0, 1, 2]
+    assert all(row["ratio"] == pytest.approx(row["seconds"] / rows[0]["seconds"]) for row in rows)
 
 
 def test_a_soak_compiles_nothing_and_loses_no_block(records: Path):

@@ -72,6 +72,23 @@ def test_a_hit_computes_only_what_is_not_reused(reusing: ModelRunner, monkeypatc
     assert [one - other for one, other in zip(after, before, strict=True)] == [2, 0, 32 + 40]
 
 
+def test_known_prefixes_are_forgotten_while_sequences_go_on(
+    reusing: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    version = reusing.params_version
+    reusing.prefill("a", PROMPT[:40])
+    reusing.release("a")
+    reusing.prefill("live", PROMPT[:24])
+    reusing.reset_prefix_cache()
+    computed = tokens_computed(reusing, monkeypatch)
+    np.testing.assert_allclose(reusing.decode("live", PROMPT[24], 24), oracle(PROMPT[:25])[-1], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(reusing.prefill("b", PROMPT[:40]), oracle(PROMPT[:40])[-1], atol=1e-4, rtol=0)
+    assert sum(computed) == 1 + 40
+    reusing.prefill("c", PROMPT[:40])
+    assert sum(computed) == 1 + 40 + 8  # what came since is known again
+    assert reusing.params_version == version
+
+
 def test_chunks_of_whole_blocks_are_reused_without_a_step(reusing: ModelRunner, monkeypatch: pytest.MonkeyPatch):
     reusing.prefill("a", PROMPT[:33])
     computed = tokens_computed(reusing, monkeypatch)

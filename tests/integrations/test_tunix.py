@@ -2,6 +2,7 @@
 
 # pyright: reportMissingImports=false
 import functools
+import json
 import subprocess
 import sys
 import warnings
@@ -70,6 +71,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "gemma3": (gemma3.Gemma3, gemma3.ModelConfig, GEMMA3 | {"global_scale_factor": 8.0}),
     "gemma3_by_width": (gemma3.Gemma3, gemma3.ModelConfig, GEMMA3 | {"query_pre_attn_norm": BY_WIDTH}),
 }
+ROOT = Path(models.__file__).parents[2]
 ONE_OF_EACH = ("llama3", "qwen2_tied", "qwen3", "gemma2", "gemma3")
 
 
@@ -365,8 +367,18 @@ def test_grpo_learns_as_with_tunixs_own_sampler(temperature: float, lora: bool):
         assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
 
 
+def test_the_benchmark_runs(tmp_path: Path):
+    path = tmp_path / "grpo.json"
+    command = [sys.executable, "-m", "bench.grpo", "--smoke", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rollout, transfer = json.loads(path.read_text())["rows"]
+    assert rollout["ratio"] == pytest.approx(rollout["theirs_s"] / rollout["ours_s"])
+    assert transfer["ours_s"] > 0
+
+
 def test_the_example_runs_and_is_short():
-    path = Path(models.__file__).parents[2] / "examples/grpo_tunix.py"
+    path = ROOT / "examples/grpo_tunix.py"
     assert len(path.read_text().splitlines()) <= 60
     done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
