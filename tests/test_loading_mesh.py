@@ -14,6 +14,8 @@ from ferrum_jax import EngineConfig
 from ferrum_jax.weights import folder as folders
 from tests import tiny
 
+pytestmark = pytest.mark.devices
+
 ENGINE = EngineConfig(max_seqs=2, kv_capacity=32, block_size=8, block_tokens=16, artifacts=False)
 TOKENS = list(range(2, 21))
 MESHES = {"llama_biases": {"model": 3}, "phi3_beyond": {"model": 4}, "qwen2_moe": {"expert": 2, "model": 2},

@@ -34,6 +34,8 @@ from tests.executor.hosts_process import MODEL
 from tests.executor.test_mesh import agree
 from tests.long import SEED
 
+pytestmark = pytest.mark.devices
+
 ROOT = Path(ferrum_jax.__file__).parents[1]
 LIMIT = 30.0  # seconds from the loss of a process to the end of the other
 JAX_SAYS = "JAX distributed service detected fatal errors"  # which ends a process other than 0 as soon as ours does

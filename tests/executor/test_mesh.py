@@ -22,6 +22,8 @@ from tests.executor.conftest import CFG, REUSING, Oracle
 from tests.executor.test_everything import run_machine
 from tests.long import OPERATIONS
 
+pytestmark = pytest.mark.devices
+
 TOLERANCE = 1e-5  # of the largest number: float32 sums in another order
 ENGINE = ferrum_jax.EngineConfig(
     max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(3,), block_tokens=16, multi_step_tokens=4

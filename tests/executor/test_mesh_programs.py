@@ -11,6 +11,8 @@ from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.step import StepKey
 from tests import tiny
 
+pytestmark = pytest.mark.devices
+
 COLLECTIVES = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 ENGINE = ferrum_jax.EngineConfig(
     max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(3,), block_tokens=16, multi_step_tokens=4,

@@ -25,6 +25,8 @@ from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, CFG, REUSING, Oracle
 from tests.long import OPERATIONS, SEED
 
+pytestmark = pytest.mark.devices
+
 TOLERANCE = 1e-4
 
 

@@ -14,6 +14,8 @@ from tests.executor.test_mesh import ENGINE, agree
 from tests.meshes import mesh_of, model_on
 from tests.tiers import by_default
 
+pytestmark = pytest.mark.devices
+
 NAME, TOKENS = "llama31", [5, 3, 8, 1, 1, 7]
 
 

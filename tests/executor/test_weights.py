@@ -19,6 +19,7 @@ from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CFG, Oracle, emptied, make_runner
 
 TOKENS = list(range(1, 21))
+FORWARD = jax.jit(models.family(CFG).forward, static_argnums=3)
 OracleOf = Callable[[ParamTree], Oracle]
 
 
@@ -135,7 +136,7 @@ def mixed_logits(before: ParamTree, after: ParamTree, old: list[int], new: list[
         start, count, table = (np.full(1, value, np.int32) for value in (start, len(tokens), 0))
         rows = Rows(tokens=np.array([tokens], np.int32), lengths=start, counts=count, tables=table[:, None])
         step = jax.tree.map(jnp.asarray, Batch(groups=(rows,), logit_rows=np.arange(len(tokens), dtype=np.int32)))
-        logits, kv, _ = models.family(CFG).forward(weights, kv, step, CFG)
+        logits, kv, _ = FORWARD(weights, kv, step, CFG)
     return np.asarray(logits)
 
 

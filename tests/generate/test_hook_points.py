@@ -207,6 +207,7 @@ def test_an_intervention_past_the_capacity_changes_nothing(runner: ModelRunner):
         assert llm.generate([[5]], PARAMS, interventions={})[0].captured == {}
 
 
+@pytest.mark.devices
 def test_more_requests_than_a_replica_has_rows_wait_for_each_other(params: ParamTree):
     engine = replace(ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,))
     with from_params(params, CFG, engine=engine, mesh={"data": 2}) as replicas:

@@ -20,6 +20,8 @@ from ferrum_jax.ops import native
 from tests.meshes import agree, by_data, collectives, mesh_of, model_on, tokens_of
 from tests.tiers import by_default
 
+pytestmark = pytest.mark.devices
+
 FAMILIES = ("llama31", "gemma2", "mixtral", "deepseek3", "gpt_oss")
 LENGTHS: Any = np.array([9, 3, 7, 5], np.int32)
 SEEDS: Any = np.array([5, 2**32 - 1, 0, 8], np.uint32)

@@ -83,6 +83,7 @@ def test_a_thousand_interleavings_of_updates_and_traffic_are_exact(
         run_traffic(serving, weights, policy, first + at, mixed)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("policy", by_default(POLICIES, "keep"))
 def test_replicas_change_their_weights_together(policy: LivePolicy, weights: list[ParamTree], mixed: Logprobs):
     engine = replace(ENGINE, prefix_cache=True, max_seqs=3, decode_rows=(3,))

@@ -206,18 +206,19 @@ def test_gradients_reach_interventions_embeddings_and_parameters(remat: bool):
             np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
-def test_long_rows_attend_in_blocks(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "name", by_default(("gemma2", "deepseek3", "gpt_oss", "qwen3_window_biases"), "gemma2", "deepseek3")
+)
+def test_long_rows_attend_in_blocks(name: str, monkeypatch: pytest.MonkeyPatch):
     """With windows, soft caps, sinks and latents, blocks of five queries give what one block gives."""
     import ferrum_jax.ops.attention as module
 
-    for name in ("gemma2", "deepseek3", "gpt_oss", "qwen3_window_biases"):
-        params, cfg = model(name)
-        tokens = tokens_of(name)
-        whole = jax.jit(lambda tokens, params=params, cfg=cfg: models.forward(params, tokens, cfg))(tokens)
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "NEW_BLOCK", 5)
-            cut = jax.jit(lambda tokens, params=params, cfg=cfg: models.forward(params, tokens, cfg))(tokens)
-        close(cut, whole)
+    params, cfg = model(name)
+    tokens = tokens_of(name)
+    whole = jax.jit(lambda tokens: models.forward(params, tokens, cfg))(tokens)
+    monkeypatch.setattr(module, "NEW_BLOCK", 5)
+    cut = jax.jit(lambda tokens: models.forward(params, tokens, cfg))(tokens)
+    close(cut, whole)
 
 
 def test_generation_follows_the_interventions_of_each_row():

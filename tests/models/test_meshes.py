@@ -18,6 +18,8 @@ from ferrum_jax.models.specs import ParamTree
 from tests.meshes import agree, by_data, collectives, mesh_of, model_on, tokens_of
 from tests.tiers import by_default
 
+pytestmark = pytest.mark.devices
+
 FAMILIES = ("llama31", "gemma2", "mixtral", "qwen2_moe", "deepseek3", "gpt_oss", "olmo2")
 KINDS = ("explicit", "auto")
 

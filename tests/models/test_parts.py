@@ -63,6 +63,7 @@ def test_the_head_runs_for_the_tokens_that_are_asked_for():
         assert rows == 36 or not any(shape in text for shape in (f"36x{size}x", f"{size}x36x"))
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", by_default(("explicit", "auto"), "explicit"))
 def test_logits_of_some_tokens_move_no_states_between_devices(kind: str):
     mesh, name = mesh_of(kind), "llama31"
@@ -192,6 +193,7 @@ def test_no_array_of_all_logits_is_ever_in_memory():
     assert max(sizes) == max(32, cfg.hidden_size) * cfg.vocab_size
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", by_default(("explicit", "auto"), "explicit"))
 def test_log_probabilities_are_divided_as_the_rows(kind: str):
     mesh, name = mesh_of(kind), "llama31"

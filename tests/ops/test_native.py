@@ -125,7 +125,7 @@ def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outp
     check_product(product(x, weight), x, wide(weight))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_default(KINDS, "float32", "int8", "uint4 with offsets"))
 def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
     dense = kind in native.FLOATS
     for inputs in (

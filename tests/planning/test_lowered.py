@@ -44,6 +44,7 @@ def _compiled(at: Deployment) -> tuple[Any, str, int]:
     return compiled.memory_analysis(), compiled.as_text() or "", packed_size(key)
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize(("name", "quantize", "mesh"), by_default(CASES, *CASES[1:7]), ids=str)
 def test_bytes_and_collectives_are_those_of_the_lowered_step(name: str, quantize: str | None, mesh: dict[str, Any]):
     at = deployment(name, quantize=quantize, rows=ROWS, **mesh)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 
 from ferrum_jax.contract import DecoderOnlyLLM, LlmRuntimeConfig
 from ferrum_jax.contract.llm import Logits
@@ -23,6 +23,15 @@ def spelled(vocab_size: int) -> Tokenizer:
     """A vocabulary of letters and little else, the last ids of which end an answer or begin one."""
     letters = [*string.ascii_lowercase, " ", ".", ":", ",", "!", "?", "'", "-", "\n"][: vocab_size - len(SPECIAL)]
     return _tokenizer(letters)
+
+
+def json_letters(vocab_size: int) -> Tokenizer:
+    """A vocabulary that can spell some JSON, of bytes, so that answers may have a form."""
+    letters = [*"abcdefghijklmnop", *'"{}[]:,.-0123', "\u0120", "\u010a", *"rstu"][: vocab_size - len(SPECIAL)]
+    made = _tokenizer(letters)
+    made.backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.backend.decoder = decoders.ByteLevel()
+    return made
 
 
 def characters() -> Tokenizer:

@@ -1,6 +1,7 @@
 """Random clients, sane and not: afterwards nothing is held, no thread is left, and nothing failed."""
 
 import json
+import os
 import random
 import socket
 import threading
@@ -18,10 +19,11 @@ from ferrum_jax.serve.settings import ServerSettings
 from tests.executor.conftest import ADAPTER_NAMES
 from tests.generate.conftest import is_empty
 from tests.long import SECONDS, SEED
-from tests.serve.models import spelled
+from tests.serve.models import json_letters
 from tests.serve.test_load import until
 
-CLIENTS = 24
+CLIENTS, LONG_CLIENTS = 24, 64
+GROWTH = 64 << 20  # bytes that the process may grow by once the storm has run for a tenth of its time
 ALLOWED = {200, 400, 403, 404, 405, 408, 409, 413, 415, 429, 503}
 WORDS = ("the quick brown fox", "a", "hello " * 8, "x" * 95, "y" * 300, "", "\u00e9\U0001f600")
 
@@ -39,9 +41,23 @@ def sane(draw: random.Random) -> dict[str, Any]:
         "stop": draw.choice("aeiou"), "logit_bias": {str(draw.randrange(37)): draw.uniform(-5, 5)},
         "repetition_penalty": draw.uniform(0.5, 2), "stream": True, "presence_penalty": draw.uniform(-2, 2),
         "allowed_token_ids": draw.sample(range(37), 5), "max_time": draw.choice([0.01, 0.1, 30]),
-        "model": draw.choice(["tiny", *ADAPTER_NAMES]), "return_token_ids": True,
+        "model": draw.choice(["tiny", *ADAPTER_NAMES]), "return_token_ids": True, "priority": draw.randint(-2, 2),
     }  # fmt: skip
+    if draw.random() < 0.2:
+        body["structured_outputs"] = draw.choice(FORMS)
     return body | dict(draw.sample(sorted(more.items()), draw.randint(0, 5)))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 3}, "b": {"type": "array", "items": {"const": 1}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, Any]] = [
+    {"json": SCHEMA}, {"regex": "[a-c]{2,9}"}, {"choice": ["ab", "cd", "ca"]}, {"grammar": 'start: "a" /[bc]{3}/'},
+    {"regex": "(a"}, {"json": {"type": "nope"}},
+]  # fmt: skip
 
 
 def absurd(draw: random.Random) -> Any:
@@ -124,7 +140,13 @@ def leave_early(url: tuple[str, int], path: str, content: bytes, draw: random.Ra
         time.sleep(draw.choice([0, 0.005, 0.05]))
 
 
-def storm(llm: LLM, folders: dict[str, str], seconds: float, seed: int) -> dict[int, int]:
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def storm(llm: LLM, folders: dict[str, str], seconds: float, seed: int, clients: int = CLIENTS) -> dict[int, int]:
     """Runs clients against a server of its own, and checks what is left."""
     names = {thread.ident for thread in threading.enumerate()}
     root = str(next(iter(folders.values()))).rpartition("/")[0]
@@ -132,12 +154,17 @@ def storm(llm: LLM, folders: dict[str, str], seconds: float, seed: int) -> dict[
     statuses: dict[int, int] = {}
     with running(llm, settings) as server:
         end = time.monotonic() + seconds
-        with ThreadPoolExecutor(CLIENTS) as pool:
+        with ThreadPoolExecutor(clients) as pool:
             address = (server.host, server.port)
-            done = [pool.submit(client, address, seed + at, end, folders, statuses) for at in range(CLIENTS)]
+            done = [pool.submit(client, address, seed + at, end, folders, statuses) for at in range(clients)]
+            time.sleep(seconds / 10)
+            before = resident()
         for one in done:
             one.result()
         check_idle(server)
+        grown = resident() - before
+        print(f"{sum(statuses.values())} answers, {grown / 2**20:.0f} MiB more than after a tenth of the time")
+        assert grown < GROWTH
     until(lambda: {thread.ident for thread in threading.enumerate()} <= names)
     return statuses
 
@@ -158,7 +185,7 @@ def check_idle(server: RunningServer) -> None:
 
 
 def test_a_short_storm_leaves_nothing(runner: ModelRunner, adapter_folders: dict[str, str]):
-    llm = LLM.from_model(runner, spelled(37))
+    llm = LLM.from_model(runner, json_letters(37))
     statuses = storm(llm, adapter_folders, 3.0, 17)
     assert statuses.get(200, 0) > 10
     assert {400, 404} <= statuses.keys()
@@ -167,7 +194,7 @@ def test_a_short_storm_leaves_nothing(runner: ModelRunner, adapter_folders: dict
 @pytest.mark.slow
 def test_a_long_storm_leaves_nothing(runner: ModelRunner, adapter_folders: dict[str, str]):
     print(f"SEED={SEED} SECONDS={SECONDS:g}")
-    llm = LLM.from_model(runner, spelled(37))
-    statuses = storm(llm, adapter_folders, SECONDS, SEED)
+    llm = LLM.from_model(runner, json_letters(37))
+    statuses = storm(llm, adapter_folders, SECONDS, SEED, LONG_CLIENTS)
     print(statuses)
     assert statuses.get(200, 0) > 100

@@ -39,6 +39,7 @@ def test_a_request_is_one_span_of_the_clients_trace(spans: InMemorySpanExporter,
     until(lambda: len(spans.get_finished_spans()) == 1)
     (span,) = spans.get_finished_spans()
     assert span.parent is not None
+    assert span.context is not None
     assert f"{span.context.trace_id:032x}" == PARENT.split("-")[1]
     assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
     found = dict(span.attributes or {})
