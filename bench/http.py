@@ -6,9 +6,9 @@ are, log-normal with the means that ShareGPT's have, 215 and 198 tokens (`--scal
 sequence may be is drawn again. The ceiling is the scheduler in this process with the same requests, in turn with the
 server. Overhead is the difference of the two times with everything there at once, for each token; on a machine of few
 cores that is also what the load generator takes of them. The server's own is the processor time of the thread that has
-its event loop. Time to first token
-(TTFT) counts from the arrival, time per output token (TPOT) is the mean over an answer. `--llama-server` names the
-program of llama.cpp, which gets the same requests at the same times, over the same weights in float32.
+its event loop. Time to first token (TTFT) counts from the arrival, time per output token (TPOT) is the mean over an
+answer. `--llama-server` names the program of llama.cpp, which gets the same requests at the same times, over the same
+weights in float32.
 """
 
 import argparse

@@ -38,7 +38,11 @@ class LlamaServer:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._folder.cleanup()
 
     def _wait(self) -> None:

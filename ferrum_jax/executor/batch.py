@@ -24,12 +24,14 @@ class AllLogits(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """A token is chosen on the device after the last one; a `TokenChoice` comes back. Its mask is called meanwhile."""
+    """A token is chosen on the device after the last one; a `TokenChoice` comes back.
+
+    `mask` gives int32 `[V / 32]`, bits of the tokens allowed now, where the settings have masks. It is called while the
+    step runs, and must not raise.
+    """
 
     settings: SlotSettings  # the same object for as long as a sequence is sampled alike
-    mask: Callable[[], NDArray[np.int32]] | None = (
-        None  # [V / 32]: bits of the tokens allowed now; if settings have masks
-    )
+    mask: Callable[[], NDArray[np.int32]] | None = None
 
 
 class VerifiedTokens(NamedTuple):

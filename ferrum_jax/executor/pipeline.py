@@ -134,7 +134,11 @@ class Pipeline:
             )
 
     def forget_prefixes(self) -> None:
-        """Forgets what every block holds; sequences that are live, and settled, keep theirs for themselves alone."""
+        """Forgets known prefixes; sequences that are live, and settled, keep their blocks for themselves alone."""
+        self.table.forget_prefixes()
+
+    def outdate(self) -> None:
+        """Forgets what every block holds, as other weights come; live sequences keep theirs, as `forget_prefixes`."""
         if self.table.cache_ids:
             self.table.outdate()
         else:

@@ -315,7 +315,7 @@ class ReplicatedRunner(ModelRunner):
             checked += [self._copied(params, replica) for replica in others]  # all there before any is taken
             self.params_version += 1
             for replica, own in zip(self.replicas, checked, strict=True):
-                replica._pipeline.forget_prefixes()
+                replica._pipeline.outdate()
                 replica.params_version += 1
                 replica._device.set_params(own)
 

@@ -386,7 +386,7 @@ class ModelRunner(Adaptable):
             if self._pipeline.table.cache_ids:
                 with self._life:
                     self._pipeline.settle()
-            self._pipeline.forget_prefixes()
+            self._pipeline.outdate()
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.set_params(params)
 
@@ -404,7 +404,7 @@ class ModelRunner(Adaptable):
         """
         with self._life.lock, self._life:
             self._pipeline.check_live("the KV is freed")
-            self._pipeline.forget_prefixes()
+            self._pipeline.outdate()
             self._device.free()
             self._life.paused = "the KV is freed: allocate_kv() first"
 

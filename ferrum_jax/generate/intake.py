@@ -146,8 +146,9 @@ class Intake:
             request.resume(former)
         check_settings(request.cache_id, request.settings(), len(request.tokens), self.model.config.vocab_size)
         if form is not None:
-            request.next_tokens(form)
-            request.check_next()
+            request.mask_of_next(form)
+            if request.refusal is not None:
+                raise request.refusal
         return request
 
     def scored(

@@ -175,9 +175,14 @@ class LLM:
         self._engine.call(self._engine.scheduler.reset)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every known prefix, between two steps; what runs goes on."""
-        if isinstance(self.model, ModelRunner):
-            self._engine.call(self.model.reset_prefix_cache)
+        """Forgets every known prefix, between two steps; what runs goes on.
+
+        Raises:
+            UnsupportedError: the model is no `ModelRunner`; nobody knows what it keeps.
+        """
+        if not isinstance(self.model, ModelRunner):
+            raise UnsupportedError(f"prefixes are forgotten by a ModelRunner, not by a {type(self.model).__name__}")
+        self._engine.call(self.model.reset_prefix_cache)
 
     def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
         """Takes other weights as `ModelRunner.set_params` does, between two steps, also while requests run.
@@ -246,7 +251,7 @@ class LLM:
             capture: hook points that `RequestOutput.captured` has of every token that was read. Known prefixes are then
                 not reused, and nothing is drafted. Steps compile when they are first needed.
             priority: for all prompts, or one each; 0 if None. Lower ones begin first where requests wait; higher ones
-                give way first where the KV runs short. None takes the row of one that runs.
+                give way first where the KV runs short. A request that waits never takes the row of one that runs.
             progress: show a bar of finished prompts.
             use_tqdm: another name of `progress`.
             return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and

@@ -54,13 +54,16 @@ def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
 
 def as_priorities(given: Any, count: int) -> list[int]:
     """Returns the priority of each of so many prompts: one for all of them, or as many; 0 if None."""
-    each = list(given) if isinstance(given, (list, tuple)) else [given or 0] * count
+    if isinstance(given, np.ndarray):
+        given = given.tolist()
+    is_several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    each = list(given) if is_several else [0 if given is None else given] * count
     if len(each) != count:
         raise RequestValidationError(f"{count} prompts need as many priorities, {len(each)} were given")
     for one in each:
-        if isinstance(one, bool) or not isinstance(one, int):
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
             raise RequestValidationError(f"priority is {safe_repr(one)}, expected an integer; lower ones go first")
-    return each
+    return [int(one) for one in each]
 
 
 def _adapter(given: Any) -> ActiveLoraAdapter | None:

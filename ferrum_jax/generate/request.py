@@ -77,7 +77,7 @@ class Request:
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
-        self._has_next = True  # whether the form and the parameters allow any token now
+        self.refusal: RequestValidationError | None = None  # why no token may come next
         # Whether the host must read each token before the next can be chosen.
         self.needs_every_token = self.form is not None or any(len(words) > 1 for words in self.bad_words)
 
@@ -131,27 +131,30 @@ class Request:
     def output_wanted(self) -> SampledToken:
         """What its next step is asked for: a token chosen by its settings."""
         if self.form is not None:
-            return SampledToken(self.settings(), partial(self.next_tokens, self.form))
+            return SampledToken(self.settings(), partial(self.mask_of_next, self.form))
         if self._sampled is None or self.bad_words:
             self._sampled = SampledToken(self.settings())
         return self._sampled
 
-    def next_tokens(self, form: AnswerForm) -> NDArray[np.int32]:
-        """Returns the tokens that the form and the parameters allow next, as `SampledToken.mask` gives them."""
-        mask, params = form.mask, self.params
+    def mask_of_next(self, form: AnswerForm) -> NDArray[np.int32]:
+        """Returns the tokens that the form and the parameters allow next, as `SampledToken.mask` gives them.
+
+        It raises nothing, as a step waits for it: where there are none, `refusal` says so.
+        """
+        try:
+            mask, params = form.mask, self.params
+        except Exception as problem:  # noqa: BLE001  of any kind: it concerns this request alone
+            self.refusal = RequestValidationError(f"the form of the answer cannot be followed: {problem}")
+            return form.everything
         if params.allowed_token_ids is not None:
             mask = mask & _bits_of(params.allowed_token_ids, len(mask))
         if never := [token for token, bias in self.settings().bias.items() if bias == -np.inf]:
             mask = mask & ~_bits_of(never, len(mask))
-        self._has_next = bool(mask.any())
-        return mask
-
-    def check_next(self) -> None:
-        """Raises RequestValidationError where no token may come next."""
-        if not self._has_next:
-            raise RequestValidationError(
+        if not mask.any():
+            self.refusal = RequestValidationError(
                 "no token may come next: the parameters exclude all that fit the answer's form"
             )
+        return mask
 
     def settings(self) -> SlotSettings:
         """How its next token is chosen; the same object until that changes."""
@@ -198,10 +201,8 @@ class Request:
 
     def append(self, choice: TokenChoice, version: int = 0) -> None:
         """Takes the next generated token, chosen by weights of a version, and decides whether it was the last."""
-        try:
-            self.check_next()  # one that was chosen from none is no token
-        except RequestValidationError as problem:
-            self.error = problem
+        if self.refusal is not None:  # one that was chosen from none is no token
+            self.error = self.refusal
             return
         if len(self.tokens) == len(self.prompt):
             self.first_token_after = time.perf_counter() - self.submitted

@@ -248,7 +248,7 @@ class Scheduler:
             request.notify(request)
 
     def _schedule(self) -> tuple[list[Request], list[ScheduledRow]]:
-        """Chooses each request's share of the next step; prompts share `chunk_tokens`, urgent and older ones first."""
+        """Chooses each request's share of the next step; prompts share `chunk_tokens` by priority, then by age."""
         for request in [one for one in self._running if one.copies]:
             self._fork(request)
         ahead: Sequence[Request] = ()

@@ -18,6 +18,7 @@ from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationE
 from ferrum_jax.generate.tokenizer import Tokenizer
 
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
+_VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold no schemas
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -89,6 +90,11 @@ class AnswerForm:
         return self._matcher.is_stopped()
 
     @property
+    def everything(self) -> NDArray[np.int32]:
+        """The mask of every token."""
+        return np.full(-(-self._size // 32), -1, np.int32)
+
+    @property
     def mask(self) -> NDArray[np.int32]:
         """The tokens that may come next: int32 `[V / 32]`, a bit for each, the lowest first."""
         if (mask := self._mask) is None:
@@ -137,6 +143,8 @@ class FormCompiler:
                 'structured output needs llguidance: pip install "ferrum-jax[structured]"'
             ) from problem
         kind, text = structured.definition
+        if kind == "json_schema":
+            _check_references(text)
         with self._lock:
             if self._vocabulary is None:
                 ends = [token for token in self._tokenizer.eos_token_ids if token < self._size]
@@ -153,6 +161,33 @@ class FormCompiler:
         if matcher.is_error():
             raise RequestValidationError(f"this {kind} cannot be followed: {_first_line(matcher.get_error())}")
         return AnswerForm(matcher, self._size)
+
+
+def _check_references(text: str) -> None:
+    """Raises RequestValidationError for a schema with references, inside of which their base changes.
+
+    llguidance resolves every reference from the root. What is no JSON is its affair, too.
+    """
+    inner, has_references = "", False
+    try:
+        waiting = [(json.loads(text), True)]
+    except (ValueError, RecursionError):
+        return
+    while waiting:
+        value, is_root = waiting.pop()
+        if isinstance(value, dict):
+            for name, inside in value.items():
+                if name in ("$id", "id") and isinstance(inside, str) and not is_root:
+                    inner = inside
+                has_references = has_references or (name == "$ref" and isinstance(inside, str))
+                if name not in _VALUES:
+                    waiting.append((inside, False))
+        elif isinstance(value, list):
+            waiting += [(one, False) for one in value]
+    if inner and has_references:
+        raise RequestValidationError(
+            f"this json_schema cannot be followed: it has references, and inside of it another base, {safe_repr(inner)}"
+        )
 
 
 def _first_line(text: str) -> str:

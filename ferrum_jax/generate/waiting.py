@@ -6,7 +6,7 @@ from operator import attrgetter
 
 from ferrum_jax.generate.request import Request
 
-_urgency = attrgetter("priority")
+_priority = attrgetter("priority")
 
 
 class WaitingLine:
@@ -26,12 +26,12 @@ class WaitingLine:
 
     def add(self, request: Request) -> None:
         """Puts a request behind all others of its priority."""
-        self._requests.insert(bisect_right(self._requests, request.priority, key=_urgency), request)
+        self._requests.insert(bisect_right(self._requests, request.priority, key=_priority), request)
 
     def put_first(self, *requests: Request) -> None:
-        """Puts requests of one priority, in this order, before all others of it: what gave way, or copies."""
+        """Puts requests of one priority, in this order, before all others of it: preempted ones, or copies."""
         if requests:
-            at = bisect_left(self._requests, requests[0].priority, key=_urgency)
+            at = bisect_left(self._requests, requests[0].priority, key=_priority)
             self._requests[at:at] = requests
 
     def remove(self, request: Request) -> None:

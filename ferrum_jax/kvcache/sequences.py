@@ -28,7 +28,8 @@ class CachedSequence:
     entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
     adapter: Hashable = None
     is_live: bool = True
-    is_outdated: bool = False  # its keys and values are not of the weights that are there now: nobody else may use them
+    is_private: bool = False  # no prefix of others: known prefixes were forgotten after it had begun
+    is_outdated: bool = False  # its keys and values are not of the weights that are there now; it is private then
     sampled_at: int = -1  # position of the token chosen last for it on the device; -1: none
     sampled: int = UNKNOWN  # that token, once it is read
 
@@ -160,7 +161,7 @@ class SequenceTable:
         self.check_new_slots([new_cache_id])
         made = self.open(new_cache_id)
         made.tokens, made.entries, made.adapter = live.tokens[:], live.entries[:], live.adapter
-        made.is_outdated = live.is_outdated
+        made.is_private, made.is_outdated = live.is_private, live.is_outdated
         shared = live.blocks[: self.num_blocks(live.length)]  # what is reserved beyond stays the other's
         for block in shared:
             self.pool.hold(block)
@@ -242,7 +243,7 @@ class SequenceTable:
 
     def enter(self, live: CachedSequence) -> None:
         """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""
-        if self.prefixes is None or live.is_outdated or live.adapter is PRIVATE:
+        if self.prefixes is None or live.is_private or live.adapter is PRIVATE:
             return
         for at in range(len(live.entries), live.length // self.block_size):
             inside = live.tokens[at * self.block_size : (at + 1) * self.block_size]
@@ -268,11 +269,18 @@ class SequenceTable:
                     raise InternalError(f"block {dropped} is in use, and so is the prefix before it, block {block}")
                 self.pool.discard(dropped)
 
-    def outdate(self) -> None:
-        """Forgets every prefix, as other weights are there; sequences keep their blocks, for themselves alone."""
+    def forget_prefixes(self) -> None:
+        """Forgets every prefix; sequences keep their blocks, for themselves alone."""
         if self.prefixes is not None:
             for dropped in self.prefixes.forget_all():
                 self.pool.discard(dropped)
+        for live in self._live.values():
+            live.is_private = bool(live.tokens)
+            live.entries.clear()
+
+    def outdate(self) -> None:
+        """Forgets every prefix, as other weights are there."""
+        self.forget_prefixes()
         self._outdate(self._live.values())
 
     def outdate_adapter(self, adapter: Hashable, instead: Hashable, cache_ids: Iterable[str]) -> None:
@@ -286,7 +294,7 @@ class SequenceTable:
 
     def _outdate(self, lives: Iterable[CachedSequence]) -> None:
         for live in lives:
-            live.is_outdated = bool(live.tokens)
+            live.is_private = live.is_outdated = bool(live.tokens)
             live.entries.clear()
 
     def forget_adapter(self, adapter: Hashable) -> None:

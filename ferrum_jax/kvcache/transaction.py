@@ -180,7 +180,7 @@ class KvTransaction:
         """Finds the full blocks, from where the sequence ends, that are in the prefixes."""
         size = self._table.block_size
         live = row.live or CachedSequence(slot=-1)
-        if live.is_outdated or row.adapter is PRIVATE:
+        if live.is_private or row.adapter is PRIVATE:
             return []
         at = live.length // size
         if len(live.entries) < at:  # a block of its own is not entered yet: a token of it has not been read

@@ -20,7 +20,7 @@ from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Parsed, Reasoning
-from ferrum_jax.serve.tools.forms import call_form
+from ferrum_jax.serve.tools.forms import call_form, special_tokens
 from ferrum_jax.serve.vocabulary import chat_logprobs, prompt_report
 
 _CHUNK = "chat.completion.chunk"
@@ -94,7 +94,7 @@ def _group(
     check_room(service, ids, body.limit)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = body.sampling(max_tokens=body.limit, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
-    if tool_format is not None and tool_format.needs_special_tokens:
+    if tool_format is not None and tool_format.mark in special_tokens(tokenizer_of(service.llm)):
         params = replace(params, skip_special_tokens=False)
     if tool_format is not None and (tools := body.forced_tools or body.strict_tools):
         form = call_form(

@@ -184,6 +184,8 @@ class ChatBody(Sampled):
         if isinstance(self.tool_choice, NamedTool) and not self.forced_tools:
             name = self.tool_choice.function.name
             raise FieldError("tool_choice", f"tool_choice is {name}, which is none of the tools")
+        if self.continue_final_message and (self.forced_tools or self.strict_tools):
+            raise FieldError("continue_final_message", "a message that goes on cannot be held to the form of calls")
         check_template_kwargs(self.chat_template_kwargs)
         return self
 

@@ -45,7 +45,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            elif not message.get("more_body"):  # the span ends with the answer
+            elif not message.get("more_body"):  # OpenTelemetry ends the span when this was sent
                 annotate(figures | {"request_id": request_id})
             await send(message)
 
@@ -61,7 +61,7 @@ class RequestLog:
             self._metrics.count_response(status)
             line = {"event": "request", "request_id": request_id, "method": scope["method"], "path": scope["path"]}
             line |= {"status": status, "seconds": round(time.perf_counter() - started, 6)} | figures
-            annotate(line)  # where no answer ended it
+            annotate(line)  # of a request whose answer was cut off
             _log.info("%s", json.dumps(line))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:

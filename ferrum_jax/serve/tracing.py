@@ -5,7 +5,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-_UNTRACED = "health,metrics"  # paths that are asked every few seconds
+_UNTRACED = r"^https?://[^/]+/(health|metrics)$"  # what is asked every few seconds
 _ATTRIBUTES = {  # by name in the log; OpenTelemetry's conventions for generative models
     "model": "gen_ai.request.model",
     "prompt_tokens": "gen_ai.usage.input_tokens",

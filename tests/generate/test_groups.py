@@ -1,10 +1,13 @@
 """Answers of one prompt that do not all fit at once: it is read once, and every answer is the one of its seed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from ferrum_jax import LLM, SamplingParams
+from ferrum_jax.contract.errors import UnsupportedError
+from tests.fake import CountingLLM
 from tests.generate.conftest import MakeRunner
 
 PROMPTS = [list(range(1, 21)), list(range(5, 24)), [7, 3, 9] * 6]
@@ -44,3 +47,23 @@ def test_prompts_are_read_once_however_many_answers_wait(new_runner: MakeRunner,
 def test_a_short_kv_changes_no_answer(new_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch):
     answers, _ = run(new_runner, monkeypatch, kv_blocks=9)
     assert answers == run(new_runner, monkeypatch)[0]
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_prefixes_may_be_forgotten_while_copies_run(window: bool, new_runner: MakeRunner):
+    """Copies take over what was computed, also where a sliding-window cache has to compute it anew."""
+    sizes: dict[str, Any] = {"max_seqs": 1, "decode_rows": (1,), "query_blocks": (1,), "prefix_cache": not window}
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=1, n=3, ignore_eos=True)
+    with new_runner(window_kv=window, **sizes) as runner:
+        llm = LLM.from_model(runner)
+        expected = [out.token_ids for out in llm.generate([list(range(1, 12))], params)]
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(llm.generate, [list(range(1, 12))], params)
+            while not answer.done():
+                llm.reset_prefix_cache()
+        assert [out.token_ids for out in answer.result()] == expected
+        version = runner.params_version
+        llm.reset_prefix_cache()
+        assert runner.params_version == version
+    with pytest.raises(UnsupportedError, match="by a ModelRunner"):
+        LLM.from_model(CountingLLM()).reset_prefix_cache()

@@ -84,12 +84,14 @@ def test_prompts_may_have_priorities():
     how = SamplingParams(max_tokens=2)
     order = [at for at, _ in llm.as_completed(PROMPTS[:4], how, priority=[2, 1, 1, -1])]
     assert order == [3, 1, 2, 0]
-    assert [at for at, _ in llm.as_completed(PROMPTS[:3], how, priority=7)] == [0, 1, 2]
+    every: list[Any] = [7, np.int64(7), range(3), (0, 1, 2), np.arange(3), [np.int8(0), 1, 2]]
+    for given in every:
+        assert [at for at, _ in llm.as_completed(PROMPTS[:3], how, priority=given)] == [0, 1, 2]
     assert llm.generate(PROMPTS[0], how, priority=3)[0].finished
     assert list(llm.stream(PROMPTS[0], how, priority=3))
 
 
-@pytest.mark.parametrize("wrong", [[1], [1, 2, 3], "high", 0.5, True, [None, 1]])
+@pytest.mark.parametrize("wrong", [[1], [1, 2, 3], "high", "", b"", 0.5, 0.0, True, False, {}, [None, 1]])
 def test_what_is_no_priority_of_each_prompt_is_refused(wrong: Any):
     llm, _ = counting()
     with pytest.raises(RequestValidationError, match=r"priorit(y|ies)"):

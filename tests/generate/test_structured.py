@@ -1,8 +1,9 @@
 """Answers of a given form: all have it, are drawn from the model's distribution within it, and disturb nobody."""
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from ferrum_jax import LLM, SamplingParams, Speculation, Structured
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
-from ferrum_jax.generate.structured import FormCompiler
+from ferrum_jax.generate.structured import AnswerForm, FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models import forward
 from ferrum_jax.models.specs import ParamTree
@@ -185,6 +186,10 @@ def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: M
         (Structured(regex="(a"), "this regex cannot be followed: .*unclosed|this regex cannot be followed"),
         (Structured(json='{"type": '), "this json_schema cannot be"),
         (Structured(json={"type": "nope"}), "this json_schema cannot be followed"),
+        (
+            Structured(json={"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x", "type": "null"}}}),
+            "inside of it another base, 'x'",
+        ),
         (Structured(grammar="start: other"), "this lark cannot be followed"),
         (Structured(grammar="root ::= ("), "this gbnf cannot be read"),
     ):
@@ -201,6 +206,12 @@ def test_what_cannot_be_a_form_is_refused_and_nothing_starts(llm: LLM, runner: M
     assert is_empty(runner)
 
 
+def test_schemas_with_a_property_or_a_value_named_id_are_followed(llm: LLM):
+    inside = {"type": "object", "properties": {"id": {"const": 1}, "$id": {"$ref": "#/$defs/a"}}, "required": ["id"]}
+    schema = {"$id": "http://x/y", **inside, "$defs": {"a": {"const": {"$id": "z"}}}, "additionalProperties": False}
+    llm._intake.forms.compile(Structured(json=schema))
+
+
 def test_a_form_that_the_allowed_tokens_cannot_have_fails_alone(llm: LLM, runner: ModelRunner):
     letters = [SIGNS.index(sign) for sign in "abcdefghijklmnop"]
     stuck = replace(asked()[1], allowed_token_ids=letters)  # three letters go, a dash does not
@@ -214,6 +225,35 @@ def test_a_form_that_the_allowed_tokens_cannot_have_fails_alone(llm: LLM, runner
     assert is_empty(runner)
     short = replace(stuck, max_tokens=5)
     assert llm.generate([1], short)[0].finish_reason == "length"  # at its end, nothing has to come
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_form_that_fails_or_allows_nothing_ends_its_own_answer(
+    on_host: bool, llm: LLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    if on_host:
+        llm = LLM.from_model(SummingLLM(vocab_size=37), tokenizer)
+    whole = llm.generate([[1], [2]], [asked()[1], DRAWN])
+    masks = AnswerForm.mask.fget
+    assert masks is not None
+    for wrong, message in ((None, "cannot be followed: broken"), (0, "exclude all that fit the answer's form")):
+        calls = itertools.count()
+
+        def mask(form: AnswerForm, calls: Iterator[int] = calls, wrong: int | None = wrong) -> Any:
+            if next(calls) < 3:
+                return masks(form)
+            if wrong is None:
+                raise ValueError("broken")
+            return np.full_like(masks(form), wrong)
+
+        monkeypatch.setattr(AnswerForm, "mask", property(mask))
+        outs = llm.generate([[1], [2]], [asked()[1], DRAWN], return_errors=True)
+        monkeypatch.setattr(AnswerForm, "mask", property(masks))
+        assert isinstance(outs[0].error, RequestValidationError)
+        assert message in str(outs[0].error)
+        assert outs[0].token_ids == whole[0].token_ids[: len(outs[0].token_ids)]
+        assert outs[1].token_ids == whole[1].token_ids
+    assert llm.generate([[1]], asked()[1])[0].token_ids == whole[0].token_ids
 
 
 def test_what_a_grammar_of_lark_quotes_is_no_gbnf():

@@ -165,6 +165,8 @@ def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LL
         ({"reasoning_effort": "high"}, "reasoning_effort", "knows no reasoning_effort"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
         ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
+        ({"continue_final_message": True, "add_generation_prompt": False, "tools": TOOLS, "tool_choice": "required"},
+         "continue_final_message", "form of calls"),
         ({"modalities": ["audio"]}, "modalities", ""),
         ({"functions": []}, "functions", "unknown field"),
         ({"echo": True}, "echo", ""),

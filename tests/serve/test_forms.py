@@ -14,7 +14,7 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import Tool
 from ferrum_jax.serve.tools.choice import FORMATS
 from ferrum_jax.serve.tools.events import Parsed
-from ferrum_jax.serve.tools.forms import call_form
+from ferrum_jax.serve.tools.forms import call_form, special_tokens
 
 DAYS = {
     "type": "object",
@@ -46,7 +46,8 @@ def tools(*, strict: bool | None = None) -> list[Tool]:
 
 def is_allowed(by: Tokenizer, format_name: str, text: str, **how: Any) -> bool:
     """Whether the whole text may be an answer, which the model's end follows."""
-    form = FormCompiler(by, by.vocab_size).compile(call_form(format_name, tools(**how.pop("of", {})), by, **how))
+    may = how.pop("tools", None) or tools(**how.pop("of", {}))
+    form = FormCompiler(by, by.vocab_size).compile(call_form(format_name, may, by, **how))
     try:
         for token in by.encode(text, add_special_tokens=False):
             form.take(token)
@@ -55,8 +56,12 @@ def is_allowed(by: Tokenizer, format_name: str, text: str, **how: Any) -> bool:
     return form.is_complete or all(form.mask[end // 32] >> end % 32 & 1 for end in by.eos_token_ids)
 
 
-def calls_in(format_name: str, text: str) -> list[tuple[str, str]]:
-    parser, parsed = FORMATS[format_name].make(["weather", "stop"]), Parsed()
+def calls_in(format_name: str, text: str, by: Tokenizer | None = None) -> list[tuple[str, str]]:
+    """The calls of an answer, as the server reads it: special tokens are left out where it has none of the marks."""
+    parser, parsed = FORMATS[format_name].make(["weather", "stop", "walk"]), Parsed()
+    if by is not None:
+        keeps = FORMATS[format_name].mark in special_tokens(by)
+        text = by.decode(by.encode(text, add_special_tokens=False), skip_special_tokens=not keeps)
     parsed.take(parser.push(text) + parser.finish())
     return [(one.name, one.arguments) for one in parsed.calls]
 
@@ -88,6 +93,7 @@ FORMS: dict[str, tuple[str, tuple[str, ...], Any]] = {
     "hermes": ("hermes", (), hermes),
     "hermes, tags are special": ("hermes", ("<tool_call>", "</tool_call>"), hermes),
     "llama3": ("llama3", ("<|python_tag|>",), llama3),
+    "llama3, its tag is a text": ("llama3", (), llama3),
     "mistral, a list": ("mistral", ("[TOOL_CALLS]",), lambda *calls: mistral(*calls, new=False)),
     "mistral, names": ("mistral", MISTRAL, lambda *calls: mistral(*calls, new=True)),
     "mistral, marks are texts": ("mistral", (), lambda *calls: mistral(*calls, new=False)),
@@ -107,7 +113,7 @@ def test_a_forced_answer_is_a_call_with_arguments_as_declared(form: str):
     for call in (RIGHT, FREE):
         text = write(form, call)
         assert is_allowed(by, name, text, **how), text
-        assert calls_in(name, text) == [call]
+        assert calls_in(name, text, by) == [call]
         assert not is_allowed(by, name, text[:-1], **how)
     for wrong in (write(form, WRONG), write(form, UNKNOWN), "Sunny.", "", f"Well. {write(form, RIGHT)}"):
         assert not is_allowed(by, name, wrong, **how), wrong
@@ -126,6 +132,24 @@ def test_a_strict_function_keeps_its_declaration_where_a_text_may_come_as_well(f
     for wrong in (WRONG, UNKNOWN):
         assert not is_allowed(by, name, write(form, wrong), **how)
     assert is_allowed(by, name, write(form, WRONG), **how | {"of": {"strict": False}})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_references_go_from_the_root_of_a_tools_own_schema(form: str, is_forced: bool):
+    name, special, _ = FORMS[form]
+    schema = {
+        "type": "object",
+        "properties": {"to": {"$ref": "#/$defs/Way"}, "then": {"$ref": "#"}},
+        "required": ["to"],
+        "additionalProperties": False,
+        "$defs": {"Way": {"enum": ["north", "south"]}},
+    }
+    tool = {"type": "function", "function": {"name": "walk", "parameters": schema, "strict": True}}
+    by, how = tokenizer(*special), {"is_forced": is_forced, "several": False, "tools": [Tool.model_validate(tool)]}
+    assert is_allowed(by, name, write(form, ("walk", '{"to": "north", "then": {"to": "south"}}')), **how)
+    assert not is_allowed(by, name, write(form, ("walk", '{"to": "north", "then": {"to": "west"}}')), **how)
+    assert not is_allowed(by, name, write(form, ("walk", '{"to": "up"}')), **how)
 
 
 @pytest.mark.parametrize("form", ["hermes", "hermes, tags are special", *(one for one in FORMS if "mistral" in one)])
@@ -158,7 +182,12 @@ def test_gpt_oss_thinks_before_it_calls():
 
 
 def test_llama_may_begin_a_call_with_its_tag():
-    by = tokenizer("<|python_tag|>")
-    text = f"<|python_tag|>{llama3(*RIGHT)}"
-    assert is_allowed(by, "llama3", text, is_forced=False, several=False, of={"strict": True})
-    assert json.loads(calls_in("llama3", text)[0][1]) == {"days": 3}
+    how = {"is_forced": False, "several": True, "of": {"strict": True}}
+    for special in (("<|python_tag|>",), ()):
+        by, text = tokenizer(*special), f"<|python_tag|>{llama3(*RIGHT)}"
+        assert is_allowed(by, "llama3", text, **how)
+        assert json.loads(calls_in("llama3", text, by)[0][1]) == {"days": 3}
+        assert not is_allowed(by, "llama3", f"<|python_tag|>{llama3(*WRONG)}", **how)
+        two = f"{llama3(*RIGHT)}; {llama3(*FREE)}"
+        assert is_allowed(by, "llama3", two, **how)
+        assert calls_in("llama3", two, by) == [RIGHT, FREE]

@@ -116,13 +116,16 @@ def client(url: tuple[str, int], seed: int, end: float, folders: dict[str, str],
                 content = b" " * (1 << 20)
             elif how < 0.2:
                 headers = {"content-type": "text/plain"}
-            if how > 0.9:
-                with http.stream("POST", path, content=content, headers=headers) as found:
-                    for _ in found.iter_raw():
-                        if draw.random() < 0.3:
-                            break
-            else:
-                found = http.request(draw.choice(["POST"] * 9 + ["GET"]), path, content=content, headers=headers)
+            try:
+                if how > 0.9:
+                    with http.stream("POST", path, content=content, headers=headers) as found:
+                        for _ in found.iter_raw():
+                            if draw.random() < 0.3:
+                                break
+                else:
+                    found = http.request(draw.choice(["POST"] * 9 + ["GET"]), path, content=content, headers=headers)
+            except httpx.TimeoutException as problem:
+                raise AssertionError(f"no answer: {seed}, {path}, {body}") from problem
             statuses[found.status_code] = statuses.get(found.status_code, 0) + 1
             assert found.status_code in ALLOWED, (seed, path, body, found.status_code)
             if found.status_code == 429:
@@ -150,7 +153,9 @@ def storm(llm: LLM, folders: dict[str, str], seconds: float, seed: int, clients:
     """Runs clients against a server of its own, and checks what is left."""
     names = {thread.ident for thread in threading.enumerate()}
     root = str(next(iter(folders.values()))).rpartition("/")[0]
-    settings = ServerSettings(model="tiny", max_waiting=20, max_body_bytes=1 << 19, adapter_root=root, drain_seconds=20)
+    settings = ServerSettings(
+        model="tiny", max_waiting=20, max_body_bytes=1 << 19, adapter_root=root, drain_seconds=20, max_seconds=20
+    )  # in which the least urgent may not get their turn
     statuses: dict[int, int] = {}
     with running(llm, settings) as server:
         end = time.monotonic() + seconds

@@ -79,7 +79,8 @@ def test_response_formats_and_structured_outputs_are_followed(client: Any):
 
 
 @pytest.mark.parametrize("client", ["hermes", "llama3", "mistral", "gpt_oss"], indirect=True)
-def test_calls_that_have_to_come_come(client: Any):
+def test_calls_that_have_to_come_come(client: Any, request: pytest.FixtureRequest):
+    may_say_more = "gpt_oss" in request.node.name  # in its channel `commentary`
     for choice, names in (
         ("required", {"weather", "stop"}),
         ({"type": "function", "function": {"name": "weather"}}, {"weather"}),
@@ -88,7 +89,7 @@ def test_calls_that_have_to_come_come(client: Any):
             asked = ASK | {"tools": TOOLS, "tool_choice": choice, "seed": seed, "parallel_tool_calls": False}
             (answer,) = client.chat.completions.create(**asked).choices
             assert answer.finish_reason == "tool_calls"
-            assert not answer.message.content
+            assert may_say_more or not answer.message.content
             (call,) = answer.message.tool_calls
             assert call.function.name in names
             assert (
@@ -105,7 +106,7 @@ def test_strict_functions_are_followed_where_a_text_may_come_as_well(client: Any
     tools = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}]
     brace = str(LETTERS.index("{"))
     for seed in range(3):
-        asked = ASK | {"tools": tools, "seed": seed, "max_tokens": 120}
+        asked = ASK | {"tools": tools, "seed": seed, "max_tokens": 120, "parallel_tool_calls": False}
         (call,) = client.chat.completions.create(**asked, logit_bias={brace: 60}).choices
         assert call.finish_reason == "tool_calls"
         assert is_trip(call.message.tool_calls[0].function.arguments)

@@ -33,9 +33,9 @@ def spans() -> Iterator[InMemorySpanExporter]:
 def test_a_request_is_one_span_of_the_clients_trace(spans: InMemorySpanExporter, serve: Serve, llm: LLM, stream: bool):
     spans.clear()
     with httpx.Client(base_url=serve(llm).url, timeout=60, trust_env=False) as http:
-        headers = {"traceparent": PARENT, "x-request-id": "mine"}
+        headers = {"traceparent": PARENT, "x-request-id": "mine", "host": "health.metrics.example"}
         assert http.post("/v1/completions", json=ASK | {"stream": stream}, headers=headers).status_code == 200
-        assert http.get("/health").status_code == 200
+        assert {http.get(path).status_code for path in ("/health", "/metrics")} == {200}
     until(lambda: len(spans.get_finished_spans()) == 1)
     (span,) = spans.get_finished_spans()
     assert span.parent is not None

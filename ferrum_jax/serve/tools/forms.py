@@ -14,13 +14,13 @@ from ferrum_jax.serve.tools.llama3 import PYTHON_TAG
 from ferrum_jax.serve.tools.mistral import ARGS, MARK
 from ferrum_jax.serve.tools.tagged import CLOSE, OPEN
 
-_TEXT = "TEXT: /(?s:.*)/\n"  # without special tokens, which no expression matches
+_TEXT = "TEXT: /(?s:.*)/"  # without special tokens, which no expression matches
 
 
 def call_form(
     format_name: str, tools: Sequence[Tool], tokenizer: Tokenizer, *, is_forced: bool, several: bool
 ) -> Structured:
-    """Returns the form of an answer that may call these tools.
+    """Returns the form of an answer that may call these tools. Calls are written in one way, the format's usual one.
 
     Args:
         format_name: how the model writes calls, of `choice.FORMATS`.
@@ -29,10 +29,9 @@ def call_form(
         tokenizer: the model's, of which marks may be special tokens.
         is_forced: the answer is a call and nothing else, but for what GPT-OSS says to itself before; otherwise it may
             as well be a text, with calls or without.
-        several: it may have more than one call, where the format can.
+        several: it may have more than one call; GPT-OSS never has.
     """
-    added = tokenizer.backend.get_added_tokens_decoder()
-    marks = _Marks({token.content: at for at, token in added.items() if token.special})
+    marks = _Marks(special_tokens(tokenizer))
     schemas = {
         tool.function.name: (tool.function.parameters if is_forced or tool.function.strict else None)
         or {"type": "object"}
@@ -40,12 +39,22 @@ def call_form(
     }
     match format_name:
         case "hermes":
-            return _hermes(schemas, marks, is_forced, several)
+            rules = _hermes(schemas, marks, is_forced, several)
         case "llama3":
-            return _llama3(schemas, marks, is_forced)
+            rules = _llama3(schemas, marks, is_forced, several)
         case "mistral":
-            return _mistral(schemas, marks, is_forced, several)
-    return _gpt_oss(schemas, marks, is_forced)
+            rules = _mistral(schemas, marks, is_forced, several)
+        case _:
+            rules = _gpt_oss(schemas, marks, is_forced)
+    # Each schema is a document of its own, from whose root its references go.
+    arguments = [f"args{at}: %json {json.dumps(schema)}" for at, schema in enumerate(schemas.values())]
+    return Structured(grammar="\n".join([*rules, *arguments, ""]))
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Returns the ids of a vocabulary's special tokens, which are no part of a text, by how they are written."""
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {token.content: at for at, token in added.items() if token.special}
 
 
 @dataclass(frozen=True)
@@ -62,74 +71,68 @@ class _Marks:
         """Returns it as a symbol."""
         return f"<[{self.special[mark]}]>" if self.has(mark) else json.dumps(mark)
 
-    def text_before(self, mark: str) -> str:
+    def text_before(self, mark: str) -> list[str]:
         """Returns the rules `before`, of a text that ends with the first such mark, and `rest`, of one without it."""
         if self.has(mark):
-            return f"before: TEXT {self.of(mark)}\nrest: TEXT\n{_TEXT}"
-        pattern = re.escape(mark).replace("/", r"\/")
-        without = f"rest: REST\nREST: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/\n"
-        return f"before[lazy]: /(?s:.*){pattern}/\n{without}"
+            return [f"before: TEXT {self.of(mark)}", "rest: TEXT", _TEXT]
+        pattern = _escaped(mark)
+        without = f"REST: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/"
+        return [f"before[lazy]: /(?s:.*){pattern}/", "rest: REST", without]
 
 
-def _hermes(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bool) -> Structured:
-    inside = f'inside: "\\n" object "\\n" {marks.of(CLOSE)}\nobject: %json {_any_call(schemas, "arguments")}\n'
+def _hermes(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bool) -> list[str]:
+    inside = [f'inside: "\\n" call "\\n" {marks.of(CLOSE)}', _call_objects(schemas, "arguments")]
     if is_forced:
         rest = f'("\\n" {marks.of(OPEN)} inside)*' if several else ""
-        return Structured(grammar=f"start: {marks.of(OPEN)} inside {rest}\n{inside}")
-    many = "*" if several else "?"
-    return Structured(grammar=f"start: (before inside){many} rest\n{inside}{marks.text_before(OPEN)}")
+        return [f"start: {marks.of(OPEN)} inside {rest}", *inside]
+    return [f"start: (before inside){'*' if several else '?'} rest", *inside, *marks.text_before(OPEN)]
 
 
-def _llama3(schemas: dict[str, Any], marks: _Marks, is_forced: bool) -> Structured:
-    call = _any_call(schemas, "parameters")
+def _llama3(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bool) -> list[str]:
+    calls = 'call ("; " call)*' if several else "call"
     if is_forced:
-        return Structured(json=call)
-    tag = f"{marks.of(PYTHON_TAG)}? " if marks.has(PYTHON_TAG) else ""
-    return Structured(grammar=f"start: {tag}call | TEXT\ncall: %json {call}\nTEXT: /(\\s*[^{{\\s](?s:.*))?/\n")
+        return [f"start: {calls}", _call_objects(schemas, "parameters")]
+    untagged = "" if marks.has(PYTHON_TAG) else rf" & ~/\s*{_escaped(PYTHON_TAG)}(?s:.*)/"
+    text = rf"TEXT: /(\s*[^{{\s](?s:.*))?/{untagged}"
+    return [f"start: {marks.of(PYTHON_TAG)}? {calls} | TEXT", _call_objects(schemas, "parameters"), text]
 
 
-def _mistral(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bool) -> Structured:
+def _mistral(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bool) -> list[str]:
     """Newer models, which know `[ARGS]`, write a mark before each call, older ones one before a list of calls."""
     mark = marks.of(MARK)
     if marks.has(ARGS):
-        calls = [f"{json.dumps(name)} {marks.of(ARGS)} %json {json.dumps(own)}" for name, own in schemas.items()]
-        inside, more = f"inside: {' | '.join(calls)}\n", f"({mark} inside)*" if several else ""
+        calls = [f"{json.dumps(name)} {marks.of(ARGS)} args{at}" for at, name in enumerate(schemas)]
+        inside, more = [f"inside: {' | '.join(calls)}"], f"({mark} inside)*" if several else ""
     else:
-        counts = {"minItems": 1} if several else {"minItems": 1, "maxItems": 1}
-        items = json.loads(_any_call(schemas, "arguments"))
-        inside, more = f"inside: %json {json.dumps({'type': 'array', 'items': items} | counts)}\n", ""
+        others, more = '(", " call)*' if several else "", ""
+        inside = [f'inside: "[" call {others} "]"', _call_objects(schemas, "arguments")]
     if is_forced:
-        return Structured(grammar=f"start: {mark} inside {more}\n{inside}")
-    return Structured(grammar=f"start: before inside {more} | rest\n{inside}{marks.text_before(MARK)}")
+        return [f"start: {mark} inside {more}", *inside]
+    return [f"start: before inside {more} | rest", *inside, *marks.text_before(MARK)]
 
 
-def _gpt_oss(schemas: dict[str, Any], marks: _Marks, is_forced: bool) -> Structured:
+def _gpt_oss(schemas: dict[str, Any], marks: _Marks, is_forced: bool) -> list[str]:
     """Ends after the arguments, or the final text: a special token that is one of the model's ends follows."""
     channel, message, begins = marks.of(CHANNEL), marks.of(MESSAGE), f'{marks.of(END)} {marks.of(START)} "assistant"'
     calls = [
-        f'{channel} {json.dumps(f"commentary to=functions.{name} ")} {marks.of(CONSTRAIN)} "json" {message} '
-        f"%json {json.dumps(schema)}"
-        for name, schema in schemas.items()
+        f'{channel} {json.dumps(f"commentary to=functions.{name} ")} {marks.of(CONSTRAIN)} "json" {message} args{at}'
+        for at, name in enumerate(schemas)
     ]
-    rules = [
-        "start: thought? note? call" if is_forced else "start: (thought | note)* (call | final)",
-        f'thought: {channel} "analysis" {message} TEXT {begins}',
-        f'note: {channel} "commentary" {message} TEXT {begins}',
-        f"call: {' | '.join(calls)}",
-        f'final: {channel} "final" {message} TEXT',
-    ]
-    return Structured(grammar="\n".join(rules[: 4 if is_forced else 5]) + f"\n{_TEXT}")
+    answer = ["start: aside* call"] if is_forced else ["start: aside* (call | final)"]
+    final = [] if is_forced else [f'final: {channel} "final" {message} TEXT']
+    aside = f'aside: {channel} ("analysis" | "commentary") {message} TEXT {begins}'
+    return [*answer, aside, f"call: {' | '.join(calls)}", *final, _TEXT]
 
 
-def _any_call(schemas: dict[str, Any], arguments: str) -> str:
-    """Returns the schema of an object that is a call of one of the tools."""
+def _call_objects(schemas: dict[str, Any], arguments: str) -> str:
+    """Returns the rule `call`, of a JSON object that calls one of the tools."""
     calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, arguments: schema},
-            "required": ["name", arguments],
-            "additionalProperties": False,
-        }
-        for name, schema in schemas.items()
+        f'{json.dumps(f"""{{"name": {json.dumps(name)}, "{arguments}": """)} args{at} "}}"'
+        for at, name in enumerate(schemas)
     ]
-    return json.dumps({"anyOf": calls})
+    return f"call: {' | '.join(calls)}"
+
+
+def _escaped(text: str) -> str:
+    """Returns an expression that matches a text, between slashes."""
+    return re.escape(text).replace("/", r"\/")
