@@ -57,7 +57,7 @@ def as_priorities(given: Any, count: int) -> list[int]:
     if isinstance(given, np.ndarray):
         given = given.tolist()
     is_several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    each = list(given) if is_several else [0 if given is None else given] * count
+    each: list[Any] = list(given) if is_several else [0 if given is None else given] * count
     if len(each) != count:
         raise RequestValidationError(f"{count} prompts need as many priorities, {len(each)} were given")
     for one in each:
