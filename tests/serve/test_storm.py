@@ -1,6 +1,7 @@
 """Random clients, sane and not: afterwards nothing is held, no thread is left, and nothing failed."""
 
 import json
+import logging
 import os
 import random
 import socket
@@ -197,7 +198,10 @@ def test_a_short_storm_leaves_nothing(runner: ModelRunner, adapter_folders: dict
 
 
 @pytest.mark.slow
-def test_a_long_storm_leaves_nothing(runner: ModelRunner, adapter_folders: dict[str, str]):
+def test_a_long_storm_leaves_nothing(
+    runner: ModelRunner, adapter_folders: dict[str, str], caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.CRITICAL, logger="ferrum_jax")  # pytest keeps every line until the test ends
     print(f"SEED={SEED} SECONDS={SECONDS:g}")
     llm = LLM.from_model(runner, json_letters(37))
     statuses = storm(llm, adapter_folders, SECONDS, SEED, LONG_CLIENTS)
