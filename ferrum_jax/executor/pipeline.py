@@ -257,7 +257,7 @@ class Pipeline:
                     read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
                 buffer, wanted = self._pack_step(plan, rows)
                 begun = self.device.step(plan.key, buffer, *self._edits(plan))
-                if planned.masked and at == 0:  # they are computed while the model runs: its logits need none
+                if planned.masked and at == 0:  # computed while the model runs: only the sampler needs them
                     self._write_masks(rows)
                 pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted))
             transaction.commit()

@@ -135,6 +135,10 @@ class AsyncLLM:
         if request is not None:
             await asyncio.to_thread(self.llm.engine.cancel, request)
 
+    async def reset_prefix_cache(self) -> None:
+        """Forgets every known prefix, as `LLM.reset_prefix_cache`."""
+        await asyncio.to_thread(self.llm.reset_prefix_cache)
+
     async def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
         """Takes other weights, as `LLM.set_params`; a cancellation before they are there leaves the old ones."""
         update = params_update(self.llm.model, params, live)

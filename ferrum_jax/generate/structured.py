@@ -144,7 +144,7 @@ class FormCompiler:
             ) from problem
         kind, text = structured.definition
         if kind == "json_schema":
-            _check_references(text)
+            _check_text(text)
         with self._lock:
             if self._vocabulary is None:
                 ends = [token for token in self._tokenizer.eos_token_ids if token < self._size]
@@ -163,16 +163,22 @@ class FormCompiler:
         return AnswerForm(matcher, self._size)
 
 
-def _check_references(text: str) -> None:
-    """Raises RequestValidationError for a schema with references, inside of which their base changes.
-
-    llguidance resolves every reference from the root. What is no JSON is its affair, too.
-    """
-    inner, has_references = "", False
+def _check_text(text: str) -> None:
+    """Checks a schema's references; llguidance says what is wrong with a text that is no JSON."""
     try:
-        waiting = [(json.loads(text), True)]
+        schema = json.loads(text)
     except (ValueError, RecursionError):
         return
+    check_references(schema)
+
+
+def check_references(schema: Any) -> None:
+    """Raises RequestValidationError for a JSON schema with references and, inside of it, an `$id` that is their base.
+
+    llguidance resolves every reference from the root.
+    """
+    inner, has_references = "", False
+    waiting = [(schema, True)]
     while waiting:
         value, is_root = waiting.pop()
         if isinstance(value, dict):
@@ -186,7 +192,8 @@ def _check_references(text: str) -> None:
             waiting += [(one, False) for one in value]
     if inner and has_references:
         raise RequestValidationError(
-            f"this json_schema cannot be followed: it has references, and inside of it another base, {safe_repr(inner)}"
+            f"this json_schema cannot be followed: $ref and, inside of it, an $id ({safe_repr(inner)}) are not "
+            "supported together"
         )
 
 

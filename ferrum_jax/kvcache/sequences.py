@@ -274,27 +274,28 @@ class SequenceTable:
         if self.prefixes is not None:
             for dropped in self.prefixes.forget_all():
                 self.pool.discard(dropped)
-        for live in self._live.values():
-            live.is_private = bool(live.tokens)
-            live.entries.clear()
+        self._withdraw(self._live.values())
 
     def outdate(self) -> None:
         """Forgets every prefix, as other weights are there."""
         self.forget_prefixes()
-        self._outdate(self._live.values())
+        for live in self._live.values():
+            live.is_outdated = live.is_private
 
     def outdate_adapter(self, adapter: Hashable, instead: Hashable, cache_ids: Iterable[str]) -> None:
         """As `outdate`, of what an adapter has a part in; these sequences are of the one `instead` from now on."""
         self.forget_adapter(adapter)
         bound = [live for live in map(self.get, cache_ids) if live is not None]
-        self._outdate(bound)
+        self._withdraw(bound)
         for live in bound:
+            live.is_outdated = live.is_private
             if live.adapter is adapter:  # not where interventions keep it from others anyway
                 live.adapter = instead
 
-    def _outdate(self, lives: Iterable[CachedSequence]) -> None:
+    def _withdraw(self, lives: Iterable[CachedSequence]) -> None:
+        """Keeps what sequences hold from the prefixes, from now on."""
         for live in lives:
-            live.is_private = live.is_outdated = bool(live.tokens)
+            live.is_private = bool(live.tokens)
             live.entries.clear()
 
     def forget_adapter(self, adapter: Hashable) -> None:

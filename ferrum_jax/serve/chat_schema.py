@@ -185,7 +185,9 @@ class ChatBody(Sampled):
             name = self.tool_choice.function.name
             raise FieldError("tool_choice", f"tool_choice is {name}, which is none of the tools")
         if self.continue_final_message and (self.forced_tools or self.strict_tools):
-            raise FieldError("continue_final_message", "a message that goes on cannot be held to the form of calls")
+            raise FieldError(
+                "continue_final_message", "a message to be continued calls no tools that are forced or strict"
+            )
         check_template_kwargs(self.chat_template_kwargs)
         return self
 

@@ -5,6 +5,12 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+try:
+    from opentelemetry import trace
+    from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+except ImportError:
+    trace = OpenTelemetryMiddleware = None
+
 _UNTRACED = r"^https?://[^/]+/(health|metrics)$"  # what is asked every few seconds
 _ATTRIBUTES = {  # by name in the log; OpenTelemetry's conventions for generative models
     "model": "gen_ai.request.model",
@@ -18,18 +24,14 @@ _ATTRIBUTES = {  # by name in the log; OpenTelemetry's conventions for generativ
 
 def traced(app: ASGIApp) -> ASGIApp:
     """Makes each request of an application a span, the child of the one that its `traceparent` names."""
-    try:
-        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
-    except ImportError:
+    if OpenTelemetryMiddleware is None:
         return app
     return OpenTelemetryMiddleware(app, excluded_urls=_UNTRACED, exclude_spans=["receive", "send"])
 
 
 def annotate(figures: Mapping[str, Any]) -> None:
     """Adds the figures of the log's line to the span of the request that is being answered, if there is one."""
-    try:
-        from opentelemetry import trace
-    except ImportError:
+    if trace is None:
         return
     span = trace.get_current_span()
     if span.is_recording():

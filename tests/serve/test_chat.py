@@ -166,7 +166,7 @@ def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LL
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
         ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
         ({"continue_final_message": True, "add_generation_prompt": False, "tools": TOOLS, "tool_choice": "required"},
-         "continue_final_message", "form of calls"),
+         "continue_final_message", "forced or strict"),
         ({"modalities": ["audio"]}, "modalities", ""),
         ({"functions": []}, "functions", "unknown field"),
         ({"echo": True}, "echo", ""),

@@ -171,6 +171,13 @@ def test_a_text_may_come_before_a_call(form: str):
     assert not is_allowed(by, name, f"Well.\n{write(form, WRONG)}", **how, of={"strict": True})
 
 
+def test_references_with_another_base_are_refused():
+    schema = {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "x", "type": "object"}}}
+    tool = Tool.model_validate({"type": "function", "function": {"name": "f", "parameters": schema}})
+    with pytest.raises(RequestValidationError, match="not supported together"):
+        call_form("hermes", [tool], tokenizer(), is_forced=True, several=False)
+
+
 def test_gpt_oss_thinks_before_it_calls():
     by = tokenizer(*HARMONY)
     for before in (THOUGHT, NOTE, THOUGHT + NOTE):

@@ -1,6 +1,7 @@
 """Requests are spans of OpenTelemetry, where it is installed."""
 
-import builtins
+import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from ferrum_jax import LLM
-from ferrum_jax.serve.tracing import annotate, traced
+from ferrum_jax.serve import tracing
 from tests.serve.conftest import Serve
 from tests.serve.test_load import until
 
@@ -56,17 +57,17 @@ def test_what_is_refused_says_why(spans: InMemorySpanExporter, serve: Serve, llm
 
 
 def test_without_opentelemetry_nothing_changes(monkeypatch: pytest.MonkeyPatch):
-    load = builtins.__import__
-
-    def without(name: str, *others: Any, **named: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ImportError(name)
-        return load(name, *others, **named)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [one for one in sys.modules if one.partition(".")[0] == "opentelemetry"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    found = importlib.util.spec_from_file_location("tracing_alone", tracing.__file__)
+    assert found is not None
+    assert found.loader is not None
+    alone = importlib.util.module_from_spec(found)
+    found.loader.exec_module(alone)
 
     async def app(*_: Any) -> None:
         raise AssertionError
 
-    assert traced(app) is app
-    annotate({"model": "tiny"})
+    assert alone.traced(app) is app
+    alone.annotate({"model": "tiny"})

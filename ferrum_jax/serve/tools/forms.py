@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ferrum_jax.generate.structured import Structured
+from ferrum_jax.generate.structured import Structured, check_references
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import Tool
 from ferrum_jax.serve.tools.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
@@ -30,6 +30,9 @@ def call_form(
         is_forced: the answer is a call and nothing else, but for what GPT-OSS says to itself before; otherwise it may
             as well be a text, with calls or without.
         several: it may have more than one call; GPT-OSS never has.
+
+    Raises:
+        RequestValidationError: a declaration has references that cannot be followed.
     """
     marks = _Marks(special_tokens(tokenizer))
     schemas = {
@@ -46,6 +49,8 @@ def call_form(
             rules = _mistral(schemas, marks, is_forced, several)
         case _:
             rules = _gpt_oss(schemas, marks, is_forced)
+    for schema in schemas.values():
+        check_references(schema)
     # Each schema is a document of its own, from whose root its references go.
     arguments = [f"args{at}: %json {json.dumps(schema)}" for at, schema in enumerate(schemas.values())]
     return Structured(grammar="\n".join([*rules, *arguments, ""]))
