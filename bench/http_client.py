@@ -1,6 +1,7 @@
 """A load generator in a process of its own: requests from standard input, when their tokens came to standard output.
 
-Each request streams over a connection of its own, begun at the time that was drawn for it.
+Each request streams over a connection of its own, begun at the time that was drawn for it. What comes is kept with its
+time and read after the last answer, so that this process takes little of the machine meanwhile.
 """
 
 import asyncio
@@ -8,6 +9,8 @@ import json
 import sys
 import time
 from typing import Any
+
+import uvloop
 
 
 async def ask(host: str, port: int, started: float, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -17,20 +20,31 @@ async def ask(host: str, port: int, started: float, wanted: dict[str, Any]) -> d
     reader, writer = await asyncio.open_connection(host, port)
     head = f"POST {wanted['path']} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\nconnection: close\r\n"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-    times: list[float] = []
-    status = (await reader.readline()).split()[1].decode()
-    async for line in reader:
-        if line.startswith(b"data: {"):
+    pieces: list[tuple[float, bytes]] = []
+    while piece := await reader.read(1 << 16):
+        pieces.append((time.perf_counter() - started, piece))
+    writer.close()
+    return {"due": wanted["at"], "pieces": pieces}
+
+
+def token_times(pieces: list[tuple[float, bytes]]) -> list[float]:
+    """Returns when each token of a streamed answer came; ends the program where the server tells of an error."""
+    status = pieces[0][1].split(maxsplit=2)[1].decode() if pieces else "nothing"
+    if status != "200":
+        raise SystemExit(f"the server answers {status}")
+    times, rest = [], b""
+    for at, piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data: {"):
+                continue
             told = json.loads(line[6:])
             if "error" in told:
                 raise SystemExit(f"the server answers {told['error']['message']}")
             choices = told.get("choices")  # llama.cpp's own endpoint has none
             new = len(told["tokens"]) if choices is None else sum(len(one["token_ids"]) for one in choices)
-            times += [time.perf_counter() - started] * new
-    writer.close()
-    if status != "200":
-        raise SystemExit(f"the server answers {status}")
-    return {"due": wanted["at"], "times": times}
+            times += [at] * new
+    return times
 
 
 async def run(host: str, port: int, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -39,5 +53,12 @@ async def run(host: str, port: int, requests: list[dict[str, Any]]) -> list[dict
     return await asyncio.gather(*(ask(host, port, started, one) for one in requests))
 
 
+def main() -> None:
+    """Sends what standard input asks for, and prints the times."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        found = runner.run(run(sys.argv[1], int(sys.argv[2]), json.load(sys.stdin)))
+    print(json.dumps([{"due": one["due"], "times": token_times(one["pieces"])} for one in found]))
+
+
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(run(sys.argv[1], int(sys.argv[2]), json.load(sys.stdin)))))
+    main()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -115,28 +116,51 @@ class Caller:
         self.check()
 
 
+class Wakeups:
+    """Events of one event loop that another thread sets: all those of one step with one call of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        """Takes the loop whose events they are."""
+        self.loop = loop
+        self._due: deque[asyncio.Event] = deque()
+        self._is_called = False
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Has an event set; any thread may ask."""
+        self._due.append(event)
+        if not self._is_called:
+            self._is_called = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+                self.loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        self._is_called = False  # before any is taken: what comes later calls anew
+        while self._due:
+            self._due.popleft().set()
+
+
 class Answers:
     """The engine's requests of one HTTP request.
 
     It is an asynchronous context: within it the requests run, and whatever ends it frees what they hold.
     """
 
-    def __init__(self, llm: LLM, groups: Sequence[Sequence[Request]], caller: Caller):
+    def __init__(self, llm: LLM, groups: Sequence[Sequence[Request]], caller: Caller, wakeups: Wakeups):
         """Takes requests in groups of one prompt each, of which the first has the others as its copies."""
         self._llm = llm
+        self._wakeups = wakeups
         self.groups = groups
         self.choices = [Choice(at, one) for at, one in enumerate(one for group in groups for one in group)]
         self._caller = caller
         self._is_signalled = False
 
     async def __aenter__(self) -> Self:
-        loop, changed = asyncio.get_running_loop(), self._caller.changed
+        wakeups, changed = self._wakeups, self._caller.changed
 
         def notify(_: Request) -> None:
             if not self._is_signalled:
                 self._is_signalled = True
-                with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
-                    loop.call_soon_threadsafe(changed.set)
+                wakeups.wake(changed)
 
         for choice in self.choices:
             choice.request.notify = notify

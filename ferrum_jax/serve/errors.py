@@ -24,6 +24,7 @@ _TYPES = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 LONGEST = 1000  # characters of a message, which may repeat what the client sent
 
 
@@ -76,7 +77,7 @@ class JsonAnswer(Response):
 
 def dump(value: Any) -> bytes:
     """Returns JSON in UTF-8; half a surrogate pair, which has no UTF-8, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -62,7 +62,7 @@ async def begin(
     name = None if adapter is None else adapter.name
     await stack.enter_async_context(service.admission.admit(count, name, caller))
     groups = await service.run(make, adapter)
-    answers = await stack.enter_async_context(Answers(service.llm, groups, caller))
+    answers = await stack.enter_async_context(Answers(service.llm, groups, caller, service.wakeups()))
     service.live.add(answers)
     stack.callback(service.forget, answers)
     service.metrics.choices.observe(body.n or 1)

@@ -17,7 +17,7 @@ from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.serve.admission import Admission
-from ferrum_jax.serve.answers import Answers, Caller, Choice
+from ferrum_jax.serve.answers import Answers, Caller, Choice, Wakeups
 from ferrum_jax.serve.errors import ApiError, bad_request, from_engine, unavailable
 from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.settings import ServerSettings
@@ -54,6 +54,7 @@ class Service:
             self.runner.load_lora(name, path)
             self.adapters[name] = path
         self._pool = ThreadPoolExecutor(2, "serve")
+        self._wakeups: Wakeups | None = None
 
     def close(self) -> None:
         """Ends the threads that tokenise, and drops the adapters."""
@@ -61,6 +62,13 @@ class Service:
         for name in self.adapters:
             with contextlib.suppress(FerrumError):  # of a model that was closed or has failed
                 self._unload(name)
+
+    def wakeups(self) -> Wakeups:
+        """How the engine's thread wakes those who wait in the event loop that runs."""
+        loop = asyncio.get_running_loop()
+        if self._wakeups is None or self._wakeups.loop is not loop:
+            self._wakeups = Wakeups(loop)
+        return self._wakeups
 
     async def run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's."""
