@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from starlette.requests import Request as HttpRequest
 
@@ -37,8 +37,7 @@ class Choice:
     gaps: list[float] = field(default_factory=list)  # seconds between tokens, since they were last counted
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
+class Piece(NamedTuple):
     """What is new of one answer."""
 
     choice: Choice

@@ -39,7 +39,7 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
             usage = usage_of(answers.groups, answers.choices)
             note(http, completion_tokens=usage["completion_tokens"])
             return JsonAnswer(reply.head() | {"choices": choices, "usage": usage})
-        usages = UsageChunks(body, answers)
+        usages, head = UsageChunks(body, answers), reply.head()
 
         async def chunks() -> AsyncIterator[bytes]:
             while not answers.is_over:
@@ -48,7 +48,7 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
                         piece.text, piece.tokens, piece.finish_reason, is_first=piece.is_first
                     )
                     if choice is not None:
-                        yield usages.of(reply.head() | {"choices": [choice]})
+                        yield usages.of(head | {"choices": [choice]})
                 service.metrics.count_tokens(answers.choices)
             note(http, completion_tokens=usages.total()["completion_tokens"])
             yield usages.last(reply)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
 
 from ferrum_jax.contract.errors import (
@@ -24,7 +25,6 @@ _TYPES = {
     408: "timeout_error",
     429: "rate_limit_error",
 }
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 LONGEST = 1000  # characters of a message, which may repeat what the client sent
 
 
@@ -77,7 +77,10 @@ class JsonAnswer(Response):
 
 def dump(value: Any) -> bytes:
     """Returns JSON in UTF-8; half a surrogate pair, which has no UTF-8, becomes a question mark."""
-    return _ENCODER.encode(value).encode("utf-8", "replace")
+    try:
+        return to_json(value, inf_nan_mode="null")
+    except PydanticSerializationError:  # which tells of such a half
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -135,12 +135,13 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them, as an ASGI application."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        send_piece = scope.get("ferrum.send", send)
         async with self._stack:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 async for chunk in self._chunks:
                     if chunk:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        await send_piece({"type": "http.response.body", "body": chunk, "more_body": True})
             except DisconnectError:
                 note(self._http, disconnected=True)
                 return

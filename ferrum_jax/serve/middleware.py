@@ -23,6 +23,19 @@ _OPEN = ("/health",)  # paths that need no key: probes have none
 CLIENT_LEFT = 499  # in the log, as nginx has it
 
 
+class ShortCut:
+    """Keeps the server's own `send` in the scope, for the pieces of a stream, which nothing on the way reads."""
+
+    def __init__(self, app: ASGIApp):
+        """Takes what answers."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request."""
+        scope["ferrum.send"] = send
+        await self._app(scope, receive, send)
+
+
 class RequestLog:
     """Assigns each request an id, catches every error, and logs one line of JSON about it; an ASGI application."""
 
