@@ -1,7 +1,8 @@
 """What do masks of structured output cost beside the same answers without them?
 
 All rows are answered together by `LLM.generate`, drawn at temperature 1, to the same number of tokens: without a form,
-with one row of a form among the others, and with every row of a form. The form is a JSON schema whose answers do not
+with one row of a form among the others, with every row of a form, and the same with what must follow, or is looked up,
+drafted and verified. The form is a JSON schema whose answers do not
 end before their limit. Its masks are computed on the host, and no step is begun before the last one's tokens are known.
 """
 
@@ -16,6 +17,7 @@ from bench.timing import Contestant, Timing, alternate
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.speculation import Speculation
 from ferrum_jax.generate.structured import Structured
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.weights import hub
@@ -23,6 +25,7 @@ from ferrum_jax.weights import hub
 ROWS, SMOKE_ROWS = 8, 2
 PROMPT, TOKENS = 16, 128  # tokens of a prompt and of an answer
 SMOKE = 4, 8  # the same
+DRAFTED = 4  # tokens at a time
 ITEM = {
     "type": "object",
     "properties": {
@@ -38,32 +41,38 @@ SCHEMA = {"type": "array", "items": ITEM, "minItems": 1000}
 
 
 def main() -> None:
-    """Measures the three in turn and prints the table and the JSON line."""
+    """Measures them in turn and prints the table and the JSON line."""
     setting = start(__doc__, _engine(ROWS, PROMPT + TOKENS), _engine(SMOKE_ROWS, sum(SMOKE)))
     found, runner = setting.found, setting.runner
     tokenizer = _letters(runner.model_config.vocab_size) if found.smoke else _tokenizer(found.model)
     prompt, tokens = SMOKE if found.smoke else (PROMPT, TOKENS)
+    drafting = LLM.from_model(runner, tokenizer, speculation=Speculation(num_tokens=DRAFTED))
     llm, rows = LLM.from_model(runner, tokenizer), runner.plan.max_seqs
-    llm.warmup(progress=False)
+    drafting.warmup(progress=False)
     prompts = [models.prompt(runner.model_config, prompt, seed=at) for at in range(rows)]
     plain = SamplingParams(max_tokens=tokens, temperature=1.0, seed=0, ignore_eos=True)
     formed = SamplingParams(max_tokens=tokens, temperature=1.0, seed=0, structured=Structured(json=SCHEMA))
 
-    def answer(formed_rows: int) -> None:
-        outs = llm.generate(prompts, [formed] * formed_rows + [plain] * (rows - formed_rows))
+    def answer(formed_rows: int, by: LLM = llm) -> None:
+        outs = by.generate(prompts, [formed] * formed_rows + [plain] * (rows - formed_rows))
         if short := [len(out.token_ids) for out in outs if len(out.token_ids) != tokens]:
             raise RuntimeError(f"answers have {short} tokens, expected {tokens}")
 
     counts = {"none": 0, "one": 1, "all": rows}
     contestants = {name: Contestant(lambda count=count: answer(count)) for name, count in counts.items()}
+    counts["all, drafted"] = rows
+    contestants["all, drafted"] = Contestant(lambda: answer(rows, drafting))
     times = alternate(contestants, rounds=found.rounds)
-    llm.close()
+    accepted = drafting.acceptance_rate
+    drafting.close()
     results = [_row(name, counts[name], timing, rows * tokens, times["none"]) for name, timing in times.items()]
-    cells = [
-        [f"{row['formed_rows']} of {rows}", f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.3f}"] for row in results
-    ]
+    cells = []
+    for row in results:
+        how = f"{row['formed_rows']} of {rows}" + (", drafted" if row["name"] == "all, drafted" else "")
+        cells.append([how, f"{row['tokens_per_second']:.0f}", f"{row['ratio']:.3f}"])
     card.show_table(("rows of a form", "tokens/s", "time over none"), cells, left=())
-    setting.finish("structured", results)
+    print(f"{accepted:.0%} of what was drafted was right")
+    setting.finish("structured", results, acceptance=accepted)
 
 
 def _row(name: str, formed: int, timing: Timing, tokens: int, plain: Timing) -> dict[str, Any]:
@@ -77,7 +86,7 @@ def _row(name: str, formed: int, timing: Timing, tokens: int, plain: Timing) -> 
 
 
 def _engine(rows: int, capacity: int) -> EngineConfig:
-    return EngineConfig(max_seqs=rows, kv_capacity=capacity, decode_rows=(rows,))
+    return EngineConfig(max_seqs=rows, kv_capacity=capacity, decode_rows=(rows,), spec_tokens=DRAFTED)
 
 
 def _tokenizer(model: str | None) -> Tokenizer:

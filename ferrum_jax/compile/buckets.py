@@ -115,9 +115,10 @@ class Buckets:
             GatherKey(self.table_columns),
         ]
 
-    def masks(self) -> list[ProgramKey]:
-        """The program for tokens that are allowed for one token alone, which structured output needs."""
-        return [MaskKey(self.decode_rows[-1])]
+    def masks(self, *, drafts: bool = False) -> list[ProgramKey]:
+        """The programs for tokens that are allowed at one place alone, which structured output needs."""
+        verifies = [VerifyKey(p, self.verify_tokens, is_masked=True) for p in self.verify_blocks] if drafts else []
+        return [MaskKey(self.decode_rows[-1]), *verifies]
 
     def distributions(self) -> list[ProgramKey]:
         """The programs for what tokens are drawn from, which drafts with probabilities of their own need."""

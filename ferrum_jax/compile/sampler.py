@@ -170,6 +170,7 @@ def choose_rows(
     slots: Int[Array, " R"],
     positions: Int[Array, " R"],
     drafted: Int[Array, "R T"] | None = None,
+    masks: Int[Array, "R W"] | None = None,
 ) -> Sampled[jax.Array]:
     """Chooses a token for each row of logits by its slot's settings.
 
@@ -179,6 +180,7 @@ def choose_rows(
         slots: whose settings; what one past the last slot chooses is nobody's.
         positions: of the tokens to be chosen, in their sequences.
         drafted: tokens of the answer that `state` does not count yet, V where there is none.
+        masks: bits of the tokens that may be chosen, in place of the slot's; 0 throughout where the slot's count.
     """
     rows = state.settings[slots.clip(max=len(state.settings) - 1)[:, None], np.arange(_STOP)]
     is_anyones = slots < len(state.settings)
@@ -191,7 +193,7 @@ def choose_rows(
 
     def choose_by_all() -> tuple[jax.Array, ...]:
         scores = lax.cond(
-            jnp.any(is_adjusted), lambda: adjusted(state, logits, slots, positions, drafted), lambda: logits
+            jnp.any(is_adjusted), lambda: adjusted(state, logits, slots, positions, drafted, masks), lambda: logits
         )
         ids, threshold = sampling.choose(scores, inputs)
 
@@ -238,6 +240,7 @@ def adjusted(
     slots: jax.Array,
     positions: jax.Array,
     drafted: jax.Array | None,
+    masks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the scores after bias, masks and penalties."""
     rows, vocab_size = state.settings.at[slots].get(mode="clip"), logits.shape[1]
@@ -248,7 +251,8 @@ def adjusted(
     scores = logits.at[at, ids].add(bias, mode="drop")
     is_early = (positions < _number(rows, "min_position"))[:, None]
     scores = scores.at[at, stop_ids].add(jnp.where(is_early, -jnp.inf, 0.0), mode="drop")
-    allowed = _unpack_set(sets[:, 0], vocab_size) | (_number(rows, "is_masked") == 0)[:, None]
+    words = sets[:, 0] if masks is None else jnp.where(jnp.any(masks != 0, axis=1, keepdims=True), masks, sets[:, 0])
+    allowed = _unpack_set(words, vocab_size) | (_number(rows, "is_masked") == 0)[:, None]
     scores = jnp.where(allowed, scores, -jnp.inf)
     counts = state.counts.at[slots].get(mode="clip")
     if drafted is not None:
@@ -276,17 +280,21 @@ def sample(
 
 
 def verify(
-    state: SamplerState[jax.Array], logits: Float[Array, "X V"], rows: Int[Array, "P W"]
+    state: SamplerState[jax.Array],
+    logits: Float[Array, "X V"],
+    rows: Int[Array, "P W"],
+    masks: Int[Array, " size"] | None = None,
 ) -> tuple[SamplerState[jax.Array], Sampled[jax.Array]]:
     """Chooses a token after each of a row's tokens, and counts those up to the first that was not drafted.
 
     A row of `rows` is its slot, the position of its first token, its number of tokens, and the tokens: the newest one
-    and what was drafted after it. A drafted token is accepted where the choice before it is the same. `state` is
-    donated.
+    and what was drafted after it. A drafted token is accepted where the choice before it is the same. `masks` are those
+    of `choose_rows`, one row after the other. `state` is donated.
     """
     slots, counts, tokens = rows[:, 0], rows[:, 2], rows[:, 3:]
     num_rows, width = tokens.shape
-    found = choose_rows(state, logits, *each_token(rows, logits.shape[1]))
+    table = None if masks is None else masks.reshape(len(logits), -1)
+    found = choose_rows(state, logits, *each_token(rows, logits.shape[1]), table)
     at = jnp.arange(width, dtype=jnp.int32)
     chosen = found.packed[:, 0].reshape(num_rows, width)
     agrees = (chosen[:, :-1] == tokens[:, 1:]) & (at[1:] < counts[:, None])
@@ -350,12 +358,14 @@ class VerifyKey:
 
     blocks: int  # P
     block_tokens: int  # C
+    is_masked: bool = False  # whether the tokens that may be chosen come with it
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
         rows = _placed(context, jnp.int32, self.blocks, 3 + self.block_tokens)
-        logits = logits_of(context, self.blocks * self.block_tokens)
-        return lower_writing(context, verify, logits, rows)
+        count = self.blocks * self.block_tokens
+        masks = jax.ShapeDtypeStruct((count * context.sampler.sets.shape[2],), jnp.int32)
+        return lower_writing(context, verify, logits_of(context, count), rows, *([masks] if self.is_masked else []))
 
 
 @dataclass(frozen=True, order=True)

@@ -35,9 +35,13 @@ class SampledToken(NamedTuple):
 
 
 class VerifiedTokens(NamedTuple):
-    """The tokens are the newest one and drafted ones; a list of `TokenChoice` comes back, one after each of them."""
+    """The tokens are the newest one and drafted ones; a list of `TokenChoice` comes back, one after each of them.
+
+    `masks` are int32 `[n, V / 32]`, bits of the tokens allowed after each, where the settings have masks.
+    """
 
     settings: SlotSettings
+    masks: NDArray[np.int32] | None = None
 
 
 class Distributions(NamedTuple):

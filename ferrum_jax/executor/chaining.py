@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ferrum_jax.compile.buckets import Buckets, ProgramKey
 from ferrum_jax.compile.planner import StepPlan
@@ -25,6 +26,20 @@ def has_masks(outputs: Sequence[Output]) -> bool:
     return any(isinstance(one, SampledToken) and one.mask is not None for one in outputs)
 
 
+def _are_verified_with_masks(outputs: Sequence[Output]) -> bool:
+    return any(isinstance(one, VerifiedTokens) and one.masks is not None for one in outputs)
+
+
+def _pack_masks(plan: StepPlan, asked: Sequence[Output]) -> NDArray[np.int32]:
+    """Packs the masks of a step's rows as `sampler.verify` takes them."""
+    words = next(one.masks.shape[1] for one in asked if isinstance(one, VerifiedTokens) and one.masks is not None)
+    table = np.zeros((plan.key.blocks, plan.key.block_tokens, words), np.int32)
+    for at, (one, piece) in enumerate(zip(asked, plan.blocks, strict=True)):
+        if isinstance(one, VerifiedTokens) and one.masks is not None:
+            table[at, : piece.size] = one.masks[piece.start : piece.start + piece.size]
+    return table.ravel()
+
+
 def chained_keys(
     outputs: Sequence[Output], plans: Sequence[StepPlan], buckets: Buckets, *, masked: bool
 ) -> list[ProgramKey]:
@@ -33,13 +48,14 @@ def chained_keys(
     processed = TargetScores in kinds and any(isinstance(one, TargetScores) and has_settings(one) for one in outputs)
     keys: list[ProgramKey] = [ConfigureKey(buckets.kv_capacity)] if with_settings else []
     keys += [MaskKey(buckets.decode_rows[-1])] if masked else []
-    for key in (plan.key for plan in plans):
+    for plan in plans:
+        key, asked = plan.key, [outputs[piece.row] for piece in plan.blocks]
         if key.outputs == "last":
             if SampledToken in kinds:
                 keys.append(SampleKey(key.logit_rows))
             continue
         if VerifiedTokens in kinds:
-            keys.append(VerifyKey(key.blocks, key.block_tokens))
+            keys.append(VerifyKey(key.blocks, key.block_tokens, _are_verified_with_masks(asked)))
         if TargetScores in kinds:
             keys.append(ScoreKey(key.logit_rows))
         if processed:
@@ -67,7 +83,9 @@ def chain(
             if isinstance(one, SampledToken):
                 table.expect(rows.lives[row], rows.ends[row])
     if VerifiedTokens in kinds:
-        sampled = device.sample(VerifyKey(key.blocks, key.block_tokens), outputs)
+        verify_key = VerifyKey(key.blocks, key.block_tokens, _are_verified_with_masks(asked))
+        masks = _pack_masks(plan, asked) if verify_key.is_masked else None
+        sampled = device.sample(verify_key, outputs, masks)
     if Distributions in kinds:
         probabilities = device.distributions(DistributionKey(key.blocks, key.block_tokens), outputs)
     if TargetScores in kinds:

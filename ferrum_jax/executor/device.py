@@ -276,11 +276,17 @@ class DeviceState:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
         return outputs
 
-    def sample(self, key: SampleKey | VerifyKey, outputs: StepOutputs) -> Sampled[jax.Array]:
-        """Begins to choose tokens from the logits of the step that was begun last."""
+    def sample(
+        self, key: SampleKey | VerifyKey, outputs: StepOutputs, masks: NDArray[np.int32] | None = None
+    ) -> Sampled[jax.Array]:
+        """Begins to choose tokens from the logits of the step that was begun last; `masks` as `sampler.verify`'s."""
         program, state = self.programs.get(key), self._sampler
+        more = () if masks is None else (masks,)
+        run = program if masks is None else functools.partial(call, program)
         try:
-            self._sampler, found = self._hosts.run(lambda: program(state, outputs.logits, outputs.rows), "sample", key)
+            self._sampler, found = self._hosts.run(
+                lambda: run(state, outputs.logits, outputs.rows, *more), "sample", key, *more
+            )
         except jax.errors.JaxRuntimeError as problem:
             self.lose()
             raise DeviceError(f"{key} failed on the device: {problem}") from problem

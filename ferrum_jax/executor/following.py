@@ -43,7 +43,7 @@ def _do(message: Message, device: DeviceState, latest: Any) -> Any:
         case "step":
             return device.step(key, arrays[0])
         case "sample":
-            device.sample(key, latest)
+            device.sample(key, latest, *arrays)
         case "distributions":
             device.distributions(key, latest)
         case "score":

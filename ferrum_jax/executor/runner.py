@@ -358,7 +358,7 @@ class ModelRunner(Adaptable):
         with self._life.lock, self._life:
             track = Track("compiling steps") if progress else None
             more = self.plan.buckets.distributions() if distributions else []
-            more += self.plan.buckets.masks() if masks else []
+            more += self.plan.buckets.masks(drafts=bool(self.plan.spec_tokens)) if masks else []
             self._programs.warmup([*self.plan.declared(), *more], track, load=load)
 
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:

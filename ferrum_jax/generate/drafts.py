@@ -18,11 +18,12 @@ class Draft:
     """Tokens that are proposed to follow a sequence.
 
     `probabilities`, `[n, vocab]` float64, says from which distributions they were drawn independently of everything
-    else; None where the tokens are no such draws.
+    else; None where the tokens are no such draws. `masks` are those of `VerifiedTokens`, for an answer that has a form.
     """
 
     tokens: list[int]
     probabilities: NDArray[np.float64] | None = None
+    masks: NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,9 @@ class HostSampler:
                 if at > 0 and settings.is_adjusted:
                     state = replace(state, counts=state.counts.copy())
                     state.counts[0, token] += 1
+                if isinstance(row.output, VerifiedTokens) and row.output.masks is not None:
+                    state = replace(state, sets=state.sets.copy())
+                    state.sets[0, 0] = row.output.masks[at]
                 places.append((state, row.start + at + 1))
         return places
 

@@ -49,7 +49,7 @@ class SamplingParams(Sampling):
             penalties, temperature and filters. The token's own are reported under both.
         prompt_logprobs: the same for the prompt's tokens, all of which are then computed, known prefix or not.
         structured: the form of the answer: JSON of a schema, a regular expression, a grammar or choices. It ends where
-            nothing may follow, so not with `min_tokens` or `ignore_eos`. Nothing is drafted. Extra `structured`.
+            nothing may follow, so not with `min_tokens` or `ignore_eos`. Extra `structured`.
         n: how many answers to draw; the prompt is read once, where there is room. Answer i has the seed `seed + i`,
             modulo 2^32.
     """

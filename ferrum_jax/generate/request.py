@@ -17,7 +17,7 @@ from ferrum_jax.executor.interventions import Interventions
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingParams
 from ferrum_jax.generate.stops import StopWatcher
-from ferrum_jax.generate.structured import AnswerForm
+from ferrum_jax.generate.structured import AnswerForm, Mask
 from ferrum_jax.models.hooks import Point
 
 
@@ -78,8 +78,9 @@ class Request:
         self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
         self.refusal: RequestValidationError | None = None  # why no token may come next
-        # Whether the host must read each token before the next can be chosen.
-        self.needs_every_token = self.form is not None or any(len(words) > 1 for words in self.bad_words)
+        # Whether its settings change with its tokens, and whether the host must read each before the next is chosen.
+        self.has_changing_settings = any(len(words) > 1 for words in self.bad_words)
+        self.needs_every_token = self.form is not None or self.has_changing_settings
 
     @property
     def is_done(self) -> bool:
@@ -136,24 +137,42 @@ class Request:
             self._sampled = SampledToken(self.settings())
         return self._sampled
 
-    def mask_of_next(self, form: AnswerForm) -> NDArray[np.int32]:
+    def mask_of_next(self, form: AnswerForm) -> Mask:
         """Returns the tokens that the form and the parameters allow next, as `SampledToken.mask` gives them.
 
         It raises nothing, as a step waits for it: where there are none, `refusal` says so.
         """
         try:
-            mask, params = form.mask, self.params
+            mask = self._within_params(form.mask)
         except Exception as problem:  # noqa: BLE001  of any kind: it concerns this request alone
             self.refusal = RequestValidationError(f"the form of the answer cannot be followed: {problem}")
             return form.everything
-        if params.allowed_token_ids is not None:
-            mask = mask & _bits_of(params.allowed_token_ids, len(mask))
-        if never := [token for token, bias in self.settings().bias.items() if bias == -np.inf]:
-            mask = mask & ~_bits_of(never, len(mask))
         if not mask.any():
             self.refusal = RequestValidationError(
                 "no token may come next: the parameters exclude all that fit the answer's form"
             )
+        return mask
+
+    def fit_draft(self, form: AnswerForm, drafted: Sequence[int], most: int) -> tuple[list[int], list[Mask]]:
+        """Returns of drafted tokens those that fit the form, with the masks that `VerifiedTokens` takes.
+
+        What only one text can follow is better known than drafted. There is nothing where plain steps have to say why.
+        """
+        forced = form.forced[:most]
+        longest = max(list(drafted[: form.count_fitting(drafted)]), forced[: form.count_fitting(forced)], key=len)
+        try:
+            masks = [self._within_params(mask) for mask in form.masks_along(longest)]
+        except Exception:  # noqa: BLE001  of any kind: it concerns this request alone
+            return [], []
+        count = next((at for at, mask in enumerate(masks) if not mask.any()), len(masks))
+        return longest[: max(0, count - 1)], masks[:count]
+
+    def _within_params(self, mask: Mask) -> Mask:
+        """Returns what the parameters allow of a mask."""
+        if self.params.allowed_token_ids is not None:
+            mask = mask & _bits_of(self.params.allowed_token_ids, len(mask))
+        if never := [token for token, bias in self.settings().bias.items() if bias == -np.inf]:
+            mask = mask & ~_bits_of(never, len(mask))
         return mask
 
     def settings(self) -> SlotSettings:
@@ -364,7 +383,7 @@ class Request:
             self.text.append(piece)
 
 
-def _bits_of(ids: Sequence[int], num_words: int) -> NDArray[np.int32]:
+def _bits_of(ids: Sequence[int], num_words: int) -> Mask:
     """Returns a set of tokens as int32 words, the lowest bit first."""
     flags = np.zeros(32 * num_words, np.bool_)
     flags[list(ids)] = True

@@ -51,7 +51,7 @@ class Speculator:
         are left to the ordinary step. After any error the KV is rolled back.
         """
         ready = [one for one in batch if one.num_read == len(one.tokens) - 1 > 0]
-        ready = [one for one in ready if not one.needs_every_token and not one.capture]
+        ready = [one for one in ready if not one.capture and not one.has_changing_settings]
         drafted = self._draft(ready)
         if not drafted:
             return []
@@ -98,6 +98,7 @@ class Speculator:
             drafts = self.source.propose(wants)
         except FerrumError:  # a draft that fails costs nobody an answer
             return []
+        drafts = [_fit(*one) for one in zip(owners, drafts, wants, strict=True)]
         return [(owner, draft) for owner, draft in zip(owners, drafts, strict=True) if draft.tokens]
 
     def _hand_out(self, request: Request, draft: Draft, verdict: Sequence[TokenChoice]) -> None:
@@ -120,10 +121,18 @@ class Speculator:
                 self._backend.truncate_kv(request.cache_id, request.num_read)
 
 
+def _fit(request: Request, draft: Draft, want: DraftWant) -> Draft:
+    """Returns of a draft what fits the form of the answer, if it has one; its probabilities knew nothing of that."""
+    if request.form is None:
+        return draft
+    tokens, masks = request.fit_draft(request.form, draft.tokens, want.count)
+    return Draft(tokens, masks=np.stack(masks) if tokens else None)
+
+
 def _row(request: Request, draft: Draft) -> ScheduledRow:
     tokens = np.array([request.tokens[-1], *draft.tokens], np.int32)
     settings = request.settings()
-    output = VerifiedTokens(settings) if draft.probabilities is None else Distributions(settings)
+    output = VerifiedTokens(settings, draft.masks) if draft.probabilities is None else Distributions(settings)
     return ScheduledRow(request.cache_id, tokens, request.num_read, output)
 
 

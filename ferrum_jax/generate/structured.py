@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.generate.tokenizer import Tokenizer
 
+Mask: TypeAlias = NDArray[np.int32]  # [V / 32]: a bit for each token, the lowest first
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)  # a rule, which Lark begins with a colon
 _VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold no schemas
 _FORMS = ("json", "json_object", "regex", "choice", "grammar")
@@ -78,7 +79,7 @@ class AnswerForm:
 
     def __init__(self, matcher: Any, vocab_size: int):
         self._matcher, self._size = matcher, vocab_size
-        self._mask: NDArray[np.int32] | None = None
+        self._mask: Mask | None = None
 
     def copy(self) -> Self:
         """Returns the same form for another answer."""
@@ -90,13 +91,13 @@ class AnswerForm:
         return self._matcher.is_stopped()
 
     @property
-    def everything(self) -> NDArray[np.int32]:
+    def everything(self) -> Mask:
         """The mask of every token."""
         return np.full(-(-self._size // 32), -1, np.int32)
 
     @property
-    def mask(self) -> NDArray[np.int32]:
-        """The tokens that may come next: int32 `[V / 32]`, a bit for each, the lowest first."""
+    def mask(self) -> Mask:
+        """The tokens that may come next."""
         if (mask := self._mask) is None:
             import llguidance.numpy
 
@@ -104,6 +105,23 @@ class AnswerForm:
             llguidance.numpy.fill_next_token_bitmask(self._matcher, table, 0)
             self._mask = mask = table[0]
         return mask
+
+    @property
+    def forced(self) -> list[int]:
+        """Tokens of the only text that may come next, as far as there is one."""
+        return self._matcher.compute_ff_tokens()
+
+    def count_fitting(self, tokens: Sequence[int]) -> int:
+        """Returns how many of some tokens may follow, one after the other."""
+        return self._matcher.validate_tokens(list(tokens))
+
+    def masks_along(self, tokens: Sequence[int]) -> list[Mask]:
+        """Returns the mask now and after each of some tokens, which fit; of a form that is complete, everything."""
+        masks, later = [self.mask], self.copy()
+        for token in tokens:
+            later.take(token)
+            masks.append(later.everything if later.is_complete else later.mask)
+        return masks
 
     def take(self, token: int) -> None:
         """Takes the answer's next token.

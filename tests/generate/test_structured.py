@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +16,9 @@ from tokenizers import decoders, models
 
 from ferrum_jax import LLM, SamplingParams, Speculation, Structured
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer
@@ -24,6 +27,7 @@ from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, CFG
 from tests.fake import SummingLLM
 from tests.generate.conftest import MakeRunner, is_empty
+from tests.generate.drafting import RollingLLM
 
 SIGNS = [*'{}[]":,-.Ġ0123456789abcdefghijklmnop', "<end>"]  # 37 with the last
 SCHEMA = {
@@ -122,19 +126,18 @@ def test_tokens_are_drawn_from_the_models_distribution_within_the_form(
                 form.take(token)
 
 
-@pytest.mark.parametrize("how", ["copies", "short", "loops", "drafts", "host", "parts"])
+@pytest.mark.parametrize("how", ["copies", "short", "loops", "host", "parts"])
 def test_every_way_to_run_gives_the_same_answers(
     how: str, new_runner: MakeRunner, tokenizer: Tokenizer, runner: ModelRunner
 ):
-    changes = {"short": {"kv_blocks": 8}, "loops": {"multi_step_tokens": 4}, "drafts": {"spec_tokens": 3}}
+    changes = {"short": {"kv_blocks": 8}, "loops": {"multi_step_tokens": 4}}
     prompts = [[at] * 17 for at in range(1, 6)]
     if how == "host":  # tokens are chosen on the host, of a model that gives logits alone
         check(LLM.from_model(SummingLLM(vocab_size=37), tokenizer).generate(prompts, asked()))
         return
     expected = LLM.from_model(runner, tokenizer).generate(prompts, asked())
     with new_runner(prefix_cache=True, **changes.get(how, {})) as other:
-        drafting = Speculation(num_tokens=3) if how == "drafts" else None
-        llm = LLM.from_model(other, tokenizer, speculation=drafting, max_rows=4)
+        llm = LLM.from_model(other, tokenizer, max_rows=4)
         if how == "copies":
             for at, prompt in enumerate(prompts):
                 outs = llm.generate([prompt], replace(asked()[at], n=6))
@@ -153,6 +156,76 @@ def test_every_way_to_run_gives_the_same_answers(
         assert any(out.preemptions for out in outs) == (how == "short")
         assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
         assert is_empty(other)
+
+
+@pytest.fixture(scope="module")
+def drafting(new_runner: MakeRunner, tokenizer: Tokenizer) -> Iterator[ModelRunner]:
+    with new_runner(prefix_cache=True, strict=True, spec_tokens=3) as runner:
+        LLM.from_model(runner, tokenizer, speculation=Speculation(num_tokens=3)).warmup(progress=False)
+        yield runner
+
+
+class Guessing(DraftSource):
+    """Proposes any tokens: of the answers that it was told, or others."""
+
+    num_tokens = 3
+
+    def __init__(self, answers: Sequence[Sequence[int]] = ()):
+        self.answers, self._draw = answers, random.Random(0)
+
+    def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
+        drafts = []
+        for want in wants:
+            so_far = [*want.tokens[want.num_prompt :]]
+            known = [one for one in self.answers if [*one[: len(so_far)]] == so_far]
+            tokens = [*known[0][len(so_far) :], 36][: want.count] if known else []
+            if self._draw.random() < 0.3:  # wrong from some place on
+                at = self._draw.randint(0, len(tokens))
+                tokens = [*tokens[:at], *(self._draw.randrange(37) for _ in range(want.count - at))]
+            drafts.append(Draft(tokens))
+        return drafts
+
+
+def drafted_by(source: DraftSource | None, runner: DecoderOnlyLLM, tokenizer: Tokenizer) -> LLM:
+    """An LLM that verifies what a source proposes; nothing of its own, where it is None, but what must follow."""
+    llm = LLM.from_model(runner, tokenizer, speculation=Speculation(num_tokens=3), max_rows=4)
+    assert llm.engine.scheduler.speculator is not None
+    if source is not None:
+        llm.engine.scheduler.speculator.source = source
+    return llm
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_drafts_are_verified_within_the_form(
+    temperature: float, penalty: float, drafting: ModelRunner, llm: LLM, tokenizer: Tokenizer, compiles: list[str]
+):
+    plain = replace(DRAWN, max_tokens=12, ignore_eos=True, temperature=temperature)
+    how = [*asked(temperature=temperature, repetition_penalty=penalty), plain]
+    how.append(replace(how[3], allowed_token_ids=[0, 2, 4, 6, *range(20, 27)]))
+    prompts = [[at] * 17 for at in range(1, 8)]
+    expected = llm.generate(prompts, how)
+    compiles.clear()
+    for source in (None, Guessing([out.token_ids for out in expected])):
+        outs = drafted_by(source, drafting, tokenizer).generate(prompts, how)
+        assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+        for out, other in zip(outs, expected, strict=True):
+            assert out.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+            assert out.processed_logprobs == pytest.approx(other.processed_logprobs, abs=1e-4)
+        assert outs[0].accepted > (1 if source is None else 4)  # of what must follow, as `{"a":`
+        assert all(out.accepted for out in outs) or source is None
+        assert is_empty(drafting)
+    assert compiles == []
+
+
+def test_drafts_within_a_form_are_verified_on_the_host(tokenizer: Tokenizer):
+    prompts = [[at] * 17 for at in range(1, 6)]
+    expected = LLM.from_model(RollingLLM(vocab_size=37), tokenizer).generate(prompts, asked())
+    check(expected)
+    source = Guessing([out.token_ids for out in expected])
+    outs = drafted_by(source, RollingLLM(vocab_size=37), tokenizer).generate(prompts, asked())
+    assert [out.token_ids for out in outs] == [out.token_ids for out in expected]
+    assert all(out.accepted for out in outs)
 
 
 def test_forms_after_warm_up_compile_nothing(new_runner: MakeRunner, tokenizer: Tokenizer, compiles: list[str]):
