@@ -1,8 +1,8 @@
 """What do masks of structured output cost beside the same answers without them?
 
 All rows are answered together by `LLM.generate`, drawn at temperature 1, to the same number of tokens: without a form,
-with one row of a form among the others, with every row of a form, and the same with what must follow, or is looked up,
-drafted and verified. The form is a JSON schema whose answers do not
+with one row of a form among the others, with every row of a form, and with every row of a form and speculation, which
+drafts what prompt lookup proposes or the form forces. The form is a JSON schema whose answers do not
 end before their limit. Its masks are computed on the host, and no step is begun before the last one's tokens are known.
 """
 

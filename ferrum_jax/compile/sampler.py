@@ -288,8 +288,8 @@ def verify(
     """Chooses a token after each of a row's tokens, and counts those up to the first that was not drafted.
 
     A row of `rows` is its slot, the position of its first token, its number of tokens, and the tokens: the newest one
-    and what was drafted after it. A drafted token is accepted where the choice before it is the same. `masks` are those
-    of `choose_rows`, one row after the other. `state` is donated.
+    and what was drafted after it. A drafted token is accepted where the choice before it is the same. `masks`
+    are those of `choose_rows` for each of a row's tokens, flattened, `[P * C * V / 32]`. `state` is donated.
     """
     slots, counts, tokens = rows[:, 0], rows[:, 2], rows[:, 3:]
     num_rows, width = tokens.shape

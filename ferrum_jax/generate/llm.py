@@ -421,9 +421,21 @@ class LLM:
         priority: int = 0,
     ) -> Request:
         """Returns a request for the engine, checked; arguments as of `generate`."""
+        return self.group(prompt, params_of_one(params), lora_request, interventions, capture, priority)[0]
+
+    def group(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        lora_request: Any = None,
+        interventions: Any = None,
+        capture: Sequence[Any] = (),
+        priority: int = 0,
+    ) -> list[Request]:
+        """Returns requests for the engine, one for each of the `n` answers: the first has the others as its copies."""
         (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
         (treatment,) = self._intake.treatments(1, lora_request, interventions, capture, priority)
-        return self._intake.request(one, params_of_one(params), treatment)
+        return self._intake.group(one, params, treatment)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.

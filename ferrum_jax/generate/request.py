@@ -156,7 +156,8 @@ class Request:
     def fit_draft(self, form: AnswerForm, drafted: Sequence[int], most: int) -> tuple[list[int], list[Mask]]:
         """Returns of drafted tokens those that fit the form, with the masks that `VerifiedTokens` takes.
 
-        What only one text can follow is better known than drafted. There is nothing where plain steps have to say why.
+        If the form forces a text that is longer than the part of the draft that fits, that text is the draft. Returns
+        nothing where no token is allowed next: the ordinary step says why.
         """
         forced = form.forced[:most]
         longest = max(list(drafted[: form.count_fitting(drafted)]), forced[: form.count_fitting(forced)], key=len)

@@ -87,8 +87,8 @@ class AnswerForm:
 
     @property
     def is_complete(self) -> bool:
-        """True once nothing may follow but the end."""
-        return self._matcher.is_stopped()
+        """True once nothing may follow but the end; never of a form that failed."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def everything(self) -> Mask:
@@ -97,26 +97,31 @@ class AnswerForm:
 
     @property
     def mask(self) -> Mask:
-        """The tokens that may come next."""
+        """The tokens that may come next; raises RequestValidationError where the form has become too complex."""
         if (mask := self._mask) is None:
             import llguidance.numpy
 
             table = llguidance.numpy.allocate_token_bitmask(1, self._size)
             llguidance.numpy.fill_next_token_bitmask(self._matcher, table, 0)
+            if self._matcher.is_error():  # the mask is then that of an answer that has ended
+                raise RequestValidationError(_first_line(self._matcher.get_error()))
             self._mask = mask = table[0]
         return mask
 
     @property
     def forced(self) -> list[int]:
         """Tokens of the only text that may come next, as far as there is one."""
-        return self._matcher.compute_ff_tokens()
+        return self._matcher.deep_copy().compute_ff_tokens()
 
     def count_fitting(self, tokens: Sequence[int]) -> int:
         """Returns how many of some tokens may follow, one after the other."""
-        return self._matcher.validate_tokens(list(tokens))
+        return self._matcher.deep_copy().validate_tokens(list(tokens))
 
     def masks_along(self, tokens: Sequence[int]) -> list[Mask]:
-        """Returns the mask now and after each of some tokens, which fit; of a form that is complete, everything."""
+        """Returns the mask now and after each of some tokens, which fit.
+
+        After a token that completes the form every token is allowed: what is chosen there is not used.
+        """
         masks, later = [self.mask], self.copy()
         for token in tokens:
             later.take(token)

@@ -59,7 +59,7 @@ class Admission:
         self.live += answers
         is_begun = False
         try:
-            await caller.wait_for(self._open)
+            await caller.wait_for(self._open.wait())
             self._check_stays(adapter)
             is_begun = True
             self._begun += 1

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
@@ -16,7 +16,10 @@ from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.errors import ApiError, from_engine
+from ferrum_jax.serve.errors import ApiError, bad_request, from_engine
+
+T = TypeVar("T")
+LONGEST_FORM = 1 << 17  # characters of a schema or grammar, as JSON where it is no text; such compile within seconds
 
 
 class DisconnectError(Exception):
@@ -32,8 +35,9 @@ class Choice:
     num_taken: int = 0  # tokens
     is_first: bool = True
     is_ended: bool = False  # it was told to its end, or cut there
-    started: float = 0.0  # when it was submitted
-    last: float = 0.0  # when its last token was seen
+    started: float = 0.0  # when its HTTP request had come
+    first: float = 0.0  # when its first token was seen
+    last: float = 0.0  # when its last token was seen, or its end
     gaps: list[float] = field(default_factory=list)  # seconds between tokens, since they were last counted
 
 
@@ -56,6 +60,7 @@ class Caller:
     def __init__(self, http: HttpRequest, seconds: float):
         """Takes a request whose body was read, and the seconds that it may take."""
         self._http, self._seconds = http, seconds
+        self.started = time.perf_counter()
         self.changed = asyncio.Event()
         self.has_left = False
         self._is_late = False
@@ -65,6 +70,11 @@ class Caller:
         self._watcher = asyncio.create_task(self._watch())
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._expire)
         return self
+
+    @property
+    def deadline(self) -> float:
+        """When its time is over, by the event loop's clock."""
+        return self._timer.when()
 
     async def __aexit__(self, *_: object) -> None:
         self._timer.cancel()
@@ -101,18 +111,16 @@ class Caller:
                 headers={"x-should-retry": "false"},
             )
 
-    async def wait_for(self, event: asyncio.Event) -> None:
-        """Waits for an event; raises as `check`."""
-        self.check()
-        if event.is_set():
-            return
-        tasks = [asyncio.create_task(one.wait()) for one in (event, self.changed)]
+    async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """Waits for something, which is cancelled once the client need not wait for it; raises as `check` or as it."""
+        tasks = [asyncio.create_task(work), asyncio.create_task(self.changed.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
+            return await tasks[0]
         finally:
             for task in tasks:
                 task.cancel()
-        self.check()
 
 
 class Wakeups:
@@ -150,11 +158,11 @@ class Answers:
         self._wakeups = wakeups
         self.groups = groups
         self.choices = [Choice(at, one) for at, one in enumerate(one for group in groups for one in group)]
-        self._caller = caller
+        self.caller = caller
         self._is_signalled = False
 
     async def __aenter__(self) -> Self:
-        wakeups, changed = self._wakeups, self._caller.changed
+        wakeups, changed = self._wakeups, self.caller.changed
 
         def notify(_: Request) -> None:
             if not self._is_signalled:
@@ -163,7 +171,7 @@ class Answers:
 
         for choice in self.choices:
             choice.request.notify = notify
-            choice.started = choice.last = time.perf_counter()
+            choice.started, choice.last = self.caller.started, time.perf_counter()
         try:
             self._llm.engine.submit(*(first for first, *_ in self.groups if not first.is_done))
         except FerrumError as problem:
@@ -202,10 +210,10 @@ class Answers:
             ApiError: the request takes too long, or the engine failed.
         """
         while True:
-            await self._caller.changed.wait()
-            self._caller.changed.clear()
+            await self.caller.changed.wait()
+            self.caller.changed.clear()
             self._is_signalled = False  # before anything is read: what comes later signals anew
-            self._caller.check()
+            self.caller.check()
             pieces = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
             if pieces:
                 return pieces
@@ -231,14 +239,15 @@ class Answers:
         text = request.take_text()
         if not tokens and not text and not is_done:
             return None
+        now = time.perf_counter()
         if tokens:
-            now = time.perf_counter()
+            choice.first = choice.first or now
             if choice.num_taken:
                 choice.gaps += [(now - choice.last) / len(tokens)] * len(tokens)
             elif (more := len(tokens) - 1) > 0:  # several came before the first was taken
                 since = now - request.submitted - request.first_token_after
                 choice.gaps += [max(0.0, since) / more] * more
-            choice.last = now
+        choice.last = now
         choice.num_taken += len(tokens)
         choice.is_ended = is_done
         piece = Piece(choice, choice.is_first, text, tokens, request.finish_reason if is_done else None)
@@ -249,13 +258,13 @@ class Answers:
 def make_group(
     llm: LLM, ids: list[int], params: SamplingParams, n: int, adapter: ActiveLoraAdapter | None, priority: int
 ) -> list[Request]:
-    """Returns the requests of one prompt: the first has the others as its copies, answer i has the seed `seed + i`."""
-    made: list[Request] = []
-    for at in range(n):
-        seed = None if params.seed is None else (int(params.seed) + at) % 2**32
-        made.append(llm.request(ids, replace(params, seed=seed), adapter, priority=priority))
-    made[0].copies = made[1:]
-    return made
+    """Returns the requests of one prompt: the first has the others as its copies, answer i has the seed `seed + i`.
+
+    Raises a 400 for a form that is too long, and errors of the engine for what it refuses.
+    """
+    if params.structured is not None and (length := len(params.structured.definition[1])) > LONGEST_FORM:
+        raise bad_request(f"the form of the answer has {length:,} characters, at most {LONGEST_FORM:,} are taken")
+    return llm.group(ids, replace(params, n=n), adapter, priority=priority)
 
 
 def scored_only(request: Request) -> Request:

@@ -21,7 +21,7 @@ from ferrum_jax.serve import administration
 from ferrum_jax.serve.chat_completions import chat
 from ferrum_jax.serve.completions import complete
 from ferrum_jax.serve.errors import ApiError, JsonAnswer, unavailable
-from ferrum_jax.serve.middleware import ApiKeys, RequestLog, ShortCut
+from ferrum_jax.serve.middleware import ApiKeys, DirectSend, RequestLog
 from ferrum_jax.serve.openapi import describe_api
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.settings import ServerSettings
@@ -77,7 +77,7 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
             route("/update_weights", administration.update_weights),
             route("/reset_prefix_cache", administration.reset_prefix_cache),
         ]
-    middleware = [Middleware(ShortCut), Middleware(traced)]
+    middleware = [Middleware(DirectSend), Middleware(traced)]
     if settings.allow_origins:  # outside the log, so that a page can read errors, too
         middleware.append(
             Middleware(

@@ -1,5 +1,6 @@
 """Bodies of requests, up to a limit."""
 
+import asyncio
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -14,20 +15,24 @@ from ferrum_jax.serve.service import Service
 Read = TypeVar("Read", bound=BaseModel)
 
 
-async def read_body(http: HttpRequest, limit: int) -> bytes:
-    """Returns the body; raises a 413 for one that is longer, before more of it is read."""
+async def read_body(http: HttpRequest, limit: int, seconds: float) -> bytes:
+    """Returns the body; raises a 413 for one that is longer, before all of it is read, a 408 for one that is late."""
     told = http.headers.get("content-length", "0")
     if told.isdecimal() and int(told) > limit:
         raise _too_large(limit)
     parts, size = [], 0
     try:
-        async for part in http.stream():
-            size += len(part)
-            if size > limit:
-                raise _too_large(limit)
-            parts.append(part)
+        async with asyncio.timeout(seconds):
+            async for part in http.stream():
+                size += len(part)
+                if size > limit:
+                    raise _too_large(limit)
+                parts.append(part)
     except ClientDisconnect:
         raise DisconnectError from None
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {seconds:g} seconds", code="deadline_exceeded",
+                       headers={"connection": "close"}) from None  # fmt: skip
     return b"".join(parts)
 
 
@@ -36,7 +41,7 @@ async def read_json(service: Service, http: HttpRequest, kind: type[Read]) -> Re
 
     Of other media types, a browser sends some without asking whether it may.
     """
-    body = await read_body(http, service.settings.max_body_bytes)
+    body = await read_body(http, service.settings.max_body_bytes, service.settings.max_seconds)
     media = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if media != "application/json" and not (media == "" and not body):
         raise ApiError(415, f"the content type is {media[:80]!r}, expected application/json")

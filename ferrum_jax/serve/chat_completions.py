@@ -53,7 +53,8 @@ async def chat(service: Service, http: HttpRequest) -> ASGIApp:
             if body.return_token_ids:
                 whole["prompt_token_ids"] = request.prompt
             return JsonAnswer(whole)
-        return EventStream(http, stack.pop_all(), _chunks(service, http, body, reply, answers, readers))
+        chunks = _chunks(service, http, body, reply, answers, readers)
+        return EventStream(http, stack.pop_all(), chunks, answers.caller.deadline)
 
 
 async def _chunks(

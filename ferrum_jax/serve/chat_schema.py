@@ -206,6 +206,11 @@ class ChatBody(Sampled):
         return Structured(json=wanted.json_schema.json_schema)
 
     @property
+    def has_form(self) -> bool:
+        """Whether a form of the answer, or of its calls, is to be compiled."""
+        return super().has_form or bool(self.forced_tools or self.strict_tools)
+
+    @property
     def forced_tools(self) -> list[Tool]:
         """The tools of which one has to be called; empty where none has."""
         if self.tool_choice == "required":

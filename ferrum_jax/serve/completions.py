@@ -53,7 +53,7 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
             note(http, completion_tokens=usages.total()["completion_tokens"])
             yield usages.last(reply)
 
-        return EventStream(http, stack.pop_all(), chunks())
+        return EventStream(http, stack.pop_all(), chunks(), answers.caller.deadline)
 
 
 def _group(

@@ -1,5 +1,6 @@
 """What completions and chats have in common: from a body to answers that run, and streams of events."""
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -20,6 +21,7 @@ from ferrum_jax.serve.schema import Sampled
 from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
+UNREAD_SECONDS = 5  # beyond a request's own time, for a client that reads slowly
 DONE = b"data: [DONE]\n\n"
 MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
 
@@ -61,7 +63,7 @@ async def begin(
     stack.callback(service.callers.discard, caller)
     name = None if adapter is None else adapter.name
     await stack.enter_async_context(service.admission.admit(count, name, caller))
-    groups = await service.run(make, adapter)
+    groups = await caller.wait_for(service.run(make, adapter, slow=body.has_form))
     answers = await stack.enter_async_context(Answers(service.llm, groups, caller, service.wakeups()))
     service.live.add(answers)
     stack.callback(service.forget, answers)
@@ -125,32 +127,37 @@ def event(value: Any) -> bytes:
 class EventStream:
     """An answer of events, which ends with `[DONE]`; an error on the way is an event before it.
 
-    What the request holds is free before `[DONE]` is sent: a client that has read it may ask again.
+    What the request holds is free before `[DONE]` is sent: a client that has read it may ask again. A client that has
+    not read what was sent is left `UNREAD_SECONDS` after its time is over.
     """
 
-    def __init__(self, http: HttpRequest, stack: contextlib.AsyncExitStack, chunks: AsyncIterator[bytes]):
-        """Takes the chunks, and what is to end with them."""
-        self._http, self._stack, self._chunks = http, stack, chunks
+    def __init__(
+        self, http: HttpRequest, stack: contextlib.AsyncExitStack, chunks: AsyncIterator[bytes], deadline: float
+    ):
+        """Takes the chunks, what is to end with them, and when its time is over by the event loop's clock."""
+        self._http, self._stack, self._chunks, self._deadline = http, stack, chunks, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them, as an ASGI application."""
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         send_piece = scope.get("ferrum.send", send)
+        problem: ApiError | None = None
         async with self._stack:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
-                async for chunk in self._chunks:
-                    if chunk:
-                        await send_piece({"type": "http.response.body", "body": chunk, "more_body": True})
-            except DisconnectError:
+                async with asyncio.timeout_at(self._deadline + UNREAD_SECONDS):
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    async for chunk in self._chunks:
+                        if chunk:
+                            await send_piece({"type": "http.response.body", "body": chunk, "more_body": True})
+            except (DisconnectError, TimeoutError):
                 note(self._http, disconnected=True)
                 return
-            except ApiError as problem:
-                note(self._http, error=problem.message)
-                await send({"type": "http.response.body", "body": event(problem.body()), "more_body": True})
+            except ApiError as found:
+                problem = found
             except Exception:  # noqa: BLE001  of any kind: the client sees none of it
                 _log.exception("a stream failed")
-                failure = ApiError(500, "the server failed")
-                note(self._http, error=failure.message)
-                await send({"type": "http.response.body", "body": event(failure.body()), "more_body": True})
+                problem = ApiError(500, "the server failed")
+        if problem is not None:
+            note(self._http, error=problem.message)
+            await send({"type": "http.response.body", "body": event(problem.body()), "more_body": True})
         await send({"type": "http.response.body", "body": DONE})

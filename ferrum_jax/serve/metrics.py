@@ -110,9 +110,9 @@ class Metrics:
         self.prompt_sizes.observe(len(request.prompt))
         self.answer_sizes.observe(generated)
         if generated:
-            self.first.observe(request.first_token_after)
+            self.first.observe(choice.first - choice.started)
         if generated > 1:
-            self.mean_gap.observe((seconds - request.first_token_after) / (generated - 1))
+            self.mean_gap.observe((choice.last - choice.first) / (generated - 1))
         return seconds
 
     def render(self, llm: LLM) -> bytes:

@@ -23,8 +23,11 @@ _OPEN = ("/health",)  # paths that need no key: probes have none
 CLIENT_LEFT = 499  # in the log, as nginx has it
 
 
-class ShortCut:
-    """Keeps the server's own `send` in the scope, for the pieces of a stream, which nothing on the way reads."""
+class DirectSend:
+    """Keeps the server's own `send` in the scope: a stream's pieces go there, past middleware that does not read them.
+
+    An ASGI application.
+    """
 
     def __init__(self, app: ASGIApp):
         """Takes what answers."""

@@ -37,7 +37,9 @@ _READ = {
     "/metrics": "Metrics for Prometheus",
     "/openapi.json": "This description",
     "/v1/models": "The model and its adapters",
+    "/v1/models/{name}": "The model, or one of its adapters",
 }
+_READ_BY_TRAINERS = {"/is_paused": "Whether nothing new begins"}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -76,8 +78,10 @@ def describe_api(*, with_trainer: bool) -> dict[str, Any]:
             content = {"application/json": {"schema": places[kind, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
         paths[path] = {"post": operation}
-    for path, summary in _READ.items():
+    for path, summary in (_READ | (_READ_BY_TRAINERS if with_trainer else {})).items():
         paths[path] = {"get": {"summary": summary, "responses": answers}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
     text = {"200": {"description": "Text", "content": {"text/plain": {}}}, "default": answers["default"]}
     paths["/metrics"]["get"]["responses"] = text
     return {

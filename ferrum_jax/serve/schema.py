@@ -113,6 +113,11 @@ class Sampled(Ignored):
         """Returns the form that the answer is to have."""
         return None if self.structured_outputs is None else self.structured_outputs.form()
 
+    @property
+    def has_form(self) -> bool:
+        """Whether a form of the answer is to be compiled."""
+        return self.form() is not None
+
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Returns the engine's parameters of one answer."""
         try:

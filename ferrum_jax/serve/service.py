@@ -54,11 +54,13 @@ class Service:
             self.runner.load_lora(name, path)
             self.adapters[name] = path
         self._pool = ThreadPoolExecutor(2, "serve")
+        self._forms = ThreadPoolExecutor(2, "serve-forms")  # some take seconds to compile
         self._wakeups: Wakeups | None = None
 
     def close(self) -> None:
-        """Ends the threads that tokenise, and drops the adapters."""
+        """Ends the threads that tokenise and compile forms, and drops the adapters."""
         self._pool.shutdown(cancel_futures=True)
+        self._forms.shutdown(cancel_futures=True)
         for name in self.adapters:
             with contextlib.suppress(FerrumError):  # of a model that was closed or has failed
                 self._unload(name)
@@ -70,10 +72,14 @@ class Service:
             self._wakeups = Wakeups(loop)
         return self._wakeups
 
-    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's."""
+    async def run(self, work: Callable[..., T], *arguments: Any, slow: bool = False) -> T:
+        """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's.
+
+        What may take seconds is `slow`: it holds up only its like.
+        """
+        pool = self._forms if slow else self._pool
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+            return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
         except FerrumError as problem:
             raise from_engine(problem) from problem
 

@@ -9,6 +9,7 @@ MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 256
 MAX_SECONDS = 600.0
 DRAIN_SECONDS = 30.0
+MOST_SECONDS = 366 * 24 * 3600  # of any limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class ServerSettings:
         for name, least in limits.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least {least}")
-        if not self.max_seconds > 0:
-            raise ConfigError(f"max_seconds is {self.max_seconds}, expected more than 0")
-        if not self.drain_seconds >= 0:
-            raise ConfigError(f"drain_seconds is {self.drain_seconds}, expected at least 0")
+        if not 0 < self.max_seconds <= MOST_SECONDS:
+            raise ConfigError(f"max_seconds is {self.max_seconds}, expected more than 0, at most {MOST_SECONDS}")
+        if not 0 <= self.drain_seconds <= MOST_SECONDS:
+            raise ConfigError(f"drain_seconds is {self.drain_seconds}, expected 0 to {MOST_SECONDS}")
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ConfigError("an API key is empty or not ASCII, no client could send it")

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler
-from ferrum_jax.generate.tokenizer import Tokenizer
+from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.models import forward
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CAPACITY, CFG
@@ -327,6 +328,32 @@ def test_a_form_that_fails_or_allows_nothing_ends_its_own_answer(
         assert outs[0].token_ids == whole[0].token_ids[: len(outs[0].token_ids)]
         assert outs[1].token_ids == whole[1].token_ids
     assert llm.generate([[1]], asked()[1])[0].token_ids == whole[0].token_ids
+
+
+@pytest.mark.parametrize("is_drafted", [False, True])
+def test_a_form_that_cannot_go_on_ends_in_an_error(is_drafted: bool, drafting: ModelRunner, tokenizer: Tokenizer):
+    endless = Structured(regex=r"([a-z]{1,20} ?){1,2000}\.END")  # which these signs cannot spell to its end
+    llm = drafted_by(None, drafting, tokenizer) if is_drafted else LLM.from_model(drafting, tokenizer)
+    for seed in range(3):
+        how = replace(DRAWN, structured=endless, seed=seed, max_tokens=None)
+        (out,) = llm.generate([[1]], how, return_errors=True)
+        assert (out.finish_reason, type(out.error)) in {("error", RequestValidationError), ("length", type(None))}
+        assert out.finish_reason == "error" or len(out.token_ids) == CAPACITY
+    assert is_empty(drafting)
+
+
+def test_a_form_that_becomes_too_complex_is_never_complete(smollm2_path: Path):
+    own = load_tokenizer(smollm2_path)
+    form = FormCompiler(own, own.vocab_size).compile(Structured(regex=r"(\w+ ?){5,100}(a|e)(\w| ){15}"))
+
+    def follow(draw: random.Random) -> None:
+        while not form.is_complete:
+            bits = np.unpackbits(form.mask.view(np.uint8), bitorder="little")
+            form.take(draw.choice([*{*np.flatnonzero(bits).tolist()} - {*own.eos_token_ids}]))
+
+    with pytest.raises(RequestValidationError, match="too many expressions"):
+        follow(random.Random(0))
+    assert not form.is_complete
 
 
 def test_what_a_grammar_of_lark_quotes_is_no_gbnf():

@@ -21,6 +21,7 @@ from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.generate.structured import FormCompiler, Structured
 from tests.long import SEED
 
+regex: Any = pytest.importorskip("regex", reason="comes with transformers")
 jsonschema: Any = pytest.importorskip("jsonschema", reason="comes with the extra `reference`")
 pytestmark = [pytest.mark.reference, pytest.mark.slow]
 
@@ -108,6 +109,14 @@ def exact(text: str) -> Any:
     return json.loads(text, parse_float=Decimal)
 
 
+@pytest.fixture
+def patterns_of_schemas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the judge read patterns such as `\\p{Letter}`, which Python's own `re` cannot."""
+    for module in ("_keywords", "_utils", "_legacy_keywords"):
+        monkeypatch.setattr(f"jsonschema.{module}.re", regex)
+
+
+@pytest.mark.usefixtures("patterns_of_schemas")
 def test_every_finished_answer_validates(suite: Path, llm: LLM):
     print(f"SEED={SEED}")
     schemas = supported(suite, FormCompiler(llm.tokenizer, llm.model.config.vocab_size))

@@ -4,7 +4,7 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.loading import load
 from ferrum_jax.serve.admission import Admission
 from ferrum_jax.serve.errors import ApiError
+from ferrum_jax.serve.openapi import describe_api
 from ferrum_jax.serve.server import RunningServer, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests import tiny
@@ -271,12 +272,35 @@ def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
     assert grown["vllm:time_to_first_token_seconds_count"] == 4
     assert grown["vllm:inter_token_latency_seconds_count"] == 4 * 9
     assert grown["vllm:e2e_request_latency_seconds_count"] == 4
+    for rest in ("count", "sum"):
+        names = (f"vllm:{one}_seconds_{rest}" for one in ("inter_token_latency", "time_per_output_token"))
+        assert grown[next(names)] == grown[next(names)] > 0
+    assert 0 < grown["vllm:time_to_first_token_seconds_sum"] < grown["vllm:e2e_request_latency_seconds_sum"]
     assert grown["vllm:prefix_cache_hits_total"] > 0
     assert grown["ferrum:http_responses_total,400"] == 1
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0
     others = {one for family in prometheus_client.REGISTRY.collect() for one in [family.name]}
     assert not any(one.startswith(("vllm", "ferrum")) for one in others)  # the registry is the server's own
+
+
+def test_times_count_from_when_a_request_came(serve: Any, llm: LLM):
+    server = serve(llm, trainer_endpoints=True)
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http, ThreadPoolExecutor(1) as pool:
+        for body, names in (
+            (ASK, ("time_to_first_token", "e2e_request_latency")),
+            (ASK | {"max_tokens": 0, "echo": True, "logprobs": 0}, ("e2e_request_latency",)),
+        ):
+            before = figures(http)
+            assert http.post("/pause", json={}).status_code == 200
+            asked = pool.submit(http.post, "/v1/completions", json=body)
+            until(lambda: server.service.admission.live == 1)
+            time.sleep(0.3)
+            assert http.post("/resume").status_code == 200
+            assert asked.result().status_code == 200
+            after = figures(http)
+            for name in names:
+                assert after[f"vllm:{name}_seconds_sum"] - before[f"vllm:{name}_seconds_sum"] > 0.3
 
 
 def test_what_a_server_tells_of_itself(http: httpx.Client):
@@ -287,7 +311,9 @@ def test_what_a_server_tells_of_itself(http: httpx.Client):
     told = http.get("/openapi.json").json()
     assert told["openapi"] == "3.1.0"
     assert "/v1/chat/completions" in told["paths"]
-    assert "/pause" not in told["paths"]
+    assert {"/pause", "/is_paused"} & told["paths"].keys() == set()
+    assert {"/pause", "/is_paused"} <= describe_api(with_trainer=True)["paths"].keys()
+    assert told["paths"]["/v1/models/{name}"]["get"]["parameters"][0]["in"] == "path"
     found = set(re.findall(r'"#/components/schemas/(\w+)"', http.get("/openapi.json").text))
     assert found <= told["components"]["schemas"].keys()
     fields = told["components"]["schemas"]["CompletionBody"]
@@ -319,8 +345,8 @@ def test_a_format_of_tools_that_there_is_not_is_refused(llm: LLM):
 
 def test_a_request_that_a_pause_holds_back_does_not_keep_its_adapter():
     class Patient:
-        async def wait_for(self, event: asyncio.Event) -> None:
-            await event.wait()
+        async def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
+            return await work
 
     async def main() -> str:
         admission, caller = Admission(4, 4), Patient()

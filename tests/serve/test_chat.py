@@ -144,6 +144,46 @@ def test_coroutines_are_answered_too(server: RunningServer, client: Any, llm: LL
     assert asyncio.run(main()) == (reference(llm), reference(llm))
 
 
+def test_coroutines_are_answered_at_once_and_as_others_are(server: RunningServer, client: Any):
+    chats: list[dict[str, Any]] = [
+        {"logprobs": True, "top_logprobs": 3},
+        {"n": 3, "seed": 5, "temperature": 1.0, "stop": "a", "logit_bias": {"4": 2.5}},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.5, "top_p": 0.9, "temperature": 1.0, "seed": 1},
+        {"extra_body": {"top_k": 5, "min_p": 0.01, "min_tokens": 3, "repetition_penalty": 1.1, "priority": -1}},
+    ]
+    texts: list[dict[str, Any]] = [
+        {"prompt": ["ab", "cd"], "echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0},
+        {"prompt": [3, 4, 5], "n": 2, "seed": 3, "max_tokens": 7, "extra_body": {"return_token_ids": True}},
+    ]
+
+    def told(whole: Any) -> list[Any]:
+        return [one.model_dump() for one in whole.choices]
+
+    async def streamed(stream: Any) -> list[Any]:
+        return [one.model_dump(exclude={"id", "created"}) async for one in await stream]
+
+    async def main() -> list[Any]:
+        async with async_client(server) as many:
+            wholes = [many.chat.completions.create(**(ASK | one)) for one in chats]
+            wholes += [many.completions.create(model="tiny", **one) for one in texts]
+            streams = [streamed(many.chat.completions.create(**(ASK | one), stream=True)) for one in chats[:1]]
+            streams += [streamed(many.completions.create(model="tiny", **one, stream=True)) for one in texts[1:]]
+            found = await asyncio.gather(*wholes, *streams)
+            return [told(one) for one in found[: len(wholes)]] + [sum(map(bool, one)) for one in found[len(wholes) :]]
+
+    expected = [told(client.chat.completions.create(**(ASK | one))) for one in chats]
+    expected += [told(client.completions.create(model="tiny", **one)) for one in texts]
+    found = asyncio.run(main())
+    for one, other in zip(found, expected, strict=False):
+        assert [choice["index"] for choice in one] == [choice["index"] for choice in other]
+        assert [_text(choice) for choice in one] == [_text(choice) for choice in other]
+    assert all(count > 3 for count in found[len(expected) :])
+
+
+def _text(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "param", "says"),
     [
@@ -281,6 +321,11 @@ def test_harmony_is_read_without_tools_too(scripted: Start):
     deltas = [one.choices[0].delta for one in chunks]
     assert "".join(getattr(one, "reasoning_content", None) or "" for one in deltas) == "Two and two."
     assert "".join(one.content or "" for one in deltas) == "Four."
+    model.says("<|channel|>commentary to=functions.rm<|message|>{}<|call|>")
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        out = client.chat.completions.create(model="tiny", messages=QUESTION, **more)
+        assert (out.choices[0].message.content, out.choices[0].message.tool_calls) == ("{}", None)
+        assert out.choices[0].finish_reason == "stop"
 
 
 def test_a_template_that_shows_no_tools_refuses_them(scripted: Start):

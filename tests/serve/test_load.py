@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -18,12 +19,15 @@ import pytest
 from ferrum_jax import LLM
 from ferrum_jax.contract.errors import ConfigError, DeviceError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.structured import AnswerForm, FormCompiler, Structured
+from ferrum_jax.serve import generation
 from ferrum_jax.serve.generation import EventStream
 from ferrum_jax.serve.server import RunningServer, bind, running
 from ferrum_jax.serve.settings import ServerSettings
+from tests.fake import SummingLLM
 from tests.generate.conftest import is_empty
 from tests.serve.conftest import openai_client
-from tests.serve.models import Scripted, characters
+from tests.serve.models import Scripted, characters, json_letters
 
 ASK: dict[str, Any] = {"model": "tiny", "prompt": "ab", "max_tokens": 4, "temperature": 0}
 LONG = ASK | {"max_tokens": 2000, "ignore_eos": True}
@@ -139,7 +143,8 @@ def test_what_a_stream_holds_is_free_before_its_last_event():
         stack = contextlib.AsyncExitStack()
         stack.callback(happened.append, "freed")
         http: Any = None
-        await EventStream(http, stack, chunks())({"type": "http"}, None, send)  # type: ignore[arg-type]
+        stream = EventStream(http, stack, chunks(), asyncio.get_running_loop().time() + 60)
+        await stream({"type": "http"}, None, send)  # type: ignore[arg-type]
 
     asyncio.run(answer())
     assert happened == ["start", "data: 1", "freed", "data: [DONE]"]
@@ -173,6 +178,59 @@ def test_a_request_ends_at_its_deadline(held: Scripted):
     with serving(held, max_seconds=0.05) as (_, http):  # which no request can exceed
         found = http.post("/v1/completions", json=ASK | {"max_time": 50})
         assert (found.status_code, "0.05 seconds" in found.text) == (408, True)
+
+
+def test_a_client_that_does_not_read_is_left_after_its_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.2)
+    model = Scripted()
+    model.says("x" * 3000)
+    body = json.dumps(LONG | {"stream": True, "n": 2, "logprobs": 5}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    with serving(model, max_seconds=1, trainer_endpoints=True) as (server, http), socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect((server.host, server.port))
+        raw.sendall(head.encode() + b"\r\n\r\n" + body)
+        until(lambda: server.service.admission.live == 2)
+        until(lambda: server.service.admission.live == 0)
+        until(lambda: not server.service.live and not server.service.callers)
+        assert http.post("/pause", json={}).status_code == 200
+
+
+def test_a_body_that_does_not_come_is_a_408(held: Scripted):
+    with serving(held, max_seconds=0.2) as (server, _), socket.create_connection((server.host, server.port)) as raw:
+        raw.settimeout(SECONDS)
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        assert b"did not come within 0.2 seconds" in raw.recv(1 << 16)
+
+
+def test_a_form_that_takes_long_to_compile_holds_up_only_its_like(monkeypatch: pytest.MonkeyPatch):
+    free, compiled, compile_form = threading.Event(), [], FormCompiler.compile
+
+    def slow(self: FormCompiler, structured: Structured) -> AnswerForm:
+        compiled.append(structured)
+        assert free.wait(SECONDS)
+        return compile_form(self, structured)
+
+    monkeypatch.setattr(FormCompiler, "compile", slow)
+    llm = LLM.from_model(SummingLLM(vocab_size=37, capacity=256), json_letters(37))
+    form = ASK | {"structured_outputs": {"regex": "[a-c]{3}"}, "n": 3}
+    with (
+        running(llm, ServerSettings(model="tiny", drain_seconds=1)) as server,
+        httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        others = [pool.submit(http.post, "/v1/completions", json=form) for _ in range(2)]
+        until(lambda: len(compiled) == 2)
+        assert http.post("/v1/completions", json=form | {"max_time": 0.1}).status_code == 408
+        assert http.post("/v1/completions", json=ASK).status_code == 200
+        free.set()
+        for one in others:
+            texts = [choice["text"] for choice in one.result().json()["choices"]]
+            assert [re.fullmatch("[a-c]{3}", text) is not None for text in texts] == [True] * 3
+        until(lambda: server.service.admission.live == 0)
+        assert len(compiled) <= 3  # one for each request, not for each of its answers
+        long = http.post("/v1/completions", json=ASK | {"structured_outputs": {"regex": "a" * 200_000}})
+        assert (long.status_code, "at most 131,072 are taken" in long.text) == (400, True)
 
 
 def test_a_body_may_be_so_long_and_no_longer(http: httpx.Client, serve: Any, llm: LLM):

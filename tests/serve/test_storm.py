@@ -165,11 +165,14 @@ def storm(llm: LLM, folders: dict[str, str], seconds: float, seed: int, clients:
             done = [pool.submit(client, address, seed + at, end, folders, statuses) for at in range(clients)]
             time.sleep(seconds / 10)
             before = resident()
+            time.sleep(seconds * 0.45)
+            middle = resident() - before
         for one in done:
             one.result()
         check_idle(server)
         grown = resident() - before
-        print(f"{sum(statuses.values())} answers, {grown / 2**20:.0f} MiB more than after a tenth of the time")
+        print(f"{sum(statuses.values())} answers; beyond what it had after a tenth of the time: {middle / 2**20:.0f} "
+              f"MiB after half, {grown / 2**20:.0f} MiB at the end")  # fmt: skip
         assert grown < GROWTH
     until(lambda: {thread.ident for thread in threading.enumerate()} <= names)
     return statuses

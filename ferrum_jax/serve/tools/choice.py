@@ -41,7 +41,7 @@ FORMATS = {
         ToolFormat("hermes", lambda _: TaggedCalls(), OPEN),
         ToolFormat("llama3", LlamaCalls, PYTHON_TAG),
         ToolFormat("mistral", lambda _: MistralCalls(), MARK, id_length=9),
-        ToolFormat("gpt_oss", lambda _: HarmonyMessages(), CHANNEL, is_always_on=True),
+        ToolFormat("gpt_oss", lambda names: HarmonyMessages(may_call=bool(names)), CHANNEL, is_always_on=True),
     )
 }
 

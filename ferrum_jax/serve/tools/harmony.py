@@ -14,9 +14,13 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyMessages:
-    """Reads messages as they come; the text begins where `<|start|>assistant` has ended."""
+    """Reads messages as they come; the text begins where `<|start|>assistant` has ended.
 
-    def __init__(self) -> None:
+    Where nothing may be called, a message to a function is content.
+    """
+
+    def __init__(self, *, may_call: bool = True) -> None:
+        self._may_call = may_call
         self._buffer = ""
         self._in_body = False
         self._has_marks = False
@@ -50,7 +54,7 @@ class HarmonyMessages:
         words = rest.replace(CONSTRAIN, " ").split()
         self._channel = words[0] if words else "final"
         sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
-        self._recipient = sent[0] if sent else ""
+        self._recipient = sent[0] if sent and self._may_call else ""
         self._buffer, self._in_body, self._has_arguments = "", True, False
         return [CallBegin(self._recipient.removeprefix(_FUNCTIONS))] if self._recipient else []
 
