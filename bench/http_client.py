@@ -41,8 +41,11 @@ def token_times(pieces: list[tuple[float, bytes]]) -> list[float]:
             told = json.loads(line[6:])
             if "error" in told:
                 raise SystemExit(f"the server answers {told['error']['message']}")
-            choices = told.get("choices")  # llama.cpp's own endpoint has none
-            new = len(told["tokens"]) if choices is None else sum(len(one["token_ids"]) for one in choices)
+            choices = told.get("choices")
+            if choices is None:  # llama.cpp's own endpoint, which holds back tokens that end within a character
+                new = told["tokens_predicted"] - len(times)
+            else:
+                new = sum(len(one["token_ids"]) for one in choices)
             times += [at] * new
     return times
 
