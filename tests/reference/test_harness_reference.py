@@ -168,5 +168,7 @@ def test_over_http_the_figures_are_the_same(
                 if isinstance(two, tuple):
                     assert one[0] == pytest.approx(two[0], abs=TOLERANCE)
                     assert one[1] == two[1]
+                elif isinstance(two, float):  # of a whole text
+                    assert one == pytest.approx(two, abs=TOLERANCE)
                 else:
                     assert one == two
