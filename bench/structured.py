@@ -2,8 +2,8 @@
 
 All rows are answered together by `LLM.generate`, drawn at temperature 1, to the same number of tokens: without a form,
 with one row of a form among the others, with every row of a form, and with every row of a form and speculation, which
-drafts what prompt lookup proposes or the form forces. The form is a JSON schema whose answers do not
-end before their limit. Its masks are computed on the host, and no step is begun before the last one's tokens are known.
+drafts what prompt lookup proposes or the form forces. The form is a JSON schema whose answers do not end before their
+limit. Its masks are computed on the host, and no step is begun before the last one's tokens are known.
 """
 
 import string
@@ -64,6 +64,7 @@ def main() -> None:
     contestants["all, drafted"] = Contestant(lambda: answer(rows, drafting))
     times = alternate(contestants, rounds=found.rounds)
     accepted = drafting.acceptance_rate
+    llm.close()
     drafting.close()
     results = [_row(name, counts[name], timing, rows * tokens, times["none"]) for name, timing in times.items()]
     cells = []

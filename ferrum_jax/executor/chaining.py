@@ -49,12 +49,13 @@ def chained_keys(
     keys: list[ProgramKey] = [ConfigureKey(buckets.kv_capacity)] if with_settings else []
     keys += [MaskKey(buckets.decode_rows[-1])] if masked else []
     for plan in plans:
-        key, asked = plan.key, [outputs[piece.row] for piece in plan.blocks]
+        key = plan.key
         if key.outputs == "last":
             if SampledToken in kinds:
                 keys.append(SampleKey(key.logit_rows))
             continue
         if VerifiedTokens in kinds:
+            asked = [outputs[piece.row] for piece in plan.blocks]
             keys.append(VerifyKey(key.blocks, key.block_tokens, _are_verified_with_masks(asked)))
         if TargetScores in kinds:
             keys.append(ScoreKey(key.logit_rows))

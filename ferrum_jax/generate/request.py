@@ -159,9 +159,9 @@ class Request:
         If the form forces a text that is longer than the part of the draft that fits, that text is the draft. Returns
         nothing where no token is allowed next: the ordinary step says why.
         """
-        forced = form.forced[:most]
-        longest = max(list(drafted[: form.count_fitting(drafted)]), forced[: form.count_fitting(forced)], key=len)
         try:
+            forced = form.forced[:most]
+            longest = max(list(drafted[: form.count_fitting(drafted)]), forced[: form.count_fitting(forced)], key=len)
             masks = [self._within_params(mask) for mask in form.masks_along(longest)]
         except Exception:  # noqa: BLE001  of any kind: it concerns this request alone
             return [], []

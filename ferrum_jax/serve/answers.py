@@ -35,7 +35,7 @@ class Choice:
     num_taken: int = 0  # tokens
     is_first: bool = True
     is_ended: bool = False  # it was told to its end, or cut there
-    started: float = 0.0  # when its HTTP request had come
+    started: float = 0.0  # when its HTTP request had been read
     first: float = 0.0  # when its first token was seen
     last: float = 0.0  # when its last token was seen, or its end
     gaps: list[float] = field(default_factory=list)  # seconds between tokens, since they were last counted
@@ -112,7 +112,7 @@ class Caller:
             )
 
     async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for something, which is cancelled once the client need not wait for it; raises as `check` or as it."""
+        """Waits for some work and returns its result; cancels it and raises as `check` once nobody waits for it."""
         tasks = [asyncio.create_task(work), asyncio.create_task(self.changed.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -121,6 +121,7 @@ class Caller:
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # no error is left that nobody has seen
 
 
 class Wakeups:
@@ -247,7 +248,8 @@ class Answers:
             elif (more := len(tokens) - 1) > 0:  # several came before the first was taken
                 since = now - request.submitted - request.first_token_after
                 choice.gaps += [max(0.0, since) / more] * more
-        choice.last = now
+        if tokens or is_done:
+            choice.last = now
         choice.num_taken += len(tokens)
         choice.is_ended = is_done
         piece = Piece(choice, choice.is_first, text, tokens, request.finish_reason if is_done else None)

@@ -79,7 +79,7 @@ def dump(value: Any) -> bytes:
     """Returns JSON in UTF-8; half a surrogate pair, which has no UTF-8, becomes a question mark."""
     try:
         return to_json(value, inf_nan_mode="null")
-    except PydanticSerializationError:  # which tells of such a half
+    except PydanticSerializationError:  # of half a surrogate pair
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode("utf-8", "replace")
 
 

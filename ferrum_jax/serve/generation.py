@@ -21,7 +21,7 @@ from ferrum_jax.serve.schema import Sampled
 from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
-UNREAD_SECONDS = 5  # beyond a request's own time, for a client that reads slowly
+UNREAD_SECONDS = 5  # after a request's deadline, for a client that reads slowly
 DONE = b"data: [DONE]\n\n"
 MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
 
@@ -127,14 +127,14 @@ def event(value: Any) -> bytes:
 class EventStream:
     """An answer of events, which ends with `[DONE]`; an error on the way is an event before it.
 
-    What the request holds is free before `[DONE]` is sent: a client that has read it may ask again. A client that has
-    not read what was sent is left `UNREAD_SECONDS` after its time is over.
+    What the request holds is free before `[DONE]` is sent: a client that has read it may ask again. The connection of a
+    client that does not read is closed `UNREAD_SECONDS` after the deadline.
     """
 
     def __init__(
         self, http: HttpRequest, stack: contextlib.AsyncExitStack, chunks: AsyncIterator[bytes], deadline: float
     ):
-        """Takes the chunks, what is to end with them, and when its time is over by the event loop's clock."""
+        """Takes the chunks, what is to end with them, and the deadline by the event loop's clock."""
         self._http, self._stack, self._chunks, self._deadline = http, stack, chunks, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

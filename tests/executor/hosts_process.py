@@ -23,9 +23,13 @@ if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
 
+import numpy as np  # noqa: E402
+
 import ferrum_jax  # noqa: E402
+from ferrum_jax.compile.sampler import SlotSettings  # noqa: E402
 from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, Sampling  # noqa: E402
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError  # noqa: E402
+from ferrum_jax.executor.batch import ScheduledRow, VerifiedTokens  # noqa: E402
 from tests import tiny  # noqa: E402
 
 ENGINE = ferrum_jax.EngineConfig(
@@ -78,6 +82,7 @@ def run_contract(runner: Any, job: dict[str, Any]) -> list[Any]:
     runner.set_params(other)
     found.append(runner.prefill("a", tokens[:12]))
     runner.release("a")
+    found.append(verified_within_masks(runner, tokens))
     interrupt_often(runner, tokens)
     found.append(runner.prefill("a", tokens[:30]))
     runner.release("a")
@@ -87,6 +92,18 @@ def run_contract(runner: Any, job: dict[str, Any]) -> list[Any]:
     wanted = [ferrum_jax.SamplingParams(temperature=0.8, seed=at, max_tokens=9) for at in range(5)]
     found.append([out.token_ids for out in llm.generate([tokens[: 5 + 4 * at] for at in range(5)], wanted)])
     return found
+
+
+def verified_within_masks(runner: Any, tokens: list[int]) -> list[int]:
+    """Verifies drafted tokens where only every second token is allowed; returns what was chosen."""
+    runner.prefill("a", tokens[:9])
+    masks = np.full((3, -(-runner.model_config.vocab_size // 32)), 0x55555555, np.int32)
+    output = VerifiedTokens(SlotSettings(temperature=0.8, seed=3, has_masks=True), masks)
+    (choices,) = runner.execute([ScheduledRow("a", np.array(tokens[9:12], np.int32), 9, output)]).result()
+    runner.release("a")
+    chosen = [one.token_id for one in choices]
+    assert all(token % 2 == 0 for token in chosen)
+    return chosen
 
 
 def interrupt_often(runner: Any, tokens: list[int]) -> None:

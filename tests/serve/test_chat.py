@@ -155,33 +155,48 @@ def test_coroutines_are_answered_at_once_and_as_others_are(server: RunningServer
         {"prompt": ["ab", "cd"], "echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0},
         {"prompt": [3, 4, 5], "n": 2, "seed": 3, "max_tokens": 7, "extra_body": {"return_token_ids": True}},
     ]
+    asked = [("chat", one) for one in chats] + [("text", one) for one in texts]
 
-    def told(whole: Any) -> list[Any]:
-        return [one.model_dump() for one in whole.choices]
+    def ask(by: Any, kind: str, more: dict[str, Any]) -> Any:
+        if kind == "chat":
+            return by.chat.completions.create(**(ASK | more))
+        return by.completions.create(model="tiny", **more)
 
-    async def streamed(stream: Any) -> list[Any]:
-        return [one.model_dump(exclude={"id", "created"}) async for one in await stream]
+    async def streamed(many: Any, kind: str, more: dict[str, Any]) -> list[tuple[str, list[float]]]:
+        found: dict[int, tuple[str, list[float]]] = {}
+        async for chunk in await ask(many, kind, more | {"stream": True}):
+            for choice in chunk.choices:
+                text, figures = found.get(choice.index, ("", []))
+                more_text, more_figures = told(choice, choice.text if kind == "text" else choice.delta.content)
+                found[choice.index] = text + more_text, figures + more_figures
+        return [found[at] for at in sorted(found)]
 
-    async def main() -> list[Any]:
+    async def main() -> tuple[list[Any], list[Any]]:
         async with async_client(server) as many:
-            wholes = [many.chat.completions.create(**(ASK | one)) for one in chats]
-            wholes += [many.completions.create(model="tiny", **one) for one in texts]
-            streams = [streamed(many.chat.completions.create(**(ASK | one), stream=True)) for one in chats[:1]]
-            streams += [streamed(many.completions.create(model="tiny", **one, stream=True)) for one in texts[1:]]
-            found = await asyncio.gather(*wholes, *streams)
-            return [told(one) for one in found[: len(wholes)]] + [sum(map(bool, one)) for one in found[len(wholes) :]]
+            wholes = asyncio.gather(*(ask(many, *one) for one in asked))
+            return await wholes, await asyncio.gather(*(streamed(many, *one) for one in asked))
 
-    expected = [told(client.chat.completions.create(**(ASK | one))) for one in chats]
-    expected += [told(client.completions.create(model="tiny", **one)) for one in texts]
-    found = asyncio.run(main())
-    for one, other in zip(found, expected, strict=False):
-        assert [choice["index"] for choice in one] == [choice["index"] for choice in other]
-        assert [_text(choice) for choice in one] == [_text(choice) for choice in other]
-    assert all(count > 3 for count in found[len(expected) :])
+    wholes, streams = asyncio.run(main())
+    for (kind, more), whole, stream in zip(asked, wholes, streams, strict=True):
+        expected = [told_whole(choice) for choice in ask(client, kind, more).choices]
+        for found in ([told_whole(choice) for choice in whole.choices], stream):
+            assert [text for text, _ in found] == [text for text, _ in expected]
+            for (_, one), (_, other) in zip(found, expected, strict=True):
+                assert one == pytest.approx(other, abs=TOLERANCE)
 
 
-def _text(choice: dict[str, Any]) -> str:
-    return choice["text"] if "text" in choice else choice["message"]["content"]
+def told(choice: Any, text: str | None) -> tuple[str, list[float]]:
+    """The text of a choice or of a part of one, and the log-probabilities that it tells."""
+    logprobs = choice.logprobs
+    if logprobs is None:
+        return text or "", []
+    if hasattr(logprobs, "token_logprobs"):
+        return text or "", [one for one in logprobs.token_logprobs if one is not None]
+    return text or "", [one.logprob for one in logprobs.content]
+
+
+def told_whole(choice: Any) -> tuple[str, list[float]]:
+    return told(choice, choice.text if hasattr(choice, "text") else choice.message.content)
 
 
 @pytest.mark.parametrize(

@@ -435,7 +435,8 @@ def test_an_address_that_cannot_be_had_is_refused():
 @pytest.mark.parametrize(
     "wrong",
     [{"max_seconds": 0}, {"max_waiting": -1}, {"max_body_bytes": 0}, {"api_keys": ("",)}, {"api_keys": ("é",)},
-     {"drain_seconds": -1}, {"max_prompt_tokens": 0}, {"max_seconds": float("nan")}],
+     {"drain_seconds": -1}, {"max_prompt_tokens": 0}, {"max_seconds": float("nan")}, {"max_seconds": float("inf")},
+     {"drain_seconds": float("inf")}],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ConfigError):
