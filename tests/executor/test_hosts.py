@@ -240,11 +240,8 @@ def test_silence_and_an_end_are_told_apart(pair: tuple[socket.socket, socket.soc
 
 def test_every_programs_key_survives_the_way():
     plan = plan_engine(replace(REUSING, spec_tokens=2), CFG, platform="cpu", free_bytes=10**9)
-    keys = [
-        *plan.declared(),
-        *plan.buckets.masks(drafts=True),
-        replace(plan.buckets.decode(1), capture=(Point("pattern", 1), Point("z", 2))),
-    ]
+    capturing = replace(plan.buckets.decode(1), capture=(Point("pattern", 1), Point("z", 2)))
+    keys = [*plan.declared(), *plan.buckets.masks(drafts=True), capturing]
     for key in keys:
         assert unpacked_key(json.loads(json.dumps(packed_key(key)))) == key
     assert len({type(key) for key in keys}) >= 8
