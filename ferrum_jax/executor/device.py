@@ -244,6 +244,8 @@ class DeviceState:
             yield
         except (RequestValidationError, ResourceExhaustedError):  # a refusal, before anything changed
             raise
+        except GeneratorExit:  # interrupted on the way in: the garbage collector ends this, perhaps after a reset
+            raise
         except BaseException:
             self.lose()
             raise

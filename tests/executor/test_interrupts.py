@@ -1,5 +1,6 @@
 """An interrupt anywhere in a call leaves the state Error, or a state before or after the whole call."""
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -167,3 +168,13 @@ def test_an_interrupt_changes_nothing_before_the_first_change_and_is_an_error_af
         running.reset()
         running.prefill("a", TEXT[:29])
     goes_on_right(running, oracle)
+
+
+def test_a_change_that_was_interrupted_before_it_began_loses_nothing_later(running: ModelRunner):
+    entered = running._device.changing()
+    entered.__enter__()  # and an interrupt before the body: nothing leaves it
+    running.reset()
+    del entered
+    gc.collect()
+    running.prefill("a", TEXT[:3])
+    running.release("a")

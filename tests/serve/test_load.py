@@ -21,6 +21,7 @@ from ferrum_jax.contract.errors import ConfigError, DeviceError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler, Structured
 from ferrum_jax.serve import generation
+from ferrum_jax.serve import server as server_module
 from ferrum_jax.serve.generation import EventStream
 from ferrum_jax.serve.server import RunningServer, bind, running
 from ferrum_jax.serve.settings import ServerSettings
@@ -181,10 +182,16 @@ def test_a_request_ends_at_its_deadline(held: Scripted):
 
 
 def test_a_client_that_does_not_read_is_left_after_its_time(monkeypatch: pytest.MonkeyPatch):
+    def bind_small(host: str, port: int) -> socket.socket:
+        bound = bind(host, port)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of its connections, too
+        return bound
+
+    monkeypatch.setattr(server_module, "bind", bind_small)
     monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.2)
     model = Scripted()
     model.says("x" * 3000)
-    body = json.dumps(LONG | {"stream": True, "n": 2, "logprobs": 5}).encode()
+    body = json.dumps(LONG | {"stream": True, "n": 2, "logprobs": 20}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     with serving(model, max_seconds=1, trainer_endpoints=True) as (server, http), socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
