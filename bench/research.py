@@ -6,15 +6,18 @@ it is the other prompt's. Transformers runs a whole forward a patch, with a hook
 Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
 had beyond what it had before the call. `products` keeps the results of matrix products and recomputes the rest of each
 layer, `scanned products` in one loop over the layers; `scanned remat` recomputes all of it there. Scoring:
-`LLM.score` beside batches of like length that are padded to the longest. All answers are compared, in float32 on a CPU.
+`LLM.score` beside batches of like length that are padded to the longest, of passages of Python's reference manual;
+how far both are from transformers in float64 is told for some of them. All answers are compared, in float32 on a CPU.
 """
 
 import argparse
+import copy
 import ctypes
 import gc
 import os
 from collections.abc import Callable
 from functools import partial
+from pydoc_data.topics import topics
 from typing import Any
 
 import jax
@@ -24,11 +27,14 @@ import numpy as np
 import ferrum_jax
 from bench import card, models
 from bench.timing import Contestant, alternate
+from ferrum_jax.generate.tokenizer import load_tokenizer
 from ferrum_jax.models.layout import SCANNED, lay_out
+from ferrum_jax.weights import hub
 
 LENGTH, SMOKE_LENGTH = 20, 5  # tokens of the prompt that is patched
 TRAINED, SMOKE_TRAINED = 512, 24  # tokens whose likelihood has a gradient
 TEXTS, SMOKE_TEXTS = 64, 3  # to score
+EXACT = 16  # of them scored in float64, too
 SHORTEST, LONGEST = 64, 512  # tokens of each
 BATCH = 8  # texts of a padded batch
 TOLERANCE = 2e-3  # of logits and log-probabilities, in float32
@@ -43,11 +49,10 @@ def main() -> None:
 
     peer = TransformersPeer(subject, jax.default_backend())
     smoke, rounds = found.smoke, found.rounds
-    lengths = (8, 20) if smoke else (SHORTEST, LONGEST)
     parts = {
         "patching": lambda: _patching(subject, peer, SMOKE_LENGTH if smoke else LENGTH, rounds),
         "gradient": lambda: _gradient(subject, peer, SMOKE_TRAINED if smoke else TRAINED, rounds),
-        "scoring": lambda: _scoring(subject, peer, SMOKE_TEXTS if smoke else TEXTS, *lengths),
+        "scoring": lambda: _scoring(subject, peer, _texts(found, subject)),
     }
     rows = [measure() for name, measure in parts.items() if name in (found.part or parts)]
     cells = [
@@ -55,6 +60,9 @@ def main() -> None:
         for row in rows
     ]
     card.show_table(("", "ours s", "transformers s", "ratio"), cells, left=("",))
+    for row in (one for one in rows if "from_float64" in one):
+        told = (f"{name} {difference:.1e}" for name, difference in row["from_float64"].items())
+        print(f"largest difference from float64, {row['exact']} of the texts: {', '.join(told)}")
     for row in (one for one in rows if "ways" in one):
         cells = [[name, f"{way['seconds']:.2f}", f"{way['mb']:.0f}"] for name, way in row["ways"].items()]
         card.show_table(("gradient", "s", "MB beyond what was there"), cells, left=("gradient",))
@@ -68,6 +76,7 @@ def _more(parser: argparse.ArgumentParser) -> None:
         choices=("patching", "gradient", "scoring"),
         help="what to measure; may come again [all]",
     )
+    parser.add_argument("--texts", type=int, help=f"texts to score [{TEXTS}]")
 
 
 def _patching(subject: models.Subject, peer: Any, length: int, rounds: int) -> dict[str, Any]:
@@ -168,15 +177,23 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
     }
 
 
-def _scoring(subject: models.Subject, peer: Any, count: int, shortest: int, longest: int) -> dict[str, Any]:
+def _texts(found: argparse.Namespace, subject: models.Subject) -> list[list[int]]:
+    """Draws passages of Python's reference manual; random tokens for a model that has no tokenizer."""
+    draw = np.random.RandomState(3)
+    count = SMOKE_TEXTS if found.smoke else found.texts or TEXTS
+    sizes = draw.randint(*((8, 20) if found.smoke else (SHORTEST, LONGEST)), count)
+    if found.smoke or found.model in models.CONFIGURATIONS:
+        return [models.prompt(subject.config, int(size), seed=at) for at, size in enumerate(sizes)]
+    manual = load_tokenizer(hub.resolve(found.model)).encode("\n\n".join(topics.values()))
+    starts = [draw.randint(len(manual) - size) for size in sizes]
+    return [manual[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict[str, Any]:
     import torch
 
-    model, draw = peer.module, np.random.RandomState(3)
-    texts = [
-        models.prompt(subject.config, int(size), seed=at)
-        for at, size in enumerate(draw.randint(shortest, longest, count))
-    ]
-    with models.run(subject, ferrum_jax.EngineConfig(max_seqs=8, kv_capacity=longest)) as runner:
+    model, count = peer.module, len(texts)
+    with models.run(subject, ferrum_jax.EngineConfig(max_seqs=8, kv_capacity=max(map(len, texts)))) as runner:
         llm = ferrum_jax.LLM.from_model(runner)
 
         def ours() -> list[list[float]]:
@@ -197,8 +214,14 @@ def _scoring(subject: models.Subject, peer: Any, count: int, shortest: int, long
                     found[at] = row[: len(texts[at]) - 1].tolist()
             return [found[at] for at in range(count)]
 
-        error = max(_agree(np.array(a), np.array(b)) for a, b in zip(ours(), theirs(), strict=True))
+        found = {"ours": ours(), "transformers": theirs()}
+        error = max(_agree(np.array(a), np.array(b)) for a, b in zip(*found.values(), strict=True))
         times = alternate({"ours": Contestant(ours), "theirs": Contestant(theirs)}, rounds=1)
+    precise, exact = copy.deepcopy(model).double(), []
+    for text in texts[:EXACT]:
+        with torch.inference_mode():
+            logits = torch.log_softmax(precise(torch.tensor([text]), use_cache=False).logits[0, :-1], dim=-1)
+        exact.append(logits.gather(-1, torch.tensor(text)[1:, None])[:, 0].numpy())
     tokens = sum(map(len, texts))
     return {
         "what": f"scores of {count} texts, {tokens} tokens",
@@ -206,6 +229,11 @@ def _scoring(subject: models.Subject, peer: Any, count: int, shortest: int, long
         "ours_s": times["ours"].median / 1e3,
         "theirs_s": times["theirs"].median / 1e3,
         "largest_difference": error,
+        "exact": len(exact),
+        "from_float64": {
+            name: max(float(np.abs(one - two).max()) for one, two in zip(scores, exact, strict=False))
+            for name, scores in found.items()
+        },
     }
 
 

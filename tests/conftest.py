@@ -37,6 +37,7 @@ jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.ops", "ferrum_ja
 # The same examples in every run, unless --hypothesis-seed asks for others.
 hypothesis.settings.register_profile("repeatable", derandomize=True)
 
+REFERENCES = Path(__file__).parent / "reference"
 # Their imports need the extra `reference`; without it they are not there to be selected.
 collect_ignore = [] if all(importlib.util.find_spec(name) for name in ("torch", "transformers")) else ["reference"]
 
@@ -47,6 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["FERRUM_ARTIFACTS"] = "0"  # no test writes into the user's cache, unless it asks for a folder
     if config.getoption("--hypothesis-seed") is None:
         hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import torch and transformers only to deselect what needs them."""
+    return True if collection_path == REFERENCES and "not reference" in config.getoption("-m") else None
 
 
 def check_kernels() -> None:
