@@ -4,19 +4,21 @@ import gc
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 
-# The suite's time is compiling, which is faster without LLVM's optimisations (421 s) and with the older emitters of
-# fusions (283 s on two cores), which jaxlib has up to 0.10; the programs given to XLA stay the same. With
-# `--xla_backend_optimization_level=3` in XLA_FLAGS the suite runs what is shipped.
+# The suite's time is compiling, which is faster without LLVM's optimisations (421 s), with the older emitters of
+# fusions (283 s on two cores), which jaxlib has up to 0.10, and with a program in one piece (a tenth less): others test
+# on the other cores. The programs given to XLA stay the same. With `--xla_backend_optimization_level=3` in XLA_FLAGS
+# the suite runs what is shipped.
 LEVEL = "--xla_backend_optimization_level"
 if LEVEL not in (given := os.environ.get("XLA_FLAGS", "")):
     older = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
-    os.environ["XLA_FLAGS"] = f"{given} {LEVEL}=0 {older}".strip()
+    os.environ["XLA_FLAGS"] = f"{given} {LEVEL}=0 --xla_cpu_parallel_codegen_split_count=1 {older}".strip()
 
 import jax
 import jaxtyping
@@ -31,7 +33,17 @@ if os.environ.get("KERNELS") == "0":  # the suite as it runs where no C++ compil
 
 jax.config.update("jax_num_cpu_devices", 4)  # for meshes; what asks for no device has the first
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def checks_what_lasts(function: Any = None, **options: Any) -> Any:
+    """Is `jaxtyped`, but leaves functions in functions alone: it would compile checks whenever one is made."""
+    if function is None:
+        return partial(checks_what_lasts, **options)
+    return function if "<locals>" in getattr(function, "__qualname__", "") else jaxtyped(function, **options)
+
+
 # Checks shapes and dtypes in signatures, in what is imported from here on.
+jaxtyped, jaxtyping.jaxtyped = jaxtyping.jaxtyped, checks_what_lasts
 jaxtyping.install_import_hook(["ferrum_jax.models", "ferrum_jax.ops", "ferrum_jax.kvcache.state"], "beartype.beartype")
 
 # The same examples in every run, unless --hypothesis-seed asks for others.
@@ -52,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Does not import torch and transformers only to deselect what needs them."""
-    return True if collection_path == REFERENCES and "not reference" in config.getoption("-m") else None
+    return True if collection_path == REFERENCES and "not reference" in (config.getoption("-m") or "") else None
 
 
 def check_kernels() -> None:
