@@ -22,6 +22,7 @@ from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 from ferrum_jax.sharding.mesh import on_one
 from ferrum_jax.weights import hub
+from ferrum_jax.weights.huge_pages import putter
 
 TOKEN = 1  # that is decoded
 TINY = ModelConfig(
@@ -80,7 +81,9 @@ def run(subject: Subject, engine: EngineConfig, layout: str = CHECKPOINT, artifa
     device = find_device(None)
     settings = engine.over(EngineConfig(dtype=subject.dtype))
     plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
-    params = lay_out(subject.params, subject.config, layout)
+    params = subject.params
+    if layout != CHECKPOINT:  # compiled here, and then put as `load` puts what it reads
+        params = putter(device)(lay_out(params, subject.config, layout))
     kept = None
     if artifacts is not None:
         kept = Artifacts(artifacts, describe_program(subject.config, params, plan.cache, plan.loras, on_one(device)))

@@ -22,6 +22,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves, named_weights
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
+from ferrum_jax.weights.huge_pages import putter
 
 PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit the cache
 
@@ -86,7 +87,8 @@ def assemble(
     made: dict[str, Recipe] = named_leaves(tree)
     names = Track("reading weights")(made) if progress else made
     own, laid = named_weights(plain), named_weights(layout_specs(plain, cfg, layout))
-    leaves = {name: put_recipe(made[name], read, placed, own, laid[name]) for name in names}
+    put = putter(placed.placement.first)
+    leaves = {name: put_recipe(made[name], read, placed, own, laid[name], put) for name in names}
     return from_names(tree, leaves)
 
 
@@ -113,14 +115,19 @@ class CastSlices:
 
 
 def put_recipe(
-    recipe: Recipe, read: Callable[[str], Any], placed: ModelPlacement, own: Mapping[str, Any], laid: Any
+    recipe: Recipe,
+    read: Callable[[str], Any],
+    placed: ModelPlacement,
+    own: Mapping[str, Any],
+    laid: Any,
+    put: Callable[[Any], Any],
 ) -> Any:
     """Makes one leaf of a layout on its devices, out of the checkpoint's leaves that `read` returns.
 
-    `own` are the specs of those, by name, and `laid` that of the leaf.
+    `own` are the specs of those, by name, and `laid` that of the leaf. `put` brings it to a device that has all of it.
     """
     if placed.division is None:
-        return jax.device_put(recipe.make(read, np.concatenate, np.stack), placed.placement.first)
+        return put(recipe.make(read, np.concatenate, np.stack))
     found = {name: read(name) for names in recipe.layers for name in names}
 
     def make(part: Callable[[Any, Any], Any]) -> Any:
@@ -143,8 +150,8 @@ def lay_out_on_host(
     def take(name: str) -> Any:
         return jax.tree.map(np.asarray, leaves.pop(name))
 
-    laid = named_weights(specs)
-    return map_leaves(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name]), recipes(cfg, layout))
+    laid, put = named_weights(specs), putter(placed.placement.first)
+    return map_leaves(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name], put), recipes(cfg, layout))
 
 
 def map_leaves(function: Callable[[str, Any], Any], tree: ParamTree) -> ParamTree:

@@ -29,6 +29,7 @@ from ferrum_jax.models.specs import ParamTree, from_names, map_specs, named_leav
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.weights.assemble import check_tensors
 from ferrum_jax.weights.folder import read_json
+from ferrum_jax.weights.huge_pages import putter
 from ferrum_jax.weights.safetensors_file import check_regular
 
 CONFIG = "ferrum_config.json"
@@ -161,9 +162,10 @@ class OrbaxSource:
         with self._reading():
             # before any read: a restore that fails half-way leaves orbax's other reads running
             check_tensors(self.path / PARAMS, self.shapes(), named_leaves(self._specs))
+        put = putter(placed.placement.first) if placed.division is None else lambda tree: tree
         found: dict[str, jax.Array] = {}
         for group in _groups(named_leaves(wanted)):
-            found |= self._restore(group)
+            found |= put(self._restore(group))
         return placed.divide(from_names(self._specs, found), self._specs)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ constexpr int64_t kAhead = 8;       // rows of the weight that are fetched ahead
 constexpr int kRowsOfFour = kManyRegisters ? 2 : 1;  // of a quantised weight that meet three or four rows of x
 constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
 constexpr int64_t kShort = 1 << 10;  // inputs of a row whose sum ends while the next one's begins
-constexpr int64_t kFewRows = 64;     // of x, which the nearest caches hold
+constexpr int64_t kFewRows = kManyRegisters ? 32 : 8;  // of x, which the nearest caches hold while the weight passes once
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
 
