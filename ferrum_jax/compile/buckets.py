@@ -8,7 +8,6 @@ from typing import Any
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
-from ferrum_jax.compile.scores import ScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
 
@@ -68,12 +67,23 @@ class Buckets:
         """The step that returns the logits of every token of so many query blocks of C tokens."""
         return StepKey(0, count, tokens, self.table_columns, count * tokens, "all")
 
+    def scores(self, count: int) -> StepKey:
+        """The step that scores every token of so many query blocks; of one block, that of all logits."""
+        if count == 1:
+            return self.all_logits(1, self.block_tokens)
+        return replace(self.all_logits(count, self.block_tokens), outputs="scores")
+
+    @property
+    def score_blocks(self) -> tuple[int, ...]:
+        """P of the steps that score."""
+        return tuple(sorted({1, *self.mixed_blocks}))
+
     def steps(self, *, adapters: bool = False) -> list[StepKey]:
         """Every step that legal traffic can need, the largest first; `adapters`: also for rows that have one."""
         keys = {self.decode(d) for d in self.decode_rows}
         keys |= {self.blocks(p, mixed=False) for p in self.query_blocks}
         keys |= {self.blocks(p, mixed=True) for p in self.mixed_blocks}
-        keys.add(self.all_logits(1, self.block_tokens))
+        keys |= {self.scores(p) for p in self.score_blocks}
         keys |= {self.all_logits(p, self.verify_tokens) for p in self.verify_blocks}
         if adapters:
             keys |= {replace(key, adapters=True) for key in keys}
@@ -101,14 +111,12 @@ class Buckets:
         """Every program that legal traffic can need; `drafts`: drafted tokens are judged on the device, too."""
         steps = self.steps(adapters=adapters)
         samples = {SampleKey(key.logit_rows) for key in steps if key.outputs == "last"}
-        scores = {ScoreKey(key.logit_rows) for key in steps if key.outputs == "all"}
         verifies: list[ProgramKey] = [VerifyKey(p, self.verify_tokens) for p in self.verify_blocks] if drafts else []
         verifies += self.distributions() if drafts else []
         return [
             *steps,
             *self.multi_steps(adapters=adapters),
             *sorted(samples),
-            *sorted(scores),
             *verifies,
             ConfigureKey(self.kv_capacity),
             CopyKey(self.max_copies),

@@ -97,6 +97,28 @@ def plan_all_logits(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
     return steps
 
 
+def plan_scores(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
+    """Serves rows whose every token is scored: blocks of all rows together, what is left of a row as short ones."""
+    size, small = buckets.block_tokens, buckets.verify_tokens
+    ends = [count - max(0, count - 1) // size * size for count in counts]  # tokens of each row's last block
+    rests = [end if end <= small else 0 for end in ends]
+    pieces = [
+        Piece(row, at, min(size, count - rest - at))
+        for row, (count, rest) in enumerate(zip(counts, rests, strict=True))
+        for at in range(0, count - rest, size)
+    ]
+    steps = []
+    while pieces:
+        taken = min(_choose_scores(len(pieces), buckets), len(pieces))
+        steps.append(StepPlan(buckets.scores(choose_bucket(buckets.score_blocks, taken)), blocks=pieces[:taken]))
+        pieces = pieces[taken:]
+    short = plan_all_logits(rests, buckets)
+    starts = [count - rest for count, rest in zip(counts, rests, strict=True)]
+    return steps + [
+        replace(one, blocks=[piece._replace(start=starts[piece.row]) for piece in one.blocks]) for one in short
+    ]
+
+
 def cost(key: StepKey, buckets: Buckets) -> int:
     """What a step takes, in tokens: those it computes, and those that reading the weights is worth."""
     return buckets.step_overhead + key.num_tokens
@@ -110,17 +132,30 @@ def _choose(count: int, buckets: Buckets, mixed: bool) -> int:
         return sizes[-1]
 
     def total(size: int) -> int:
-        return cost(buckets.blocks(size, mixed=mixed), buckets) + _least(max(0, count - size), buckets)
+        left = max(0, count - size)
+        return cost(buckets.blocks(size, mixed=mixed), buckets) + _least(left, buckets, buckets.query_blocks)
 
     return min(min(reversed(sizes), key=total), count)
 
 
 @functools.lru_cache(maxsize=4096)
-def _least(count: int, buckets: Buckets) -> int:
-    """Returns what so many blocks cost without decode rows."""
+def _choose_scores(count: int, buckets: Buckets) -> int:
+    """Decides how many of `count` blocks the next step scores, so that all of them cost least."""
+    sizes = buckets.score_blocks
+    if count >= 2 * sizes[-1]:
+        return sizes[-1]
+    return min(
+        reversed(sizes),
+        key=lambda size: cost(buckets.scores(size), buckets) + _least(max(0, count - size), buckets, sizes),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _least(count: int, buckets: Buckets, sizes: tuple[int, ...]) -> int:
+    """Returns what so many blocks cost without decode rows, in steps of these sizes."""
     if count == 0:
         return 0
     return min(
-        cost(buckets.blocks(size, mixed=False), buckets) + _least(max(0, count - size), buckets)
-        for size in buckets.query_blocks
+        buckets.step_overhead + size * buckets.block_tokens + _least(max(0, count - size), buckets, sizes)
+        for size in sizes
     )

@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile.step import ProgramContext
 from ferrum_jax.ops import sampling
-from ferrum_jax.ops.sampling import SampleInputs
+from ferrum_jax.ops.sampling import MAX_TOP_LOGPROBS, SampleInputs
 from ferrum_jax.sharding.mesh import WHOLE
 
 Leaf = TypeVar("Leaf")
 MAX_STOP_IDS = 16  # of one slot
 MAX_BIAS = 512  # tokens with a bias of their own, of one slot
-MAX_TOP_LOGPROBS = 20  # alternatives reported beside each token
 _WORD = 32  # tokens per int32 of a set
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _INTS = ("top_k", "seed", "min_position", "is_adjusted", "is_masked", "num_logprobs", "is_processed")
@@ -201,7 +200,7 @@ def choose_rows(
             processed = sampling.processed_logprobs(scores, inputs.temperature, threshold)
             of_ids = jnp.take_along_axis(processed, ids[:, None], axis=1)[:, 0]
             reported = jnp.where((_number(rows, "is_processed") != 0)[:, None], processed, logits)
-            alternatives = lax.cond(jnp.any(wanted > 0), lambda: likeliest(reported), lambda: no_alternatives)
+            alternatives = lax.cond(jnp.any(wanted > 0), lambda: sampling.likeliest(reported), lambda: no_alternatives)
             return sampling.token_logprobs(logits, ids), of_ids, *alternatives
 
         return ids, *lax.cond(jnp.any(wanted >= 0), logprobs, lambda: none)
@@ -261,12 +260,6 @@ def adjusted(
     scores = sampling.penalise_repetition(scores, seen, _number(rows, "repetition_penalty"))
     presence, frequency = (_number(rows, name) for name in ("presence_penalty", "frequency_penalty"))
     return sampling.penalise_counts(scores, counts, presence, frequency)
-
-
-def likeliest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the likeliest tokens of each row and their log-probabilities."""
-    found, ids = sampling.best(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
-    return ids, found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def sample(

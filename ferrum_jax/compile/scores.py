@@ -1,7 +1,4 @@
-"""Scores: programs chained on the logits of a step, that say how likely given tokens are.
-
-`ScoreKey` is of the model's own distribution; `ProcessedScoreKey` of the one that a slot's settings draw from.
-"""
+"""Scores of given tokens in what a slot's settings draw from: programs chained on the logits of a step."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -11,33 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ferrum_jax.compile.sampler import (
-    MAX_TOP_LOGPROBS,
-    SamplerState,
-    adjusted,
-    each_token,
-    inputs_of,
-    likeliest,
-    logits_of,
-    lower_writing,
-)
+from ferrum_jax.compile.sampler import SamplerState, adjusted, each_token, inputs_of, logits_of, lower_writing
 from ferrum_jax.compile.step import ProgramContext
 from ferrum_jax.ops import sampling
-from ferrum_jax.sharding.mesh import WHOLE
-
-
-def score(
-    logits: Float[Array, "R V"], buffer: Int[Array, " size"]
-) -> tuple[Int[Array, "R 2"], Int[Array, "R K"], Float[Array, "R K"]]:
-    """Returns, for each row, its best token and the bits of the log-probability of the token given for it.
-
-    `buffer` is `[1 + R]`: whether the likeliest alternatives are wanted, which come after, and the given tokens.
-    """
-    given, count = buffer[1:], min(MAX_TOP_LOGPROBS, logits.shape[1])
-    bits = lax.bitcast_convert_type(sampling.token_logprobs(logits, given), jnp.int32)
-    none = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
-    top_ids, top = lax.cond(buffer[0] != 0, lambda: likeliest(logits), lambda: none)
-    return jnp.stack([sampling.argmax(logits), bits], axis=1), top_ids, top
 
 
 def score_processed(
@@ -66,20 +39,6 @@ def score_processed(
 
     counts, scores = lax.scan(score_block, state.counts, (rows, logits.reshape(blocks, width, -1)))
     return replace(state, counts=counts), scores.ravel()
-
-
-@dataclass(frozen=True, order=True)
-class ScoreKey:
-    """The log-probability of a given token after each row of a step's logits, and the best token there."""
-
-    logit_rows: int  # R
-
-    def lower(self, context: ProgramContext) -> jax.stages.Lowered:
-        """Lowers the program."""
-        whole = context.spread(score, (WHOLE, WHOLE), WHOLE)
-        return jax.jit(whole).lower(
-            logits_of(context, self.logit_rows), jax.ShapeDtypeStruct((1 + self.logit_rows,), jnp.int32)
-        )
 
 
 @dataclass(frozen=True, order=True)

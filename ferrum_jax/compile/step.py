@@ -5,6 +5,7 @@ sampler chose last for their slot, which never leaves the device.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
@@ -13,8 +14,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.changes import Changes, of_tokens
@@ -25,13 +27,15 @@ from ferrum_jax.models.division import Division
 from ferrum_jax.models.hooks import Captured, Point
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops import sampling
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.shards import WHOLE as WHOLE_SHARDS
 from ferrum_jax.ops.shards import Shards
 from ferrum_jax.sharding.mesh import WHOLE, Placement
 
 Leaf = TypeVar("Leaf")
-Outputs = Literal["last", "all"]
+Outputs = Literal["last", "all", "scores"]
+SCORED_ROWS = 128  # rows whose logits are in memory at once in a step of scores alone, or one block of more
 DEVICE_TOKEN = -1  # in the place of a token id: the one sampled last for this slot
 
 
@@ -91,8 +95,8 @@ class StepKey:
     blocks: int  # P query blocks; a long prompt takes several in a row
     block_tokens: int  # C
     table_columns: int  # M KV blocks per row
-    logit_rows: int  # R rows of logits; all D + P * C tokens where `outputs` is "all"
-    outputs: Outputs = "last"
+    logit_rows: int  # R rows of logits; all D + P * C tokens where `outputs` is not "last"
+    outputs: Outputs = "last"  # logits and scores of all tokens, or the scores alone
     adapters: bool = False  # whether rows may have a LoRA adapter
     capture: tuple[Point, ...] = ()  # hook points that are returned
     changes: tuple[Point, ...] = ()  # hook points at which rows may have interventions
@@ -102,9 +106,16 @@ class StepKey:
         """X, the tokens its matrix products run over."""
         return self.decode_rows + self.blocks * self.block_tokens
 
+    @property
+    def rows_at_once(self) -> int:
+        """How many rows of logits are in memory at once."""
+        if self.outputs != "scores":
+            return self.logit_rows
+        return math.gcd(self.blocks, max(1, SCORED_ROWS // self.block_tokens)) * self.block_tokens
+
     def __str__(self) -> str:
         name = f"step D{self.decode_rows} P{self.blocks}x{self.block_tokens} M{self.table_columns} R{self.logit_rows}"
-        name += " all" * (self.outputs == "all") + " adapters" * self.adapters
+        name += f" {self.outputs}" * (self.outputs != "last") + " adapters" * self.adapters
         for what, points in (("capture", self.capture), ("changes", self.changes)):
             name += f" {what} {' '.join(f'{point.name}.{point.layer}' for point in points)}" if points else ""
         return name
@@ -121,12 +132,14 @@ class StepKey:
             stacks = [*stacks, WHOLE]
         groups = (PartitionSpec(None, context.kv_axes),) * (bool(self.decode_rows) + bool(self.blocks))
         captured = {point: groups if point.name == "pattern" else WHOLE for point in self.capture}
-        outputs = StepOutputs(logits=WHOLE, rows=WHOLE, captured=captured)
+        logits = None if self.outputs == "scores" else WHOLE
+        scores = None if self.outputs == "last" else (WHOLE,) * 3
+        outputs = StepOutputs(logits=logits, rows=WHOLE, captured=captured, scores=scores)
         inputs = context.leaf_specs, context.kv_specs, WHOLE, WHOLE, *stacks
         pure = context.spread(pure, inputs, (outputs, context.kv_specs))
         read = None
         if any(point.name == "pattern" for point in self.capture) and context.readable is not None:
-            read = replace(outputs, logits=None, rows=None, captured=context.readable), None
+            read = replace(outputs, logits=None, rows=None, scores=None, captured=context.readable), None
         return jax.jit(pure, donate_argnums=1, out_shardings=read).lower(
             jax.tree.leaves(context.params), context.kv, context.sampler.last_tokens, buffer, *extra
         )
@@ -152,9 +165,10 @@ def of_leaves(function: Callable[..., Any], context: ProgramContext, key: Any) -
 class StepOutputs(Generic[Leaf]):
     """What a step returns beside the KV."""
 
-    logits: Leaf  # float32 [R, V]
-    rows: Leaf  # int32 [R, 2]: sampler slot and position of each; for "all", [P, 3 + C], as `VerifyKey` takes them
+    logits: Leaf | None  # float32 [R, V]; None where the key wants scores alone
+    rows: Leaf  # int32 [R, 2]: sampler slot and position of each; but for "last", [P, 3 + C], as `VerifyKey` takes them
     captured: Captured  # at the points that the key names
+    scores: tuple[Leaf, ...] | None = None  # but for "last", of the R tokens, as `sampling.score` returns them
 
 
 @flax.struct.dataclass
@@ -170,13 +184,15 @@ class PackedStep(Generic[Leaf]):
     logit_index: Leaf  # [R]: which of the X tokens
     sample_slots: Leaf  # [R]: whose settings choose a token there; one past the last slot: nobody's
     sample_positions: Leaf  # [R]: of the token to be chosen, in its sequence
+    targets: Leaf  # [R]: the token whose score after each one is wanted; empty for "last", as the next
+    scored: Leaf  # [1]: what of the scores is wanted, as `sampling.score` takes it
 
 
 def packed_size(key: StepKey) -> int:
     """Elements of the buffer of one step."""
     per_row = 3 + key.adapters + bool(key.changes) + key.table_columns
-    last = 3 * key.logit_rows if key.outputs == "last" else 0
-    return key.decode_rows * (1 + per_row) + key.blocks * (key.block_tokens + per_row) + last
+    rows = 3 * key.logit_rows if key.outputs == "last" else key.logit_rows + 1
+    return key.decode_rows * (1 + per_row) + key.blocks * (key.block_tokens + per_row) + rows
 
 
 def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
@@ -203,8 +219,9 @@ def split(buffer: Any, key: StepKey) -> PackedStep[Any]:
             adapters=take(rows) if key.adapters else None,
         )
         groups.append(group)
-    count = key.logit_rows if key.outputs == "last" else 0
-    return PackedStep(*groups, *slots, *changes, *(take(count) for _ in range(3)))
+    last, scored = (key.logit_rows, 0) if key.outputs == "last" else (0, key.logit_rows)
+    sizes = *[last] * 3, scored, min(scored, 1)
+    return PackedStep(*groups, *slots, *changes, *map(take, sizes))
 
 
 def blank(key: StepKey, num_slots: int) -> tuple[NDArray[np.int32], PackedStep[NDArray[np.int32]]]:
@@ -245,8 +262,10 @@ def step(
         groups.append(replace(packed.decode, tokens=tokens))
     if packed.blocks is not None:
         groups.append(packed.blocks)
-    if key.outputs == "all":
+    read = None
+    if key.outputs != "last":
         index = jnp.arange(key.num_tokens, dtype=jnp.int32)
+        read = functools.partial(_read_scores, packed=packed, key=key)
         blocks = packed.blocks
         assert blocks is not None
         heads = [packed.block_slots, blocks.lengths, blocks.counts]
@@ -261,7 +280,7 @@ def step(
     if key.changes:
         blocks = jnp.repeat(packed.block_changes, key.block_tokens)
         interventions = of_tokens(rest.pop(0), jnp.concatenate([packed.decode_changes, blocks]))
-    logits, kv, captured = family(cfg).forward(
+    found, kv, captured = family(cfg).forward(
         params,
         kv,
         batch,
@@ -271,5 +290,20 @@ def step(
         capture=key.capture,
         interventions=interventions,
         shards=shards,
+        read=read,
     )
-    return StepOutputs(logits=logits, rows=rows, captured=captured), kv
+    logits, scores = (found, None) if read is None else found
+    return StepOutputs(logits=logits, rows=rows, captured=captured, scores=scores), kv
+
+
+def _read_scores(
+    head: Callable[[jax.Array], jax.Array], x: Float[Array, "X D"], *, packed: PackedStep[jax.Array], key: StepKey
+) -> tuple[jax.Array | None, tuple[jax.Array, ...]]:
+    """Returns the logits of all tokens, and their scores; for scores alone, logits of some tokens at a time."""
+    wanted = packed.scored[0]
+    if key.outputs == "all":
+        logits = head(x)
+        return logits, sampling.score(logits, packed.targets, wanted)
+    parts = x.reshape(-1, key.rows_at_once, x.shape[-1]), packed.targets.reshape(-1, key.rows_at_once)
+    found = lax.map(lambda part: sampling.score(head(part[0]), part[1], wanted), parts)
+    return None, jax.tree.map(lambda one: one.reshape(-1, one.shape[-1]), found)

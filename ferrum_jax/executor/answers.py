@@ -58,7 +58,6 @@ class StepPart(NamedTuple):
     asked: Sequence[Output]  # what each of these rows wants
     sampled: Sampled[jax.Array] | None = None
     probabilities: jax.Array | None = None  # of `Distributions`
-    scores: tuple[jax.Array, ...] | None = None  # of `TargetScores`
     processed: jax.Array | None = None  # float32 [X]: of those with settings
 
 
@@ -76,10 +75,12 @@ def read_part(
     if not kinds:
         device.wait(part.outputs.rows)
         return
-    logits = fetch(part.outputs.logits) if kinds & {LastLogits, AllLogits} else None
+    logits = None
+    if kinds & {LastLogits, AllLogits} and part.outputs.logits is not None:
+        logits = fetch(part.outputs.logits)
     chosen = None if part.sampled is None else _Choices(part.sampled, part.asked, fetch)
     probabilities = None if part.probabilities is None else fetch(part.probabilities)
-    scores = _scores(part, fetch)
+    scores = _scores(part, fetch) if TargetScores in kinds else []
     processed = None if part.processed is None else fetch(part.processed)
     width, pieces, ends = part.plan.key.block_tokens, part.plan.blocks, rows.ends
     for at, (row, output) in enumerate(zip(part.wanted, part.asked, strict=True)):
@@ -137,10 +138,10 @@ class _Choices:
 
 def _scores(part: StepPart, fetch: Any) -> list[NDArray[Any]]:
     """Copies scores to the host; the alternatives only where a row wants any."""
-    if part.scores is None:
-        return []
+    found = part.outputs.scores
+    assert found is not None
     with_tops = any(isinstance(one, TargetScores) and one.with_alternatives for one in part.asked)
-    return [fetch(array) for array in (part.scores if with_tops else part.scores[:1])]
+    return [fetch(array) for array in (found if with_tops else found[:1])]
 
 
 class _Logits(NamedTuple):

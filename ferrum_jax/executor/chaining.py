@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.buckets import Buckets, ProgramKey
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
-from ferrum_jax.compile.scores import ProcessedScoreKey, ScoreKey
+from ferrum_jax.compile.scores import ProcessedScoreKey
 from ferrum_jax.compile.step import StepOutputs
 from ferrum_jax.executor.answers import ActiveRows, StepPart
 from ferrum_jax.executor.batch import Distributions, Output, SampledToken, TargetScores, VerifiedTokens
@@ -57,9 +57,7 @@ def chained_keys(
         if VerifiedTokens in kinds:
             asked = [outputs[piece.row] for piece in plan.blocks]
             keys.append(VerifyKey(key.blocks, key.block_tokens, _are_verified_with_masks(asked)))
-        if TargetScores in kinds:
-            keys.append(ScoreKey(key.logit_rows))
-        if processed:
+        if processed and key.outputs == "all":
             keys.append(ProcessedScoreKey(key.blocks, key.block_tokens))
         if Distributions in kinds:
             keys.append(DistributionKey(key.blocks, key.block_tokens))
@@ -77,7 +75,7 @@ def chain(
     """Begins what follows on a step's logits; `wanted` are the rows that want something, by row of logits or block."""
     key, asked = plan.key, [rows.outputs[row] for row in wanted]
     kinds = set(map(type, asked))
-    sampled = probabilities = scores = processed = None
+    sampled = probabilities = processed = None
     if SampledToken in kinds:
         sampled = device.sample(SampleKey(key.logit_rows), outputs)
         for row, one in zip(wanted, asked, strict=True):
@@ -89,22 +87,14 @@ def chain(
         sampled = device.sample(verify_key, outputs, masks)
     if Distributions in kinds:
         probabilities = device.distributions(DistributionKey(key.blocks, key.block_tokens), outputs)
-    if TargetScores in kinds:
-        buffer = np.zeros(1 + key.logit_rows, np.int32)
-        targets = buffer[1:].reshape(key.blocks, key.block_tokens)
-        for at, (one, piece) in enumerate(zip(asked, plan.blocks, strict=True)):
-            if isinstance(one, TargetScores):
-                buffer[0] |= one.with_alternatives
-                targets[at, : piece.size] = one.targets[piece.start : piece.start + piece.size]
-        scores = device.score(ScoreKey(key.logit_rows), outputs, buffer)
-        if any(isinstance(one, TargetScores) and has_settings(one) for one in asked):
-            nobody = len(table.table)
-            packed = np.zeros((key.blocks, 3 + 2 * key.block_tokens), np.int32)
-            packed[:, 0] = nobody
-            for at, (row, one, piece) in enumerate(zip(wanted, asked, plan.blocks, strict=True)):
-                if isinstance(one, TargetScores) and has_settings(one):
-                    packed[at, :3] = rows.slots[row], rows.starts[row] + piece.start, piece.size
-                    packed[at, 3 : 3 + piece.size] = rows.tokens[row][piece.start : piece.start + piece.size]
-            packed[:, 3 + key.block_tokens :] = targets
-            processed = device.score_processed(ProcessedScoreKey(key.blocks, key.block_tokens), outputs, packed.ravel())
-    return StepPart(plan, outputs, rows, wanted, asked, sampled, probabilities, scores, processed)
+    if any(isinstance(one, TargetScores) and has_settings(one) for one in asked):
+        packed = np.zeros((key.blocks, 3 + 2 * key.block_tokens), np.int32)
+        packed[:, 0] = len(table.table)  # nobody's slot
+        for at, (row, one, piece) in enumerate(zip(wanted, asked, plan.blocks, strict=True)):
+            if isinstance(one, TargetScores) and has_settings(one):
+                run = slice(piece.start, piece.start + piece.size)
+                packed[at, :3] = rows.slots[row], rows.starts[row] + piece.start, piece.size
+                packed[at, 3 : 3 + piece.size] = rows.tokens[row][run]
+                packed[at, 3 + key.block_tokens :][: piece.size] = one.targets[run]
+        processed = device.score_processed(ProcessedScoreKey(key.blocks, key.block_tokens), outputs, packed.ravel())
+    return StepPart(plan, outputs, rows, wanted, asked, sampled, probabilities, processed)

@@ -25,7 +25,7 @@ from ferrum_jax.compile.sampler import (
     SlotSettings,
     VerifyKey,
 )
-from ferrum_jax.compile.scores import ProcessedScoreKey, ScoreKey
+from ferrum_jax.compile.scores import ProcessedScoreKey
 from ferrum_jax.compile.step import ProgramContext, StepKey, StepOutputs
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.config.engine import CompilerOptions
@@ -299,13 +299,8 @@ class DeviceState:
         program = self.programs.get(key)
         return self._guarded(lambda: program(self._sampler, outputs.logits, outputs.rows), "distributions", key)
 
-    def score(self, key: ScoreKey, outputs: StepOutputs, buffer: NDArray[np.int32]) -> tuple[jax.Array, ...]:
-        """Begins to score given tokens by the logits of the step that was begun last."""
-        program = self.programs.get(key)
-        return self._guarded(lambda: call(program, outputs.logits, buffer), "score", key, buffer)
-
     def score_processed(self, key: ProcessedScoreKey, outputs: StepOutputs, buffer: NDArray[np.int32]) -> jax.Array:
-        """As `score`, in what the settings of slots draw from."""
+        """Begins to score given tokens in what the settings of slots draw from, after the step that was begun last."""
         program, state = self.programs.get(key), self._sampler
         self._sampler, found = self._guarded(
             lambda: call(program, state, outputs.logits, buffer), "score_processed", key, buffer

@@ -46,8 +46,6 @@ def _do(message: Message, device: DeviceState, latest: Any) -> Any:
             device.sample(key, latest, *arrays)
         case "distributions":
             device.distributions(key, latest)
-        case "score":
-            device.score(key, latest, arrays[0])
         case "score_processed":
             device.score_processed(key, latest, arrays[0])
         case "configure":

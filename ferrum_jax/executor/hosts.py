@@ -22,7 +22,7 @@ import numpy as np
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey, InstallKey
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
-from ferrum_jax.compile.scores import ProcessedScoreKey, ScoreKey
+from ferrum_jax.compile.scores import ProcessedScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import BackendError, ConfigError, DeviceError, UnsupportedError
 from ferrum_jax.models.hooks import Point
@@ -36,7 +36,7 @@ _KEYS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         ConfigureKey, CopyKey, DistributionKey, GatherKey, InstallKey, MaskKey, MultiStepKey, ProcessedScoreKey,
-        SampleKey, ScoreKey, StepKey, VerifyKey,
+        SampleKey, StepKey, VerifyKey,
     )
 }  # fmt: skip
 

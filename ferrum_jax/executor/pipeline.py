@@ -195,13 +195,13 @@ class Pipeline:
         if any(reused):
             tokens = [one[skip:] for one, skip in zip(tokens, reused, strict=True)]
             starts = [start + skip for start, skip in zip(starts, reused, strict=True)]
-        left, every = list(map(len, tokens)), []
-        if not kinds <= _ONE_OUTPUT:
-            every = [0 if type(one) in _ONE_OUTPUT else count for one, count in zip(outputs, left, strict=True)]
-            left = [count - other for count, other in zip(left, every, strict=True)]
-        plans = planner.plan_steps(left, buckets)
-        if every:
-            plans += planner.plan_all_logits(every, buckets)
+        left = list(map(len, tokens))
+        if kinds <= _ONE_OUTPUT:
+            plans = planner.plan_steps(left, buckets)
+        else:
+            last, every, scored = zip(*map(_divided, outputs, left), strict=True)
+            plans = planner.plan_steps(last, buckets) + planner.plan_all_logits(every, buckets)
+            plans += planner.plan_scores(scored, buckets)
         if any(captures):
             plans = [planner.capturing(one, captures) for one in plans]
         if used:
@@ -404,15 +404,20 @@ class Pipeline:
                 packed.block_changes[: len(members)] = [rows.changes[row] for row in members]
             for at, (row, start, size) in enumerate(plan.blocks):
                 packed.blocks.tokens[at, :size] = tokens[row][start : start + size]
-                if key.outputs == "all" or start + size == len(tokens[row]):
+                if key.outputs != "last" or start + size == len(tokens[row]):
                     wanted.append(row)
                     indices.append(key.decode_rows + at * key.block_tokens + size - 1)
         asks = [type(outputs[row]) is not NoOutput for row in wanted]
         indices, wanted = list(compress(indices, asks)), list(compress(wanted, asks))
         lives, nobody = rows.lives, self.plan.max_seqs
         slots = [lives[row].slot if type(outputs[row]) in _WITH_SETTINGS else nobody for row in wanted]
-        if key.outputs == "all":
+        if key.outputs != "last":
             packed.block_slots[: len(wanted)] = slots
+            targets = packed.targets.reshape(key.blocks, key.block_tokens)
+            for at, (row, start, size) in enumerate(plan.blocks):
+                if isinstance(one := outputs[row], TargetScores):
+                    targets[at, :size] = one.targets[start : start + size]
+                    packed.scored[0] = max(packed.scored[0], 1 + one.with_alternatives)
         else:
             packed.logit_index[: len(wanted)] = indices
             packed.sample_slots[: len(wanted)] = slots
@@ -466,6 +471,13 @@ class Pipeline:
         members = ActiveRows([NO_OUTPUT] * len(again), tokens, [0] * len(again), lives, uses, changes)
         plans = planner.plan_steps(list(map(len, tokens)), self.plan.buckets)
         return [(members, self._changed(_adapted(one, uses), changes)) for one in plans]
+
+
+def _divided(output: Output, count: int) -> tuple[int, int, int]:
+    """Returns how many of a row's tokens are read for their last logits, for all logits, and to be scored alone."""
+    if type(output) in _ONE_OUTPUT:
+        return count, 0, 0
+    return (0, 0, count) if isinstance(output, TargetScores) and output.settings is None else (0, count, 0)
 
 
 def _newest(live: CachedSequence | None) -> NDArray[np.int32]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS, SlotSettings
+from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, SlotSettings
 from ferrum_jax.contract.checks import (
     check_cache_id,
     check_flag,
@@ -30,6 +30,7 @@ from ferrum_jax.executor.batch import (
     ScheduledRow,
     TargetScores,
 )
+from ferrum_jax.ops.sampling import MAX_TOP_LOGPROBS
 
 Policies = Sequence[LogitsReturnPolicy] | None
 Length = Callable[[str], int]  # positions of a cache id

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 from numpy.typing import NDArray
 
-from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS, MAX_TOP_LOGPROBS
+from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS
 from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is_real
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
 from ferrum_jax.generate.structured import Structured
+from ferrum_jax.ops.sampling import MAX_TOP_LOGPROBS
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 _PENALTY = 3e38  # as Sampling takes them

@@ -1,5 +1,6 @@
 """What every family shares: embeddings, positions, the layer and the loop over the layers, and logits."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
@@ -145,7 +146,8 @@ class Family:
         remat: bool | str = False,
         first_layer: int | jax.Array = 0,
         shards: Shards = WHOLE,
-    ) -> tuple[jax.Array, Held, Captured]:
+        read: Callable[[Callable[[jax.Array], jax.Array], jax.Array], Any] | None = None,
+    ) -> tuple[Any, Held, Captured]:
         """Runs all new tokens of a batch.
 
         Args:
@@ -163,11 +165,13 @@ class Family:
                 products with weights give.
             first_layer: layers before it are left out: `inputs_embeds` are what goes into it. Where it is traced, they
                 are skipped at run time, and what is captured of them is 0.
+            read: makes what is returned instead of logits, given the function that computes the logits of states
+                `[R, D]`, float32 `[R, V]`, and the states of all X tokens.
             shards: inside a `shard_map`, over which mesh axes the model is divided: parameters and KV are then one
                 device's parts, and so are attention weights that are captured. `cfg` counts this device's heads.
 
         Returns:
-            Logits, float32 `[R, V]`; the KV written; and what was captured, by point.
+            Logits, float32 `[R, V]`, or what `read` has made; the KV written; and what was captured, by point.
 
         Raises:
             InvalidParameterError: rows have adapters but there are no `loras`, or an intervention has another shape.
@@ -203,8 +207,9 @@ class Family:
         layers = params["model"]["layers"]
         with native.kernels(attention == "cpu"):
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
-            logits = self.head(params, _rows_with_logits(x, batch), cfg, shards)
-        return logits, cast(Any, written), captured
+            head = functools.partial(self.head, params, cfg=cfg, shards=shards)
+            found = head(_rows_with_logits(x, batch)) if read is None else read(head, x)
+        return found, cast(Any, written), captured
 
 
 def _rows_with_logits(x: jax.Array, batch: Batch[jax.Array]) -> jax.Array:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from ferrum_jax.sharding.types import vary_like
 
 Leaf = TypeVar("Leaf")
+MAX_TOP_LOGPROBS = 20  # alternatives reported beside each token
 NUM_CANDIDATES = 256  # of the best tokens of a row; a filter that keeps fewer needs no others
 _SMALLEST = -(2**31)  # int32
 
@@ -166,6 +167,31 @@ def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
             return (block * width + inside).astype(jnp.int32)
     every = jnp.arange(x.shape[-1], dtype=jnp.int32)
     return jnp.where(x == x.max(axis=-1, keepdims=True), every, x.shape[-1] - 1).min(axis=-1)
+
+
+def likeliest(logits: Float[Array, "R V"]) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
+    """Returns the likeliest tokens of each row, best first, and their log-probabilities."""
+    found, ids = best(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    return ids, found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def score(
+    logits: Float[Array, "R V"], given: Int[Array, " R"], wanted: Int[Array, ""]
+) -> tuple[Int[Array, "R 2"], Int[Array, "R K"], Float[Array, "R K"]]:
+    """Scores the token given for each row: `[R, 2]` are its best token and the bits of the given one's log-probability.
+
+    The likeliest tokens and their log-probabilities come after. `wanted` says what is computed, the rest is 0: nothing
+    (0), the scores (1), or the likeliest tokens as well (2).
+    """
+    rows, count = len(logits), min(MAX_TOP_LOGPROBS, logits.shape[1])
+
+    def both() -> jax.Array:
+        bits = lax.bitcast_convert_type(token_logprobs(logits, given), jnp.int32)
+        return jnp.stack([argmax(logits), bits], axis=1)
+
+    none = jnp.zeros((rows, count), jnp.int32), jnp.zeros((rows, count))
+    scores = lax.cond(wanted > 0, both, lambda: jnp.zeros((rows, 2), jnp.int32))
+    return scores, *lax.cond(wanted > 1, lambda: likeliest(logits), lambda: none)
 
 
 def gumbel(seed: UInt[Array, "*#B"], position: Int[Array, "*#B"], token_ids: Int[Array, "*#B"]) -> Float[Array, "*B"]:

@@ -12,7 +12,6 @@ from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.buckets import Buckets, bucket_sizes, choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
-from ferrum_jax.compile.scores import ScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
 
@@ -87,7 +86,7 @@ def test_steps_are_declared_once_and_the_largest_first(buckets: Buckets):
 @given(buckets=drawn_buckets())
 def test_a_step_has_logits_for_every_row_that_can_end_in_it(buckets: Buckets):
     for key in buckets.steps():
-        if key.outputs == "all":
+        if key.outputs != "last":
             assert key.logit_rows == key.num_tokens
         else:
             assert key.logit_rows in (*buckets.decode_rows, buckets.max_rows)
@@ -100,7 +99,7 @@ def test_what_follows_on_a_declared_step_is_declared(buckets: Buckets, drafts: b
     assert len(set(declared)) == len(declared)
     for key in buckets.steps(adapters=adapters):
         assert key in declared
-        assert (SampleKey if key.outputs == "last" else ScoreKey)(key.logit_rows) in declared
+        assert key.outputs != "last" or SampleKey(key.logit_rows) in declared
         if drafts and key.outputs == "all" and key.block_tokens == buckets.verify_tokens:
             assert key.blocks not in buckets.verify_blocks or VerifyKey(key.blocks, key.block_tokens) in declared
 
@@ -131,10 +130,11 @@ def test_steps_of_decode_rows_beside_blocks_take_as_many_blocks_as_some_step_wit
 
 def test_the_programs_of_some_buckets_by_name():
     assert [str(key) for key in GOOD.declared()] == [
-        "step D4 P6x8 M6 R4", "step D0 P6x8 M6 R4", "step D4 P2x8 M6 R4", "step D0 P2x8 M6 R4",
+        "step D4 P6x8 M6 R4", "step D0 P6x8 M6 R4", "step D0 P6x8 M6 R48 scores", "step D4 P2x8 M6 R4",
+        "step D0 P2x8 M6 R4", "step D0 P2x8 M6 R16 scores",
         "step D0 P1x8 M6 R1", "step D0 P1x8 M6 R8 all", "step D0 P2x3 M6 R6 all", "step D4 P0x0 M6 R4",
         "step D0 P1x3 M6 R3 all", "step D1 P0x0 M6 R1",
-        *map(str, [SampleKey(1), SampleKey(4), ScoreKey(3), ScoreKey(6), ScoreKey(8)]),
+        *map(str, [SampleKey(1), SampleKey(4)]),
         *map(str, [ConfigureKey(90), CopyKey(4), GatherKey(6)]),
     ]  # fmt: skip
     judged = {VerifyKey(1, 3), VerifyKey(2, 3)}

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ferrum_jax.compile.buckets import Buckets, choose_bucket
-from ferrum_jax.compile.planner import StepPlan, cost, plan_all_logits, plan_steps
+from ferrum_jax.compile.planner import StepPlan, cost, plan_all_logits, plan_scores, plan_steps
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.executor import plan_engine
 from tests.compile.test_buckets import GOOD, drawn_buckets
@@ -56,7 +56,8 @@ def test_a_plan_serves_every_token_of_every_row_once_and_in_order(counts: list[i
 @given(counts=COUNTS, buckets=drawn_buckets())
 def test_every_step_of_a_plan_is_declared(counts: list[int], buckets: Buckets):
     declared = set(buckets.declared())
-    assert {step.key for step in (*plan_steps(counts, buckets), *plan_all_logits(counts, buckets))} <= declared
+    plans = plan_steps(counts, buckets), plan_all_logits(counts, buckets), plan_scores(counts, buckets)
+    assert {step.key for plan in plans for step in plan} <= declared
 
 
 @given(counts=COUNTS, buckets=drawn_buckets())
@@ -109,6 +110,30 @@ def test_a_plan_for_all_logits_serves_every_token_once_and_in_order(counts: list
     assert all(step.key.outputs == "all" and not step.decodes for step in steps)
 
 
+@given(counts=COUNTS, buckets=drawn_buckets())
+def test_a_plan_for_scores_serves_every_token_once_and_in_order(counts: list[int], buckets: Buckets):
+    steps = plan_scores(counts, buckets)
+    assert served(steps, len(counts)) == counts
+    assert all(step.key.outputs != "last" and not step.decodes for step in steps)
+
+
+@given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=8), buckets=drawn_buckets())
+def test_scores_of_whole_blocks_cost_no_more_than_a_block_at_a_time(counts: list[int], buckets: Buckets):
+    counts = [count * buckets.block_tokens for count in counts]
+    plan = sum(cost(step.key, buckets) for step in plan_scores(counts, buckets))
+    assert plan <= sum(cost(step.key, buckets) for step in plan_all_logits(counts, buckets))
+
+
+def test_long_rows_are_scored_together_and_what_is_left_of_a_row_as_a_short_one():
+    size, small = GOOD.block_tokens, GOOD.verify_tokens
+    steps = plan_scores([3 * size, 2 * size + small, size + small + 1], replace(GOOD, step_overhead=size))
+    assert [(step.key.outputs, step.key.blocks, len(step.blocks)) for step in steps] == [
+        ("scores", 6, 6), ("all", 1, 1), ("all", 1, 1),
+    ]  # fmt: skip
+    assert [piece.size for piece in steps[1].blocks] == [small + 1]
+    assert [(piece.row, piece.start, piece.size) for piece in steps[2].blocks] == [(1, 2 * size, small)]
+
+
 @given(buckets=drawn_buckets(), data=st.data())
 def test_short_rows_have_all_their_logits_in_one_step(buckets: Buckets, data: st.DataObject):
     size = st.integers(1, buckets.verify_tokens)
@@ -121,7 +146,10 @@ def test_short_rows_have_all_their_logits_in_one_step(buckets: Buckets, data: st
 def test_every_declared_step_is_needed_by_some_traffic(buckets: Buckets, data: st.DataObject):
     buckets = replace(buckets, step_overhead=10_000)  # so that what fits in one step takes one
     key, size = data.draw(st.sampled_from(buckets.steps())), buckets.block_tokens
-    if key.outputs == "all":
+    if key.outputs == "scores":
+        ends_short = size <= buckets.verify_tokens  # the last block of a row is then a short one
+        steps = plan_scores([(key.blocks + ends_short) * size], buckets)
+    elif key.outputs == "all":
         first = [] if key.blocks in buckets.verify_blocks else [size]
         steps = plan_all_logits(first or [key.block_tokens] * key.blocks, buckets)
         steps = steps if key in {step.key for step in steps} else plan_all_logits([size + 1], buckets)

@@ -1,6 +1,6 @@
 """What is written through the views of a packed step is what the step reads, and a step writes the KV in place."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ferrum_jax.compile import sampler
+from ferrum_jax.compile import sampler, step
 from ferrum_jax.compile.sampler import SamplerSpec
-from ferrum_jax.compile.step import PackedStep, ProgramContext, StepKey, blank, packed_size, split
+from ferrum_jax.compile.step import PackedStep, ProgramContext, StepKey, StepOutputs, blank, packed_size, split
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import Point, family, specs
@@ -26,6 +26,7 @@ KEYS = {
     "with adapters": StepKey(3, 2, 7, 5, 4, adapters=True),
     "all logits": StepKey(0, 2, 6, 5, 12, "all"),
     "all logits with adapters": StepKey(0, 2, 6, 5, 12, "all", adapters=True),
+    "scores": StepKey(0, 2, 6, 5, 12, "scores"),
 }
 SIZES = st.integers(0, 4)
 
@@ -36,7 +37,7 @@ def views(packed: PackedStep[Any]) -> list[Any]:
     for group in (packed.decode, packed.blocks):
         found += [None] * 5 if group is None else [getattr(group, field.name) for field in fields(group)]
     return [*found, packed.decode_slots, packed.block_slots, packed.logit_index, packed.sample_slots,
-            packed.sample_positions]  # fmt: skip
+            packed.sample_positions, packed.targets, packed.scored]  # fmt: skip
 
 
 def fill(packed: PackedStep[Any]) -> list[Any]:
@@ -64,7 +65,7 @@ def test_a_step_survives_packing(name: str):
 
 
 @given(rows=SIZES, blocks=SIZES, tokens=st.integers(1, 5), columns=st.integers(1, 6), logits=st.integers(1, 4),
-       adapters=st.booleans(), outputs=st.sampled_from(["last", "all"]))  # fmt: skip
+       adapters=st.booleans(), outputs=st.sampled_from(["last", "all", "scores"]))  # fmt: skip
 def test_the_pieces_of_a_buffer_cover_it_and_do_not_overlap(
     rows: int, blocks: int, tokens: int, columns: int, logits: int, adapters: bool, outputs: Any
 ):
@@ -91,7 +92,10 @@ def test_a_blank_step_is_padding_for_nobody(name: str):
             assert group.adapters is None or (group.adapters == -1).all()
     assert (packed.sample_slots == SLOTS).all()
     assert (packed.block_slots == SLOTS).all()
-    assert packed.logit_index.shape == ((0,) if key.outputs == "all" else (key.logit_rows,))
+    is_last = key.outputs == "last"
+    assert packed.logit_index.shape == ((key.logit_rows,) if is_last else (0,))
+    assert packed.targets.shape == ((0,) if is_last else (key.logit_rows,))
+    assert packed.scored.tolist() == ([] if is_last else [0])
 
 
 def test_a_key_says_its_shape_and_counts_its_tokens():
@@ -139,6 +143,49 @@ def test_a_step_of_any_kind_writes_the_kv_in_place(key: StepKey, block_size: int
     assert memory.alias_size_in_bytes >= spec.num_bytes
     if num_blocks == 200:  # where the pool is large, nothing of its size is copied: not even one layer of K
         assert memory.temp_size_in_bytes < spec.num_bytes / 4
+
+
+def test_a_step_of_scores_has_the_logits_of_some_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step, "SCORED_ROWS", 16)
+    found = StepKey(0, 4, 8, 4, 32, "scores").lower(context(cache(8, 16))).compile()
+    lines = found.as_text()
+    assert lines is not None
+    assert f"f32[16,{CFG.vocab_size}]" in lines
+    assert f"f32[32,{CFG.vocab_size}]" not in lines
+
+
+def test_a_step_of_all_logits_scores_what_is_wanted_of_it():
+    spec, key = cache(8, 4), StepKey(0, 2, 8, 4, 16, "all")
+    made = context(spec)
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(draw.normal(size=leaf.shape), leaf.dtype), made.params)
+    targets = draw.integers(CFG.vocab_size, size=16)
+
+    def run(outputs: Any, wanted: int) -> StepOutputs[Any]:
+        program = replace(key, outputs=outputs).lower(made).compile()
+        buffer, packed = blank(key, SLOTS)
+        assert packed.blocks is not None
+        packed.blocks.tokens[:] = np.arange(16).reshape(2, 8)
+        packed.blocks.counts[:], packed.blocks.lengths[:], packed.blocks.tables[:] = 8, [0, 8], [0, 1, 2, 3]
+        packed.targets[:], packed.scored[:] = targets, wanted
+        return program(jax.tree.leaves(params), state.empty(spec), np.zeros(SLOTS, np.int32), buffer)[0]
+
+    logits = np.asarray(run("all", 0).logits, np.float64)
+    expected = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    for outputs, wanted in (("all", 0), ("all", 1), ("all", 2), ("scores", 1), ("scores", 2)):
+        packed, top_ids, top = map(np.asarray, run(outputs, wanted).scores or ())
+        if wanted == 0:
+            assert not packed.any()
+            continue
+        np.testing.assert_array_equal(packed[:, 0], logits.argmax(axis=1))
+        own = packed[:, 1].copy().view(np.float32)
+        np.testing.assert_allclose(own, expected[np.arange(16), targets], rtol=0, atol=1e-4)
+        if wanted == 1:
+            assert not top_ids.any()
+            assert not top.any()
+            continue
+        np.testing.assert_array_equal(top_ids[:, 0], packed[:, 0])
+        np.testing.assert_allclose(top, -np.sort(-expected, axis=1)[:, : top.shape[1]], rtol=0, atol=1e-4)
 
 
 def test_a_decode_row_without_a_token_takes_the_one_its_slot_sampled_last():

@@ -54,7 +54,7 @@ def test_a_step_adds_parts_twice_a_layer_and_joins_the_logits(name: str, tmp_pat
             assert memory is not None
             # one sum for the embedding
             assert collectives(text) == {"all-reduce": 1 + sums * cfg.num_hidden_layers, "all-gather": 1}, key
-            rows = key.logit_rows if isinstance(key, StepKey) else key.rows
+            rows = key.rows_at_once if isinstance(key, StepKey) else key.rows
             width = -(-cfg.vocab_size // len(runner.placed.placement.devices)) * len(runner.placed.placement.devices)
             moved = shapes_moved(text)
             assert ("all-gather", f"f32[{rows},{width}]") in moved
