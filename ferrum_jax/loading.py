@@ -39,6 +39,7 @@ from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
+from ferrum_jax.weights.huge_pages import putter
 from ferrum_jax.weights.safetensors_file import check_regular
 
 ModelPath = str | os.PathLike[str]
@@ -381,11 +382,11 @@ def _read(
                 progress=progress,
             )
         elif layout == CHECKPOINT:
-            params = source.restore(dtype, placed)
+            params = source.restore(dtype, placed, putter(device) if placed.division is None else None)
         else:
             laid, host = served_specs(source, asked, device), ModelPlacement.on_one(find_device("cpu"))
             params = lay_out_on_host(source.restore(dtype, host), source.config, layout, placed, laid)
-    except jax.errors.JaxRuntimeError as problem:
+    except (MemoryError, jax.errors.JaxRuntimeError) as problem:
         needed = placed.num_bytes(served_specs(source, asked, device), dtype)
         raise ResourceExhaustedError(
             f"{source.path}: {needed:,} bytes of parameters in {dtype} cannot be put on {device}: {problem}"

@@ -68,7 +68,7 @@ class Buckets:
         return StepKey(0, count, tokens, self.table_columns, count * tokens, "all")
 
     def scores(self, count: int) -> StepKey:
-        """The step that scores every token of so many query blocks; of one block, that of all logits."""
+        """The step that scores every token of so many query blocks; one block takes the step of all logits."""
         if count == 1:
             return self.all_logits(1, self.block_tokens)
         return replace(self.all_logits(count, self.block_tokens), outputs="scores")

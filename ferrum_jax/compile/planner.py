@@ -98,10 +98,18 @@ def plan_all_logits(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
 
 
 def plan_scores(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
-    """Serves rows whose every token is scored: blocks of all rows together, what is left of a row as short ones."""
+    """Plans rows whose every token is scored: blocks of all rows together, short ends separately if that is cheaper."""
     size, small = buckets.block_tokens, buckets.verify_tokens
     ends = [count - max(0, count - 1) // size * size for count in counts]  # tokens of each row's last block
-    rests = [end if end <= small else 0 for end in ends]
+    plans = [_plan_scores(counts, [0] * len(counts), buckets)]
+    if any(0 < end <= small for end in ends):
+        plans.append(_plan_scores(counts, [end if end <= small else 0 for end in ends], buckets))
+    return min(plans, key=lambda steps: sum(cost(step.key, buckets) for step in steps))
+
+
+def _plan_scores(counts: Sequence[int], rests: Sequence[int], buckets: Buckets) -> list[StepPlan]:
+    """As `plan_scores`; the last `rests` tokens of the rows are short ends."""
+    size = buckets.block_tokens
     pieces = [
         Piece(row, at, min(size, count - rest - at))
         for row, (count, rest) in enumerate(zip(counts, rests, strict=True))
@@ -153,9 +161,8 @@ def _choose_scores(count: int, buckets: Buckets) -> int:
 @functools.lru_cache(maxsize=4096)
 def _least(count: int, buckets: Buckets, sizes: tuple[int, ...]) -> int:
     """Returns what so many blocks cost without decode rows, in steps of these sizes."""
-    if count == 0:
-        return 0
-    return min(
-        buckets.step_overhead + size * buckets.block_tokens + _least(max(0, count - size), buckets, sizes)
-        for size in sizes
-    )
+    costs = [0]
+    for blocks in range(1, count + 1):
+        costs.append(min(size * buckets.block_tokens + costs[max(0, blocks - size)] for size in sizes))
+        costs[-1] += buckets.step_overhead
+    return costs[count]

@@ -96,7 +96,7 @@ class StepKey:
     block_tokens: int  # C
     table_columns: int  # M KV blocks per row
     logit_rows: int  # R rows of logits; all D + P * C tokens where `outputs` is not "last"
-    outputs: Outputs = "last"  # logits and scores of all tokens, or the scores alone
+    outputs: Outputs = "last"  # returns R logits; "all": logits and scores of all tokens; "scores": those alone
     adapters: bool = False  # whether rows may have a LoRA adapter
     capture: tuple[Point, ...] = ()  # hook points that are returned
     changes: tuple[Point, ...] = ()  # hook points at which rows may have interventions
@@ -262,9 +262,8 @@ def step(
         groups.append(replace(packed.decode, tokens=tokens))
     if packed.blocks is not None:
         groups.append(packed.blocks)
-    read = None
+    read, index = None, None
     if key.outputs != "last":
-        index = jnp.arange(key.num_tokens, dtype=jnp.int32)
         read = functools.partial(_read_scores, packed=packed, key=key)
         blocks = packed.blocks
         assert blocks is not None

@@ -76,7 +76,8 @@ def read_part(
         device.wait(part.outputs.rows)
         return
     logits = None
-    if kinds & {LastLogits, AllLogits} and part.outputs.logits is not None:
+    if kinds & {LastLogits, AllLogits}:
+        assert part.outputs.logits is not None
         logits = fetch(part.outputs.logits)
     chosen = None if part.sampled is None else _Choices(part.sampled, part.asked, fetch)
     probabilities = None if part.probabilities is None else fetch(part.probabilities)

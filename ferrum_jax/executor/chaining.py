@@ -54,10 +54,12 @@ def chained_keys(
             if SampledToken in kinds:
                 keys.append(SampleKey(key.logit_rows))
             continue
+        if key.outputs == "scores":
+            continue
         if VerifiedTokens in kinds:
             asked = [outputs[piece.row] for piece in plan.blocks]
             keys.append(VerifyKey(key.blocks, key.block_tokens, _are_verified_with_masks(asked)))
-        if processed and key.outputs == "all":
+        if processed:
             keys.append(ProcessedScoreKey(key.blocks, key.block_tokens))
         if Distributions in kinds:
             keys.append(DistributionKey(key.blocks, key.block_tokens))

@@ -23,7 +23,6 @@ from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.prompts import Prompt
 
 SEQUENCES = 8  # scored or generated together, unless a batch size says otherwise
-VERIFY_TOKENS = 64  # of one row in a step that scores
 DRAWING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 
 importlib.import_module("lm_eval.models")  # the harness looks for its own models only while there are none
@@ -67,10 +66,8 @@ class FerrumLM(TemplateLM):
         if max_length not in (None, capacity):
             raise ConfigError(f"max_length is {max_length} and kv_capacity {capacity}: they are the same, give one")
         reuse = settings.pop("prefix_cache", True)
-        engine = EngineConfig(verify_blocks=(1, rows) if rows > 1 else (1,), prefix_cache=reuse)
-        if capacity is None or capacity >= VERIFY_TOKENS:
-            engine = EngineConfig(verify_tokens=VERIFY_TOKENS).over(engine)
-        settings.setdefault("engine", engine)
+        short = (1, rows) if rows > 1 else (1,)  # continuations of a few tokens, all of them in one step
+        settings.setdefault("engine", EngineConfig(verify_blocks=short, prefix_cache=reuse))
         place = None if device in ("cuda", "cuda:0") else device
         self.llm = LLM(pretrained, max_seqs=rows, kv_capacity=capacity, device=place, **settings)
         self.tokenizer: Any = self.llm._intake.need_tokenizer()

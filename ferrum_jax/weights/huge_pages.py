@@ -38,7 +38,7 @@ class HugePages:
 
 
 def putter(device: JaxDevice) -> Callable[[Any], Any]:
-    """Returns the function that puts trees of arrays on a device for good; a CPU's lie in huge pages where it can."""
+    """Returns the function that puts trees of arrays on a device; on a CPU, copies in huge pages if there are any."""
     if device.platform != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return lambda tree: jax.device_put(tree, device)
     pages = HugePages()
@@ -46,9 +46,12 @@ def putter(device: JaxDevice) -> Callable[[Any], Any]:
 
 
 def _map(num_bytes: int) -> NDArray[np.uint8]:
-    """Maps whole huge pages; what is never written takes no memory."""
+    """Maps whole huge pages; what is never written takes no memory. Raises MemoryError."""
     size = -(-num_bytes // PAGE) * PAGE
-    mapped = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapped = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as problem:
+        raise MemoryError(f"{size + PAGE:,} bytes cannot be mapped: {problem}") from problem
     with contextlib.suppress(OSError):  # a kernel without them
         mapped.madvise(mmap.MADV_HUGEPAGE)
     found = np.frombuffer(mapped, np.uint8)

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +29,6 @@ from ferrum_jax.models.specs import ParamTree, from_names, map_specs, named_leav
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.weights.assemble import check_tensors
 from ferrum_jax.weights.folder import read_json
-from ferrum_jax.weights.huge_pages import putter
 from ferrum_jax.weights.safetensors_file import check_regular
 
 CONFIG = "ferrum_config.json"
@@ -145,11 +144,11 @@ class OrbaxSource:
         self._specs = quantised_specs(family(self.config).param_specs(self.config), self.formats)
         self._is_whole = False  # True once `_check_files` has passed
 
-    def restore(self, dtype: str, placed: ModelPlacement) -> ParamTree:
+    def restore(self, dtype: str, placed: ModelPlacement, put: Callable[[Any], Any] | None = None) -> ParamTree:
         """Reads all parameters onto a model's devices, those that are not quantised cast to `dtype`.
 
         A device of a mesh reads its own part of what lies there as it is stored. The rest is read evenly divided and
-        converted on the devices, a leaf at a time.
+        converted on the devices, a leaf at a time. On one device, `put` brings each leaf to its place there.
 
         Raises:
             InvalidFormatError: this is no whole checkpoint of the model its configuration describes.
@@ -162,10 +161,10 @@ class OrbaxSource:
         with self._reading():
             # before any read: a restore that fails half-way leaves orbax's other reads running
             check_tensors(self.path / PARAMS, self.shapes(), named_leaves(self._specs))
-        put = putter(placed.placement.first) if placed.division is None else lambda tree: tree
         found: dict[str, jax.Array] = {}
         for group in _groups(named_leaves(wanted)):
-            found |= put(self._restore(group))
+            read = self._restore(group)
+            found |= read if put is None else {name: put(read.pop(name)) for name in group}
         return placed.divide(from_names(self._specs, found), self._specs)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -117,16 +117,23 @@ def test_a_plan_for_scores_serves_every_token_once_and_in_order(counts: list[int
     assert all(step.key.outputs != "last" and not step.decodes for step in steps)
 
 
-@given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=8), buckets=drawn_buckets())
-def test_scores_of_whole_blocks_cost_no_more_than_a_block_at_a_time(counts: list[int], buckets: Buckets):
-    counts = [count * buckets.block_tokens for count in counts]
+@given(counts=COUNTS, buckets=drawn_buckets(), overhead=st.sampled_from([0, 16, 256]))
+def test_scores_cost_no_more_than_all_logits_or_than_blocks_of_one_size(
+    counts: list[int], buckets: Buckets, overhead: int
+):
+    buckets = replace(buckets, step_overhead=overhead)
     plan = sum(cost(step.key, buckets) for step in plan_scores(counts, buckets))
-    assert plan <= sum(cost(step.key, buckets) for step in plan_all_logits(counts, buckets))
+    blocks = sum(-(-count // buckets.block_tokens) for count in counts)
+    assume(blocks < 2 * buckets.score_blocks[-1])  # past that, the largest step is taken without looking further
+    for size in buckets.score_blocks:
+        assert plan <= -(-blocks // size) * cost(buckets.scores(size), buckets)
+    if buckets.verify_tokens < buckets.block_tokens:
+        assert plan <= sum(cost(step.key, buckets) for step in plan_all_logits(counts, buckets))
 
 
 def test_long_rows_are_scored_together_and_what_is_left_of_a_row_as_a_short_one():
     size, small = GOOD.block_tokens, GOOD.verify_tokens
-    steps = plan_scores([3 * size, 2 * size + small, size + small + 1], replace(GOOD, step_overhead=size))
+    steps = plan_scores([3 * size, 2 * size + small, size + small + 1], replace(GOOD, step_overhead=0))
     assert [(step.key.outputs, step.key.blocks, len(step.blocks)) for step in steps] == [
         ("scores", 6, 6), ("all", 1, 1), ("all", 1, 1),
     ]  # fmt: skip
@@ -147,8 +154,7 @@ def test_every_declared_step_is_needed_by_some_traffic(buckets: Buckets, data: s
     buckets = replace(buckets, step_overhead=10_000)  # so that what fits in one step takes one
     key, size = data.draw(st.sampled_from(buckets.steps())), buckets.block_tokens
     if key.outputs == "scores":
-        ends_short = size <= buckets.verify_tokens  # the last block of a row is then a short one
-        steps = plan_scores([(key.blocks + ends_short) * size], buckets)
+        steps = plan_scores([key.blocks * size], buckets)
     elif key.outputs == "all":
         first = [] if key.blocks in buckets.verify_blocks else [size]
         steps = plan_all_logits(first or [key.block_tokens] * key.blocks, buckets)

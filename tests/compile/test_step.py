@@ -154,7 +154,8 @@ def test_a_step_of_scores_has_the_logits_of_some_tokens_at_a_time(monkeypatch: p
     assert f"f32[32,{CFG.vocab_size}]" not in lines
 
 
-def test_a_step_of_all_logits_scores_what_is_wanted_of_it():
+def test_a_step_of_all_logits_scores_what_is_wanted_of_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step, "SCORED_ROWS", 8)  # two parts in the step of scores
     spec, key = cache(8, 4), StepKey(0, 2, 8, 4, 16, "all")
     made = context(spec)
     draw = np.random.default_rng(0)

@@ -49,6 +49,26 @@ def row(key: str, tokens: list[int] | None, start: int, output: Output = LAST_LO
     return ScheduledRow(key, None if tokens is None else np.array(tokens, np.int32), start, output)
 
 
+def test_alternatives_come_beside_rows_that_want_none(runner: ModelRunner, oracle: Oracle):
+    size, begun = 2 * runner.plan.buckets.block_tokens, set()
+    before = runner._programs.get
+    wanted = [TargetScores(np.array(TEXT[at : at + size], np.int32), with_alternatives=at == 1) for at in (1, 2, 3)]
+    rows = [row(key, TEXT[at : at + size], 0, one) for at, (key, one) in enumerate(zip("xyz", wanted, strict=True))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner._programs, "get", lambda key: begun.add(getattr(key, "outputs", None)) or before(key))
+        found = runner.execute(rows).result()
+    assert "scores" in begun
+    assert [one.top_ids is None for one in found] == [False, True, True]
+    for at, one in enumerate(found):
+        logits = oracle(TEXT[at : at + size]).astype(np.float64)
+        expected = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        own = expected[np.arange(size), TEXT[at + 1 : at + 1 + size]]
+        np.testing.assert_allclose(one.logprobs, own, rtol=0, atol=TOLERANCE)
+        if at == 0:
+            best = -np.sort(-expected, axis=1)[:, : one.top_logprobs.shape[1]]
+            np.testing.assert_allclose(one.top_logprobs, best, rtol=0, atol=TOLERANCE)
+
+
 def hold(runner: ModelRunner) -> None:
     for key, tokens in HELD.items():
         runner.prefill(key, tokens)

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import mmap
+import re
 import weakref
 from pathlib import Path
 
@@ -36,6 +37,27 @@ def test_copies_are_exact_and_lie_apart():
         assert copied.flags.c_contiguous
     spans = sorted((one.ctypes.data, one.ctypes.data + one.nbytes) for one in found if one.nbytes)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this kernel has no huge pages")
+def test_the_system_is_asked_for_huge_pages():
+    at, mapping = HugePages().copy(np.ones(1000)), ""
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            mapping = line if int(span[1], 16) <= at.ctypes.data < int(span[2], 16) else ""
+        elif mapping and line.startswith("VmFlags:"):
+            assert "hg" in line.split()
+            return
+    raise AssertionError("the copy is in no mapping")
+
+
+def test_memory_that_cannot_be_mapped_is_a_memory_error(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match=r"69,206,016 bytes cannot be mapped: .*Cannot allocate"):
+        HugePages().copy(np.ones(1000))
 
 
 def test_jax_takes_a_copy_as_it_lies():
