@@ -411,8 +411,11 @@ template <class T> void write_as(const Write& a, int64_t first, int64_t last) {
   for (int64_t x = first; x < last; x++) {
     const int64_t id = a.block_ids[x], offset = a.offsets[x];
     if (id < 0 || id >= a.blocks) continue;
+    const auto begin_of = [&](int64_t head) { return ((a.layer * a.blocks + id) * a.kv_heads + head) * width * block; };
+    for (int64_t head = 0; head < a.kv_heads; head++)  // each number of a key lies in a line of its own
+      for (int64_t h = 0; h < width; h++) __builtin_prefetch(keys + begin_of(head) + h * block + offset, 1);
     for (int64_t head = 0; head < a.kv_heads; head++) {
-      const int64_t begin = ((a.layer * a.blocks + id) * a.kv_heads + head) * width * block;
+      const int64_t begin = begin_of(head);
       const float* k = a.k + (x * a.kv_heads + head) * width;
       for (int64_t h = 0; h < width; h++) narrow(k[h], keys + begin + h * block + offset);
       if (!values) continue;

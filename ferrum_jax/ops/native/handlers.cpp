@@ -271,7 +271,7 @@ ffi::Error run_write(ffi::ThreadPool pool, Floats k, Floats v, ffi::AnyBuffer ke
   a.offsets = offsets.typed_data();
   a.tokens = k.dimensions()[0];
   a.layer = layer.typed_data()[0];
-  constexpr int64_t kAtLeast = 16;
+  constexpr int64_t kAtLeast = 2;  // tokens of one thread
   in_parallel(pool, (a.tokens + kAtLeast - 1) / kAtLeast, [&](int64_t first, int64_t last) {
     kernels->write(a, first * kAtLeast, std::min(a.tokens, last * kAtLeast));
   });
