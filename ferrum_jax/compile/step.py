@@ -35,7 +35,7 @@ from ferrum_jax.sharding.mesh import WHOLE, Placement
 
 Leaf = TypeVar("Leaf")
 Outputs = Literal["last", "all", "scores"]
-SCORED_ROWS = 128  # rows whose logits are in memory at once in a step of scores alone, or one block of more
+SCORED_ROWS = 128  # of logits in memory at once in a step of scores alone; one block, if that has more
 DEVICE_TOKEN = -1  # in the place of a token id: the one sampled last for this slot
 
 
