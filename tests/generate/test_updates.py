@@ -2,8 +2,9 @@
 
 import asyncio
 import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, get_args
@@ -24,7 +25,7 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.generate.request import Request
-from ferrum_jax.generate.updates import LivePolicy, params_update
+from ferrum_jax.generate.updates import LivePolicy, Update, params_update
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.conftest import CFG, adapter_tensors
 from tests.fake import CountingLLM
@@ -100,13 +101,32 @@ def test_a_recompute_is_exact_where_the_kv_is_short(new_runner: MakeRunner, weig
         traffic.check(mixed)
 
 
-def started(llm: LLM, count: int = 3, **changes: Any) -> list[Request]:
-    """Requests that have sampled something and go on."""
-    requests = [llm.request([1, 2, 3, at], replace(LONG, max_tokens=35, **changes)) for at in range(count)]
+def started(llm: LLM, count: int = 3, *, until_asked: bool = True) -> list[Request]:
+    """Requests that have sampled something; with `until_asked` they go on when other weights have been asked for."""
+    requests = [llm.request([1, 2, 3, at], replace(LONG, max_tokens=35)) for at in range(count)]
+    if until_asked:
+        hold(llm, lambda: all(one.choices for one in requests))
     llm.engine.submit(*requests)
     while not all(one.choices for one in requests):
         time.sleep(0.001)
     return requests
+
+
+def hold(llm: LLM, when: Callable[[], bool]) -> None:
+    """Lets no step begin, as soon as something is so, before other weights have been asked for."""
+    engine, is_asked = llm.engine, threading.Event()
+    step, begin_update = engine.scheduler.step, engine.begin_update
+
+    def held() -> None:
+        if when():
+            assert is_asked.wait(60)
+        step()
+
+    def watched(update: Update) -> None:
+        begin_update(update)
+        is_asked.set()
+
+    engine.scheduler.step, engine.begin_update = held, watched
 
 
 def ended(requests: Sequence[Request]) -> list[RequestOutput]:
@@ -134,9 +154,10 @@ def test_an_update_waits_for_its_policy_alone(policy: LivePolicy, serving: Model
 
 def test_what_is_scored_while_weights_abort_it_is_cancelled(serving: ModelRunner, weights: list[ParamTree]):
     llm = LLM.from_model(serving, max_rows=3, chunk_tokens=1)
+    hold(llm, lambda: bool(llm.engine.scheduler.num_running))
     with ThreadPoolExecutor(1) as pool:
         scored = pool.submit(llm.score, [[1]], [[2] * 40])
-        while not llm.engine.scheduler._running:
+        while not llm.engine.scheduler.num_running:
             time.sleep(0.001)
         llm.set_params(weights[1], live="abort")
         with pytest.raises(CancelledError, match="ended by a change of weights"):
@@ -147,7 +168,7 @@ def test_a_refused_update_changes_nothing(serving: ModelRunner, weights: list[Pa
     llm, version = LLM.from_model(serving), serving.params_version
     expected = llm.generate([[1, 2, 3, 0]], replace(LONG, max_tokens=35))[0]
     for policy in POLICIES:
-        (request,) = started(llm, 1)
+        (request,) = started(llm, 1, until_asked=False)
         with pytest.raises(InvalidParameterError, match="missing"):
             llm.set_params({}, live=policy)
         (out,) = ended([request])
