@@ -232,7 +232,7 @@ def check_compiler_options(options: CompilerOptions, device: JaxDevice) -> None:
     nothing = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(jax.numpy.negative).lower(nothing).compile(compiler_options=dict[str, Any](options))
-    except (jax.errors.JaxRuntimeError, TypeError) as problem:  # TypeError: JAX's own, and what its binding cannot take
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as problem:  # JAX's own, and what its binding refuses
         given = safe_repr(dict(options))
         raise ConfigError(f"compiler_options {given} on {device}: {_first_line(problem)}") from problem
 

@@ -102,7 +102,7 @@ SCALARS: list[Any] = [
     np.bytes_(b"a"),
     np.datetime64("2020-01-01"),
     np.timedelta64(1, "s"),
-    np.datetime64("NaT"),
+    np.datetime64("NaT", "s"),
     DataType.FP32,
     Device("cpu"),
     FullLogits(),
