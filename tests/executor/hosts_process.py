@@ -13,24 +13,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+import jax
+
 if __name__ == "__main__":  # a test that imports this has settings of its own
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-
-import jax  # noqa: E402
-
-if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
 
-import numpy as np  # noqa: E402
+import numpy as np
 
-import ferrum_jax  # noqa: E402
-from ferrum_jax.compile.sampler import SlotSettings  # noqa: E402
-from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, Sampling  # noqa: E402
-from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError  # noqa: E402
-from ferrum_jax.executor.batch import ScheduledRow, VerifiedTokens  # noqa: E402
-from tests import tiny  # noqa: E402
+import ferrum_jax
+from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, Sampling
+from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError
+from ferrum_jax.executor.batch import ScheduledRow, VerifiedTokens
+from tests import tiny
 
 ENGINE = ferrum_jax.EngineConfig(
     max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(3,), block_tokens=8, verify_tokens=8,
