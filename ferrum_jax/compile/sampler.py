@@ -197,11 +197,11 @@ def choose_rows(
         ids, threshold = sampling.choose(scores, inputs)
 
         def logprobs() -> tuple[jax.Array, ...]:
-            processed = sampling.processed_logprobs(scores, inputs.temperature, threshold)
-            of_ids = jnp.take_along_axis(processed, ids[:, None], axis=1)[:, 0]
+            processed = sampling.kept_logits(scores, inputs.temperature, threshold)
             reported = jnp.where((_number(rows, "is_processed") != 0)[:, None], processed, logits)
             alternatives = lax.cond(jnp.any(wanted > 0), lambda: sampling.likeliest(reported), lambda: no_alternatives)
-            return sampling.token_logprobs(logits, ids), of_ids, *alternatives
+            both = (sampling.token_logprobs(one, ids) for one in (logits, processed))
+            return *both, *alternatives
 
         return ids, *lax.cond(jnp.any(wanted >= 0), logprobs, lambda: none)
 

@@ -27,7 +27,7 @@ from ferrum_jax.models.division import Division
 from ferrum_jax.models.hooks import Captured, Point
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.ops import sampling
+from ferrum_jax.ops import native, sampling
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.shards import WHOLE as WHOLE_SHARDS
 from ferrum_jax.ops.shards import Shards
@@ -53,8 +53,17 @@ class ProgramContext:
     division: Division | None = None  # of the model over the devices of a mesh
 
     def spread(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-        """Returns a function of the arrays on the mesh, for one of a device's own parts (`Placement.spread`)."""
-        return function if self.placement is None else self.placement.spread(function, in_specs, out_specs)
+        """Returns a function of the arrays on the mesh, for one of a device's own parts (`Placement.spread`).
+
+        It uses the CPU's kernels where the KV has their layout.
+        """
+
+        @functools.wraps(function)
+        def traced(*arrays: Any) -> Any:
+            with native.kernels(self.attention == "cpu"):
+                return function(*arrays)
+
+        return traced if self.placement is None else self.placement.spread(traced, in_specs, out_specs)
 
     @property
     def kv_axes(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from ferrum_jax.ops import native
 from ferrum_jax.sharding.types import vary_like
 
 Leaf = TypeVar("Leaf")
@@ -53,8 +54,7 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     if inputs.repetition_penalty is not None and inputs.seen is not None:
         scores = penalise_repetition(logits, inputs.seen, inputs.repetition_penalty)
     token_ids, threshold = choose(scores, inputs)
-    processed = processed_logprobs(scores, inputs.temperature, threshold)
-    processed = jnp.take_along_axis(processed, token_ids[:, None], axis=-1)[:, 0]
+    processed = token_logprobs(kept_logits(scores, inputs.temperature, threshold), token_ids)
     return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids), processed_logprobs=processed)
 
 
@@ -102,12 +102,12 @@ def draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Ar
     return argmax(jnp.where((inputs.temperature > 0)[:, None], noisy, scores))
 
 
-def processed_logprobs(
+def kept_logits(
     scores: Float[Array, "B V"], temperature: Float[Array, " B"], threshold: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """Returns the log-probabilities of what was drawn from, given what `choose` returned; at temperature 0, as at 1."""
+    """Returns the logits of what was drawn from, given what `choose` returned; at temperature 0, as at 1."""
     scaled = _scaled(lax.stop_gradient(scores), temperature)
-    return jax.nn.log_softmax(jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf), axis=-1)
+    return jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
 
 
 def distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
@@ -121,7 +121,8 @@ def log_distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array
     """Returns the logarithms of what `choose` draws from, -inf for what is filtered out; at temperature 0, as at 1."""
     scaled = _scaled(scores, inputs.temperature)
     threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
-    return processed_logprobs(scores, inputs.temperature, jnp.where(is_filtered(inputs), threshold, -jnp.inf))
+    logits = kept_logits(scores, inputs.temperature, jnp.where(is_filtered(inputs), threshold, -jnp.inf))
+    return logits - logsumexp(logits)[:, None]
 
 
 def penalise_repetition(
@@ -154,7 +155,14 @@ def penalise_counts(
 def token_logprobs(logits: Float[Array, "*B V"], token_ids: Int[Array, "*B"]) -> Float[Array, "*B"]:
     """Returns each token's log-probability under its row's logits, in float32."""
     logits = logits.astype(jnp.float32)
-    return jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0] - logsumexp(logits)
+
+
+def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
+    """Returns the logarithm of each row's sum of exponentials; steps on a CPU have a kernel for it."""
+    if native.in_use() and logits.ndim == 2 and logits.dtype == jnp.float32:
+        return native.logsumexp(logits)
+    return jax.nn.logsumexp(logits, axis=-1)
 
 
 def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -172,7 +180,7 @@ def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
 def likeliest(logits: Float[Array, "R V"]) -> tuple[Int[Array, "R K"], Float[Array, "R K"]]:
     """Returns the likeliest tokens of each row, best first, and their log-probabilities."""
     found, ids = best(logits, min(MAX_TOP_LOGPROBS, logits.shape[1]))
-    return ids, found - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return ids, found - logsumexp(logits)[:, None]
 
 
 def score(

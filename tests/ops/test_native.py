@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import Layout
-from ferrum_jax.ops import native
+from ferrum_jax.ops import native, sampling
 from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, pack, quantise_weight
 from tests.ops.paged import LAYER, Case, Filled, fill
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(native.instruction_set() is None, reason=f"no ke
 
 product = jax.jit(native.product)
 expert_product = jax.jit(native.expert_product)
+logsumexp = jax.jit(native.logsumexp)
 
 
 def normal(seed: int, *shape: int) -> NDArray[np.float32]:
@@ -376,6 +377,45 @@ def test_writes_are_in_place_and_leave_the_rest_alone(layout: Layout):
             np.testing.assert_array_equal(pool, wanted)
 
 
+def check_logsumexp(x: NDArray[np.float32]) -> None:
+    exact = x.astype(np.float64)
+    best = exact.max(axis=1)
+    expected = best + np.log(np.exp(exact - best[:, None]).sum(axis=1))
+    np.testing.assert_allclose(logsumexp(x), expected, rtol=2e-7, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3 * native.PART), st.floats(0.01, 60), st.floats(-300, 300), st.integers(0, 9))
+@example(1, 1, 1.0, 0.0, 0)
+@example(2, native.PART, 1.0, 0.0, 0)
+@example(2, native.PART + 1, 1.0, 0.0, 0)
+def test_sums_of_exponentials_are_numpys(rows: int, size: int, spread: float, centre: float, seed: int):
+    x = normal(seed, rows, size) * np.float32(spread) + np.float32(centre)
+    check_logsumexp(x)
+    x[:, : size // 2] = -np.inf  # what may not be chosen
+    check_logsumexp(x)
+    together = np.asarray(logsumexp(x))
+    for at in range(rows):
+        np.testing.assert_array_equal(logsumexp(x[at : at + 1])[0], together[at])
+
+
+def test_sums_of_exponentials_at_the_ends_of_what_there_is():
+    most = np.finfo(np.float32).max
+    for size in (1, 40, native.PART + 5):
+        for value, others, expected in (
+            (np.inf, 0.0, np.inf),
+            (np.nan, 0.0, np.nan),
+            (np.nan, np.inf, np.nan),
+            (-np.inf, -np.inf, -np.inf),
+            (most, -most, most),
+            (-most, -np.inf, -most),
+        ):
+            for at in {0, size // 2, size - 1}:
+                x = np.full((2, size), others, np.float32)
+                x[1, at] = value
+                np.testing.assert_array_equal(logsumexp(x)[1], np.float32(expected))
+
+
 def test_many_threads_at_once_get_each_their_own_numbers():
     weight = jnp.asarray(normal(1, 512, 512))
     inputs = [normal(at, 1 + at % 9, 512) for at in range(24)]
@@ -399,6 +439,9 @@ def test_what_has_no_kernel_is_left_to_xla():
         assert not native.can_multiply(jnp.ones((native.MOST_ROWS + 1, 8)), weight)
         assert not native.can_multiply(x, weight.astype(jnp.int32))
         assert not native.can_multiply(x, quantise_weight(weight, "float8_e4m3fn"))
+        for dtype in (jnp.bfloat16, jnp.float32):
+            scores = jax.jit(sampling.logsumexp).lower(x.astype(dtype)).as_text()
+            assert ("ferrum_logsumexp" in scores) == (dtype == jnp.float32)
         with native.kernels(False):
             assert not native.can_multiply(x, weight)
     assert not native.in_use()

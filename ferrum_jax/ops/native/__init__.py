@@ -1,10 +1,11 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
-They multiply with float32, 16-bit, int8 and 4-bit weights, few tokens or with AVX-512 any number, and attend over the
-paged KV. All arithmetic is float32. A row's result does not depend on the rows beside it: a product has one order of
-sums, but that a quantised weight is multiplied in another for up to four rows than for more. The library has a copy of
-them for each instruction set and chooses when it is loaded; it is built when the package is installed on Linux, if
-there is a C++ compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code serves.
+They multiply with float32, 16-bit, int8 and 4-bit weights, few tokens or with AVX-512 any number, attend over the paged
+KV, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does not depend on the rows
+beside it: a product has one order of sums, but that a quantised weight is multiplied in another for up to four rows
+than for more. The library has a copy of them for each instruction set and chooses when it is loaded; it is built when
+the package is installed on Linux, if there is a C++ compiler (build.py). Where it is missing, or a size or type has no
+kernel, XLA's own code serves.
 
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
@@ -28,8 +29,9 @@ MOST_ROWS = 8192  # of one product, as in handlers.cpp
 FEW_ROWS = 64  # with AVX2 and NEON XLA's products of more are not slower, or it is not known
 MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
+PART = 1 << 14  # numbers of a row whose exponentials are summed together, as in handlers.cpp
 SPAN = 256  # positions of a row of one token that are computed together
-TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write"
+TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write", "ferrum_logsumexp"
 FLOATS = "float32", "bfloat16", "float16"
 _in_use = contextvars.ContextVar("ferrum_jax kernels", default=False)
 
@@ -147,3 +149,11 @@ def expert_product(x: jax.Array, ids: jax.Array, stack: jax.Array | QuantisedWei
     """
     found = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), jnp.float32)
     return vary_like(jax.ffi.ffi_call("ferrum_experts", found)(x, ids, *jax.tree.leaves(stack)), x, ids, stack)
+
+
+def logsumexp(x: jax.Array) -> jax.Array:
+    """Computes the logarithm of each row's sum of exponentials, float32 `[R, V]` to `[R]`."""
+    rows, size = x.shape
+    found = jax.ShapeDtypeStruct((rows,), jnp.float32)
+    parts = jax.ShapeDtypeStruct((rows, -(-size // PART), 2), jnp.float32)
+    return vary_like(jax.ffi.ffi_call("ferrum_logsumexp", (found, parts))(x)[0], x)

@@ -4,6 +4,7 @@
 #include <cpuid.h>
 #endif
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 
 #include "kernels.h"
@@ -21,6 +22,7 @@ using FloatResult = ffi::ResultBuffer<ffi::F32>;
 constexpr int64_t kMostRows = 8192;  // of x in one product
 constexpr int64_t kFew = 4, kFewChoices = 256;  // rows of a product, and of one of experts, that are few
 constexpr int64_t kOutputsOfBlock = 96;  // that a block of many rows meets at once: what it costs to fetch is little beside
+constexpr int64_t kPart = 1 << 14;  // numbers of a row whose exponentials are summed together: they stay in a cache
 constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that one thread takes at once, at least
 
 }  // namespace
@@ -278,6 +280,28 @@ ffi::Error run_write(ffi::ThreadPool pool, Floats k, Floats v, ffi::AnyBuffer ke
   return ffi::Error::Success();
 }
 
+// The logarithm of the sum of exponentials of each row of x [R, V]; `parts` are [R, S, 2].
+ffi::Error run_logsumexp(ffi::ThreadPool pool, Floats x, FloatResult out, FloatResult parts) {
+  const int64_t rows = x.dimensions()[0], size = x.dimensions()[1], splits = (size + kPart - 1) / kPart;
+  if (int64_t(parts->element_count()) != rows * splits * 2) return ffi::Error::InvalidArgument("not the parts' size");
+  in_parallel(pool, rows * splits, [&](int64_t first, int64_t last) {
+    for (int64_t item = first; item < last; item++) {
+      const int64_t from = item % splits * kPart;
+      const float* row = x.typed_data() + item / splits * size;
+      kernels->sum_exponentials(row + from, std::min(kPart, size - from), parts->typed_data() + item * 2);
+    }
+  });
+  for (int64_t row = 0; row < rows; row++) {
+    const float* part = parts->typed_data() + row * splits * 2;
+    double best = -HUGE_VAL, sum = 0.0;
+    for (int64_t s = 0; s < splits; s++)
+      if (!std::isnan(best) && !(part[2 * s] <= best)) best = part[2 * s];  // what is not a number stays so
+    for (int64_t s = 0; s < splits; s++) sum += part[2 * s + 1] * std::exp(part[2 * s] - best);
+    out->typed_data()[row] = float(std::isinf(best) ? best : best + std::log(sum));
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -316,6 +340,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_write, run_write,
                                   .Arg<Integers>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_logsumexp, run_logsumexp,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Ret<Floats>().Ret<Floats>());
 
 // Which sources the library was built of.
 extern "C" const char* ferrum_sources() { return FERRUM_SOURCES; }

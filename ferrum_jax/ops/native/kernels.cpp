@@ -1,6 +1,7 @@
 // One instruction set's copy of the kernels: FERRUM_SET is its name, the compiler's options say what it is.
 #include "attention.h"
 #include "linear.h"
+#include "logsumexp.h"
 
 #define FERRUM_JOIN(a, b) a##b
 #define FERRUM_NAME(set) FERRUM_JOIN(kernels_, set)
@@ -9,5 +10,6 @@
 
 namespace ferrum {
 extern const Kernels FERRUM_NAME(FERRUM_SET);
-const Kernels FERRUM_NAME(FERRUM_SET) = {FERRUM_STRING(FERRUM_SET), linear, widen, attend, join, write};
+const Kernels FERRUM_NAME(FERRUM_SET) = {FERRUM_STRING(FERRUM_SET), linear, widen, attend, join, write,
+                                              sum_exponentials};
 }  // namespace ferrum

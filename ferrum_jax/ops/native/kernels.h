@@ -58,6 +58,7 @@ struct Kernels {
   void (*attend)(const Attention&, int64_t item);              // of batch * kv_heads * (splits or tiles)
   void (*join)(const Attention&, int64_t item);                // of batch * kv_heads: parts to outputs
   void (*write)(const Write&, int64_t first, int64_t last);    // a range of tokens
+  void (*sum_exponentials)(const float* x, int64_t count, float* part);
 };
 
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
