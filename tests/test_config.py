@@ -12,6 +12,7 @@ from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaust
 from ferrum_jax.executor import EnginePlan, plan_engine
 from ferrum_jax.models import registry
 from ferrum_jax.models.adapters import LoraSpec
+from ferrum_jax.ops import native
 from tests import tiny
 
 LLAMA31_8B: dict[str, Any] = {
@@ -641,7 +642,7 @@ def test_more_memory_may_be_taken_of_a_gpu_and_as_much_as_is_said():
 
 
 def test_buckets_end_in_the_largest_that_can_be_asked_for():
-    buckets = planned(max_seqs=6, kv_capacity=1000, max_step_tokens=512).buckets
+    buckets = planned(max_seqs=6, kv_capacity=1000, max_step_tokens=512, attention="xla").buckets
     assert buckets.decode_rows == (1, 4, 6)
     assert (buckets.query_blocks, buckets.block_tokens) == ((1, 2, 4, 8), 64)
     assert (buckets.max_rows, buckets.kv_capacity, buckets.max_step_tokens) == (6, 1000, 512)
@@ -651,15 +652,23 @@ def test_buckets_end_in_the_largest_that_can_be_asked_for():
     with pytest.raises(ConfigError, match="verify_blocks ends in 7, max_seqs is 6"):
         planned(max_seqs=6, verify_blocks=(7,))
     with pytest.raises(ConfigError, match="query_blocks end in 9 of 64 tokens, max_step_tokens is 512"):
-        planned(query_blocks=(9,), max_step_tokens=512)
+        planned(query_blocks=(9,), max_step_tokens=512, attention="xla")
 
 
 def test_a_step_is_no_larger_than_all_sequences_together_and_a_block_no_larger_than_one():
     small = planned(max_seqs=2, kv_capacity=20).buckets
     assert (small.block_tokens, small.query_blocks) == (20, (1, 2))
-    assert planned(max_seqs=2, kv_capacity=200, max_step_tokens=48).buckets.block_tokens == 48
+    assert planned(max_seqs=2, kv_capacity=200, max_step_tokens=24).buckets.block_tokens == 24
     asked = planned(kv_capacity=200, block_tokens=16, verify_tokens=99).buckets
     assert (asked.block_tokens, asked.verify_tokens) == (16, 16)
+
+
+@pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
+def test_blocks_are_smaller_where_kernels_attend():
+    buckets = planned(max_seqs=6, kv_capacity=1000, max_step_tokens=512).buckets
+    assert (buckets.query_blocks, buckets.block_tokens, buckets.logit_blocks) == ((1, 2, 4, 8, 16), 32, 2)
+    own = planned(max_seqs=6, kv_capacity=1000, block_tokens=16).buckets
+    assert (own.block_tokens, own.logit_blocks) == (16, 1)
 
 
 def test_a_gpu_takes_larger_blocks_and_more_of_them_in_a_step():

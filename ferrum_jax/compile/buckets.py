@@ -27,10 +27,11 @@ class Buckets:
     mixed_blocks: tuple[int, ...]  # P, of steps with the most decode rows
     block_tokens: int  # C
     verify_blocks: tuple[int, ...]  # P, of steps that return the logits of every token
-    verify_tokens: int  # their C; longer rows take one block of `block_tokens` at a time
+    verify_tokens: int  # their C; longer rows take `logit_blocks` of `block_tokens` at a time
     table_columns: int  # M
     kv_capacity: int  # positions of a sequence
     max_rows: int  # sequences of one batch; each may end in the same step
+    logit_blocks: int = 1  # P, of the step that returns the logits of every token of a long row
     multi_step_tokens: int = 0  # N of multi-step programs; 0: there are none
     step_overhead: int = 16  # tokens whose products take as long as reading the weights once
 
@@ -39,7 +40,7 @@ class Buckets:
             sizes = getattr(self, name)
             if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
                 raise ConfigError(f"{name} is {sizes!r}, expected ascending sizes of at least 1")
-        for name in ("block_tokens", "verify_tokens"):
+        for name in ("block_tokens", "verify_tokens", "logit_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
         if not set(self.mixed_blocks) <= set(self.query_blocks):
@@ -68,15 +69,15 @@ class Buckets:
         return StepKey(0, count, tokens, self.table_columns, count * tokens, "all")
 
     def scores(self, count: int) -> StepKey:
-        """The step that scores every token of so many query blocks; one block takes the step of all logits."""
-        if count == 1:
-            return self.all_logits(1, self.block_tokens)
+        """The step that scores every token of so many query blocks; a few take the step of all logits."""
+        if count <= self.logit_blocks:
+            return self.all_logits(self.logit_blocks, self.block_tokens)
         return replace(self.all_logits(count, self.block_tokens), outputs="scores")
 
     @property
     def score_blocks(self) -> tuple[int, ...]:
         """P of the steps that score."""
-        return tuple(sorted({1, *self.mixed_blocks}))
+        return (self.logit_blocks, *(size for size in every_other(self.query_blocks) if size > self.logit_blocks))
 
     def steps(self, *, adapters: bool = False) -> list[StepKey]:
         """Every step that legal traffic can need, the largest first; `adapters`: also for rows that have one."""
@@ -130,7 +131,7 @@ class Buckets:
 
     def distributions(self) -> list[ProgramKey]:
         """The programs for what tokens are drawn from, which drafts with probabilities of their own need."""
-        blocks = [(1, self.block_tokens), *((p, self.verify_tokens) for p in self.verify_blocks)]
+        blocks = [(self.logit_blocks, self.block_tokens), *((p, self.verify_tokens) for p in self.verify_blocks)]
         return [DistributionKey(*one) for one in sorted(set(blocks))]
 
     @property
@@ -146,6 +147,11 @@ def bucket_sizes(maximum: int, start: int = 1, factor: int = 2) -> tuple[int, ..
         sizes.append(start)
         start *= factor
     return (*sizes, maximum)
+
+
+def every_other(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the largest size and the last but two, for what fewer programs are to serve."""
+    return tuple(sorted(sizes[::-2][:2]))
 
 
 def choose_bucket(sizes: Sequence[int], needed: int) -> int:

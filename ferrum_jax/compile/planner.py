@@ -46,7 +46,7 @@ def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
     """Serves rows of `counts` tokens whose last token alone has logits; a row of none takes no part.
 
     Rows of one token decode; a longer one takes consecutive query blocks, of which those of one step see each other's
-    keys and values. Decode rows run beside the first blocks.
+    keys and values. Decode rows run beside the first blocks, or after all of them where that costs less.
     """
     if set(counts) == {1}:
         return list(_plan_decodes(len(counts), buckets))
@@ -57,6 +57,15 @@ def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
             singles.append(Piece(row, 0, 1))
         else:
             pieces += [Piece(row, at, min(size, count - at)) for at in range(0, count, size)]
+    together = _plan_blocks(pieces, singles, buckets)
+    if not singles:
+        return together
+    apart = _plan_blocks(pieces, [], buckets) + _decode_steps(singles, buckets)
+    return min(together, apart, key=lambda steps: sum(cost(step.key, buckets) for step in steps))
+
+
+def _plan_blocks(pieces: Sequence[Piece], singles: Sequence[Piece], buckets: Buckets) -> list[StepPlan]:
+    """Serves blocks, decode rows beside the first of them, and then the other decode rows."""
     steps: list[StepPlan] = []
     most = buckets.decode_rows[-1]
     while pieces:
@@ -79,15 +88,16 @@ def _decode_steps(singles: Sequence[Piece], buckets: Buckets) -> list[StepPlan]:
 
 
 def plan_all_logits(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
-    """Serves rows whose every token has logits: short ones together, longer ones a block at a time; some have none."""
+    """Serves rows whose every token has logits: short ones together, longer ones one by one; some have none."""
     small, size, most = buckets.verify_tokens, buckets.block_tokens, buckets.verify_blocks[-1]
     short, steps = [], []
     for row, count in enumerate(counts):
         at = 0
         while count - at > small:
-            taken = min(size, count - at)
-            steps.append(StepPlan(buckets.all_logits(1, size), blocks=[Piece(row, at, taken)]))
-            at += taken
+            end = min(at + buckets.logit_blocks * size, count)
+            blocks = [Piece(row, start, min(size, end - start)) for start in range(at, end, size)]
+            steps.append(StepPlan(buckets.all_logits(buckets.logit_blocks, size), blocks=blocks))
+            at = end
         if at < count:
             short.append(Piece(row, at, count - at))
     for start in range(0, len(short), most):

@@ -10,7 +10,7 @@ import jax
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
 from ferrum_jax.compile.block_programs import GatherKey, InstallKey
-from ferrum_jax.compile.buckets import Buckets, ProgramKey, bucket_sizes
+from ferrum_jax.compile.buckets import Buckets, ProgramKey, bucket_sizes, every_other
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.compile.step import ProgramContext, StepKey
@@ -42,6 +42,7 @@ ACCELERATOR_SEQUENCES = (64, 32, 16)  # by default, the most whose KV fits into 
 DEFAULT_CAPACITY = 4096  # positions
 DEFAULT_BLOCK = 128  # positions
 VERIFY_TOKENS = 8  # of the small blocks whose every token has logits
+LOGIT_TOKENS = 64  # of a long row whose every token has logits, in one step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ def _plan_sizes(
         layout=engine.layout,
     )
 
-    blocks = _buckets(engine, max_seqs, capacity, columns, platform)
+    blocks = _buckets(engine, max_seqs, capacity, columns, platform, attention)
     window, window_blocks = _window(engine, cfg, blocks, block_size, columns)
     windowed = [bool(window_blocks) and seen is not None for seen in cfg.layer_windows]
     whole = [layer for layer, is_windowed in enumerate(windowed) if not is_windowed]
@@ -199,7 +200,7 @@ def _plan_sizes(
         max_seqs=max_seqs,
         kv_capacity=capacity,
         cache=spec(num_blocks),
-        buckets=_buckets(engine, max_seqs, capacity, -(-capacity // block_size) + window_blocks, platform),
+        buckets=_buckets(engine, max_seqs, capacity, -(-capacity // block_size) + window_blocks, platform, attention),
         vocab_size=cfg.vocab_size,
         seats=tuple(None if is_windowed else whole.index(layer) for layer, is_windowed in enumerate(windowed)),
         window=window,
@@ -274,15 +275,19 @@ def bytes_beside(memory: dict[str, int]) -> int:
     return memory["temporary_bytes"] + MOST_IN_FLIGHT * (memory["output_bytes"] - memory["alias_bytes"])
 
 
-def _buckets(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str) -> Buckets:
+def _buckets(
+    engine: EngineConfig, max_seqs: int, capacity: int, columns: int, platform: str, attention: str
+) -> Buckets:
     """Chooses the sizes that steps are compiled for."""
     is_cpu = platform == "cpu"
     step_tokens = engine.max_step_tokens or (1024 if is_cpu else 2048)
-    block_tokens = min(engine.block_tokens or (64 if is_cpu else 128), step_tokens, capacity)
+    # XLA's attention gathers a sequence's KV for each of its blocks, the kernels read it where it lies.
+    usual = 32 if attention == "cpu" else 64 if is_cpu else 128
+    block_tokens = min(engine.block_tokens or usual, step_tokens, capacity)
     most = max(1, min(step_tokens, max_seqs * capacity) // block_tokens)
     query_blocks = engine.query_blocks or bucket_sizes(most)
-    # A step of all decode rows beside blocks: every other size, which fewer programs pay for.
-    mixed_blocks = tuple(sorted(query_blocks[::-2]))[-2:]
+    # A step of all decode rows beside blocks: the larger of these gains little where a step of its own costs little.
+    mixed_blocks = every_other(query_blocks)[:1] if is_cpu else every_other(query_blocks)
     # Two rows cost little less than four, whose weights are as many: a bucket of two is not worth its warm-up.
     decode_rows = engine.decode_rows or tuple(n for n in bucket_sizes(max_seqs) if n != 2 or max_seqs == 2)
     drafted = engine.spec_tokens + 1 if engine.spec_tokens else VERIFY_TOKENS
@@ -305,6 +310,7 @@ def _buckets(engine: EngineConfig, max_seqs: int, capacity: int, columns: int, p
         table_columns=columns,
         kv_capacity=capacity,
         max_rows=max_seqs,
+        logit_blocks=1 if engine.block_tokens else min(query_blocks[-1], max(1, LOGIT_TOKENS // block_tokens)),
         multi_step_tokens=engine.multi_step_tokens or 0,
         step_overhead=16 if is_cpu else 256,
     )

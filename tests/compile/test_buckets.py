@@ -33,6 +33,7 @@ def drawn_buckets(draw: st.DrawFn) -> Buckets:
         table_columns=COLUMNS,
         kv_capacity=CAPACITY,
         max_rows=draw(st.integers(rows[-1], 12)),
+        logit_blocks=draw(st.integers(1, 3)),
         step_overhead=draw(st.sampled_from([0, 16, 256])),
     )
 
@@ -131,7 +132,7 @@ def test_steps_of_decode_rows_beside_blocks_take_as_many_blocks_as_some_step_wit
 def test_the_programs_of_some_buckets_by_name():
     assert [str(key) for key in GOOD.declared()] == [
         "step D4 P6x8 M6 R4", "step D0 P6x8 M6 R4", "step D0 P6x8 M6 R48 scores", "step D4 P2x8 M6 R4",
-        "step D0 P2x8 M6 R4", "step D0 P2x8 M6 R16 scores",
+        "step D0 P2x8 M6 R4",
         "step D0 P1x8 M6 R1", "step D0 P1x8 M6 R8 all", "step D0 P2x3 M6 R6 all", "step D4 P0x0 M6 R4",
         "step D0 P1x3 M6 R3 all", "step D1 P0x0 M6 R1",
         *map(str, [SampleKey(1), SampleKey(4)]),

@@ -69,13 +69,23 @@ def test_a_step_has_a_row_of_logits_for_every_row_that_ends_in_it(counts: list[i
 
 
 @given(buckets=drawn_buckets(), data=st.data())
-def test_decode_rows_run_beside_the_first_blocks(buckets: Buckets, data: st.DataObject):
+def test_decode_rows_run_beside_the_first_blocks_or_after_all_of_them(buckets: Buckets, data: st.DataObject):
     longer = data.draw(st.lists(st.integers(2, 50), min_size=1, max_size=5))
     singles = data.draw(st.integers(1, buckets.decode_rows[-1]))
     steps = plan_steps([*longer, *[1] * singles], buckets)
-    assert len(steps[0].decodes) == singles
-    assert steps[0].blocks
-    assert not any(step.decodes for step in steps[1:])
+    decoding = steps[0] if steps[0].decodes else steps[-1]
+    assert len(decoding.decodes) == singles
+    assert not any(step.decodes for step in steps if step is not decoding)
+    assert bool(decoding.blocks) == (decoding is steps[0])
+    apart = (*plan_steps(longer, buckets), *plan_steps([1] * singles, buckets))
+    assert sum(cost(step.key, buckets) for step in steps) <= sum(cost(step.key, buckets) for step in apart)
+
+
+def test_a_short_prompt_is_not_padded_to_a_large_step_for_the_rows_that_decode_beside_it():
+    buckets = defaults()
+    assert [(step.key.decode_rows, step.key.blocks) for step in plan_steps([1] * 8 + [20], buckets)] == [(0, 1), (8, 0)]
+    (step,) = plan_steps([1] * 8 + [250], buckets)
+    assert (step.key.decode_rows, step.key.blocks * step.key.block_tokens) == (8, 256)
 
 
 @given(buckets=drawn_buckets(), count=st.integers(1, 40))
@@ -127,7 +137,7 @@ def test_scores_cost_no_more_than_all_logits_or_than_blocks_of_one_size(
     assume(blocks < 2 * buckets.score_blocks[-1])  # past that, the largest step is taken without looking further
     for size in buckets.score_blocks:
         assert plan <= -(-blocks // size) * cost(buckets.scores(size), buckets)
-    if buckets.verify_tokens < buckets.block_tokens:
+    if buckets.verify_tokens < buckets.block_tokens and buckets.logit_blocks == 1:
         assert plan <= sum(cost(step.key, buckets) for step in plan_all_logits(counts, buckets))
 
 
@@ -156,9 +166,8 @@ def test_every_declared_step_is_needed_by_some_traffic(buckets: Buckets, data: s
     if key.outputs == "scores":
         steps = plan_scores([key.blocks * size], buckets)
     elif key.outputs == "all":
-        first = [] if key.blocks in buckets.verify_blocks else [size]
-        steps = plan_all_logits(first or [key.block_tokens] * key.blocks, buckets)
-        steps = steps if key in {step.key for step in steps} else plan_all_logits([size + 1], buckets)
+        short, long = [key.block_tokens] * key.blocks, [buckets.logit_blocks * size + 1]
+        steps = plan_all_logits(short, buckets) + plan_all_logits(long, buckets)
     else:
         singles = min(1, key.decode_rows) if key.blocks else key.decode_rows
         prompt = [max(2, key.blocks * size)] if key.blocks else []
