@@ -669,6 +669,14 @@ def test_blocks_are_smaller_where_kernels_attend():
     assert (buckets.query_blocks, buckets.block_tokens, buckets.logit_blocks) == ((1, 2, 4, 8, 16), 32, 2)
     own = planned(max_seqs=6, kv_capacity=1000, block_tokens=16).buckets
     assert (own.block_tokens, own.logit_blocks) == (16, 1)
+    assert [planned(max_seqs=6, kv_capacity=size).buckets.logit_blocks for size in (20, 32, 63, 64)] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("attention", ["xla", None])
+@pytest.mark.parametrize("asked", [{"spec_tokens": 99}, {"verify_tokens": 100}], ids=str)
+def test_a_block_holds_all_that_is_drafted(asked: dict[str, Any], attention: str | None):
+    buckets = planned(max_seqs=6, kv_capacity=1000, attention=attention, **asked).buckets
+    assert (buckets.block_tokens, buckets.verify_tokens) == (100, 100)
 
 
 def test_a_gpu_takes_larger_blocks_and_more_of_them_in_a_step():

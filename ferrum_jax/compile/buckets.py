@@ -43,6 +43,8 @@ class Buckets:
         for name in ("block_tokens", "verify_tokens", "logit_blocks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.logit_blocks > self.query_blocks[-1]:
+            raise ConfigError(f"logit_blocks is {self.logit_blocks}, query_blocks end in {self.query_blocks[-1]}")
         if not set(self.mixed_blocks) <= set(self.query_blocks):
             raise ConfigError(f"mixed_blocks {self.mixed_blocks} are not all in query_blocks {self.query_blocks}")
 
@@ -77,7 +79,7 @@ class Buckets:
     @property
     def score_blocks(self) -> tuple[int, ...]:
         """P of the steps that score."""
-        return (self.logit_blocks, *(size for size in every_other(self.query_blocks) if size > self.logit_blocks))
+        return (self.logit_blocks, *(size for size in two_sizes(self.query_blocks) if size > self.logit_blocks))
 
     def steps(self, *, adapters: bool = False) -> list[StepKey]:
         """Every step that legal traffic can need, the largest first; `adapters`: also for rows that have one."""
@@ -149,8 +151,8 @@ def bucket_sizes(maximum: int, start: int = 1, factor: int = 2) -> tuple[int, ..
     return (*sizes, maximum)
 
 
-def every_other(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the largest size and the last but two, for what fewer programs are to serve."""
+def two_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the largest size, and the one two before it if there is one: a quarter, where sizes double."""
     return tuple(sorted(sizes[::-2][:2]))
 
 

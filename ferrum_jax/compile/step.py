@@ -58,11 +58,12 @@ class ProgramContext:
         It uses the CPU's kernels where the KV has their layout.
         """
 
-        @functools.wraps(function)
         def traced(*arrays: Any) -> Any:
             with native.kernels(self.attention == "cpu"):
                 return function(*arrays)
 
+        named = function.func if isinstance(function, functools.partial) else function
+        traced.__name__ = named.__name__  # of the compiled module
         return traced if self.placement is None else self.placement.spread(traced, in_specs, out_specs)
 
     @property

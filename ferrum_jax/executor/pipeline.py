@@ -308,7 +308,10 @@ class Pipeline:
         for row, live in zip(batch, lives, strict=True):
             cache_id, output = row.cache_id, row.output
             if isinstance(output, (SampledToken, VerifiedTokens, Distributions)):
-                if isinstance(output, VerifiedTokens) and row.num_tokens > most:
+                in_one = isinstance(output, VerifiedTokens) or (
+                    isinstance(output, Distributions) and output.settings.is_adjusted  # penalties count them in order
+                )
+                if in_one and row.num_tokens > most:
                     raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
                 self._check_settings(row, live, output.settings)
             elif isinstance(output, TargetScores):

@@ -10,7 +10,7 @@ import jax
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.artifacts import Artifacts, compile_and_save, memory_of
 from ferrum_jax.compile.block_programs import GatherKey, InstallKey
-from ferrum_jax.compile.buckets import Buckets, ProgramKey, bucket_sizes, every_other
+from ferrum_jax.compile.buckets import Buckets, ProgramKey, bucket_sizes, two_sizes
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.compile.step import ProgramContext, StepKey
@@ -283,15 +283,18 @@ def _buckets(
     step_tokens = engine.max_step_tokens or (1024 if is_cpu else 2048)
     # XLA's attention gathers a sequence's KV for each of its blocks, the kernels read it where it lies.
     usual = 32 if attention == "cpu" else 64 if is_cpu else 128
-    block_tokens = min(engine.block_tokens or usual, step_tokens, capacity)
+    drafted = engine.spec_tokens + 1 if engine.spec_tokens else VERIFY_TOKENS
+    small = engine.verify_tokens or drafted
+    block_tokens = min(engine.block_tokens or max(usual, small), step_tokens, capacity)
     most = max(1, min(step_tokens, max_seqs * capacity) // block_tokens)
     query_blocks = engine.query_blocks or bucket_sizes(most)
-    # A step of all decode rows beside blocks: the larger of these gains little where a step of its own costs little.
-    mixed_blocks = every_other(query_blocks)[:1] if is_cpu else every_other(query_blocks)
+    # On a CPU a separate decode step costs about as little as joining it to the largest step.
+    mixed_blocks = two_sizes(query_blocks)[:1] if is_cpu else two_sizes(query_blocks)
+    # Who gives `block_tokens` says with it how many tokens have their logits at once.
+    logit_blocks = 1 if engine.block_tokens else max(1, min(LOGIT_TOKENS, capacity) // block_tokens)
     # Two rows cost little less than four, whose weights are as many: a bucket of two is not worth its warm-up.
     decode_rows = engine.decode_rows or tuple(n for n in bucket_sizes(max_seqs) if n != 2 or max_seqs == 2)
-    drafted = engine.spec_tokens + 1 if engine.spec_tokens else VERIFY_TOKENS
-    verify_tokens = min(engine.verify_tokens or drafted, block_tokens)
+    verify_tokens = min(small, block_tokens)
     verify_blocks = engine.verify_blocks or (bucket_sizes(max_seqs, factor=4) if engine.spec_tokens else (1,))
     for name, given in (("decode_rows", decode_rows), ("verify_blocks", verify_blocks)):
         if given[-1] > max_seqs:
@@ -310,7 +313,7 @@ def _buckets(
         table_columns=columns,
         kv_capacity=capacity,
         max_rows=max_seqs,
-        logit_blocks=1 if engine.block_tokens else min(query_blocks[-1], max(1, LOGIT_TOKENS // block_tokens)),
+        logit_blocks=min(query_blocks[-1], logit_blocks),
         multi_step_tokens=engine.multi_step_tokens or 0,
         step_overhead=16 if is_cpu else 256,
     )

@@ -159,7 +159,7 @@ def token_logprobs(logits: Float[Array, "*B V"], token_ids: Int[Array, "*B"]) ->
 
 
 def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """Returns the logarithm of each row's sum of exponentials; steps on a CPU have a kernel for it."""
+    """Returns the logarithm of each row's sum of exponentials; steps and samplers have a CPU's kernel for it."""
     if native.in_use() and logits.ndim == 2 and logits.dtype == jnp.float32:
         return native.logsumexp(logits)
     return jax.nn.logsumexp(logits, axis=-1)

@@ -33,7 +33,7 @@ def drawn_buckets(draw: st.DrawFn) -> Buckets:
         table_columns=COLUMNS,
         kv_capacity=CAPACITY,
         max_rows=draw(st.integers(rows[-1], 12)),
-        logit_blocks=draw(st.integers(1, 3)),
+        logit_blocks=draw(st.integers(1, min(3, blocks[-1]))),
         step_overhead=draw(st.sampled_from([0, 16, 256])),
     )
 
@@ -116,6 +116,11 @@ def test_what_one_sequence_needs_alone_is_declared(buckets: Buckets, count: int)
 def test_buckets_that_do_not_ascend_from_1_are_refused(name: str, sizes: tuple[int, ...]):
     with pytest.raises(ConfigError, match=f"{name} is .* expected ascending"):
         replace(GOOD, **{name: sizes})
+
+
+def test_a_long_row_has_its_logits_in_no_larger_step_than_there_is():
+    with pytest.raises(ConfigError, match="logit_blocks is 7, query_blocks end in 6"):
+        replace(GOOD, logit_blocks=7)
 
 
 @pytest.mark.parametrize("changes", [{"block_tokens": 0}, {"verify_tokens": -1}], ids=str)

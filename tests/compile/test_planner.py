@@ -137,7 +137,7 @@ def test_scores_cost_no_more_than_all_logits_or_than_blocks_of_one_size(
     assume(blocks < 2 * buckets.score_blocks[-1])  # past that, the largest step is taken without looking further
     for size in buckets.score_blocks:
         assert plan <= -(-blocks // size) * cost(buckets.scores(size), buckets)
-    if buckets.verify_tokens < buckets.block_tokens and buckets.logit_blocks == 1:
+    if buckets.verify_tokens < buckets.block_tokens and buckets.logit_blocks == 1:  # else two ends may fit one step
         assert plan <= sum(cost(step.key, buckets) for step in plan_all_logits(counts, buckets))
 
 

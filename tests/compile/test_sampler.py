@@ -22,8 +22,9 @@ from ferrum_jax.compile.sampler import (
     SlotSettings,
     VerifyKey,
 )
-from ferrum_jax.compile.scores import score_processed
+from ferrum_jax.compile.scores import ProcessedScoreKey, score_processed
 from ferrum_jax.compile.step import ProgramContext
+from ferrum_jax.ops import native
 from ferrum_jax.ops.sampling import gumbel
 
 V, SLOTS = 61, 9
@@ -52,6 +53,16 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
         "seen": np.array([0, 2, 8]), "generated": np.array([20, 21, 21]),
     },
 }  # fmt: skip
+
+
+@pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
+@pytest.mark.parametrize("key", [SampleKey(2), VerifyKey(1, 2), ProcessedScoreKey(1, 2)], ids=str)
+def test_log_probabilities_are_summed_by_the_kernel_where_kernels_attend(key: Any):
+    for attention in ("cpu", "xla"):
+        context = ProgramContext(None, None, None, jax.device_put(sampler.initial(SPEC)), attention=attention)
+        lowered = key.lower(context).as_text()
+        assert ("ferrum_logsumexp" in lowered) == (attention == "cpu")
+        assert "module @jit_traced" not in lowered
 
 
 def reference(row: NDArray[np.float32], settings: SlotSettings, position: int) -> tuple[int, float, NDArray[Any]]:

@@ -1,6 +1,7 @@
 """`execute`: rows of any output in one batch, and steps that are begun before the last ones are read."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract import DecodeRun, Sampling
 from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorState
@@ -29,6 +31,7 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.models.hooks import Point
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.devices import find_device
 from scripts.call_stack import frames_of
 from tests.executor.conftest import CAPACITY, REUSING, Oracle, emptied, make_runner
 
@@ -126,6 +129,46 @@ def test_rows_of_different_outputs_in_one_batch_answer_as_alone(seed: int, runne
 
 
 POINTS = Point("pattern", 0), Point("resid_post", 0), Point("z", 1)
+LONG = TEXT[20:39]  # two blocks, and three tokens more
+TARGETS = np.array(TEXT[21:40], np.int32)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [ALL_LOGITS, Distributions(WARM), TargetScores(TARGETS, True, WARM), TargetScores(TARGETS, True, PENALISED)],
+    ids=lambda output: type(output).__name__,
+)
+def test_two_blocks_of_a_long_row_in_one_step_answer_as_one_after_the_other(
+    output: Any, runner: ModelRunner, params: ParamTree
+):
+    plan = replace(runner.plan, buckets=replace(runner.plan.buckets, logit_blocks=2))
+    begun: list[Any] = []
+    with ModelRunner(params, runner.model_config, plan, device=find_device("cpu")) as two:
+        get = two._programs.get
+        two._programs.get = lambda key: begun.append(key) or get(key)
+        for points in ((), (Point("resid_post", 0),)):
+            found = []
+            for one in (runner, two):
+                one.reset()
+                hold(one)
+                found += one.execute([row("a", LONG, len(HELD["a"]), output)._replace(capture=points)]).result()
+            pairs = []
+            if points:
+                pairs, found = [[one.points[points[0]] for one in found]], [one.answer for one in found]
+            same(*found)
+            if isinstance(output, TargetScores):
+                pairs.append([one.processed for one in found])
+            for one, other in pairs:
+                np.testing.assert_allclose(one, other, atol=TOLERANCE, rtol=0)
+    assert (2, 8, "all") in {(key.blocks, key.block_tokens, key.outputs) for key in begun if isinstance(key, StepKey)}
+
+
+def test_a_long_row_under_penalties_has_no_distributions(runner: ModelRunner):
+    hold(runner)
+    most = runner.plan.buckets.verify_tokens
+    with pytest.raises(RequestValidationError, match=f"{most + 1} tokens to verify, at most {most} go"):
+        runner.execute([row("a", LONG[: most + 1], len(HELD["a"]), Distributions(PENALISED))])
+    runner.execute([row("a", LONG[:most], len(HELD["a"]), Distributions(PENALISED))]).result()
 
 
 @pytest.mark.parametrize("seed", range(6))
