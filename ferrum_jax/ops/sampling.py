@@ -23,6 +23,7 @@ Leaf = TypeVar("Leaf")
 MAX_TOP_LOGPROBS = 20  # alternatives reported beside each token
 NUM_CANDIDATES = 256  # of the best tokens of a row; a filter that keeps fewer needs no others
 _SMALLEST = -(2**31)  # int32
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 2.0**-126, 1e37  # as in choose.h; beyond, those count
 
 
 @flax.struct.dataclass
@@ -54,7 +55,11 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     if inputs.repetition_penalty is not None and inputs.seen is not None:
         scores = penalise_repetition(logits, inputs.seen, inputs.repetition_penalty)
     token_ids, threshold = choose(scores, inputs)
-    processed = token_logprobs(kept_logits(scores, inputs.temperature, threshold), token_ids)
+    kept = kept_logits(scores, inputs.temperature, threshold)
+    # Where XLA computes the scores anew, their rounding may differ: what was drawn stays among what is kept.
+    is_chosen = jnp.arange(scores.shape[-1]) == token_ids[:, None]
+    kept = jnp.where(is_chosen, _scaled(lax.stop_gradient(scores), inputs.temperature), kept)
+    processed = token_logprobs(kept, token_ids)
     return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids), processed_logprobs=processed)
 
 
@@ -65,6 +70,9 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
     kept: -inf where nothing was filtered. Steps that only take the best token, or only draw, do no more than that.
     """
     scores, inputs = vary_like((lax.stop_gradient(scores), inputs), scores, inputs)
+    if _has_kernel(scores):
+        filters = inputs.top_k, inputs.top_p, inputs.min_p
+        return native.choose(scores, inputs.temperature, *filters, inputs.seed, inputs.position)
     is_drawn = inputs.temperature > 0
     unfiltered = vary_like(jnp.full(len(scores), -jnp.inf), scores)
 
@@ -98,6 +106,9 @@ def is_filtered(inputs: SampleInputs[jax.Array]) -> Bool[Array, " B"]:
 
 def draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
     """Draws a token for each row from all tokens, whatever `inputs` filter; a row of temperature 0 takes the best."""
+    if _has_kernel(scores):
+        off = jnp.zeros_like(inputs.top_k), jnp.ones_like(inputs.top_p), jnp.zeros_like(inputs.min_p)
+        return native.choose(scores, inputs.temperature, *off, inputs.seed, inputs.position)[0]
     noisy = _scaled(scores, inputs.temperature) + _noise(scores, inputs)
     return argmax(jnp.where((inputs.temperature > 0)[:, None], noisy, scores))
 
@@ -160,7 +171,7 @@ def token_logprobs(logits: Float[Array, "*B V"], token_ids: Int[Array, "*B"]) ->
 
 def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
     """Returns the logarithm of each row's sum of exponentials; steps and samplers have a CPU's kernel for it."""
-    if native.in_use() and logits.ndim == 2 and logits.dtype == jnp.float32:
+    if _has_kernel(logits):
         return native.logsumexp(logits)
     return jax.nn.logsumexp(logits, axis=-1)
 
@@ -223,6 +234,9 @@ def filter_threshold(
     what is at least `min_p` times as likely as the best (Nguyen et al. 2024, section 3). A tie with the last token that
     is kept is kept, too, and one token is always left. `scaled` are relative to the best: at most 0.
     """
+    if _has_kernel(scaled):
+        nothing = jnp.zeros_like(top_k)
+        return native.choose(scaled, jnp.ones_like(top_p), top_k, top_p, min_p, nothing.astype(jnp.uint32), nothing)[1]
     return _threshold(scaled, best(scaled, NUM_CANDIDATES)[0], top_k, top_p, min_p)[0]
 
 
@@ -239,15 +253,20 @@ def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[A
     return lax.optimization_barrier(found), lax.optimization_barrier(ids)
 
 
+def _has_kernel(scores: jax.Array) -> bool:
+    """Whether a CPU's kernels are to be used, and read such scores."""
+    return native.in_use() and scores.ndim == 2 and scores.dtype == jnp.float32
+
+
 def _threshold(
     scaled: jax.Array, ranked: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the threshold of `filter_threshold`, and for which rows all that is kept is among the candidates."""
     num, size = ranked.shape[-1], scaled.shape[-1]
-    has_k, has_p = top_k > 0, top_p < 1
+    has_k, has_p = (top_k > 0) & (top_k < size), top_p < 1
     last = ranked[:, -1]
     kth = jnp.take_along_axis(ranked, jnp.clip(top_k - 1, 0, num - 1)[:, None], axis=1)[:, 0]
-    least = jnp.where(has_k & (top_k < size), kth, -jnp.inf)
+    least = jnp.where(has_k, kth, -jnp.inf)
     mass = jnp.exp(ranked)
     in_top = ranked >= least[:, None]
     whole = jnp.exp(scaled).sum(axis=-1)
@@ -257,7 +276,7 @@ def _threshold(
     nucleus = jnp.min(jnp.where(in_nucleus, ranked, jnp.inf), axis=-1)
     found = jnp.where(has_p, nucleus, least)
     floor = jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)
-    too_many = (has_k & (top_k < size) & ((top_k > num) | (least <= last))) | (has_p & (nucleus <= last))
+    too_many = (has_k & ((top_k > num) | (least <= last))) | (has_p & (nucleus <= last))
     found = lax.cond(
         jnp.any(too_many), lambda: jnp.where(too_many, _bisected(scaled, top_k, top_p), found), lambda: found
     )
@@ -303,8 +322,13 @@ def _unordered(keys: jax.Array) -> jax.Array:
 
 
 def _scaled(scores: jax.Array, temperature: jax.Array) -> jax.Array:
-    """Returns scores over the temperature, relative to the best, so that a tiny temperature cannot overflow."""
-    return (scores - scores.max(axis=-1, keepdims=True)) / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+    """Returns scores over the temperature, relative to the best, so that a tiny temperature cannot overflow.
+
+    XLA divides by a broadcast number in this way, but not always; a threshold that a kernel found needs the same bits.
+    The bounds keep one over the temperature finite, and from being taken for zero.
+    """
+    factor = 1.0 / jnp.where(temperature > 0, temperature.clip(_LEAST_TEMPERATURE, _MOST_TEMPERATURE), 1.0)
+    return (scores - scores.max(axis=-1, keepdims=True)) * factor[:, None]
 
 
 def _noise(scores: jax.Array, inputs: SampleInputs[jax.Array]) -> jax.Array:
@@ -319,7 +343,7 @@ def _draw_from_best(scaled: jax.Array, inputs: SampleInputs[jax.Array]) -> tuple
     kept = jnp.where(ranked >= threshold[:, None], ranked, -jnp.inf)
     noisy = kept + gumbel(inputs.seed[:, None], inputs.position[:, None], candidates)
     # Ties of the sum go to the smallest id, as they do among all tokens.
-    ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1]).min(axis=-1)
+    ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1] - 1).min(axis=-1)
     return ids, threshold, is_inside
 
 

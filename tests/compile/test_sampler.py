@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.sampler import (
     MAX_TOP_LOGPROBS,
+    DistributionKey,
     Sampled,
     SampleKey,
     SamplerSpec,
@@ -28,6 +29,7 @@ from ferrum_jax.ops import native
 from ferrum_jax.ops.sampling import gumbel
 
 V, SLOTS = 61, 9
+needs_kernels = pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
 SPEC = SamplerSpec(num_slots=SLOTS, vocab_size=V, capacity=20)
 NOBODY = SLOTS
 ALLOWED = np.arange(V) % 3 == 1
@@ -55,13 +57,14 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
-@pytest.mark.parametrize("key", [SampleKey(2), VerifyKey(1, 2), ProcessedScoreKey(1, 2)], ids=str)
-def test_log_probabilities_are_summed_by_the_kernel_where_kernels_attend(key: Any):
+@needs_kernels
+@pytest.mark.parametrize("key", [SampleKey(2), VerifyKey(1, 2), DistributionKey(2), ProcessedScoreKey(1, 2)], ids=str)
+def test_kernels_choose_and_sum_where_they_attend(key: Any):
     for attention in ("cpu", "xla"):
         context = ProgramContext(None, None, None, jax.device_put(sampler.initial(SPEC)), attention=attention)
         lowered = key.lower(context).as_text()
-        assert ("ferrum_logsumexp" in lowered) == (attention == "cpu")
+        assert ("ferrum_choose" in lowered) == (attention == "cpu")
+        assert ("ferrum_logsumexp" in lowered) == (attention == "cpu" and not isinstance(key, DistributionKey))
         assert "module @jit_traced" not in lowered
 
 
@@ -101,11 +104,17 @@ def reference(row: NDArray[np.float32], settings: SlotSettings, position: int) -
     return token, scaled[token] - np.log(np.exp(scaled).sum()), scaled
 
 
+@pytest.fixture(scope="module", params=["xla", pytest.param("cpu", marks=needs_kernels)])
+def attention(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def programs() -> dict[str, Callable[..., Any]]:
+def programs(attention: str) -> dict[str, Callable[..., Any]]:
+    context = ProgramContext(None, None, None, sampler.initial(SPEC), attention=attention)
     return {
-        "sample": jax.jit(sampler.sample),
-        "verify": jax.jit(sampler.verify),
+        "sample": jax.jit(context.spread(sampler.sample, (), ())),
+        "verify": jax.jit(context.spread(sampler.verify, (), ())),
         "configure": jax.jit(sampler.configure, static_argnames="vocab_size"),
     }
 
@@ -250,11 +259,11 @@ def test_given_tokens_score_by_the_definition_across_blocks_and_calls(
 
 @pytest.mark.parametrize("key", [SampleKey(2), pytest.param(VerifyKey(1, 2), marks=pytest.mark.slow)])
 def test_the_programs_serialise_after_they_have_run(
-    key: SampleKey | VerifyKey, programs: dict[str, Callable[..., Any]]
+    key: SampleKey | VerifyKey, attention: str, programs: dict[str, Callable[..., Any]]
 ):
     settings = [SlotSettings(temperature=1.0, top_k=5, top_p=0.5)]
     shapes: Any = sampler.initial(SPEC)
-    lowered = key.lower(ProgramContext(cfg=None, params=None, kv=None, sampler=jax.device_put(shapes)))
+    lowered = key.lower(ProgramContext(None, None, None, jax.device_put(shapes), attention=attention))
     program = lowered.compile()
     rows = np.array([[0, 3], [0, 4]] if isinstance(key, SampleKey) else [[0, 3, 2, 1, 1]], np.int32)
     _, before = program(configured(programs, settings), *jax.device_put((logits_of(0, 2), rows)))

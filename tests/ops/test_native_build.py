@@ -34,7 +34,8 @@ from pathlib import Path
 from ferrum_jax.ops import native
 native.LIBRARY = Path(sys.argv[1])
 import pytest
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/ops/test_native.py", "-k", *sys.argv[2:]]))
+files = "tests/ops/test_native.py", "tests/ops/test_native_choice.py"
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *files, "-k", *sys.argv[2:]]))
 """
 
 
@@ -102,7 +103,7 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside"])
+@pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside or chosen"])
 def test_no_kernel_reads_or_writes_elsewhere(tests: str, tmp_path: Path):
     made = tmp_path / "libsanitized.so"
     assert build.build(made, SANITIZED) is None

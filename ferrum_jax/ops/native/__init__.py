@@ -1,11 +1,11 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
 They multiply with float32, 16-bit, int8 and 4-bit weights, few tokens or with AVX-512 any number, attend over the paged
-KV, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does not depend on the rows
-beside it: a product has one order of sums, but that a quantised weight is multiplied in another for up to four rows
-than for more. The library has a copy of them for each instruction set and chooses when it is loaded; it is built when
-the package is installed on Linux, if there is a C++ compiler (build.py). Where it is missing, or a size or type has no
-kernel, XLA's own code serves.
+KV, choose tokens, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does not depend
+on the rows beside it: a product has one order of sums, but that a quantised weight is multiplied in another for up to
+four rows than for more. The library has a copy of them for each instruction set and chooses when it is loaded; it is
+built when the package is installed on Linux, if there is a C++ compiler (build.py). Where it is missing, or a size or
+type has no kernel, XLA's own code serves.
 
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
@@ -31,7 +31,8 @@ MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
 PART = 1 << 14  # numbers of a row whose exponentials are summed together, as in handlers.cpp
 SPAN = 256  # positions of a row of one token that are computed together
-TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write", "ferrum_logsumexp"
+TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write", "ferrum_choose"
+TARGETS += ("ferrum_logsumexp",)
 FLOATS = "float32", "bfloat16", "float16"
 _in_use = contextvars.ContextVar("ferrum_jax kernels", default=False)
 
@@ -157,3 +158,20 @@ def logsumexp(x: jax.Array) -> jax.Array:
     found = jax.ShapeDtypeStruct((rows,), jnp.float32)
     parts = jax.ShapeDtypeStruct((rows, -(-size // PART), 2), jnp.float32)
     return vary_like(jax.ffi.ffi_call("ferrum_logsumexp", (found, parts))(x)[0], x)
+
+
+def choose(
+    scores: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    seed: jax.Array,
+    position: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Chooses a token of each row of float32 scores `[R, V]`, as `ops.sampling.choose`: ids and thresholds `[R]`."""
+    rows = scores.shape[0]
+    found = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    options = temperature, top_k, top_p, min_p, seed, position
+    ids, thresholds = jax.ffi.ffi_call("ferrum_choose", found)(scores, *options)
+    return vary_like((ids, thresholds), scores, *options)

@@ -302,6 +302,27 @@ ffi::Error run_logsumexp(ffi::ThreadPool pool, Floats x, FloatResult out, FloatR
   return ffi::Error::Success();
 }
 
+// Chooses a token of each row of scores [R, V], and says from which relative score on tokens were kept.
+ffi::Error run_choose(ffi::ThreadPool pool, Floats scores, Floats temperature, Integers top_k, Floats top_p, Floats min_p,
+                      ffi::Buffer<ffi::U32> seed, Integers position, ffi::ResultBuffer<ffi::S32> ids, FloatResult thresholds) {
+  const int64_t rows = scores.dimensions()[0], size = scores.dimensions()[1];
+  const auto is_of_rows = [rows](const auto& of) { return int64_t(of.element_count()) == rows; };
+  if (size < 1 || !is_of_rows(temperature) || !is_of_rows(top_k) || !is_of_rows(top_p) || !is_of_rows(min_p) ||
+      !is_of_rows(seed) || !is_of_rows(position) || !is_of_rows(*ids) || !is_of_rows(*thresholds))
+    return ffi::Error::InvalidArgument("a choice takes one of each option a row, and a token to choose");
+  in_parallel(pool, rows, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+      Chosen found;
+      kernels->choose({scores.typed_data() + row * size, size, temperature.typed_data()[row], top_p.typed_data()[row],
+                       min_p.typed_data()[row], top_k.typed_data()[row], seed.typed_data()[row],
+                       uint32_t(position.typed_data()[row])}, &found);
+      ids->typed_data()[row] = found.id;
+      thresholds->typed_data()[row] = found.threshold;
+    }
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -342,6 +363,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_write, run_write,
                                   .Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_logsumexp, run_logsumexp,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Ret<Floats>().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_choose, run_choose,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Integers>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<ffi::Buffer<ffi::U32>>()
+                                  .Arg<Integers>()
+                                  .Ret<Integers>()
+                                  .Ret<Floats>());
 
 // Which sources the library was built of.
 extern "C" const char* ferrum_sources() { return FERRUM_SOURCES; }

@@ -51,6 +51,19 @@ struct Write {
   int64_t tokens, kv_heads, width, block, blocks, layer;
 };
 
+// A token to be chosen from a row of scores.
+struct Choice {
+  const float* scores;  // [V]
+  int64_t size;         // V
+  float temperature, top_p, min_p;
+  int32_t top_k;
+  uint32_t seed, position;
+};
+struct Chosen {
+  int32_t id;
+  float threshold;  // the score, less the best and over the temperature, from which on tokens were kept
+};
+
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, int64_t first, int64_t last);  // a range of outputs
@@ -59,6 +72,7 @@ struct Kernels {
   void (*join)(const Attention&, int64_t item);                // of batch * kv_heads: parts to outputs
   void (*write)(const Write&, int64_t first, int64_t last);    // a range of tokens
   void (*sum_exponentials)(const float* x, int64_t count, float* part);
+  void (*choose)(const Choice&, Chosen*);
 };
 
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack

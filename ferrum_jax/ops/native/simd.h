@@ -204,6 +204,21 @@ inline void store_first(float* p, Vector v, int64_t n) { std::memcpy(p, &v, size
 // The larger number; NaN if one of the two is NaN. Of vectors, lane by lane.
 template <class T> inline T larger(T a, T b) { return ((a > b) | (a != a)) ? a : b; }
 
+// Whether a comparison holds in any lane.
+inline bool any(Integers is_true) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask((__m512i)is_true) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)is_true) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)is_true) != 0;
+#else
+  int32_t found = 0;
+  for (int i = 0; i < kLanes; i++) found |= is_true[i];
+  return found != 0;
+#endif
+}
+
 // All lanes taken together: the halves of v, then the halves of what came of that, whatever the instruction set.
 #if defined(__AVX2__)
 template <class F> inline float fold(Vector v, const F& both) {
