@@ -118,6 +118,16 @@ def test_the_kernel_and_xla_choose_the_same_bits(size: int):
         jax.tree.map(np.testing.assert_array_equal, by_kernel(scores, inputs), by_xla(scores, inputs))
 
 
+def test_unlikely_tokens_are_drawn_as_often_as_they_are_likely():
+    """Each of 20,000 tokens lacks 12, which a noise beyond 9 makes up for; together they are a ninth."""
+    rows, scores = 400, np.full(SIZES[-1] + 1, -12.0, np.float32)
+    scores[7] = 0.0
+    found = np.asarray(by_kernel(np.tile(scores, (rows, 1)), inputs_of(1.0, seed=5, rows=rows))[0])
+    others = SIZES[-1] * np.exp(-12)
+    assert np.mean(found != 7) == pytest.approx(others / (1 + others), abs=0.05)
+    assert len({*found}) > rows / 20
+
+
 def test_more_equal_scores_than_the_kernel_keeps_are_all_kept():
     scores = np.full((ROWS, SIZES[-1]), -3.0, np.float32)
     scores[1, :200] = 4.0
@@ -140,7 +150,7 @@ def test_what_is_drawn_is_among_what_is_kept(kernels: bool, softcap: float):
         options = [
             rng.choice(np.array(of), ROWS) for of in ([0.1, 0.7, 3.0], [0, 1, 5, 40], [0.5, 0.9, 1.0], [0.0, 0.2])
         ]
-        scores = drawn_scores(seed, 61, 3.0, coarse=False, masked=False)
+        scores = rng.standard_normal((ROWS, 61), np.float32) * np.float32(5)
         found = sampled(scores, inputs_of(*options, seed=seed))
         processed = np.asarray(found.processed_logprobs)
         assert np.all((processed > -np.inf) & (processed <= 1e-5))
