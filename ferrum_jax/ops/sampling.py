@@ -23,7 +23,7 @@ Leaf = TypeVar("Leaf")
 MAX_TOP_LOGPROBS = 20  # alternatives reported beside each token
 NUM_CANDIDATES = 256  # of the best tokens of a row; a filter that keeps fewer needs no others
 _SMALLEST = -(2**31)  # int32
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 2.0**-126, 1e37  # as in choose.h; beyond, those count
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 2.0**-126, 1e37  # as in choose.h: what is beyond is taken as these
 
 
 @flax.struct.dataclass
@@ -342,9 +342,9 @@ def _draw_from_best(scaled: jax.Array, inputs: SampleInputs[jax.Array]) -> tuple
     threshold, is_inside = _threshold(scaled, ranked, inputs.top_k, inputs.top_p, inputs.min_p)
     kept = jnp.where(ranked >= threshold[:, None], ranked, -jnp.inf)
     noisy = kept + gumbel(inputs.seed[:, None], inputs.position[:, None], candidates)
-    # Ties of the sum go to the smallest id, as they do among all tokens.
-    ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1] - 1).min(axis=-1)
-    return ids, threshold, is_inside
+    # Ties of the sum go to the smallest id, as they do among all tokens; scores that are not numbers give a token, too.
+    ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1]).min(axis=-1)
+    return jnp.minimum(ids, scaled.shape[-1] - 1), threshold, is_inside
 
 
 def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> jax.Array:

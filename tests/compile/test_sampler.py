@@ -25,11 +25,10 @@ from ferrum_jax.compile.sampler import (
 )
 from ferrum_jax.compile.scores import ProcessedScoreKey, score_processed
 from ferrum_jax.compile.step import ProgramContext
-from ferrum_jax.ops import native
 from ferrum_jax.ops.sampling import gumbel
+from tests.ops.conftest import needs_kernels
 
 V, SLOTS = 61, 9
-needs_kernels = pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
 SPEC = SamplerSpec(num_slots=SLOTS, vocab_size=V, capacity=20)
 NOBODY = SLOTS
 ALLOWED = np.arange(V) % 3 == 1

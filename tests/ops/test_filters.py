@@ -1,4 +1,4 @@
-"""Each filter against NumPy, in float64 and by its definition."""
+"""Each filter against NumPy, in float64 and by its definition, of XLA's code and of the CPU's kernel."""
 
 from typing import Any
 
@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ferrum_jax.ops.sampling import NUM_CANDIDATES, filter_threshold
+
+pytestmark = pytest.mark.usefixtures("with_kernels")
 
 V = 7
 SLACK = 1e-5  # of a probability: float32 sums may fall on either side of a bound
@@ -125,8 +127,11 @@ def test_rows_are_filtered_each_by_its_own_settings():
 
 @pytest.mark.parametrize("spread", [0.02, 1.0, 4.0, 12.0])  # from nearly uniform to a handful of tokens
 @pytest.mark.parametrize("filters", [{"top_k": 40}, {"top_k": 700}, {"top_p": 0.3}, {"top_p": 0.97}, {"min_p": 0.02},
-                                     {"top_k": 600, "top_p": 0.9, "min_p": 0.001}], ids=str)  # fmt: skip
-def test_a_filter_of_many_tokens_keeps_what_one_of_few_would(spread: float, filters: dict[str, Any]):
-    size = 5 * NUM_CANDIDATES  # the candidates do not suffice for some of these
+                                     {"top_k": 600, "top_p": 0.9, "min_p": 0.001},
+                                     {"top_k": 2**31 - 1, "top_p": 0.9}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "size", [5 * NUM_CANDIDATES, 20_000]
+)  # some keep more candidates than XLA's code has, or the kernel
+def test_a_filter_of_many_tokens_keeps_what_one_of_few_would(size: int, spread: float, filters: dict[str, Any]):
     row = (np.random.default_rng(7).normal(size=size) * spread).astype(np.float32).tolist()
     check(row, **filters)

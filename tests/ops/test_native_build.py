@@ -103,7 +103,7 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside or chosen"])
+@pytest.mark.parametrize("tests", ["numpys", "threads or place or sixteen or rows_beside or kernel"])
 def test_no_kernel_reads_or_writes_elsewhere(tests: str, tmp_path: Path):
     made = tmp_path / "libsanitized.so"
     assert build.build(made, SANITIZED) is None

@@ -1,6 +1,7 @@
-"""Choices against NumPy, and the law that a row's draw is its own."""
+"""Choices against NumPy, and the law that a row's draw is its own, of XLA's code and of the CPU's kernel."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ferrum_jax.ops import native
 from ferrum_jax.ops.sampling import Choice, SampleInputs, penalise_repetition, sample
+
+pytestmark = pytest.mark.usefixtures("with_kernels")
 
 V = 11
 ROWS = (1, 8)
@@ -70,7 +74,7 @@ def test_the_strictest_filters_are_greedy(filters: dict[str, float]):
     np.testing.assert_array_equal(found.token_ids, np.argmax(logits, axis=-1))
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-37, 3e-39])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-37, 3e-39, 1e-44])
 def test_the_smallest_temperatures_are_greedy(temperature: float):
     logits = jnp.sort(noise(8) + 40)  # the best is last, and all would overflow
     found = run(logits, inputs(8, temperature=temperature, seed=np.arange(8)))
@@ -191,6 +195,60 @@ def test_sampling_is_the_same_row_by_row_under_vmap():
     def one(row: jax.Array, mine: SampleInputs[jax.Array]) -> Choice[jax.Array]:
         return jax.tree.map(lambda leaf: leaf[0], sample(row[None], jax.tree.map(lambda leaf: leaf[None], mine)))
 
-    whole, mapped = run(logits, asked), jax.jit(jax.vmap(one))(logits, asked)
+    with native.kernels(False):  # they have no batching rule
+        mapped = jax.jit(jax.vmap(one))(logits, asked)
+    whole = run(logits, asked)
     np.testing.assert_array_equal(whole.token_ids, mapped.token_ids)
     np.testing.assert_allclose(whole.logprobs, mapped.logprobs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_what_is_drawn_is_among_what_is_kept(softcap: float | None):
+    """Also where a program computes the scores anew for each use, rounded otherwise, as XLA does with soft caps."""
+
+    @jax.jit
+    def sampled(logits: jax.Array, given: SampleInputs[jax.Array]) -> jax.Array:
+        return sample(logits if softcap is None else jnp.tanh(logits / softcap) * softcap, given).processed_logprobs
+
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        options = {
+            "temperature": [0.1, 0.7, 3.0],
+            "top_k": [0, 1, 5, 40],
+            "top_p": [0.5, 0.9, 1.0],
+            "min_p": [0.0, 0.2],
+        }
+        asked = inputs(3, 61, seed=seed, **{name: rng.choice(np.array(of), 3) for name, of in options.items()})
+        plain = replace(asked, repetition_penalty=None, seen=None)
+        found = np.asarray(sampled(noise(3, 61, seed), plain))
+        assert np.all((found > -np.inf) & (found <= 1e-5))
+
+
+ENDS = (np.nan, 0.0), (np.inf, 0.0), (np.nan, np.inf), (-np.inf, -np.inf), (3e38, -3e38), (0.0, 0.0)
+FILTERS: list[dict[str, Any]] = [{}, {"top_k": 2}, {"min_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.0}]
+FILTERS += [{"top_k": 3, "top_p": 0.5}]
+
+
+@pytest.mark.parametrize("size", [1, 5, 40, 4100])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_token_is_chosen_of_any_scores(size: int, temperature: float):
+    for value, others in ENDS:
+        for at in {0, size // 2, size - 1}:
+            for filters in FILTERS:
+                scores = np.full((3, size), others, np.float32)
+                scores[1, at] = value
+                found = np.asarray(
+                    run(jnp.asarray(scores), inputs(3, size, temperature=temperature, **filters)).token_ids
+                )
+                assert np.all((found >= 0) & (found < size))
+                if value != others and (np.isfinite(value) or (temperature == 0 and value > others)):
+                    assert found[1] == at
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 3e38])
+def test_what_is_forbidden_stays_so_at_any_temperature(temperature: float):
+    logits = noise(8, 61).at[:, :50].set(-jnp.inf)
+    for top_p in (1.0, 0.9):
+        found = run(logits, inputs(8, 61, temperature=temperature, top_p=top_p, seed=np.arange(8)))
+        assert np.all(np.asarray(found.token_ids) >= 50)
+        assert np.all(np.isfinite(found.processed_logprobs))

@@ -42,7 +42,7 @@ inline Row find_best(const ferrum::Choice& c) {
   for (i = 0; i + kLanes <= c.size && !any(is_it(load(x + i))); i += kLanes) {
   }
   while (!is_it(x[i])) i++;
-  const float least = 0x1p-126f, most = 1e37f;  // so that one over it is neither infinite nor taken for zero
+  constexpr float least = 0x1p-126f, most = 1e37f;  // so that one over it is neither infinite nor taken for zero
   const float temperature = c.temperature < least ? least : c.temperature > most ? most : c.temperature;
   return {c, best, i, c.temperature > 0.0f ? 1.0f / temperature : 1.0f};
 }

@@ -1,0 +1,18 @@
+"""Functions as they are traced in serving programs, with the CPU's kernels, and elsewhere."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from ferrum_jax.ops import native
+
+needs_kernels = pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
+
+
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=needs_kernels)], ids=["xla", "kernels"])
+def with_kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether what the tests of a module trace uses the kernels."""
+    jax.clear_caches()
+    with native.kernels(request.param):
+        yield request.param
