@@ -34,6 +34,13 @@ def test_attention_ends_in_a_json_line(records: Path):
     assert all(row["call_over_floor"] == pytest.approx(row["call_ms"] / row["floor_ms"]) for row in rows)
 
 
+def test_sampler_ends_in_a_json_line_of_every_setting(records: Path):
+    rows = smoke("sampler", records, "--rounds", "1")["rows"]
+    assert len({(row["setting"], row["rows"]) for row in rows}) == len(rows) == 12
+    ways = ["xla_ms", "kernel_ms"] if native.instruction_set() else ["xla_ms"]
+    assert all(row[way] > 0 for row in rows for way in ways)
+
+
 def test_prefix_ends_in_a_json_line_that_counts_what_was_reused(records: Path):
     row = smoke("prefix", records, "--rounds", "1")["rows"][0]
     assert (row["tokens"], row["reused"]) == (128, 112)
