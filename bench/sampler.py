@@ -1,7 +1,8 @@
 """What does the choice of a token cost, by its settings, with XLA's code and with the CPU's kernel?
 
-`ops.sampling.choose` alone, of random scores for the model's vocabulary, both ways in turn. With a deviation of 4 few
-tokens are likely, with 1 thousands are. The floor is the time of reading the scores once.
+`ops.sampling.choose` alone, of random scores for the model's vocabulary, both ways in turn, and `likeliest`, which
+finds what `logprobs=k` reports. With a deviation of 4 few tokens are likely, with 1 thousands are. The floor is the
+time of reading the scores once.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from ferrum_jax.ops.sampling import SampleInputs
 
 ROWS = (1, 8)
 BURST = 20  # calls in a row
+LIKELIEST = "the 20 likeliest"
 SETTINGS: dict[str, tuple[float, dict[str, float]]] = {  # the scores' deviation, and how they are sampled
     "greedy": (4, {"temperature": 0}),
     "temperature": (4, {"temperature": 0.8}),
@@ -26,6 +28,7 @@ SETTINGS: dict[str, tuple[float, dict[str, float]]] = {  # the scores' deviation
     "min-p 0.05": (4, {"temperature": 0.8, "min_p": 0.05}),
     "top-p 0.95, few likely": (4, {"temperature": 0.8, "top_p": 0.95}),
     "top-p 0.95, many likely": (1, {"temperature": 0.8, "top_p": 0.95}),
+    LIKELIEST: (4, {}),
 }
 
 
@@ -57,18 +60,22 @@ def _ways(name: str, rows: int, vocab_size: int) -> Iterator[tuple[str, Callable
     deviation, asked = SETTINGS[name]
     scores = jax.random.normal(jax.random.key(0), (rows, vocab_size)) * deviation
     inputs = SampleInputs(
-        temperature=jnp.full(rows, asked["temperature"], jnp.float32),
+        temperature=jnp.full(rows, asked.get("temperature", 1), jnp.float32),
         top_k=jnp.full(rows, asked.get("top_k", 0), jnp.int32),
         top_p=jnp.full(rows, asked.get("top_p", 1), jnp.float32),
         min_p=jnp.full(rows, asked.get("min_p", 0), jnp.float32),
         seed=jnp.arange(rows, dtype=jnp.uint32),
         position=jnp.arange(rows, dtype=jnp.int32),
     )
+
+    def run(scores: jax.Array, inputs: SampleInputs[jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return sampling.likeliest(scores) if name == LIKELIEST else sampling.choose(scores, inputs)
+
     for way, use in {"xla": False, "kernel": True}.items():
         if use and (jax.default_backend() != "cpu" or native.instruction_set() is None):
             continue
         with native.kernels(use):
-            compiled = jax.jit(lambda *given: sampling.choose(*given)).lower(scores, inputs).compile()
+            compiled = jax.jit(lambda *given: run(*given)).lower(scores, inputs).compile()
         yield way, lambda compiled=compiled: compiled(scores, inputs)
 
 

@@ -178,6 +178,8 @@ def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
 
 def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Returns the index of each row's largest number, the first of equals; in two passes, which XLA vectorises."""
+    if _has_kernel(x):
+        return native.best(x, 1)[1][:, 0]
     for width in (128, 64, 32, 16):
         if x.shape[-1] % width == 0 and x.shape[-1] > width:
             blocks = x.reshape(len(x), -1, width)
@@ -246,6 +248,8 @@ def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[A
     It stays the quick top-k that XLA makes of a sort and a slice: columns are added where all would be wanted, and no
     later slice may be merged into it. A sort takes fifty times as long, and cannot be serialised once it has run.
     """
+    if _has_kernel(x) and count <= min(native.MOST_BEST, x.shape[-1]):
+        return native.best(x, count)
     missing = count + 1 - x.shape[-1]
     if missing > 0:
         x = jnp.pad(x, ((0, 0), (0, missing)), constant_values=-jnp.inf)

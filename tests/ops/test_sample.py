@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ferrum_jax.ops import native
-from ferrum_jax.ops.sampling import Choice, SampleInputs, penalise_repetition, sample
+from ferrum_jax.ops.sampling import Choice, SampleInputs, argmax, best, likeliest, penalise_repetition, sample
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
 
 V = 11
 ROWS = (1, 8)
+NUMBERS = np.array([-np.inf, -3.0, 0.0, 1.0, 1.5, 80.0, np.inf, np.nan], np.float32)  # ties are common
 run = jax.jit(sample)
 
 
@@ -252,3 +253,28 @@ def test_what_is_forbidden_stays_so_at_any_temperature(temperature: float):
         found = run(logits, inputs(8, 61, temperature=temperature, top_p=top_p, seed=np.arange(8)))
         assert np.all(np.asarray(found.token_ids) >= 50)
         assert np.all(np.isfinite(found.processed_logprobs))
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 1), (7, 7), (64, 1), (64, 20), (333, 20), (333, 64), (5000, 20)])
+def test_the_best_come_first_and_of_equals_the_first(size: int, count: int):
+    find = jax.jit(functools.partial(best, count=count))
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        x = rng.standard_normal((3, size), np.float32) if seed % 2 else rng.choice(NUMBERS, (3, size))
+        if seed % 4 == 0:
+            x[0].sort()
+        order = np.lexsort((-x, ~np.isnan(x)))[:, :count]  # what is not a number is above all numbers
+        values, ids = find(x)
+        np.testing.assert_array_equal(ids, order)
+        np.testing.assert_array_equal(values, np.take_along_axis(x, order, axis=1))
+        are_numbers = ~np.isnan(x).any(axis=1)
+        np.testing.assert_array_equal(jax.jit(argmax)(x)[are_numbers], order[are_numbers, 0])
+
+
+def test_the_likeliest_tokens_have_their_log_probabilities():
+    logits = noise(5, 300)
+    ids, logprobs = jax.jit(likeliest)(logits)
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    order = np.argsort(-expected, kind="stable")[:, : ids.shape[1]]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(logprobs, np.take_along_axis(expected, order, axis=1), rtol=1e-5)

@@ -30,9 +30,10 @@ FEW_ROWS = 64  # with AVX2 and NEON XLA's products of more are not slower, or it
 MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
 PART = 1 << 14  # numbers of a row whose exponentials are summed together, as in handlers.cpp
+MOST_BEST = 64  # of the largest numbers of a row: each is put in its place among those found so far
 SPAN = 256  # positions of a row of one token that are computed together
 TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write", "ferrum_choose"
-TARGETS += ("ferrum_logsumexp",)
+TARGETS += "ferrum_logsumexp", "ferrum_best"
 FLOATS = "float32", "bfloat16", "float16"
 _in_use = contextvars.ContextVar("ferrum_jax kernels", default=False)
 
@@ -158,6 +159,16 @@ def logsumexp(x: jax.Array) -> jax.Array:
     found = jax.ShapeDtypeStruct((rows,), jnp.float32)
     parts = jax.ShapeDtypeStruct((rows, -(-size // PART), 2), jnp.float32)
     return vary_like(jax.ffi.ffi_call("ferrum_logsumexp", (found, parts))(x)[0], x)
+
+
+def best(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Finds the `count` largest numbers of each row of float32 `[R, V]`, descending, and their columns: `[R, count]`.
+
+    Of equals the first come first, and what is not a number is above all numbers.
+    """
+    shape = x.shape[0], count
+    found = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
+    return vary_like(tuple(jax.ffi.ffi_call("ferrum_best", found)(x)), x)
 
 
 def choose(

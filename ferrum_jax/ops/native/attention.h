@@ -265,27 +265,33 @@ inline float largest_seen(float* scores, int64_t count, int64_t start, int64_t e
   return largest(top);
 }
 
-// Turns a row's scores of `count` positions into weights; `start` to `end` are those it sees. Returns by what to multiply
-// what it has seen before.
-float weigh(float* scores, int64_t count, int64_t start, int64_t end, float softcap, float* best_so_far, float* sum) {
+// Hides what a row's token does not see of `count` positions, all but `start` to `end`, and returns its largest score.
+inline float hide(float* scores, int64_t count, int64_t start, int64_t end, float softcap) {
   const bool all = start <= 0 && end >= count && softcap == 0.0f;
-  float own_best = all ? largest_finite(scores, count) : __builtin_nanf("");
-  if (own_best != own_best) own_best = largest_seen(scores, count, start, end, softcap);
-  const float best = larger(*best_so_far, own_best);
-  if (best == -kInfinity) {
-    for (int64_t c = 0; c < count; c += kLanes) store(scores + c, Vector{});
-    return 1.0f;
+  const float found = all ? largest_finite(scores, count) : __builtin_nanf("");
+  return found == found ? found : largest_seen(scores, count, start, end, softcap);
+}
+
+// Turns rows' scores of `count` positions into weights. Of each row `keep` is its largest score, and then by what to multiply
+// what it has seen before: all rows' first, as none then waits for its own.
+void weigh(float* scores, int64_t rows, int64_t count, float* keep, float* best, float* sum) {
+  for (int64_t r = 0; r < rows; r += kLanes) {
+    const int64_t some = least(rows - r, kLanes);
+    const Vector before = load_first(best + r, some), now = larger(before, load_first(keep + r, some));
+    store_first(best + r, now, some);
+    store_first(keep + r, before == now ? splat(1.0f) : exponential(before - now), some);
   }
-  Vector own = {};
-  for (int64_t c = 0; c < count; c += kLanes) {
-    const Vector weight = exponential(load(scores + c) - best);
-    store(scores + c, weight);
-    own += weight;
+  for (int64_t r = 0; r < rows; r++) {
+    float* own = scores + r * kChunk;
+    const float from = best[r] == -kInfinity ? 0.0f : best[r];
+    Vector weights = {};
+    for (int64_t c = 0; c < count; c += kLanes) {
+      const Vector weight = exponential(load(own + c) - from);
+      store(own + c, weight);
+      weights += weight;
+    }
+    sum[r] = sum[r] * keep[r] + total(weights);
   }
-  const float keep = *best_so_far == best ? 1.0f : exponential(splat(*best_so_far - best))[0];
-  *sum = *sum * keep + total(own);
-  *best_so_far = best;
-  return keep;
 }
 
 // Adds positions first to last to what the queries have seen.
@@ -317,8 +323,9 @@ template <class T> void visit(const Attention& a, const Queries& of, int64_t fir
     for (int64_t r = 0; r < rows; r++) {
       const int64_t position = a.lengths[of.b] + of.t0 + r / heads;
       const int64_t start = most(most(first_seen(a, position), first) - at, 0), end = least(position + 1 - at, count);
-      keep[r] = weigh(scores + r * kChunk, padded, start, end, a.softcap, seen.best + r, seen.sum + r);
+      keep[r] = hide(scores + r * kChunk, padded, start, end, a.softcap);
     }
+    weigh(scores, rows, padded, keep, seen.best, seen.sum);
     if (values) {
       rows > 3 ? mix_all<kWide>(rows, scores, keep, v, width, count, seen.out, more_keys)
                : mix_all<4>(rows, scores, keep, v, width, count, seen.out, more_keys);

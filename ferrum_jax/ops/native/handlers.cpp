@@ -323,6 +323,20 @@ ffi::Error run_choose(ffi::ThreadPool pool, Floats scores, Floats temperature, I
   return ffi::Error::Success();
 }
 
+// Finds the largest numbers of each row of x [R, V], and their columns.
+ffi::Error run_best(ffi::ThreadPool pool, Floats x, FloatResult values, ffi::ResultBuffer<ffi::S32> ids) {
+  const int64_t rows = x.dimensions()[0], size = x.dimensions()[1], count = values->dimensions()[1];
+  const size_t found = size_t(rows * count);
+  if (count < 1 || count > size || values->element_count() != found || ids->element_count() != found)
+    return ffi::Error::InvalidArgument("at least one number of a row is asked for, and at most all");
+  in_parallel(pool, rows, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++)
+      kernels->find_largest(x.typed_data() + row * size, size, count, values->typed_data() + row * count,
+                            ids->typed_data() + row * count);
+  });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #pragma GCC visibility push(default)
@@ -375,6 +389,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_choose, run_choose,
                                   .Arg<Integers>()
                                   .Ret<Integers>()
                                   .Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_best, run_best,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Ret<Floats>().Ret<Integers>());
 
 // Which sources the library was built of.
 extern "C" const char* ferrum_sources() { return FERRUM_SOURCES; }

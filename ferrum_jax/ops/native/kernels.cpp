@@ -1,5 +1,6 @@
 // One instruction set's copy of the kernels: FERRUM_SET is its name, the compiler's options say what it is.
 #include "attention.h"
+#include "best.h"
 #include "choose.h"
 #include "linear.h"
 #include "logsumexp.h"
@@ -12,5 +13,5 @@
 namespace ferrum {
 extern const Kernels FERRUM_NAME(FERRUM_SET);
 const Kernels FERRUM_NAME(FERRUM_SET) = {FERRUM_STRING(FERRUM_SET), linear, widen, attend, join, write,
-                                              sum_exponentials, choose};
+                                              sum_exponentials, choose, find_largest};
 }  // namespace ferrum

@@ -73,6 +73,7 @@ struct Kernels {
   void (*write)(const Write&, int64_t first, int64_t last);    // a range of tokens
   void (*sum_exponentials)(const float* x, int64_t count, float* part);
   void (*choose)(const Choice&, Chosen*);
+  void (*find_largest)(const float* x, int64_t size, int64_t count, float* values, int32_t* ids);
 };
 
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
