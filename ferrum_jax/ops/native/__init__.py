@@ -1,11 +1,11 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
-They multiply with float32, 16-bit, int8 and 4-bit weights, few tokens or with AVX-512 any number, attend over the paged
-KV, choose tokens, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does not depend
-on the rows beside it: a product has one order of sums, but that a quantised weight is multiplied in another for up to
-four rows than for more. The library has a copy of them for each instruction set and chooses when it is loaded; it is
-built when the package is installed on Linux, if there is a C++ compiler (build.py). Where it is missing, or a size or
-type has no kernel, XLA's own code serves.
+They multiply with float32, 16-bit, int8 and 4-bit weights (with NEON few tokens only), attend over the paged KV, choose
+tokens, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does not depend on the
+rows beside it: a product has one order of sums, but that a quantised weight is multiplied in another for up to four
+rows than for more, and with AVX2 any weight in another for more than 64. The library has a copy of them for each
+instruction set and chooses when it is loaded; it is built when the package is installed on Linux, if there is a C++
+compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code serves.
 
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
@@ -26,7 +26,7 @@ from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
-FEW_ROWS = 64  # with AVX2 and NEON XLA's products of more are not slower, or it is not known
+FEW_ROWS = 64  # with NEON it is not known whether XLA's products of more are slower
 MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
 PART = 1 << 14  # numbers of a row whose exponentials are summed together, as in handlers.cpp
@@ -102,7 +102,7 @@ def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_rows: i
     if not in_use() or x.dtype != jnp.float32 or not has_kernel(weight):
         return False
     if most_rows is None:
-        most_rows = MOST_ROWS if instruction_set() == "avx512" else FEW_ROWS
+        most_rows = FEW_ROWS if instruction_set() == "neon" else MOST_ROWS
     return 1 <= x.shape[0] <= most_rows
 
 

@@ -133,17 +133,6 @@ inline void mix_keys(const float* weights, const float* keep, const T* keys, int
     for (int j = 0; j < W; j++) out[r * width + j] = out[r * width + j] * keep[r] + total(sums[r][j]);
 }
 
-template <int N> struct Size { static constexpr int value = N; };
-
-// Calls f for groups of rows of a size that is known when compiled.
-template <class F> inline void by_rows(int64_t rows, const F& f) {
-  int64_t r = 0;
-  for (; r + 6 <= rows; r += 6) f(Size<6>(), r);
-  for (; r + 3 <= rows; r += 3) f(Size<3>(), r);
-  if (rows - r == 2) f(Size<2>(), r);
-  if (rows - r == 1) f(Size<1>(), r);
-}
-
 // A block of keys [H, C] or values [C, H] is read in pieces, some lines of it each, in the order in which it lies in memory:
 // all rows meet a piece while the next one is fetched. With many rows the block is one piece, of which all rows meet a few
 // vectors, and then the next ones, so that these stay in the nearest cache.

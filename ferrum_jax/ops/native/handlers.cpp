@@ -21,6 +21,7 @@ using FloatResult = ffi::ResultBuffer<ffi::F32>;
 
 constexpr int64_t kMostRows = 8192;  // of x in one product
 constexpr int64_t kFew = 4, kFewChoices = 256;  // rows of a product, and of one of experts, that are few
+constexpr int64_t kMany = 64;  // rows of a product above which panels gain
 constexpr int64_t kOutputsOfBlock = 96;  // that a block of many rows meets at once: what it costs to fetch is little beside
 constexpr int64_t kPart = 1 << 14;  // numbers of a row whose exponentials are summed together: they stay in a cache
 constexpr int64_t kLeastWork = 1 << 15;  // numbers of a weight that one thread takes at once, at least
@@ -111,22 +112,24 @@ Linear expert_of(const Linear& stack, int64_t expert) {
   return a;
 }
 
-// Outputs that are taken together at least: whole tiles.
-int64_t whole_tiles(int64_t outputs) { return (outputs + 11) / 12 * 12; }
+// Outputs that are taken together at least: whole tiles, or panels.
+int64_t whole_tiles(int64_t outputs, int64_t tile = 12) { return (outputs + tile - 1) / tile * tile; }
 int64_t outputs_at_least(const Linear& a) { return whole_tiles((kLeastWork + a.inputs - 1) / a.inputs); }
 
 // Multiplies, with rows and outputs divided among the threads.
 void multiply(ffi::ThreadPool& pool, const Linear& a) {
-  const int64_t blocks = (a.rows + kBlock - 1) / kBlock, shares = 4 * threads_of(pool);
-  const int64_t even = whole_tiles((a.outputs * blocks + shares - 1) / shares);
-  const int64_t size = a.rows < kBlock ? outputs_at_least(a) : std::min(even, kOutputsOfBlock);
+  const int64_t most = a.by_panels ? kPanelBlock : kBlock, blocks = (a.rows + most - 1) / most;
+  const int64_t rows = a.by_panels ? (a.rows + blocks - 1) / blocks : most;  // of a block
+  const int64_t shares = 4 * threads_of(pool);
+  const int64_t even = whole_tiles((a.outputs * blocks + shares - 1) / shares, a.by_panels ? kPanel : 12);
+  const int64_t size = !a.by_panels && a.rows < kBlock ? outputs_at_least(a) : std::min(even, kOutputsOfBlock);
   const int64_t pieces = (a.outputs + size - 1) / size;
   in_parallel(pool, blocks * pieces, [&](int64_t first, int64_t last) {
     for (int64_t at = first / pieces; at * pieces < last; at++) {
       Linear block = a;
-      block.rows = std::min(a.rows - at * kBlock, kBlock);
-      block.x = a.x + at * kBlock;
-      block.y = a.y + at * kBlock;
+      block.rows = std::min(a.rows - at * rows, rows);
+      block.x = a.x + at * rows;
+      block.y = a.y + at * rows;
       const int64_t begin = std::max(first - at * pieces, int64_t(0)), end = std::min(last - at * pieces, pieces);
       kernels->linear(block, begin * size, std::min(a.outputs, end * size));
     }
@@ -148,6 +151,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, 
   a.x = from;
   a.y = to;
   a.is_few = a.rows <= kFew;
+  a.by_panels = kernels->has_panels && a.rows > kMany;
   multiply(pool, a);
   return ffi::Error::Success();
 }

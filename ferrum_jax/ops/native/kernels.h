@@ -17,6 +17,7 @@ struct Linear {
   Kind kind, scale_kind, offset_kind;
   int64_t rows, inputs, outputs, groups;
   bool is_few;            // so few rows that quantised values meet x before their scales: one order of sums for a call
+  bool by_panels;         // so many that panels of the weight are brought into the order in which they are read
 };
 
 // Softmax attention of grouped heads over a paged KV: keys [L, P, K, H, C], values [L, P, K, C, H]. Without values, those
@@ -66,6 +67,7 @@ struct Chosen {
 
 struct Kernels {
   const char* name;
+  bool has_panels;
   void (*linear)(const Linear&, int64_t first, int64_t last);  // a range of outputs
   void (*widen)(const Linear&, float* to, int64_t first, int64_t last);  // a range of the weight's rows, to float32
   void (*attend)(const Attention&, int64_t item);              // of batch * kv_heads * (splits or tiles)
@@ -78,6 +80,8 @@ struct Kernels {
 
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
 constexpr int64_t kBlock = 128;         // rows of a product that are computed together: they stay in the second cache
+constexpr int64_t kPanelBlock = 512;    // the same with panels
+constexpr int64_t kPanel = 16;          // outputs of a panel
 constexpr int64_t kMostWidth = 640;     // H
 constexpr int64_t kTileRows = 48;       // query heads times tokens that attend together
 

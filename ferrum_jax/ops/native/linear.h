@@ -1,5 +1,6 @@
 // Products. Every sum runs over the inputs in one order, whatever the tile and the rows, so that a row's result does not
-// depend on the rows beside it; only a quantised weight has two orders, for calls of few rows and of more.
+// depend on the rows beside it; only a quantised weight has two orders, for calls of few rows and of more, and panels have
+// one of their own.
 #pragma once
 #include <numeric>
 #include <type_traits>
@@ -10,6 +11,7 @@
 namespace {
 
 using ferrum::kBlock;
+using ferrum::kPanel;
 using ferrum::Kind;
 using ferrum::Linear;
 
@@ -176,16 +178,115 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kHasPanels = true;
+// Turns 8 rows of 8 numbers into columns.
+inline void turn(const float* from, int64_t stride, float* to) {
+  __m256 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_ps(from + i * stride);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + i * kPanel, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * kPanel, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
+}
+#else
+constexpr bool kHasPanels = false;
+inline void turn(const float*, int64_t, float*) {}
+#endif
+
+// Brings up to 8 rows of a strip into columns of a panel [K, 16]; rows that are not there are zeros.
+inline void pack(const Strip<float>& strip, int64_t rows, float* panel) {
+  int64_t k = 0;
+  if (rows == 8)
+    for (; k + 8 <= strip.count; k += 8) turn(strip.numbers + k, strip.stride, panel + k * kPanel);
+  for (; k < strip.count; k++)
+    for (int64_t r = 0; r < 8; r++) panel[k * kPanel + r] = r < rows ? strip.numbers[r * strip.stride + k] : 0.0f;
+}
+
+// Adds the products of R rows of x with a panel [K, 16] to sums, or begins with them. Within a larger function the compiler
+// keeps the sums in memory.
+template <int R>
+[[gnu::noinline]] void meet_panel(const float* const* x, int64_t from, const float* panel, int64_t count, float* const* y) {
+  constexpr int V = int(kPanel) / kLanes;
+  Vector sums[R][V];
+  const float* own[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    own[r] = x[r] + from;
+#pragma GCC unroll 4
+    for (int j = 0; j < V; j++) sums[r][j] = from ? load(y[r] + j * kLanes) : Vector{};
+  }
+  for (int64_t k = 0; k < count; k++) {
+    Vector row[V];
+#pragma GCC unroll 4
+    for (int j = 0; j < V; j++) row[j] = load(panel + k * kPanel + j * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Vector number = splat(own[r][k]);
+#pragma GCC unroll 4
+      for (int j = 0; j < V; j++) sums[r][j] += row[j] * number;
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int j = 0; j < V; j++) store(y[r] + j * kLanes, sums[r][j]);
+}
+
+// Many rows of x by panels: a panel of the weight, turned so that its outputs are lanes, stays in the nearest caches while
+// all rows pass. No lanes are summed, and of every three numbers that are read one is the panel's. `near` as many_rows' has
+// up to 8 rows.
+template <class Near> void by_panels(const Linear& a, int64_t part, const Near& near, int64_t first, int64_t last) {
+  alignas(64) float panel[kPanel * kMostPart];
+  for (int64_t n = first; n < last; n += kPanel) {
+    const int64_t some = least(kPanel, last - n);
+    for (int64_t from = 0; from < a.inputs; from += part) {
+      const int64_t count = least(part, a.inputs - from);
+      for (int64_t half = 0; half < kPanel; half += 8) {
+        const int64_t rows = most(0, least(8, some - half));
+        pack(rows ? near(n + half, rows, from, count) : Strip<float>{nullptr, 0, count, false}, rows, panel + half);
+      }
+      by_rows(a.rows, [&](auto size, int64_t row) {
+        float ends[6][kPanel], *to[6];
+        for (int r = 0; r < size.value; r++) {
+          to[r] = some == kPanel ? a.y[row + r] + n : ends[r];
+          if (some < kPanel && from) std::memcpy(to[r], a.y[row + r] + n, size_t(some) * sizeof(float));
+        }
+        meet_panel<size.value>(a.x + row, from, panel, count, to);
+        for (int r = 0; some < kPanel && r < size.value; r++)
+          std::memcpy(a.y[row + r] + n, to[r], size_t(some) * sizeof(float));
+      });
+    }
+  }
+}
+
 template <class W> void dense(const Linear& a, const W* weight, int64_t first, int64_t last) {
   constexpr int R = kManyRegisters ? 6 : 3;
   if (a.rows > kFewRows) {
-    alignas(64) float wide[R * kMostPart];
-    return many_rows<R>(a, 8 * sizeof(W), part_of(a.inputs, kLanes), [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
+    alignas(64) float wide[8 * kMostPart];
+    const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
       const W* numbers = weight + n * a.inputs + from;
       if constexpr (sizeof(W) == 4) return Strip<float>{numbers, a.inputs, count, from == 0};
       for (int64_t r = 0; r < rows; r++) widen_numbers(numbers + r * a.inputs, count, wide + r * kMostPart);
       return Strip<float>{wide, kMostPart, count, from == 0};
-    }, first, last);
+    };
+    const int64_t part = part_of(a.inputs, kLanes);
+    if (a.by_panels) return by_panels(a, part, near, first, last);
+    return many_rows<R>(a, 8 * sizeof(W), part, near, first, last);
   }
   if (a.rows == 1 && sizeof(W) == 4 && a.inputs <= kShort)  // one row after the other, as the processor expects it
     return multiply_rows<1, 1>(a, weight, 0, first, last, Fetch{kShort / 4, 0, 1});
@@ -441,13 +542,15 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
   const Quantised<V, S, O, kSize> w(a);
   if (a.is_few && can_prepare(w)) return few_rows(w, a, first, last);
   constexpr int R = kManyRegisters ? 6 : 3;
-  alignas(64) float wide[R * ferrum::kMostInputs];
+  alignas(64) float wide[R * ferrum::kMostInputs];  // of R rows, or of a part of 8
   const int64_t step = w.kIsPacked ? std::lcm(w.size(), int64_t(kLanes)) : kLanes;
   const int64_t part = step > kMostPart ? a.inputs : part_of(a.inputs, step);
-  many_rows<R>(a, w.kIsPacked ? 4 : 8, part, [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
+  const auto near = [&](int64_t n, int64_t rows, int64_t from, int64_t count) {
     for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, from, count, wide + r * part);
     return Strip<float>{wide, part, count, from == 0};
-  }, first, last);
+  };
+  if (a.by_panels && part <= kMostPart) return by_panels(a, part, near, first, last);
+  many_rows<R>(a, w.kIsPacked ? 4 : 8, part, near, first, last);
 }
 
 // Calls f with the types of the weight's scales and offsets, as null pointers to them.

@@ -30,6 +30,17 @@ struct Float16 { uint16_t bits; };
 struct Float8 { uint8_t bits; };   // e4m3fn: 4 bits of exponent, no infinity
 struct Nibbles { uint8_t bits; };  // two numbers
 
+template <int N> struct Size { static constexpr int value = N; };
+
+// Calls f for groups of rows of a size that is known when compiled.
+template <class F> inline void by_rows(int64_t rows, const F& f) {
+  int64_t r = 0;
+  for (; r + 6 <= rows; r += 6) f(Size<6>(), r);
+  for (; r + 3 <= rows; r += 3) f(Size<3>(), r);
+  if (rows - r == 2) f(Size<2>(), r);
+  if (rows - r == 1) f(Size<1>(), r);
+}
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 inline Vector splat(float x) { return x - Vector{}; }
