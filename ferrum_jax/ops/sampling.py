@@ -177,7 +177,10 @@ def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
 
 
 def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Returns the index of each row's largest number, the first of equals; in two passes, which XLA vectorises."""
+    """Returns the index of each row's largest number, the first of equals: by a CPU's kernel, or in two passes.
+
+    XLA vectorises these. A row with a number that is none gives some token.
+    """
     if _has_kernel(x):
         return native.best(x, 1)[1][:, 0]
     for width in (128, 64, 32, 16):
@@ -245,10 +248,11 @@ def filter_threshold(
 def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
     """Returns each row's `count` largest numbers, descending, and their columns; -inf and V or more past the last one.
 
-    It stays the quick top-k that XLA makes of a sort and a slice: columns are added where all would be wanted, and no
-    later slice may be merged into it. A sort takes fifty times as long, and cannot be serialised once it has run.
+    A CPU's kernel finds up to 64, if the row has them. Else it stays the quick top-k that XLA makes of a sort and a
+    slice: columns are added where all would be wanted, and no later slice may be merged into it. A sort takes fifty
+    times as long, and cannot be serialised once it has run.
     """
-    if _has_kernel(x) and count <= min(native.MOST_BEST, x.shape[-1]):
+    if _has_kernel(x) and 1 <= count <= min(native.MOST_BEST, x.shape[-1]):
         return native.best(x, count)
     missing = count + 1 - x.shape[-1]
     if missing > 0:

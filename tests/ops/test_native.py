@@ -86,6 +86,23 @@ def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, in
     check_product(product(x, weight), x, wide(weight))
 
 
+@pytest.mark.parametrize("rows", [1, 8, MANY + 1])
+@pytest.mark.parametrize("inputs", [1024, 8192])
+def test_long_sums_of_one_sign_are_numpys(rows: int, inputs: int):
+    x, weight = np.abs(normal(1, rows, inputs)), np.abs(normal(2, 16, inputs))
+    found, expected = product(x, weight), x.astype(np.float64) @ weight.T
+    np.testing.assert_allclose(found, expected, rtol=2e-6 if rows > MANY else 1e-6)
+
+
+def test_what_is_not_finite_stays_in_its_row():
+    x, weight = normal(1, MANY + 6, 96), normal(2, 40, 96)
+    clean = np.asarray(product(x, weight))
+    x[3, 5], x[4, 95], x[MANY + 5, 0] = np.inf, np.nan, -np.inf
+    found, odd = np.asarray(product(x, weight)), [3, 4, MANY + 5]
+    assert not np.isfinite(found[odd]).any()
+    np.testing.assert_array_equal(np.delete(found, odd, axis=0), np.delete(clean, odd, axis=0))
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(["int8", "uint4"]),
@@ -122,6 +139,8 @@ def test_groups_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, grou
 @example("uint4 with offsets", 2048, 2, 14, 70, 0)  # a group that no part holds
 @example("uint4", 96, 13, 14, 70, 0)
 @example("int8 with offsets", 750, 2, 14, 7, 0)
+@example("uint4", 192, 16, 14, 130, 0)  # parts of whole groups, the longest that there is room for
+@example("uint4", 768, 4, 14, 130, 0)
 def test_groups_of_every_size_are_numpys(kind: str, size: int, groups: int, outputs: int, rows: int, seed: int):
     x, weight = normal(seed, rows, groups * size), make_weight(kind, seed, outputs, groups * size, size=size)
     check_product(product(x, weight), x, wide(weight))
@@ -161,6 +180,7 @@ def test_a_row_of_many_is_as_one_of_fewer(kind: str):
 @given(
     st.sampled_from(native.FLOATS[1:]), st.integers(1, 20), st.integers(1, 20), st.integers(1, 150), st.integers(0, 9)
 )
+@example("float16", MANY + 3, 37, 150, 0)
 @example("bfloat16", 1, 5, 24, 0)
 @example("bfloat16", 4, 12, 27, 0)
 def test_sixteen_bits_of_every_width_give_the_bits_of_float32(

@@ -1,11 +1,12 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
 They multiply with float32, 16-bit, int8 and 4-bit weights (with NEON few tokens only), attend over the paged KV, choose
-tokens, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does not depend on the
-rows beside it: a product has one order of sums, but that a quantised weight is multiplied in another for up to four
-rows than for more, and with AVX2 any weight in another for more than 64. The library has a copy of them for each
-instruction set and chooses when it is loaded; it is built when the package is installed on Linux, if there is a C++
-compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code serves.
+tokens, find the likeliest, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does
+not depend on the rows beside it: a product has one order of sums, but that a quantised weight is multiplied in another
+for up to four rows than for more, and with AVX2 any weight but an expert's in another for more than 64. The library has
+a copy of them for each instruction set and chooses when it is loaded; it is built when the package is installed on
+Linux, if there is a C++ compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code
+serves.
 
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
@@ -168,7 +169,8 @@ def best(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """
     shape = x.shape[0], count
     found = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
-    return vary_like(tuple(jax.ffi.ffi_call("ferrum_best", found)(x)), x)
+    values, ids = jax.ffi.ffi_call("ferrum_best", found)(x)
+    return vary_like((values, ids), x)
 
 
 def choose(

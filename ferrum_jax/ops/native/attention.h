@@ -262,7 +262,7 @@ inline float hide(float* scores, int64_t count, int64_t start, int64_t end, floa
 }
 
 // Turns rows' scores of `count` positions into weights. Of each row `keep` is its largest score, and then by what to multiply
-// what it has seen before: all rows' first, as none then waits for its own.
+// what it has seen before; these factors are computed first, a vector of rows at a time.
 void weigh(float* scores, int64_t rows, int64_t count, float* keep, float* best, float* sum) {
   for (int64_t r = 0; r < rows; r += kLanes) {
     const int64_t some = least(rows - r, kLanes);

@@ -67,7 +67,7 @@ struct Chosen {
 
 struct Kernels {
   const char* name;
-  bool has_panels;
+  bool has_panels;                                             // of the weight, for many rows
   void (*linear)(const Linear&, int64_t first, int64_t last);  // a range of outputs
   void (*widen)(const Linear&, float* to, int64_t first, int64_t last);  // a range of the weight's rows, to float32
   void (*attend)(const Attention&, int64_t item);              // of batch * kv_heads * (splits or tiles)
@@ -80,7 +80,7 @@ struct Kernels {
 
 constexpr int64_t kMostInputs = 32768;  // K of a quantised product: its rows are widened on the stack
 constexpr int64_t kBlock = 128;         // rows of a product that are computed together: they stay in the second cache
-constexpr int64_t kPanelBlock = 512;    // the same with panels
+constexpr int64_t kPanelBlock = 512;    // rows that meet a panel before the next one is turned
 constexpr int64_t kPanel = 16;          // outputs of a panel
 constexpr int64_t kMostWidth = 640;     // H
 constexpr int64_t kTileRows = 48;       // query heads times tokens that attend together

@@ -123,11 +123,11 @@ inline void multiply(const float* const* x, int64_t at, const Strip<W>& strip, i
   put_totals<R, B>(sums, n, y, !strip.is_first);
 }
 
-// Inputs whose products are summed in one vector's lanes before the lanes are added up: as many in each part, a multiple
-// of `step`.
+// Inputs whose products are summed in one vector's lanes before the lanes are added up: about as many in each part, a
+// multiple of `step`, which is at most kMostPart.
 inline int64_t part_of(int64_t inputs, int64_t step) {
   const int64_t parts = (inputs + kMostPart - 1) / kMostPart;
-  return (inputs + parts * step - 1) / (parts * step) * step;
+  return least((inputs + parts * step - 1) / (parts * step) * step, kMostPart / step * step);
 }
 
 // Outputs first to last of B rows of x, R at a time.
@@ -217,8 +217,8 @@ inline void pack(const Strip<float>& strip, int64_t rows, float* panel) {
     for (int64_t r = 0; r < 8; r++) panel[k * kPanel + r] = r < rows ? strip.numbers[r * strip.stride + k] : 0.0f;
 }
 
-// Adds the products of R rows of x with a panel [K, 16] to sums, or begins with them. Within a larger function the compiler
-// keeps the sums in memory.
+// Writes the products of R rows of x with a panel [K, 16], or adds them to those of the inputs before. Within a larger
+// function the compiler keeps the sums in memory.
 template <int R>
 [[gnu::noinline]] void meet_panel(const float* const* x, int64_t from, const float* panel, int64_t count, float* const* y) {
   constexpr int V = int(kPanel) / kLanes;
@@ -228,7 +228,7 @@ template <int R>
   for (int r = 0; r < R; r++) {
     own[r] = x[r] + from;
 #pragma GCC unroll 4
-    for (int j = 0; j < V; j++) sums[r][j] = from ? load(y[r] + j * kLanes) : Vector{};
+    for (int j = 0; j < V; j++) sums[r][j] = Vector{};
   }
   for (int64_t k = 0; k < count; k++) {
     Vector row[V];
@@ -244,12 +244,11 @@ template <int R>
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int j = 0; j < V; j++) store(y[r] + j * kLanes, sums[r][j]);
+    for (int j = 0; j < V; j++) store(y[r] + j * kLanes, from ? load(y[r] + j * kLanes) + sums[r][j] : sums[r][j]);
 }
 
 // Many rows of x by panels: a panel of the weight, turned so that its outputs are lanes, stays in the nearest caches while
-// all rows pass. No lanes are summed, and of every three numbers that are read one is the panel's. `near` as many_rows' has
-// up to 8 rows.
+// all rows pass. No lanes are added up. `near` is as many_rows', for up to 8 rows.
 template <class Near> void by_panels(const Linear& a, int64_t part, const Near& near, int64_t first, int64_t last) {
   alignas(64) float panel[kPanel * kMostPart];
   for (int64_t n = first; n < last; n += kPanel) {
@@ -261,7 +260,7 @@ template <class Near> void by_panels(const Linear& a, int64_t part, const Near& 
         pack(rows ? near(n + half, rows, from, count) : Strip<float>{nullptr, 0, count, false}, rows, panel + half);
       }
       by_rows(a.rows, [&](auto size, int64_t row) {
-        float ends[6][kPanel], *to[6];
+        float ends[6][kPanel] = {}, *to[6];
         for (int r = 0; r < size.value; r++) {
           to[r] = some == kPanel ? a.y[row + r] + n : ends[r];
           if (some < kPanel && from) std::memcpy(to[r], a.y[row + r] + n, size_t(some) * sizeof(float));
@@ -285,7 +284,8 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
       return Strip<float>{wide, kMostPart, count, from == 0};
     };
     const int64_t part = part_of(a.inputs, kLanes);
-    if (a.by_panels) return by_panels(a, part, near, first, last);
+    if constexpr (kHasPanels)
+      if (a.by_panels) return by_panels(a, part, near, first, last);
     return many_rows<R>(a, 8 * sizeof(W), part, near, first, last);
   }
   if (a.rows == 1 && sizeof(W) == 4 && a.inputs <= kShort)  // one row after the other, as the processor expects it
@@ -549,7 +549,8 @@ template <class V, class S, class O, int kSize> void quantised(const Linear& a, 
     for (int64_t r = 0; r < rows; r++) widen_row(w, n + r, from, count, wide + r * part);
     return Strip<float>{wide, part, count, from == 0};
   };
-  if (a.by_panels && part <= kMostPart) return by_panels(a, part, near, first, last);
+  if constexpr (kHasPanels)
+    if (a.by_panels && part <= kMostPart) return by_panels(a, part, near, first, last);
   many_rows<R>(a, w.kIsPacked ? 4 : 8, part, near, first, last);
 }
 
