@@ -36,7 +36,7 @@ def test_attention_ends_in_a_json_line(records: Path):
 
 def test_sampler_ends_in_a_json_line_of_every_setting(records: Path):
     rows = smoke("sampler", records, "--rounds", "1")["rows"]
-    assert len({(row["setting"], row["rows"]) for row in rows}) == len(rows) == 12
+    assert len({(row["setting"], row["rows"]) for row in rows}) == len(rows) == 14
     ways = ["xla_ms", "kernel_ms"] if native.instruction_set() else ["xla_ms"]
     assert all(row[way] > 0 for row in rows for way in ways)
 
