@@ -91,7 +91,8 @@ def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, in
 def test_long_sums_of_one_sign_are_numpys(rows: int, inputs: int):
     x, weight = np.abs(normal(1, rows, inputs)), np.abs(normal(2, 16, inputs))
     found, expected = product(x, weight), x.astype(np.float64) @ weight.T
-    np.testing.assert_allclose(found, expected, rtol=2e-6 if rows > MANY else 1e-6)
+    by_panels = rows > MANY and native.instruction_set() == "avx2"
+    np.testing.assert_allclose(found, expected, rtol=2e-6 if by_panels else 1e-6)
 
 
 def test_what_is_not_finite_stays_in_its_row():

@@ -254,7 +254,8 @@ inline float largest_seen(float* scores, int64_t count, int64_t start, int64_t e
   return largest(top);
 }
 
-// Hides what a row's token does not see of `count` positions, all but `start` to `end`, and returns its largest score.
+// Caps a row's scores of `count` positions, hides what its token does not see, all but `start` to `end`, and returns the
+// largest.
 inline float hide(float* scores, int64_t count, int64_t start, int64_t end, float softcap) {
   const bool all = start <= 0 && end >= count && softcap == 0.0f;
   const float found = all ? largest_finite(scores, count) : __builtin_nanf("");
