@@ -29,7 +29,6 @@ from bench.peers import Peer, find_peers
 from bench.timing import Contestant, Timing, alternate
 from ferrum_jax.config import LAYOUTS, EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.models.layout import FUSED
 from ferrum_jax.sharding.devices import find_device
 
 BURST = 4  # decode calls in a row
@@ -88,7 +87,7 @@ ACCELERATED = Course(
 
 
 def _add_layout(reader: argparse.ArgumentParser) -> None:
-    reader.add_argument("--layout", choices=LAYOUTS, default=FUSED, help=f"of our parameters [{FUSED}]")
+    reader.add_argument("--layout", choices=LAYOUTS, help="of our parameters [the one they are served in by default]")
 
 
 @dataclass(frozen=True)
@@ -115,8 +114,9 @@ def main() -> None:
     subject = models.read(found)
     probes = make_probes(subject.dtype, smoke=found.smoke)
     course = CPU if found.smoke or find_device(None).platform == "cpu" else ACCELERATED
-    runner = models.run(subject, course.engine, found.layout)
-    conditions = card.show_card(subject, runner.plan.cache, measure(probes)) | {"layout": found.layout}
+    layout = found.layout or models.served_layout(subject)
+    runner = models.run(subject, course.engine, layout)
+    conditions = card.show_card(subject, runner.plan.cache, measure(probes)) | {"layout": layout}
     runner.warmup(progress=True)
     peers, notes = find_peers(subject, runner.device)
     for peer, note in notes.items():

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from bench import card, models
@@ -16,12 +17,12 @@ from bench.bare import BareStep
 from bench.timing import Contestant, alternate
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.config import LAYOUTS
-from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.models.layout import lay_out
 
 BLOCK_SIZE = 128  # positions
 BLOCK_TOKENS = 64  # of a query block
-BURST = 4  # calls in a row
+BURST = 4  # decode steps in a row
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,10 @@ class Phase:
 PHASES = (
     Phase("decode 1 at 256", 1, 0, 256),
     Phase("decode 8 at 256", 8, 0, 256),
+    Phase("decode 1 at 1024", 1, 0, 1024),
     Phase("prefill 128", 0, 2, 0),
     Phase("prefill 512", 0, 8, 0),
+    Phase("prefill 2048", 0, 32, 0),
 )
 SMOKE_PHASES = (Phase("decode 1 at 16", 1, 0, 16), Phase("prefill 64", 0, 1, 0))
 
@@ -51,9 +54,12 @@ def main() -> None:
     params = {layout: lay_out(subject.params, subject.config, layout) for layout in LAYOUTS}
     rows = []
     for phase in SMOKE_PHASES if found.smoke else PHASES:
-        steps = {layout: _bare(subject, params[layout], phase) for layout in LAYOUTS}
+        steps = {layout: _bare(subject, params[layout], phase, layout) for layout in LAYOUTS}
         times = alternate(
-            {layout: Contestant(step.at(phase.context), burst=BURST) for layout, step in steps.items()},
+            {
+                layout: Contestant(step.at(phase.context), burst=BURST if phase.decode_rows else 1)
+                for layout, step in steps.items()
+            },
             rounds=found.rounds,
         )
         for layout, step in steps.items():
@@ -77,17 +83,15 @@ def main() -> None:
 HEADINGS = "step", "layout", "ms", "p90", "gain", "trace s", "compile s", "temporary MB"
 
 
-def _bare(subject: models.Subject, params: Any, phase: Phase) -> BareStep:
+def _bare(subject: models.Subject, params: Any, phase: Phase, layout: str) -> BareStep:
     columns = -(-(phase.context + max(1, phase.blocks * BLOCK_TOKENS)) // BLOCK_SIZE)
     cfg = subject.config
-    spec = CacheSpec(
-        num_layers=cfg.num_hidden_layers,
-        num_blocks=2 * columns * max(1, phase.decode_rows),
-        block_size=BLOCK_SIZE,
-        num_kv_heads=cfg.num_key_value_heads,
-        head_dim=cfg.head_dim,
-        dtype=jnp.dtype(subject.dtype).name,
+    dtype = jnp.dtype(subject.dtype).name
+    attention = choose_attention(
+        None, cfg, platform=jax.default_backend(), dtype=dtype, kv_dtype=dtype, block_size=BLOCK_SIZE, layout=layout
     )
+    blocks = 2 * columns * max(1, phase.decode_rows)
+    spec = cache_spec(cfg, num_blocks=blocks, block_size=BLOCK_SIZE, dtype=dtype, attention=attention)
     tokens = BLOCK_TOKENS if phase.blocks else 0
     key = StepKey(phase.decode_rows, phase.blocks, tokens, columns, max(1, phase.decode_rows))
     return BareStep(cfg, params, spec, key)

@@ -20,6 +20,7 @@ import jax
 import psutil
 
 from bench import card, models
+from ferrum_jax.models.layout import CHECKPOINT
 from ferrum_jax.sharding.devices import find_device
 
 PROMPT = 512  # tokens
@@ -66,7 +67,7 @@ def _start(found: argparse.Namespace) -> None:
     subject = models.read(found)
     jax.block_until_ready(subject.params)
     rows.append(_stage("weights", sum(leaf.nbytes for leaf in jax.tree.leaves(subject.params))))
-    runner = models.run(subject, models.WIDE, artifacts=found.artifacts)
+    runner = models.run(subject, models.WIDE, CHECKPOINT, artifacts=found.artifacts)
     rows.append(_stage("KV", runner.plan.cache.num_bytes))
     runner.warmup(progress=True)
     rows.append(_stage("warm", 0))

@@ -12,17 +12,21 @@ from ferrum_jax import models
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.config import EngineConfig, ModelConfig
+from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import load_params
+from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops import native
+from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 from ferrum_jax.sharding.mesh import on_one
 from ferrum_jax.weights import hub
-from ferrum_jax.weights.huge_pages import putter
+from ferrum_jax.weights.huge_pages import Putter
 
 TOKEN = 1  # that is decoded
 TINY = ModelConfig(
@@ -73,21 +77,37 @@ def random(name: str, cfg: ModelConfig, dtype: str) -> Subject:
     return Subject(name, models.init_params(cfg, jax.random.key(0), dtype), cfg, dtype)
 
 
-def run(subject: Subject, engine: EngineConfig, layout: str = CHECKPOINT, artifacts: Path | None = None) -> ModelRunner:
-    """Makes a strict runner: after `warmup`, a step that is missing is an error. It has its own parameters' layout.
+def run(
+    subject: Subject, engine: EngineConfig, layout: str | None = None, artifacts: Path | None = None
+) -> ModelRunner:
+    """Makes a strict runner: after `warmup`, a step that is missing is an error.
 
-    `artifacts` is the folder where compiled steps are kept, if they are.
+    `layout` is that of its parameters, the one that `load` would give them if None; `artifacts` the folder where
+    compiled steps are kept, if they are.
     """
+    layout = layout or served_layout(subject)
     device = find_device(None)
     settings = engine.over(EngineConfig(dtype=subject.dtype))
     plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
     params = subject.params
     if layout != CHECKPOINT:  # compiled here, and then put as `load` puts what it reads
-        params = putter(device)(lay_out(params, subject.config, layout))
+        params = Putter(device)(lay_out(params, subject.config, layout))
     kept = None
     if artifacts is not None:
         kept = Artifacts(artifacts, describe_program(subject.config, params, plan.cache, plan.loras, on_one(device)))
     return ModelRunner(params, subject.config, plan, device=device, strict=True, artifacts=kept)
+
+
+def served_layout(subject: Subject) -> str:
+    """Returns the layout that `load` would give the parameters."""
+    by_kernels = find_device(None).platform == "cpu" and obstacle_of_kernels(subject.config, subject.dtype) is None
+    best = layout_for(subject.config, "cpu" if by_kernels else "xla")
+    leaves = jax.tree.leaves(subject.params, is_leaf=is_quantised)
+    try:
+        jax.eval_shape(lambda own: lay_out(own, subject.config, best), subject.params)
+    except UnsupportedError:  # quantised in several ways
+        return CHECKPOINT
+    return best if all(native.has_kernel(leaf) for leaf in leaves if is_quantised(leaf)) else CHECKPOINT
 
 
 def decodes(runner: ModelRunner, cache_ids: Sequence[str], context: int) -> tuple[list[DecodeRow], Callable[[], None]]:

@@ -17,7 +17,6 @@ from bench.peers import find_peers
 from bench.timing import Contestant, alternate
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.models.layout import FUSED
 
 ROWS, PROMPT, ANSWER = 8, 128, 128  # sequences, tokens, tokens
 SMOKE_ROWS, SMOKE_PROMPT, SMOKE_ANSWER = 2, 8, 4
@@ -29,7 +28,7 @@ def main() -> None:
     found = card.options(__doc__)
     rows, prompt, answer = (SMOKE_ROWS, SMOKE_PROMPT, SMOKE_ANSWER) if found.smoke else (ROWS, PROMPT, ANSWER)
     subject = models.read(found)
-    runner = models.run(subject, WIDE, FUSED)
+    runner = models.run(subject, WIDE)
     conditions = card.show_card(subject, runner.plan.cache)
     runner.warmup(progress=True)
     peers, notes = find_peers(subject, runner.device)

@@ -123,7 +123,7 @@ def inspect(model: ModelArgument = None) -> None:
 
     source = open_checkpoint(resolve(model))
     cfg, device = source.config, find_device(None)
-    settings = with_defaults(EngineConfig.from_environment(), cfg, device)
+    settings = with_defaults(EngineConfig.from_environment(), source, device)
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
     try:
         loaded = param_specs(source, settings.quantize, dtype, settings.layout or "checkpoint")

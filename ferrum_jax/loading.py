@@ -24,8 +24,8 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
-from ferrum_jax.models.backends import choose_attention
-from ferrum_jax.models.layout import CHECKPOINT, joinable, layout_specs
+from ferrum_jax.models.backends import choose_attention, layout_for
+from ferrum_jax.models.layout import CHECKPOINT, SCANNED, joinable, layout_specs
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
@@ -39,7 +39,7 @@ from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
-from ferrum_jax.weights.huge_pages import putter
+from ferrum_jax.weights.huge_pages import Putter
 from ferrum_jax.weights.safetensors_file import check_regular
 
 ModelPath = str | os.PathLike[str]
@@ -101,7 +101,7 @@ def load(
         progress: show bars on standard error while working.
         attention: its backend: `xla`, `cpu`, `triton`, `cudnn` or `tpu`; the platform's own if None.
         layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
-            `checkpoint` if None.
+            if None, `scanned` where the kernels for CPUs serve layers that are alike, else `checkpoint`.
         quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in
             the bits, groups and scales that a quantised checkpoint has it in; `auto`: in 16 bits, too, and only where
             the kernels for CPUs multiply it so; `none` dequantises those of folders and GGUF files. If None, it is
@@ -156,7 +156,7 @@ def _load(
         raise ConfigError(f"device is {device}, but the mesh begins with {replicas[0].first}: leave out the device")
     hosts = Hosts.of(replicas, channel)
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
-    settings = with_defaults(settings, source.config, target)
+    settings = with_defaults(settings, source, target, is_divided=placed.division is not None)
     free = hosts.least(placed.free_bytes)
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
@@ -270,7 +270,7 @@ def plan_ahead(
     """
     device = placed.placement.first
     check_compiler_options(settings.compiler_options, device)
-    settings = with_defaults(settings, source.config, device)
+    settings = with_defaults(settings, source, device, is_divided=placed.division is not None)
     taken = placed.num_bytes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
     left = max(0, (placed.free_bytes if free is None else free) - taken)
     return plan_engine(settings, source.config, platform=device.platform, free_bytes=left, division=placed.division)
@@ -294,29 +294,49 @@ def served_specs(source: Checkpoint, settings: EngineConfig, device: JaxDevice) 
     return layout_specs(param_specs(source, settings.quantize, dtype, layout), source.config, layout)
 
 
-def with_defaults(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> EngineConfig:
+def with_defaults(
+    settings: EngineConfig, source: Checkpoint, device: JaxDevice, *, is_divided: bool = False
+) -> EngineConfig:
     """Fills in what the parameters of a model will be on a device: dtype, layout, and whether they keep their bits.
 
     They do (`auto`) where the kernels for CPUs serve the model, whose products read what the checkpoint has, and
-    elsewhere are dequantised, also if `auto` was asked for.
+    elsewhere are dequantised, also if `auto` was asked for. The layout is that of `layout_for`, unless a mesh divides
+    the parameters, or formats stand in the way of it.
 
     Raises:
         FerrumError: as `choose_attention`.
     """
-    settings = settings.over(EngineConfig(dtype=default_dtype(device), layout=CHECKPOINT))
-    if settings.quantize not in (None, "auto"):
-        return settings
+    settings = settings.over(EngineConfig(dtype=default_dtype(device)))
     dtype = settings.dtype or default_dtype(device)
     chosen = choose_attention(
         settings.attention,
-        cfg,
+        source.config,
         platform=device.platform,
         dtype=dtype,
         kv_dtype=settings.kv_dtype or dtype,
         block_size=settings.block_size or DEFAULT_BLOCK,
         layout=settings.layout,
     )
-    return replace(settings, quantize="auto" if chosen == "cpu" else "none")
+    if settings.quantize in (None, "auto"):
+        settings = replace(settings, quantize="auto" if chosen == "cpu" else "none")
+    if settings.layout is not None:
+        return settings
+    best = CHECKPOINT if is_divided else layout_for(source.config, chosen)
+    if best == SCANNED and not _can_stack(source, settings.quantize, dtype):
+        best = CHECKPOINT
+    return replace(settings, layout=best)
+
+
+def _can_stack(source: Checkpoint, quantize: str | None, dtype: str) -> bool:
+    """Whether all layers have their weights in the same formats, and kernels multiply with them.
+
+    They would else be dequantised to be stacked, or copied out of the stack in every step.
+    """
+    try:
+        formats = dict(_formats(source, quantize, dtype, CHECKPOINT) or source.formats)
+    except ConfigError:  # which is told when the parameters are described
+        return False
+    return joinable(_multiplied(formats, source.config), source.config, SCANNED) == formats
 
 
 def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout: str) -> Formats:
@@ -382,7 +402,7 @@ def _read(
                 progress=progress,
             )
         elif layout == CHECKPOINT:
-            params = source.restore(dtype, placed, putter(device) if placed.division is None else None)
+            params = source.restore(dtype, placed, Putter(device) if placed.division is None else None)
         else:
             laid, host = served_specs(source, asked, device), ModelPlacement.on_one(find_device("cpu"))
             params = lay_out_on_host(source.restore(dtype, host), source.config, layout, placed, laid)

@@ -23,8 +23,11 @@ from ferrum_jax.contract.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.ops import native
 from ferrum_jax.sharding import mesh
+from ferrum_jax.sharding.devices import find_device
 from tests import tiny
 
 NAME = "qwen3_window_biases"
@@ -40,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_folder_is_loaded_and_gives_the_logits_of_its_tensors(folder: Path):
     with ferrum_jax.load(folder, engine=ONE_STEP, **SMALL) as runner:
         assert runner.model_config == tiny.model_config(NAME)
-        tiny.assert_same_tree(runner.params, tiny.tiny_params(tiny.CONFIGS[NAME]))
+        tiny.assert_same_tree(
+            lay_out(runner.params, runner.model_config, "checkpoint"), tiny.tiny_params(tiny.CONFIGS[NAME])
+        )
         assert runner.compile_stats()["compiled"] == 0
         prompt = tiny.prompt(NAME)[:8]
         logits = runner.prefill("a", prompt)
@@ -52,6 +57,31 @@ def test_a_folder_is_loaded_and_gives_the_logits_of_its_tensors(folder: Path):
         runner.prefill("a", [1])
     with pytest.raises(CancelledError, match="closed"):
         assert runner.params
+
+
+LAYOUTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layers that are alike": (NAME, {}, "scanned"),
+    "experts": ("mixtral", {}, "scanned"),
+    "another layout": (NAME, {"layout": "fused"}, "fused"),
+    "XLA's products": (NAME, {"attention": "xla"}, "checkpoint"),
+    "bfloat16": (NAME, {"dtype": "bfloat16"}, "checkpoint"),
+    "weights that kernels read": (NAME, {"quantize": "int8"}, "scanned"),
+    "weights that no kernel reads": (NAME, {"quantize": "float8_e4m3fn"}, "checkpoint"),
+    "layers of two kinds": ("qwen2_moe", {}, "checkpoint"),
+    "latents": ("deepseek2", {}, "checkpoint"),
+}
+
+
+@pytest.mark.skipif(native.instruction_set() is None, reason="without kernels it is the checkpoint's")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layers_are_stacked_where_kernels_read_them_in_the_stack(name: str, tmp_path: Path):
+    model, settings, layout = LAYOUTS[name]
+    source = loading.open_checkpoint(tiny.write_folder(tmp_path, tiny.CONFIGS[model]))
+    found = loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"))
+    assert found.layout == layout
+    assert loading.with_defaults(EngineConfig(**settings), source, find_device("cpu"), is_divided=True).layout == (
+        settings.get("layout", "checkpoint")
+    )
 
 
 def test_parameters_are_named_as_in_the_checkpoint(folder: Path):

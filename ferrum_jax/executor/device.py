@@ -39,7 +39,7 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.executor.adapters import Adapters, call
 from ferrum_jax.executor.sizing import context_of
-from ferrum_jax.executor.weights import brought_to, check_like_specs, check_same_shapes
+from ferrum_jax.executor.weights import brought_to, check_like_specs, check_same_shapes, laid_out_like
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.placement import ModelPlacement
@@ -154,12 +154,15 @@ class DeviceState:
     def check_params(self, params: ParamTree) -> ParamTree:
         """Returns other parameters as they are to lie on the devices; for several processes, as they are.
 
+        On one device they may have another layout than those that are there: they are copied into it.
+
         Raises:
             InvalidParameterError: they differ from those that are there in more than their values.
             UnsupportedError: they lie on devices of several processes.
         """
         if self._specs is None:
             params = brought_to(self.placed.placement.first, params)
+            params = laid_out_like(self.params, params, self._cfg)
             check_same_shapes(params, self.params)
             return params
         check_like_specs(params, self._specs, self.params)

@@ -146,7 +146,7 @@ def _plan_sizes(
     )
 
     blocks = _buckets(engine, max_seqs, capacity, columns, platform, attention)
-    window, window_blocks = _window(engine, cfg, blocks, block_size, columns)
+    window, window_blocks = _window(replace(engine, attention=attention), cfg, blocks, block_size, columns)
     windowed = [bool(window_blocks) and seen is not None for seen in cfg.layer_windows]
     whole = [layer for layer, is_windowed in enumerate(windowed) if not is_windowed]
 
@@ -329,7 +329,7 @@ def _window(engine: EngineConfig, cfg: ModelConfig, buckets: Buckets, block_size
         obstacle = f"no layer of this {cfg.model_type} has a window"
     elif engine.prefix_cache:
         obstacle = "prefix_cache shares what is kept, and a window is not kept"
-    elif engine.layout == SCANNED:
+    elif engine.layout == SCANNED and engine.attention != "cpu":
         obstacle = "the layers of layout 'scanned' share one KV"
     if obstacle is not None:
         if engine.window_kv:

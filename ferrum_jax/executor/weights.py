@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
-from ferrum_jax.models.layout import layout_specs
+from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
 from ferrum_jax.ops.quantised import is_quantised
@@ -21,11 +21,7 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
     given, there = (
         {name: _described(leaf) for name, leaf in named_leaves(tree).items()} for tree in (params, instead_of)
     )
-    kept, plain = (any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised))) for tree in (instead_of, params))
-    hint = ", as those served are kept in fewer bits (load with quantize='none' to set others)" * (kept and not plain)
-    check_no_problems(f"these weights cannot be set{hint}", differences(given, there, "is"))
-    if jax.tree.structure(params) != jax.tree.structure(instead_of):
-        raise InvalidParameterError("these weights cannot be set: their tree has another structure")
+    _check_alike(given, there, params, instead_of)
 
 
 def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
@@ -52,9 +48,26 @@ def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
     return params if all(map(is_there, jax.tree.leaves(params))) else jax.tree.map(bring, params)
 
 
+def laid_out_like(served: ParamTree, params: ParamTree, cfg: ModelConfig) -> ParamTree:
+    """Copies parameters of another layout into that of those served; the tree itself if it has it, or has none.
+
+    Raises:
+        InvalidParameterError: they are not this model's, or not in the dtypes of those served.
+    """
+    try:
+        layout, given = layout_of(served), layout_of(params)
+    except (LookupError, TypeError, AttributeError):  # which `check_same_shapes` describes
+        return params
+    if layout == given:
+        return params
+    there = jax.eval_shape(lambda own: lay_out(own, cfg, given), served)
+    _check_alike(_shapes_of(params), _shapes_of(there), params, there)
+    return lay_out(params, cfg, layout)
+
+
 def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree) -> None:
     """Raises InvalidParameter unless a tree has the leaves of specs, in the dtypes of the weights that are there."""
-    given = {name: _shape_and_dtype(leaf) for name, leaf in named_leaves(params).items()}
+    given = _shapes_of(params)
     dtypes = {name: leaf.dtype for name, leaf in named_leaves(instead_of).items()}
     wanted = {name: f"{dtypes[name]}{list(spec.shape)}" for name, spec in named_leaves(specs).items()}
     check_no_problems("these weights cannot be set", differences(given, wanted, "is"))
@@ -75,6 +88,19 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
     check_no_problems(f"these are not the parameters of this {cfg.model_type}", problems)
 
 
+def _check_alike(given: dict[str, str], wanted: dict[str, str], params: ParamTree, instead_of: ParamTree) -> None:
+    """Raises InvalidParameter unless the leaves of two trees are described alike, and lie in the same structure."""
+    kept, plain = (any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised))) for tree in (instead_of, params))
+    hint = ", as those served are kept in fewer bits (load with quantize='none' to set others)" * (kept and not plain)
+    check_no_problems(f"these weights cannot be set{hint}", differences(given, wanted, "is"))
+    if jax.tree.structure(params) != jax.tree.structure(instead_of):
+        raise InvalidParameterError("these weights cannot be set: their tree has another structure")
+
+
+def _shapes_of(params: ParamTree) -> dict[str, str]:
+    return {name: _shape_and_dtype(leaf) for name, leaf in named_leaves(params).items()}
+
+
 def _described(leaf: object) -> str:
     found = _shape_and_dtype(leaf)
     if not isinstance(leaf, jax.Array) or leaf.is_deleted():
@@ -83,6 +109,8 @@ def _described(leaf: object) -> str:
 
 
 def _shape_and_dtype(leaf: object) -> str:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return f"{leaf.dtype}{list(leaf.shape)}"
     if not isinstance(leaf, jax.Array):
         return f"a {type(leaf).__name__}"
     if leaf.is_deleted():

@@ -30,7 +30,8 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, Unsup
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
-from ferrum_jax.models.layout import FUSED, lay_out
+from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
+from ferrum_jax.models.layout import CHECKPOINT, FUSED, lay_out
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.weights.foreign import Move, Rule, from_tree, path_of, plan
 from ferrum_jax.weights.name_tables import tunix_rules
@@ -91,11 +92,16 @@ class FerrumRollout(base_rollout.BaseRollout):
         asked = EngineConfig(**settings).over(engine or EngineConfig())
         longest = training.max_prompt_length + training.max_tokens_to_generate
         capacity = max(longest, training.kv_cache_size)
-        asked = asked.over(EngineConfig(layout=FUSED, kv_capacity=capacity))
-        self._layout, self._dtype = asked.layout or FUSED, training.data_type
         self._devices = {device for leaf in given.values() for device in leaf.devices()}
-        sharding = jax.sharding.SingleDeviceSharding(min(self._devices, key=lambda one: one.id))
+        first = min(self._devices, key=lambda one: one.id)
+        sharding = jax.sharding.SingleDeviceSharding(first)
         self._serves_one = not (serving_mesh or asked.over_environment().mesh_sizes)
+        own = training.data_type or next(iter(given.values())).dtype
+        by_kernels = first.platform == "cpu" and obstacle_of_kernels(self._cfg, jnp.dtype(own).name) is None
+        attention = asked.attention or ("cpu" if by_kernels else "xla")
+        best = layout_for(self._cfg, attention) if self._serves_one else FUSED
+        asked = asked.over(EngineConfig(layout=FUSED if best == CHECKPOINT else best, kv_capacity=capacity))
+        self._layout, self._dtype = asked.layout or FUSED, training.data_type
         self._to, alone = sharding, len(self._devices) == 1
         self._convert: Any = jax.jit(self._converted, out_shardings=sharding if alone else None)
         self._score: Any = jax.jit(self._scored, static_argnames="temperature")

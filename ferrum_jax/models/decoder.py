@@ -24,9 +24,9 @@ from ferrum_jax.models.sliding_window import split_tables, window_tables
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
 from ferrum_jax.ops import native
 from ferrum_jax.ops.batch import Batch, adapter_of_token, positions, slot_mapping
-from ferrum_jax.ops.linear import uses, vocabulary_logits
+from ferrum_jax.ops.linear import StackedWeight, uses, vocabulary_logits
 from ferrum_jax.ops.norm import rms_norm
-from ferrum_jax.ops.quantised import activation_dtype, rows_of
+from ferrum_jax.ops.quantised import activation_dtype, is_quantised, rows_of
 from ferrum_jax.ops.rope import rotations
 from ferrum_jax.ops.shards import WHOLE, Shards, add_parts, join_columns, own_rows
 from ferrum_jax.sharding.types import vary_alike, vary_like
@@ -206,6 +206,10 @@ class Family:
         )
         layers = params["model"]["layers"]
         with native.kernels(attention == "cpu"):
+            has_adapters = any(lora is not None for lora in adapted[0].values())
+            is_special = bool(every) or has_adapters or window_context is not None
+            if native.in_use() and isinstance(layers, dict) and is_special:  # which a loop would do for all layers
+                layers = [_layer_of(layers, jnp.int32(index)) for index in range(cfg.num_hidden_layers)]
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
             head = functools.partial(self.head, params, cfg=cfg, shards=shards)
             found = head(_rows_with_logits(x, batch)) if read is None else read(head, x)
@@ -296,12 +300,12 @@ def _unroll(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Arra
 def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array, Cache, Captured]:
     """Runs stacked layers, leaves `[L, ...]`, in one loop. The KV is carried, so that it is written in place.
 
-    Adapter stacks have a leaf for each layer and are stacked here, a copy in every step. What is captured of one layer
-    is computed for all.
+    Kernels read matrices where they are in the stacks; others have a copy of each layer's. Adapter stacks have a leaf
+    for each layer and are stacked here, a copy in every step. What is captured of one layer is computed for all.
     """
     if step.window_context is not None:
         raise UnsupportedError("stacked layers share one cache, this KV has a sliding-window cache for some of them")
-    cfg, capture = step.cfg, step.capture
+    cfg, capture, by_kernels = step.cfg, step.capture, native.in_use()
     has_one_window = len(set(cfg.layer_windows)) == 1
     windows = jnp.asarray([NO_WINDOW if window is None else window for window in cfg.layer_windows], jnp.int32)
     stacks = [{name: lora[0] for name, lora in adapted.items() if lora is not None} for adapted in step.adapted]
@@ -309,6 +313,8 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
 
     def body(carry, xs):
         params, own, window, kind, index = xs
+        if by_kernels:
+            params = _layer_of(layers, index)
         adapted = {name: lora and (own[name], lora[1]) for name, lora in step.adapted[0].items()}
         context = step.context._replace(
             layer=index,
@@ -323,7 +329,7 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
     indices = jnp.arange(cfg.num_hidden_layers, dtype=jnp.int32)
     kinds = jnp.asarray(step.rope_of_layer, jnp.int32)
     loras = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacks)
-    first, xs = 0, (layers, loras, windows, kinds, indices)
+    first, xs = 0, ({} if by_kernels else layers, loras, windows, kinds, indices)
     if isinstance(step.first, int) and step.first:
         first = step.first
         xs = jax.tree.map(lambda leaf: leaf[first:], xs)
@@ -334,6 +340,16 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
         if point.layer is not None
     }
     return x, kv, captured
+
+
+def _layer_of(stacks: ParamTree, index: jax.Array) -> ParamTree:
+    """Takes one layer's parameters out of stacks, but for matrices: kernels read those where they are."""
+
+    def take(stack: Any) -> Any:
+        weight = StackedWeight(stack, index)
+        return weight if len(weight.shape) > 1 else weight.copy()
+
+    return jax.tree.map(take, stacks, is_leaf=is_quantised)
 
 
 def _slots(batch: Batch[jax.Array], kv: KvState[jax.Array], *, is_cyclic: bool = False) -> tuple[jax.Array, jax.Array]:

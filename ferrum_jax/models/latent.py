@@ -14,7 +14,7 @@ from ferrum_jax.models.attention import Cache, LayerContext, LayerOutput, Norm, 
 from ferrum_jax.models.projections import Lora, linear_specs, project
 from ferrum_jax.models.specs import ParamTree, norm_specs
 from ferrum_jax.ops.attention import write
-from ferrum_jax.ops.linear import linear, precision
+from ferrum_jax.ops.linear import StackedWeight, linear, precision
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight
 from ferrum_jax.ops.rope import rotate
 
@@ -65,6 +65,8 @@ def latent_attention(
     if kv is not None:
         kv = write(kv, context.layer, *context.slot_mapping, new, backend=context.backend)
     weight = block["kv_b_proj"]["weight"]
+    if isinstance(weight, StackedWeight):
+        weight = weight.copy()
     if isinstance(weight, QuantisedWeight):
         weight = dequantise_weight(weight, x.dtype)
     weight = weight.reshape(heads, -1, rank)  # [N, fixed + V, R]

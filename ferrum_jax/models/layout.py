@@ -8,7 +8,7 @@ The forward takes any of them, by the structure of the tree. Conversions are pur
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,6 +29,9 @@ FUSED_PARTS = {  # by block: name of the joined weight, and its parts
 }
 
 
+Stack = Callable[[Iterator[Any], int], Any]  # stacks so many trees of the same kind, one after the other
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How one leaf is made of the checkpoint's: the parts of a layer concatenated, then the layers stacked."""
@@ -36,15 +39,21 @@ class Recipe:
     layers: tuple[tuple[str, ...], ...]  # names of the parts, by layer
     is_stacked: bool = False
 
-    def make(self, get: Callable[[str], Any], join: Callable[..., Any], stack: Callable[..., Any]) -> Any:
-        """Makes the leaf of what `get` returns for names; `join` and `stack` are NumPy's or JAX's."""
-        rows = []
+    def make(self, get: Callable[[str], Any], join: Callable[..., Any], stack: Stack) -> Any:
+        """Makes the leaf of what `get` returns for names; `join` is NumPy's `concatenate` or JAX's."""
+        rows = self._rows(get, join)
+        return stack(rows, len(self.layers)) if self.is_stacked else next(rows)
+
+    def _rows(self, get: Callable[[str], Any], join: Callable[..., Any]) -> Iterator[Any]:
+        first: Any = None
         for names in self.layers:
             parts = [get(name) for name in names]
             self.check_alike(parts)
-            rows.append(jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0])
-        self.check_alike(rows)
-        return jax.tree.map(lambda *leaves: stack(leaves), *rows) if self.is_stacked else rows[0]
+            row = jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0]
+            if first is None:
+                first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), row)
+            self.check_alike([first, row])
+            yield row
 
     def check_alike(self, parts: Sequence[Any]) -> None:
         """Raises UnsupportedError unless all parts, arrays or shapes, have the same quantisation or none."""
@@ -138,7 +147,11 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     if layout_of(params) == layout:
         return params
     names = checkpoint_leaves(params, cfg)
-    return jax.tree.map(lambda recipe: recipe.make(names.__getitem__, jnp.concatenate, jnp.stack), recipes(cfg, layout))
+
+    def stack(rows: Iterator[Any], _: int) -> Any:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+
+    return jax.tree.map(lambda recipe: recipe.make(names.__getitem__, jnp.concatenate, stack), recipes(cfg, layout))
 
 
 def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:

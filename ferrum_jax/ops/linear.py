@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ferrum_jax.ops import native
-from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, halves, is_packed, scaled
+from ferrum_jax.ops.quantised import QuantisedWeight, Weight, dequantise_weight, halves, is_packed, scaled
 
 FEW_TOKENS = 64  # from 2 up to here XLA's CPU products are faster with the weight as left operand
 PARTS = 4  # of a weight that meets a single token on a CPU
@@ -26,8 +26,26 @@ PACKED_BLOCK = 1 << 17  # the same for two numbers a byte
 class ChosenWeight:
     """The weights that some rows have chosen, each its own, out of a stack `[E, F, D]`; for kernels alone."""
 
-    stack: jax.Array | QuantisedWeight
+    stack: Weight
     ids: jax.Array  # int32 [X]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StackedWeight:
+    """The weight of one layer, or of its experts, in the stack of all layers: kernels read it there, others copy it."""
+
+    stack: Weight  # [L, F, D], or of experts [L, E, F, D]
+    layer: jax.Array  # int32 scalar
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the layer's own."""
+        return self.stack.shape[1:]
+
+    def copy(self) -> Weight:
+        """Copies the layer's own out of the stack."""
+        return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), self.stack)
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
@@ -37,7 +55,7 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
 
 def linear(
     x: Float[Array, "X D"],
-    weight: Float[Array, "F D"] | QuantisedWeight | ChosenWeight,
+    weight: Float[Array, "F D"] | QuantisedWeight | StackedWeight | ChosenWeight,
     bias: Float[Array, " F"] | Float[Array, "X F"] | None = None,
 ) -> Float[Array, "X F"]:
     """Computes `x @ weight.T + bias` in the dtype of `x`; quantised weights as `quantised_product` says."""
@@ -48,12 +66,18 @@ def linear(
     return y if bias is None else y + bias
 
 
-def vocabulary_logits(x: Float[Array, "R D"], weight: Float[Array, "V D"] | QuantisedWeight) -> Float[Array, "R V"]:
+def vocabulary_logits(
+    x: Float[Array, "R D"], weight: Float[Array, "V D"] | QuantisedWeight | StackedWeight
+) -> Float[Array, "R V"]:
     """Computes `x @ weight.T`, accumulated and returned in float32."""
     return _product(x, weight, jnp.dtype(jnp.float32))
 
 
-def _product(x: jax.Array, weight: jax.Array | QuantisedWeight, out: jnp.dtype) -> jax.Array:
+def _product(x: jax.Array, weight: Weight | StackedWeight, out: jnp.dtype) -> jax.Array:
+    if isinstance(weight, StackedWeight):
+        if native.can_multiply(x, weight.stack):
+            return native.product(x, weight.stack, weight.layer)
+        weight = weight.copy()
     if native.can_multiply(x, weight):
         return native.product(x, weight)
     if isinstance(weight, QuantisedWeight):

@@ -19,7 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.ops import native
-from ferrum_jax.ops.linear import ChosenWeight, linear
+from ferrum_jax.ops.linear import ChosenWeight, StackedWeight, linear
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
 from ferrum_jax.ops.shards import local_ids
 from ferrum_jax.sharding.types import vary_like
@@ -77,9 +77,9 @@ def swiglu_experts(
     x: Float[Array, "X D"],
     chosen: Int[Array, "X U"],
     shares: Float[Array, "X U"],
-    gate: Float[Array, "E F D"] | QuantisedWeight,
-    up: Float[Array, "E F D"] | QuantisedWeight,
-    down: Float[Array, "E D F"] | QuantisedWeight,
+    gate: Float[Array, "E F D"] | QuantisedWeight | StackedWeight,
+    up: Float[Array, "E F D"] | QuantisedWeight | StackedWeight,
+    down: Float[Array, "E D F"] | QuantisedWeight | StackedWeight,
     first: Int[Array, ""] | None = None,
 ) -> Float[Array, "X D"]:
     """Sums `share * down @ (silu(gate @ x) * (up @ x))` over the U experts chosen for each token.
@@ -113,13 +113,13 @@ def weigh_experts(
             are kernels it is called once with all choices, and the weights are `ChosenWeight`s, which `linear` takes.
         first: id of the first expert of the stacks, where other devices hold the others: those add nothing here.
     """
-    num_experts = jax.tree.leaves(stacks)[0].shape[0]
-    chosen, is_here = local_ids(chosen, num_experts, first)
-    if native.in_use() and all(
-        native.can_multiply(x, leaf, native.MOST_ROWS // chosen.shape[1]) for leaf in _matrices(stacks)
-    ):
+    weights = jax.tree.leaves(stacks, is_leaf=_is_weight)
+    chosen, is_here = local_ids(chosen, weights[0].shape[0], first)
+    matrices = [_stack_of(leaf) for leaf in weights if len(leaf.shape) == 3]
+    if all(native.can_multiply(x, stack, native.MOST_ROWS // chosen.shape[1]) for stack in matrices):
         outs = _outputs_of_kernels(expert, x, chosen, stacks)
     else:
+        stacks = jax.tree.map(_alone, stacks, is_leaf=_is_weight)
         with native.kernels(False):  # they would need a copy of each expert's weights
             outs = _outputs_of_tiles(expert, x, chosen, stacks, has_all=is_here is None).astype(jnp.float32)
     if is_here is not None:
@@ -127,8 +127,16 @@ def weigh_experts(
     return jnp.sum(outs * shares[..., None], axis=1).astype(x.dtype)
 
 
-def _matrices(stacks: Any) -> list[Weight]:
-    return [leaf for leaf in jax.tree.leaves(stacks, is_leaf=is_quantised) if len(leaf.shape) == 3]
+def _is_weight(leaf: Any) -> bool:
+    return is_quantised(leaf) or isinstance(leaf, StackedWeight)
+
+
+def _stack_of(weight: Weight | StackedWeight) -> Weight:
+    return weight.stack if isinstance(weight, StackedWeight) else weight
+
+
+def _alone(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, StackedWeight) else leaf
 
 
 def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any) -> jax.Array:
@@ -136,9 +144,15 @@ def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks:
     ids = chosen.ravel()
 
     def own(leaf: Any) -> Any:
-        return ChosenWeight(leaf, ids) if len(leaf.shape) == 3 else leaf[ids]  # a bias is a row for each choice
+        if len(leaf.shape) < 3:  # a bias is a row for each choice
+            return _alone(leaf)[ids]
+        if not isinstance(leaf, StackedWeight):
+            return ChosenWeight(leaf, ids)
+        experts = leaf.shape[0]  # those of all layers lie one after another
+        every = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), leaf.stack)
+        return ChosenWeight(every, jnp.where((ids >= 0) & (ids < experts), ids + leaf.layer * experts, -1))
 
-    outs = expert(jax.tree.map(own, stacks, is_leaf=is_quantised), jnp.repeat(x, chosen.shape[1], axis=0))
+    outs = expert(jax.tree.map(own, stacks, is_leaf=_is_weight), jnp.repeat(x, chosen.shape[1], axis=0))
     return outs.reshape(*chosen.shape, -1)
 
 

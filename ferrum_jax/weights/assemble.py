@@ -1,7 +1,7 @@
 """Parameter trees out of named tensors, every leaf set exactly once."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves, named_weights
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
-from ferrum_jax.weights.huge_pages import putter
+from ferrum_jax.weights.huge_pages import Putter, stack_in_turn
 
 PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit the cache
 
@@ -87,7 +87,7 @@ def assemble(
     made: dict[str, Recipe] = named_leaves(tree)
     names = Track("reading weights")(made) if progress else made
     own, laid = named_weights(plain), named_weights(layout_specs(plain, cfg, layout))
-    put = putter(placed.placement.first)
+    put = Putter(placed.placement.first)
     leaves = {name: put_recipe(made[name], read, placed, own, laid[name], put) for name in names}
     return from_names(tree, leaves)
 
@@ -120,18 +120,19 @@ def put_recipe(
     placed: ModelPlacement,
     own: Mapping[str, Any],
     laid: Any,
-    put: Callable[[Any], Any],
+    put: Putter,
 ) -> Any:
     """Makes one leaf of a layout on its devices, out of the checkpoint's leaves that `read` returns.
 
     `own` are the specs of those, by name, and `laid` that of the leaf. `put` brings it to a device that has all of it.
     """
     if placed.division is None:
-        return put(recipe.make(read, np.concatenate, np.stack))
+        made = recipe.make(read, np.concatenate, put.stack)
+        return made if recipe.is_stacked else put(made)
     found = {name: read(name) for names in recipe.layers for name in names}
 
     def make(part: Callable[[Any, Any], Any]) -> Any:
-        return recipe.make(lambda name: part(found[name], own[name]), np.concatenate, np.stack)
+        return recipe.make(lambda name: part(found[name], own[name]), np.concatenate, stack_in_turn)
 
     return placed.put(make, laid)
 
@@ -150,7 +151,7 @@ def lay_out_on_host(
     def take(name: str) -> Any:
         return jax.tree.map(np.asarray, leaves.pop(name))
 
-    laid, put = named_weights(specs), putter(placed.placement.first)
+    laid, put = named_weights(specs), Putter(placed.placement.first)
     return map_leaves(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name], put), recipes(cfg, layout))
 
 
@@ -217,13 +218,3 @@ def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, 
 def stored_axes(wanted: Mapping[str, ParamSpec]) -> dict[str, tuple[int, ...]]:
     """Order of axes of the leaves that a Hugging Face folder stores whole in another order than the parameters."""
     return {name: spec.stored for name, spec in wanted.items() if spec.stored is not None}
-
-
-def stack_in_turn(parts: Iterator[Any], count: int) -> Any:
-    """Stacks `count` arrays, or trees of them, on the host, holding at most one beside the stack."""
-    stack = None
-    for index, part in enumerate(parts):
-        if stack is None:
-            stack = jax.tree.map(lambda leaf: np.empty((count, *leaf.shape), leaf.dtype), part)
-        jax.tree.map(lambda whole, leaf, at=index: whole.__setitem__(at, leaf), stack, part)
-    return stack

@@ -1,8 +1,9 @@
 """Host memory in huge pages, for parameters that a CPU reads in every step."""
 
 import contextlib
+import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ LINE = 64  # bytes; JAX takes an array that begins at a multiple without copying
 
 
 class HugePages:
-    """Copies arrays one after the other into memory that Linux backs with huge pages.
+    """Hands out arrays, one after the other, in memory that Linux backs with huge pages.
 
     A step of few tokens reads every weight once. In base pages of 4 KiB that is a miss of the address cache (TLB) for
     each of them, which costs most on a virtual machine. Arrays share a chunk, so that small ones lie in huge pages,
@@ -27,22 +28,49 @@ class HugePages:
     def __init__(self) -> None:
         self._chunk, self._used = np.empty(0, np.uint8), 0
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """Returns an array to be filled."""
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if self._used + num_bytes > self._chunk.nbytes:
+            self._chunk, self._used = _map(max(num_bytes, CHUNK)), 0
+        found = self._chunk[self._used : self._used + num_bytes].view(dtype).reshape(shape)
+        self._used += -(-num_bytes // LINE) * LINE
+        return found
+
     def copy(self, array: NDArray[Any]) -> NDArray[Any]:
         """Returns a copy of an array of any shape and dtype."""
-        if self._used + array.nbytes > self._chunk.nbytes:
-            self._chunk, self._used = _map(max(array.nbytes, CHUNK)), 0
-        copied = self._chunk[self._used : self._used + array.nbytes].view(array.dtype).reshape(array.shape)
-        copied[...] = array
-        self._used += -(-array.nbytes // LINE) * LINE
-        return copied
+        found = self.empty(array.shape, array.dtype)
+        found[...] = array
+        return found
 
 
-def putter(device: JaxDevice) -> Callable[[Any], Any]:
-    """Returns the function that puts trees of arrays on a device; on a CPU, copies in huge pages if there are any."""
-    if device.platform != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return lambda tree: jax.device_put(tree, device)
-    pages = HugePages()
-    return lambda tree: jax.device_put(jax.tree.map(lambda leaf: pages.copy(np.asarray(leaf)), tree), device)
+class Putter:
+    """Puts trees of arrays on a device; on a CPU, copies in huge pages if there are any."""
+
+    def __init__(self, device: JaxDevice):
+        has_huge_pages = device.platform == "cpu" and hasattr(mmap, "MADV_HUGEPAGE")
+        self._device, self._pages = device, HugePages() if has_huge_pages else None
+
+    def __call__(self, tree: Any) -> Any:
+        """Puts a tree of arrays on the device."""
+        if (pages := self._pages) is not None:
+            tree = jax.tree.map(lambda leaf: pages.copy(np.asarray(leaf)), tree)
+        return jax.device_put(tree, self._device)
+
+    def stack(self, parts: Iterator[Any], count: int) -> Any:
+        """Puts the stack of `count` trees of arrays on the device, as `stack_in_turn`."""
+        empty = np.empty if self._pages is None else self._pages.empty
+        return jax.device_put(stack_in_turn(parts, count, empty), self._device)
+
+
+def stack_in_turn(parts: Iterator[Any], count: int, empty: Callable[..., NDArray[Any]] = np.empty) -> Any:
+    """Stacks `count` arrays, or trees of them, on the host, holding at most one beside the stack."""
+    stack = None
+    for index, part in enumerate(parts):
+        if stack is None:
+            stack = jax.tree.map(lambda leaf: empty((count, *leaf.shape), leaf.dtype), part)
+        jax.tree.map(lambda whole, leaf, at=index: whole.__setitem__(at, leaf), stack, part)
+    return stack
 
 
 def _map(num_bytes: int) -> NDArray[np.uint8]:

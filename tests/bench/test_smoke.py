@@ -13,7 +13,18 @@ from bench.models import TINY
 from ferrum_jax.ops import native
 from tests.bench.smoke import CARD, CEILING, ROOT, smoke
 
-OVERHEAD = {"rows", "leaves", "call_us", "call_p90_us", "bare_us", "bare_p90_us", "bare_at_once_us", "host_us", "calls"}
+OVERHEAD = {
+    "rows",
+    "leaves",
+    "layout",
+    "call_us",
+    "call_p90_us",
+    "bare_us",
+    "bare_p90_us",
+    "bare_at_once_us",
+    "host_us",
+    "calls",
+}
 SPECULATIVE = {"task", "batch", "num_tokens", "drafted", "accepted", "call_ms", "call_p90_ms", "acceptance_rate",
                "plain_tokens_per_second", "tokens_per_second", "plain_over_speculative", "answers_equal"}  # fmt: skip
 

@@ -5,20 +5,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 import ferrum_jax
+from ferrum_jax import EngineConfig
+from ferrum_jax.compile import sampler
 from ferrum_jax.compile.fingerprint import describe_code
+from ferrum_jax.compile.step import ProgramContext
+from ferrum_jax.contract import ActiveLoraAdapter
 from ferrum_jax.executor import ModelRunner, plan_engine
+from ferrum_jax.executor.from_params import from_params
+from ferrum_jax.kvcache import state
+from ferrum_jax.models.layout import lay_out, layout_of
+from ferrum_jax.models.quantisation import quantise
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.sharding.devices import find_device
 from tests import tiny
-from tests.executor.conftest import CFG, ENGINE
+from tests.executor.conftest import CFG, ENGINE, REUSING, WINDOWED, adapter_tensors
 from tests.tiers import by_default
 
 pytestmark = pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
@@ -145,6 +154,58 @@ def test_weights_of_sixteen_bits_are_kept_in_every_layout(layout: str, tmp_path:
         assert found.describe()["weight_bytes"].keys() == {"bfloat16", "float32"}
         for ours, wide in zip(answers(found, tokens), answers(wanted, tokens), strict=True):
             np.testing.assert_array_equal(ours, wide)
+
+
+def everything(runner: ModelRunner, tokens: list[int]) -> list[NDArray[np.float32]]:
+    """What `answers` gives, what is captured of one layer, and rows with and without an adapter."""
+    found = answers(runner, tokens)
+    runner.reset()
+    captured = runner.capture("a", tokens, hidden=(1,), attention_weights=(1,))
+    found += [*captured.hidden.values(), *captured.attention_weights.values()]
+    if runner.plan.loras is not None:
+        runner.set_lora("tuned", {key: jnp.asarray(value) for key, value in adapter_tensors("one").items()}, scale=2)
+        runner.set_lora_adapter_for_cache("b", ActiveLoraAdapter(name="tuned", path=""))
+        found.append(runner.prefill("b", tokens))
+        found += runner.decode_batch([("a", 1, len(tokens)), ("b", 1, len(tokens))])
+    return [np.asarray(one) for one in found]
+
+
+@pytest.mark.parametrize("engine", [REUSING, WINDOWED], ids=["adapters", "sliding windows"])
+def test_stacked_layers_capture_adapt_and_keep_windows_as_others(engine: EngineConfig, params: ParamTree):
+    tokens, stacked = list(range(1, 21)), lay_out(params, CFG, "scanned")
+    with from_params(stacked, CFG, engine=engine) as found, from_params(params, CFG, engine=engine) as wanted:
+        assert found.plan.cache == wanted.plan.cache
+        assert bool(found.plan.cache.window_layers) == (engine is WINDOWED)
+        for ours, theirs in zip(everything(found, tokens), everything(wanted, tokens), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_a_step_over_stacked_layers_copies_no_matrix_of_them(is_quantised: bool, params: ParamTree):
+    stacked = lay_out(quantise(params, CFG, "int8") if is_quantised else params, CFG, "scanned")
+    plan = plan_engine(replace(ENGINE, attention="cpu"), CFG, platform="cpu", free_bytes=10**9)
+    own = sampler.initial(plan.sampler)
+    context = ProgramContext(CFG, stacked, state.shapes(plan.cache), own, attention="cpu")
+    program = plan.buckets.decode(4).lower(context).compile().as_text() or ""
+    kind = "s8" if is_quantised else "f32"
+    shapes = {
+        leaf.shape[1:] for leaf in jax.tree.leaves(stacked["model"]["layers"]) if leaf.ndim == 3 and leaf.shape[-1] > 1
+    }
+    assert 'custom_call_target="ferrum_linear"' in program
+    for rows, columns in shapes:
+        assert f"= {kind}[1,{rows},{columns}]" not in program
+        assert f"= {kind}[{rows},{columns}]" not in program
+
+
+@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "mixtral", "gpt_oss", "qwen3_window_biases"))
+def test_stacked_layers_answer_as_those_of_the_checkpoint(name: str, tmp_path: Path):
+    folder, tokens = tiny.write_folder(tmp_path, tiny.CONFIGS[name]), tiny.prompt(name)[: tiny.LENGTH]
+    with load(folder) as found, load(folder, layout="checkpoint") as wanted:
+        kinds = set(map(jax.tree.structure, wanted.params["model"]["layers"]))
+        is_alike = len(kinds) == 1 and wanted.model_config.latent is None
+        assert (layout_of(found.params) == "scanned") == is_alike
+        for ours, theirs in zip(answers(found, tokens), answers(wanted, tokens), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
 
 
 def test_a_row_that_decodes_has_the_same_logits_beside_any_others_of_its_bucket(params: ParamTree):

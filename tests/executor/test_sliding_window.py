@@ -138,7 +138,7 @@ def test_a_sliding_window_cache_is_chosen_where_it_halves_what_the_layers_keep_a
     assert _plan(kv_capacity=64, window_kv=True, **sizes).cache.window_blocks == 3
     assert _plan(kv_capacity=512, window_kv=False, **sizes).cache.window_blocks == 0
     assert _plan(kv_capacity=512, prefix_cache=True, **sizes).cache.window_blocks == 0
-    assert _plan(kv_capacity=512, layout="scanned", **sizes).cache.window_blocks == 0
+    assert _plan(kv_capacity=512, layout="scanned", attention="xla", **sizes).cache.window_blocks == 0
     assert _plan(kv_capacity=512, cfg={"layer_windows": (None, None)}, **sizes).cache.window_blocks == 0
 
 
@@ -146,7 +146,7 @@ def test_a_sliding_window_cache_is_chosen_where_it_halves_what_the_layers_keep_a
     ("given", "reason"),
     [
         ({"prefix_cache": True}, "prefix_cache shares"),
-        ({"layout": "scanned"}, "share one KV"),
+        ({"layout": "scanned", "attention": "xla"}, "share one KV"),
         ({"cfg": {"layer_windows": (None, None)}}, "no layer of this qwen3 has a window"),
     ],
 )

@@ -12,11 +12,15 @@ from ferrum_jax import LlmExecutor, models
 from ferrum_jax.contract import ExecutorState
 from ferrum_jax.contract.errors import CancelledError, InvalidParameterError, RequestValidationError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.rollout import kv_spec
 from ferrum_jax.kvcache import state
 from ferrum_jax.models import Batch, Rows
+from ferrum_jax.models.layout import lay_out
+from ferrum_jax.models.quantisation import quantise
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CFG, Oracle, emptied, make_runner
+from tests import tiny
+from tests.executor.conftest import CFG, NARROW, Oracle, emptied, make_runner
 
 TOKENS = list(range(1, 21))
 FORWARD = jax.jit(models.family(CFG).forward, static_argnums=3)
@@ -189,3 +193,39 @@ def test_a_runner_may_be_closed_while_its_kv_is_away(params: ParamTree):
     for call in (lambda: runner.set_params(params), runner.allocate_kv):
         with pytest.raises(CancelledError):
             call()
+
+
+@pytest.mark.parametrize("layout", ["fused", "scanned"])
+def test_weights_may_be_set_in_another_layout_than_they_are_served_in(
+    layout: str, params: ParamTree, others: ParamTree, oracle_of: OracleOf
+):
+    with from_params(lay_out(params, CFG, layout), CFG, engine=NARROW) as runner:
+        runner.set_params(others)
+        tiny.assert_same_tree(runner.params, lay_out(others, CFG, layout))
+        np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle_of(others)(TOKENS)[-1], rtol=0, atol=1e-4)
+        runner.release("a")
+        there, version = runner.params, runner.params_version
+        for wrong, message in (
+            (_changed(params, jnp.ones(25)), r"model.norm.weight is float32\[25\], expected float32\[24\]"),
+            (_changed(params, np.ones(24, np.float32)), "model.norm.weight is a ndarray"),
+            (params | {"lm_head": jnp.ones(3)}, "lm_head is unknown"),
+            (
+                params | {"model": params["model"] | {"layers": params["model"]["layers"][:1]}},
+                r"layers\.1\S+ is missing",
+            ),
+            (params | {"model": params["model"] | {"layers": tuple(params["model"]["layers"])}}, "another structure"),
+            (params | {"model": params["model"] | {"layers": []}}, "is missing"),
+        ):
+            with pytest.raises(InvalidParameterError, match=message):
+                runner.set_params(wrong)
+        assert (runner.params, runner.params_version) == (there, version)
+
+
+def test_plain_weights_are_no_quantised_ones_in_any_layout(params: ParamTree):
+    kept = lay_out(quantise(params, CFG, "int8"), CFG, "scanned")
+    with from_params(kept, CFG, engine=NARROW) as runner:
+        with pytest.raises(InvalidParameterError, match="kept in fewer bits"):
+            runner.set_params(params)
+        again = quantise(jax.tree.map(lambda leaf: leaf * 2, params), CFG, "int8")
+        runner.set_params(again)
+        tiny.assert_same_tree(runner.params, lay_out(again, CFG, "scanned"))

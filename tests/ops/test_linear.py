@@ -9,7 +9,8 @@ import pytest
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from ferrum_jax.ops.linear import FEW_TOKENS, linear, vocabulary_logits
+from ferrum_jax.ops.linear import FEW_TOKENS, StackedWeight, linear, vocabulary_logits
+from ferrum_jax.ops.quantised import quantise_weight
 from tests.tiers import by_default
 
 TOKENS = (1, 2, 3, FEW_TOKENS, FEW_TOKENS + 1)
@@ -76,3 +77,16 @@ def test_other_platforms_have_the_plain_product(tokens: int):
     )
     assert plain in text["cuda"]
     assert plain not in text["cpu"]
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+@pytest.mark.parametrize("tokens", [1, FEW_TOKENS, FEW_TOKENS + 1])
+def test_a_layer_of_a_stack_is_the_weight_it_would_be_alone(tokens: int, is_quantised: bool):
+    rng = np.random.default_rng(tokens)
+    x, stack = (jnp.asarray(rng.standard_normal(shape, np.float32)) for shape in ((tokens, 32), (3, 24, 32)))
+    weights = quantise_weight(stack, "int8") if is_quantised else stack
+    for layer in range(3):
+        own = jax.tree.map(lambda leaf, at=layer: leaf[at], weights)
+        found = jax.jit(lambda at: linear(x, StackedWeight(weights, at)))(jnp.int32(layer))
+        np.testing.assert_array_equal(found, jax.jit(linear)(x, own))
+    assert StackedWeight(weights, jnp.int32(0)).shape == (24, 32)

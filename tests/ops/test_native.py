@@ -17,6 +17,8 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import Layout
 from ferrum_jax.ops import native, sampling
 from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
+from ferrum_jax.ops.linear import StackedWeight
+from ferrum_jax.ops.moe import swiglu_experts
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight, pack, quantise_weight
 from tests.ops.paged import LAYER, Case, Filled, fill
 from tests.tiers import by_default
@@ -84,6 +86,39 @@ def test_products_are_numpys(kind: str, rows: int):
 def test_products_of_odd_sizes_are_numpys(kind: str, rows: int, outputs: int, inputs: int, seed: int):
     x, weight = normal(seed, rows, inputs), make_weight(kind, seed, outputs, inputs)
     check_product(product(x, weight), x, wide(weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_with_a_layer_of_a_stack_is_that_with_its_weight_alone(kind: str):
+    stack = make_weight(kind, 1, 3, 37, 96)
+    for rows in (1, 5, MANY + 6):
+        x = normal(rows, rows, 96)
+        for layer in range(3):
+            alone = jax.tree.map(lambda leaf, at=layer: leaf[at], stack)
+            np.testing.assert_array_equal(product(x, stack, layer), product(x, alone))
+
+
+@pytest.mark.parametrize("first", [None, 2], ids=["all experts", "experts of other devices"])
+def test_experts_in_a_stack_of_layers_are_those_of_their_layer(first: int | None):
+    stacks = [jnp.asarray(normal(seed, 3, 4, *shape)) for seed, shape in enumerate([(37, 32), (37, 32), (32, 37)])]
+    x, drawn = jnp.asarray(normal(3, 9, 32)), np.random.default_rng(4).permuted(np.tile(np.arange(8), (9, 1)), axis=1)
+    chosen = jnp.asarray((drawn if first else drawn % 4)[:, :3], jnp.int32)  # two of a token may be the same
+    start = None if first is None else jnp.int32(first)
+
+    @jax.jit
+    def mix(gate: Any, up: Any, down: Any) -> jax.Array:
+        with native.kernels(True):
+            return swiglu_experts(x, chosen, jnp.ones(chosen.shape), gate, up, down, start)
+
+    for layer in range(3):
+        found = mix(*(StackedWeight(stack, jnp.int32(layer)) for stack in stacks))
+        np.testing.assert_array_equal(found, mix(*(stack[layer] for stack in stacks)))
+
+
+@pytest.mark.parametrize("layer", [-1, 3, 2**30])
+def test_a_layer_that_a_stack_has_not_is_refused(layer: int):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the stack has no weight of this layer"):
+        jax.block_until_ready(product(normal(1, 2, 32), normal(2, 3, 8, 32), layer))
 
 
 @pytest.mark.parametrize("rows", [1, 8, MANY + 1])

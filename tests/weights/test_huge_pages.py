@@ -14,7 +14,7 @@ import pytest
 
 import ferrum_jax
 from ferrum_jax.weights import huge_pages, orbax
-from ferrum_jax.weights.huge_pages import LINE, PAGE, HugePages, putter
+from ferrum_jax.weights.huge_pages import LINE, PAGE, HugePages, Putter
 from tests import tiny
 
 NAME = "qwen3_llama3"
@@ -67,7 +67,7 @@ def test_jax_takes_a_copy_as_it_lies():
 
 def test_what_is_put_is_no_view_of_what_was_given():
     given = np.ones(1 << 20)
-    found = putter(jax.local_devices(backend="cpu")[0])({"a": given})
+    found = Putter(jax.local_devices(backend="cpu")[0])({"a": given})
     given[:] = 2
     assert float(found["a"].sum()) == 1 << 20
 

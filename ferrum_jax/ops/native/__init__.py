@@ -125,10 +125,14 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
     )
 
 
-def product(x: jax.Array, weight: jax.Array | QuantisedWeight) -> jax.Array:
-    """Computes `x @ weight.T`, `[X, K]` and `[N, K]` to float32 `[X, N]`."""
-    found = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return vary_like(jax.ffi.ffi_call("ferrum_linear", found)(x, *jax.tree.leaves(weight)), x, weight)
+def product(x: jax.Array, weight: jax.Array | QuantisedWeight, layer: jax.Array | None = None) -> jax.Array:
+    """Computes `x @ weight.T`, `[X, K]` and `[N, K]` to float32 `[X, N]`.
+
+    With a `layer`, int32 scalar, the weight is that of this layer in a stack `[L, N, K]`, of which no other is read.
+    """
+    found = jax.ShapeDtypeStruct((x.shape[0], weight.shape[-2]), jnp.float32)
+    own = jnp.zeros(1, jnp.int32) if layer is None else jnp.reshape(layer, 1)
+    return vary_like(jax.ffi.ffi_call("ferrum_linear", found)(x, own, *jax.tree.leaves(weight)), x, weight)
 
 
 def can_widen(x: jax.Array, weight: QuantisedWeight) -> bool:

@@ -70,8 +70,9 @@ bool kind_of_pool(ffi::DataType type, Kind* kind) {
   return true;
 }
 
-// Fills in what a product's weight is: values, scales and offsets. Returns what is wrong, or null.
-const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* experts) {
+// Fills in what a product's weight is: values, scales and offsets, and how many there are in the stack. Returns what is
+// wrong, or null.
+const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count) {
   auto values = parts.get<ffi::AnyBuffer>(0);
   if (!values.has_value() || !kind_of(values->element_type(), &a->kind)) return "a weight of this type has no kernel";
   auto sizes = values->dimensions();
@@ -80,7 +81,7 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* expert
   a->weight = values->untyped_data();
   a->outputs = sizes[sizes.size() - 2];
   a->inputs = sizes[sizes.size() - 1] * (a->kind == Kind::kUint4 ? 2 : 1);
-  *experts = sizes.size() == 3 ? sizes[0] : 1;
+  *count = sizes.size() == 3 ? sizes[0] : 1;
   if (is_quantised != (parts.size() > 1)) return "a weight has scales if it is quantised";
   if (!is_quantised) return nullptr;
   auto scales = parts.get<ffi::AnyBuffer>(1);
@@ -102,10 +103,10 @@ int64_t size_of(Kind kind) { return kind == Kind::kFloat32 ? 4 : kind == Kind::k
 
 template <class T> const void* ahead(const void* p, T bytes) { return p ? static_cast<const char*>(p) + bytes : p; }
 
-// The weight of one expert of a stack.
-Linear expert_of(const Linear& stack, int64_t expert) {
+// One weight of a stack.
+Linear take(const Linear& stack, int64_t at) {
   Linear a = stack;
-  const int64_t numbers = expert * a.outputs * a.inputs, groups = expert * a.outputs * a.groups;
+  const int64_t numbers = at * a.outputs * a.inputs, groups = at * a.outputs * a.groups;
   a.weight = ahead(a.weight, a.kind == Kind::kUint4 ? numbers / 2 : numbers * size_of(a.kind));
   a.scales = ahead(a.scales, groups * size_of(a.scale_kind));
   a.offsets = ahead(a.offsets, groups * size_of(a.offset_kind));
@@ -136,10 +137,14 @@ void multiply(ffi::ThreadPool& pool, const Linear& a) {
   });
 }
 
-ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, FloatResult y) {
+// All rows of x [X, K] with one weight: the only one [N, K], or that of a layer in a stack [L, N, K].
+ffi::Error run_linear(ffi::ThreadPool pool, Floats x, Integers layer, ffi::RemainingArgs parts, FloatResult y) {
   Linear a{};
-  int64_t experts;
-  if (const char* problem = describe(parts, &a, &experts)) return ffi::Error::InvalidArgument(problem);
+  int64_t layers;
+  if (const char* problem = describe(parts, &a, &layers)) return ffi::Error::InvalidArgument(problem);
+  const int64_t own = layer.typed_data()[0];
+  if (own < 0 || own >= layers) return ffi::Error::InvalidArgument("the stack has no weight of this layer");
+  a = take(a, own);
   a.rows = x.dimensions()[0];
   if (x.dimensions()[1] != a.inputs || a.rows > kMostRows) return ffi::Error::InvalidArgument("x has another shape");
   const float* from[kMostRows];
@@ -159,8 +164,8 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, ffi::RemainingArgs parts, 
 // The first operand is not read: it says when the result is needed, or XLA would widen all weights of a step at first.
 ffi::Error run_widen(ffi::ThreadPool pool, ffi::AnyBuffer, ffi::RemainingArgs parts, FloatResult wide) {
   Linear a{};
-  int64_t experts;
-  if (const char* problem = describe(parts, &a, &experts)) return ffi::Error::InvalidArgument(problem);
+  int64_t layers;
+  if (const char* problem = describe(parts, &a, &layers)) return ffi::Error::InvalidArgument(problem);
   if (int64_t(wide->element_count()) != a.outputs * a.inputs) return ffi::Error::InvalidArgument("not the weight's size");
   const int64_t size = outputs_at_least(a);
   in_parallel(pool, (a.outputs + size - 1) / size, [&](int64_t first, int64_t last) {
@@ -202,7 +207,7 @@ ffi::Error run_experts(ffi::ThreadPool pool, Floats x, Integers ids, ffi::Remain
   const int64_t size = outputs_at_least(stack), pieces = (stack.outputs + size - 1) / size;
   in_parallel(pool, used * pieces, [&](int64_t first, int64_t last) {
     for (int64_t at = first / pieces; at * pieces < last; at++) {
-      Linear a = expert_of(stack, of[at]);
+      Linear a = take(stack, of[at]);
       a.rows = starts[at + 1] - starts[at];
       a.x = from + starts[at];
       a.y = to + starts[at];
@@ -344,8 +349,9 @@ ffi::Error run_best(ffi::ThreadPool pool, Floats x, FloatResult values, ffi::Res
 }  // namespace
 
 #pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_linear, run_linear,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().RemainingArgs().Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    ferrum_linear, run_linear,
+    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Integers>().RemainingArgs().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ferrum_widen, run_widen,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<Floats>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
