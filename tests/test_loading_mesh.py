@@ -22,11 +22,11 @@ MESHES = {"llama_biases": {"model": 3}, "phi3_beyond": {"model": 4}, "qwen2_moe"
           "gpt_oss": {"expert": 2, "model": 2}, "deepseek3": {"model": 3}}  # fmt: skip
 
 
-def check_same(path: Path, mesh: dict[str, int], **settings: Any) -> None:
+def check_same(path: Path, mesh: dict[str, int], layout: str = "checkpoint", **settings: Any) -> None:
     """Demands the same parameters, bit by bit, and the same logits as on one device."""
     with (
-        ferrum_jax.load(path, engine=ENGINE, progress=False, **settings) as one,
-        ferrum_jax.load(path, engine=ENGINE, mesh=mesh, progress=False, **settings) as many,
+        ferrum_jax.load(path, engine=ENGINE, layout=layout, progress=False, **settings) as one,
+        ferrum_jax.load(path, engine=ENGINE, layout=layout, mesh=mesh, progress=False, **settings) as many,
     ):
         tiny.assert_same_tree(many.params, one.params)
         expected = one.forward_verify("a", TOKENS)

@@ -30,7 +30,7 @@ from tests import tiny
 
 ENGINE = ferrum_jax.EngineConfig(
     max_seqs=3, kv_capacity=64, block_size=8, decode_rows=(3,), query_blocks=(3,), block_tokens=8, verify_tokens=8,
-    multi_step_tokens=4, prefix_cache=True, max_loras=1, max_lora_rank=4,
+    multi_step_tokens=4, prefix_cache=True, max_loras=1, max_lora_rank=4, layout="checkpoint",
 )  # fmt: skip
 MODEL = "llama31"
 
