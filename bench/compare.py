@@ -29,6 +29,7 @@ from bench.peers import Peer, find_peers
 from bench.timing import Contestant, Timing, alternate
 from ferrum_jax.config import LAYOUTS, EngineConfig
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.models.layout import layout_of
 from ferrum_jax.sharding.devices import find_device
 
 BURST = 4  # decode calls in a row
@@ -114,9 +115,8 @@ def main() -> None:
     subject = models.read(found)
     probes = make_probes(subject.dtype, smoke=found.smoke)
     course = CPU if found.smoke or find_device(None).platform == "cpu" else ACCELERATED
-    layout = found.layout or models.served_layout(subject)
-    runner = models.run(subject, course.engine, layout)
-    conditions = card.show_card(subject, runner.plan.cache, measure(probes)) | {"layout": layout}
+    runner = models.run(subject, course.engine, found.layout)
+    conditions = card.show_card(subject, runner.plan.cache, measure(probes)) | {"layout": layout_of(runner.params)}
     runner.warmup(progress=True)
     peers, notes = find_peers(subject, runner.device)
     for peer, note in notes.items():

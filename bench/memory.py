@@ -5,7 +5,8 @@ memory in use: at the start, with the weights, with the KV, warm, and after a pr
 compiles every declared step, a later one finds them on disk, and both load what they use: each is a process of its own.
 Memory is no distribution: each figure is read once. What may be taken at the end is what interpreter and JAX took at
 the start, the parameters, the KV, the largest temporaries of a step, and 300 MB for everything else; the ratio is of
-what is taken to that, in the device's memory where it has its own.
+what is taken to that, in the device's memory where it has its own. Parameters have the checkpoint's layout, whose
+programs are the largest.
 """
 
 import argparse

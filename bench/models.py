@@ -17,7 +17,7 @@ from ferrum_jax.contract.llm import DecodeRow
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import plan_engine
 from ferrum_jax.loading import load_params
-from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
+from ferrum_jax.models.backends import layout_for
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
@@ -85,10 +85,10 @@ def run(
     `layout` is that of its parameters, the one that `load` would give them if None; `artifacts` the folder where
     compiled steps are kept, if they are.
     """
-    layout = layout or served_layout(subject)
     device = find_device(None)
     settings = engine.over(EngineConfig(dtype=subject.dtype))
     plan = plan_engine(settings, subject.config, platform=device.platform, free_bytes=free_bytes(device))
+    layout = layout or _served_layout(subject, plan.cache.attention)
     params = subject.params
     if layout != CHECKPOINT:  # compiled here, and then put as `load` puts what it reads
         params = Putter(device)(lay_out(params, subject.config, layout))
@@ -98,10 +98,9 @@ def run(
     return ModelRunner(params, subject.config, plan, device=device, strict=True, artifacts=kept)
 
 
-def served_layout(subject: Subject) -> str:
+def _served_layout(subject: Subject, attention: str) -> str:
     """Returns the layout that `load` would give the parameters."""
-    by_kernels = find_device(None).platform == "cpu" and obstacle_of_kernels(subject.config, subject.dtype) is None
-    best = layout_for(subject.config, "cpu" if by_kernels else "xla")
+    best = layout_for(subject.config, attention)
     leaves = jax.tree.leaves(subject.params, is_leaf=is_quantised)
     try:
         jax.eval_shape(lambda own: lay_out(own, subject.config, best), subject.params)

@@ -330,11 +330,11 @@ def with_defaults(
 def _can_stack(source: Checkpoint, quantize: str | None, dtype: str) -> bool:
     """Whether all layers have their weights in the same formats, and kernels multiply with them.
 
-    They would else be dequantised to be stacked, or copied out of the stack in every step.
+    Otherwise they would be dequantised to be stacked, or copied out of the stack in every step.
     """
     try:
         formats = dict(_formats(source, quantize, dtype, CHECKPOINT) or source.formats)
-    except ConfigError:  # which is told when the parameters are described
+    except ConfigError:  # `param_specs` reports it
         return False
     return joinable(_multiplied(formats, source.config), source.config, SCANNED) == formats
 

@@ -362,10 +362,12 @@ class ModelRunner(Adaptable):
             self._programs.warmup([*self.plan.declared(), *more], track, load=load)
 
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
-        """Takes other weights, which must have the tree, shapes and dtypes of those that are there.
+        """Takes other weights, which must have the tree, shapes and dtypes of those that are there, or another layout.
 
         Arrays that lie where those do are taken as they are; others, such as a trainer's on its own mesh, are moved
-        from device to device. Steps need no compilation. Every known prefix is forgotten, and `params_version` goes up
+        from device to device. Weights of another layout (models/layout.py) are copied into that which is served, by a
+        program that the first such call compiles; on a mesh that divides the model they are refused. Steps need no
+        compilation. Every known prefix is forgotten, and `params_version` goes up
         by one. It may be called while the KV is freed.
 
         Args:
@@ -377,12 +379,13 @@ class ModelRunner(Adaptable):
         Raises:
             RequestValidationError: another sequence is live, whose keys and values are of the old weights.
             InvalidParameterError: the weights differ in more than their values; the message lists where.
+            ResourceExhaustedError: there is no memory for the copy of weights of another layout.
         """
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
-            params = self._device.check_params(params)
             self._pipeline.check_live("new weights are set", keep_sequences)
+            params = self._device.check_params(params)
             if self._pipeline.table.cache_ids:
                 with self._life:
                     self._pipeline.settle()

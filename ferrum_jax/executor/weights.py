@@ -1,5 +1,6 @@
 """What weights must be to be served, or to take the place of others in steps that are compiled."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -7,13 +8,15 @@ import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
-from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
+from ferrum_jax.contract.errors import InvalidParameterError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.sharding.mesh import joined
+
+_convert = jax.jit(lay_out, static_argnames=("cfg", "layout"))
 
 
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
@@ -51,22 +54,37 @@ def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
 def laid_out_like(served: ParamTree, params: ParamTree, cfg: ModelConfig) -> ParamTree:
     """Copies parameters of another layout into that of those served; the tree itself if it has it, or has none.
 
+    It is one program, which the first call compiles.
+
     Raises:
         InvalidParameterError: they are not this model's, or not in the dtypes of those served.
+        ResourceExhaustedError: there is no memory for the copy.
     """
     try:
         layout, given = layout_of(served), layout_of(params)
-    except (LookupError, TypeError, AttributeError):  # which `check_same_shapes` describes
+        there = served if layout == given else jax.eval_shape(lambda own: lay_out(own, cfg, given), served)
+    except (LookupError, TypeError, AttributeError, UnsupportedError):  # `check_same_shapes` describes what differs
         return params
     if layout == given:
         return params
-    there = jax.eval_shape(lambda own: lay_out(own, cfg, given), served)
     _check_alike(_shapes_of(params), _shapes_of(there), params, there)
-    return lay_out(params, cfg, layout)
+    try:
+        return jax.block_until_ready(_convert(params, cfg, layout))
+    except jax.errors.JaxRuntimeError as problem:
+        raise ResourceExhaustedError(
+            f"a copy of these weights in layout {layout!r} cannot be made: {problem}"
+        ) from problem
 
 
 def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree) -> None:
     """Raises InvalidParameter unless a tree has the leaves of specs, in the dtypes of the weights that are there."""
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # what has no layout is described below
+        layout, wanted = layout_of(params), layout_of(instead_of)
+        if layout != wanted:
+            raise InvalidParameterError(
+                f"these weights cannot be set: their layout is {layout!r}, expected {wanted!r} as on the mesh: "
+                f"models.layout.lay_out(params, cfg, {wanted!r}) converts them"
+            )
     given = _shapes_of(params)
     dtypes = {name: leaf.dtype for name, leaf in named_leaves(instead_of).items()}
     wanted = {name: f"{dtypes[name]}{list(spec.shape)}" for name, spec in named_leaves(specs).items()}

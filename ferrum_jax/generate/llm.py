@@ -188,7 +188,8 @@ class LLM:
         """Takes other weights as `ModelRunner.set_params` does, between two steps, also while requests run.
 
         Args:
-            params: the weights; arrays are shared, not copied, and nothing is compiled.
+            params: the weights; arrays are shared, not copied, and nothing is compiled, if they have the layout of
+                those served.
             live: what becomes of requests that run. `wait`: they end under the old weights, others begin after the
                 change. `abort`: they end with the reason `abort` and what they have; what is being scored, with a
                 CancelledError. `keep`: they go on, the new weights over the keys and values of the old ones; who has
@@ -200,7 +201,8 @@ class LLM:
 
         Raises:
             UnsupportedError: the model is no `ModelRunner`.
-            RequestValidationError, InvalidParameterError: as of `ModelRunner.set_params`; nothing has changed.
+            RequestValidationError, InvalidParameterError, ResourceExhaustedError: as of `ModelRunner.set_params`;
+                nothing has changed.
         """
         return self._engine.update(params_update(self.model, params, live))
 

@@ -95,11 +95,11 @@ class FerrumRollout(base_rollout.BaseRollout):
         self._devices = {device for leaf in given.values() for device in leaf.devices()}
         first = min(self._devices, key=lambda one: one.id)
         sharding = jax.sharding.SingleDeviceSharding(first)
-        self._serves_one = not (serving_mesh or asked.over_environment().mesh_sizes)
-        own = training.data_type or next(iter(given.values())).dtype
-        by_kernels = first.platform == "cpu" and obstacle_of_kernels(self._cfg, jnp.dtype(own).name) is None
-        attention = asked.attention or ("cpu" if by_kernels else "xla")
-        best = layout_for(self._cfg, attention) if self._serves_one else FUSED
+        found = asked.over_environment()
+        self._serves_one = not (serving_mesh or found.mesh_sizes)
+        dtype = jnp.dtype(training.data_type or next(iter(given.values())).dtype).name
+        by_kernels = first.platform == "cpu" and obstacle_of_kernels(self._cfg, dtype) is None
+        best = layout_for(self._cfg, found.attention or "cpu") if by_kernels and self._serves_one else FUSED
         asked = asked.over(EngineConfig(layout=FUSED if best == CHECKPOINT else best, kv_capacity=capacity))
         self._layout, self._dtype = asked.layout or FUSED, training.data_type
         self._to, alone = sharding, len(self._devices) == 1

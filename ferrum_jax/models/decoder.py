@@ -208,7 +208,7 @@ class Family:
         with native.kernels(attention == "cpu"):
             has_adapters = any(lora is not None for lora in adapted[0].values())
             is_special = bool(every) or has_adapters or window_context is not None
-            if native.in_use() and isinstance(layers, dict) and is_special:  # which a loop would do for all layers
+            if native.in_use() and isinstance(layers, dict) and is_special:  # a loop would capture and copy of all
                 layers = [_layer_of(layers, jnp.int32(index)) for index in range(cfg.num_hidden_layers)]
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
             head = functools.partial(self.head, params, cfg=cfg, shards=shards)

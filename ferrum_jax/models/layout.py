@@ -27,9 +27,7 @@ FUSED_PARTS = {  # by block: name of the joined weight, and its parts
     "self_attn": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "mlp": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
-
-
-Stack = Callable[[Iterator[Any], int], Any]  # stacks so many trees of the same kind, one after the other
+Stack = Callable[[Iterator[Any], int], Any]  # stacks so many trees of the same kind
 
 
 @dataclass(frozen=True)
@@ -41,19 +39,13 @@ class Recipe:
 
     def make(self, get: Callable[[str], Any], join: Callable[..., Any], stack: Stack) -> Any:
         """Makes the leaf of what `get` returns for names; `join` is NumPy's `concatenate` or JAX's."""
-        rows = self._rows(get, join)
+        rows = (self._make_layer(names, get, join) for names in self.layers)
         return stack(rows, len(self.layers)) if self.is_stacked else next(rows)
 
-    def _rows(self, get: Callable[[str], Any], join: Callable[..., Any]) -> Iterator[Any]:
-        first: Any = None
-        for names in self.layers:
-            parts = [get(name) for name in names]
-            self.check_alike(parts)
-            row = jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0]
-            if first is None:
-                first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), row)
-            self.check_alike([first, row])
-            yield row
+    def _make_layer(self, names: Sequence[str], get: Callable[[str], Any], join: Callable[..., Any]) -> Any:
+        parts = [get(name) for name in names]
+        self.check_alike(parts)
+        return jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0]
 
     def check_alike(self, parts: Sequence[Any]) -> None:
         """Raises UnsupportedError unless all parts, arrays or shapes, have the same quantisation or none."""
@@ -148,10 +140,15 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
         return params
     names = checkpoint_leaves(params, cfg)
 
-    def stack(rows: Iterator[Any], _: int) -> Any:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
+    def convert(recipe: Recipe) -> Any:
+        def stack(layers: Iterator[Any], _: int) -> Any:
+            every = list(layers)
+            recipe.check_alike(every)
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *every)
 
-    return jax.tree.map(lambda recipe: recipe.make(names.__getitem__, jnp.concatenate, stack), recipes(cfg, layout))
+        return recipe.make(names.__getitem__, jnp.concatenate, stack)
+
+    return jax.tree.map(convert, recipes(cfg, layout))
 
 
 def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:

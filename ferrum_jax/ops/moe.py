@@ -150,7 +150,8 @@ def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks:
             return ChosenWeight(leaf, ids)
         experts = leaf.shape[0]  # those of all layers lie one after another
         every = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), leaf.stack)
-        return ChosenWeight(every, jnp.where((ids >= 0) & (ids < experts), ids + leaf.layer * experts, -1))
+        # Another device's expert, `experts`, would be the next layer's first: it is not to be read in vain.
+        return ChosenWeight(every, jnp.where(ids < experts, ids + leaf.layer * experts, -1))
 
     outs = expert(jax.tree.map(own, stacks, is_leaf=_is_weight), jnp.repeat(x, chosen.shape[1], axis=0))
     return outs.reshape(*chosen.shape, -1)

@@ -64,12 +64,14 @@ class Putter:
 
 
 def stack_in_turn(parts: Iterator[Any], count: int, empty: Callable[..., NDArray[Any]] = np.empty) -> Any:
-    """Stacks `count` arrays, or trees of them, on the host, holding at most one beside the stack."""
+    """Stacks `count` arrays, or trees of them, on the host; each is let go before the next is made."""
     stack = None
-    for index, part in enumerate(parts):
+    for index in range(count):
+        part = next(parts)
         if stack is None:
             stack = jax.tree.map(lambda leaf: empty((count, *leaf.shape), leaf.dtype), part)
         jax.tree.map(lambda whole, leaf, at=index: whole.__setitem__(at, leaf), stack, part)
+        del part
     return stack
 
 

@@ -1,5 +1,6 @@
 """A runner over the CPU kernels: what it tells, and that it answers as one over XLA does, in whatever bits."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,15 @@ import pytest
 from numpy.typing import NDArray
 
 import ferrum_jax
-from ferrum_jax import EngineConfig
-from ferrum_jax.compile import sampler
+from ferrum_jax import EngineConfig, models
 from ferrum_jax.compile.fingerprint import describe_code
-from ferrum_jax.compile.step import ProgramContext
 from ferrum_jax.contract import ActiveLoraAdapter
 from ferrum_jax.executor import ModelRunner, plan_engine
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.kvcache import state
+from ferrum_jax.models import Batch, Rows, specs
+from ferrum_jax.models.adapters import LoraSpec, stack_specs
+from ferrum_jax.models.hooks import Point
 from ferrum_jax.models.layout import lay_out, layout_of
 from ferrum_jax.models.quantisation import quantise
 from ferrum_jax.models.specs import ParamTree
@@ -180,21 +182,37 @@ def test_stacked_layers_capture_adapt_and_keep_windows_as_others(engine: EngineC
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
 
 
+STEPS: dict[str, tuple[EngineConfig, tuple[Point, ...], Any]] = {  # sizes, what is captured, adapters
+    "a loop": (REUSING, (), None),
+    "a hook point": (REUSING, (Point("z", 1),), None),
+    "adapters": (REUSING, (), np.zeros(4, np.int32)),
+    "sliding windows": (WINDOWED, (), None),
+}
+
+
 @pytest.mark.parametrize("is_quantised", [False, True])
-def test_a_step_over_stacked_layers_copies_no_matrix_of_them(is_quantised: bool, params: ParamTree):
+@pytest.mark.parametrize("kind", STEPS)
+def test_a_step_over_stacked_layers_copies_no_matrix_of_them(kind: str, is_quantised: bool, params: ParamTree):
+    engine, capture, adapters = STEPS[kind]
     stacked = lay_out(quantise(params, CFG, "int8") if is_quantised else params, CFG, "scanned")
-    plan = plan_engine(replace(ENGINE, attention="cpu"), CFG, platform="cpu", free_bytes=10**9)
-    own = sampler.initial(plan.sampler)
-    context = ProgramContext(CFG, stacked, state.shapes(plan.cache), own, attention="cpu")
-    program = plan.buckets.decode(4).lower(context).compile().as_text() or ""
-    kind = "s8" if is_quantised else "f32"
-    shapes = {
-        leaf.shape[1:] for leaf in jax.tree.leaves(stacked["model"]["layers"]) if leaf.ndim == 3 and leaf.shape[-1] > 1
-    }
+    plan = plan_engine(replace(engine, attention="cpu"), CFG, platform="cpu", free_bytes=10**9)
+    ones, tables = np.ones(4, np.int32), np.zeros((4, plan.buckets.table_columns + plan.cache.window_blocks), np.int32)
+    rows = Rows(tokens=ones[:, None], lengths=ones, counts=ones, tables=tables, adapters=adapters)
+
+    def step(params: ParamTree, kv: Any, batch: Any, loras: ParamTree) -> Any:
+        how: dict[str, Any] = {"loras": loras, "attention": "cpu", "capture": capture}
+        return models.family(CFG).forward(params, kv, batch, CFG, **how)
+
+    loras = specs.shapes(stack_specs(CFG, LoraSpec(max_loras=2, max_rank=4)), "float32")
+    batch = Batch(groups=(rows,), logit_rows=None)
+    lowered = jax.jit(step, donate_argnums=1).lower(stacked, state.shapes(plan.cache), batch, loras)
+    program = lowered.compile().as_text() or ""
     assert 'custom_call_target="ferrum_linear"' in program
-    for rows, columns in shapes:
-        assert f"= {kind}[1,{rows},{columns}]" not in program
-        assert f"= {kind}[{rows},{columns}]" not in program
+    assert (" while(" in program) == (kind == "a loop")  # it would do for all layers what is asked of one
+    for leaf in jax.tree.leaves(stacked["model"]["layers"]):
+        if leaf.ndim == 3 and leaf.shape[-1] > 1:
+            element, shape = "s8" if is_quantised else "f32", f"{leaf.shape[1]},{leaf.shape[2]}"
+            assert not re.search(rf"= {element}\[(\d+,)?{shape}\]\S* (?!parameter|get-tuple-element)", program)
 
 
 @pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "mixtral", "gpt_oss", "qwen3_window_biases"))

@@ -195,6 +195,8 @@ def test_weights_of_a_mesh_are_read_and_set_in_the_checkpoints_form(tmp_path: Pa
         with pytest.raises(RequestValidationError, match="release them before new weights are set"):
             many.set_params(other)
         many.release("a")
+        with pytest.raises(InvalidParameterError, match="layout is 'fused', expected 'checkpoint' as on the mesh"):
+            many.set_params(lay_out(other, cfg, "fused"))
         broken = jax.tree.map(lambda leaf: leaf, other)
         broken["model"]["layers"][1]["mlp"]["up_proj"]["weight"] = jnp.zeros((72, 47))
         with pytest.raises(InvalidParameterError, match=r"layers.1.mlp.up_proj.weight is float32\[72, 47\]"):

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrum_jax import LlmExecutor, models
+from ferrum_jax.config import LAYOUTS
 from ferrum_jax.contract import ExecutorState
 from ferrum_jax.contract.errors import CancelledError, InvalidParameterError, RequestValidationError
 from ferrum_jax.executor import ModelRunner
@@ -229,3 +230,23 @@ def test_plain_weights_are_no_quantised_ones_in_any_layout(params: ParamTree):
         again = quantise(jax.tree.map(lambda leaf: leaf * 2, params), CFG, "int8")
         runner.set_params(again)
         tiny.assert_same_tree(runner.params, lay_out(again, CFG, "scanned"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_of_every_layout_pass_a_guard_and_none_is_copied_while_a_sequence_is_live(
+    layout: str, params: ParamTree, compiles: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    with from_params(lay_out(params, CFG, layout), CFG, engine=NARROW) as runner:
+        for given in LAYOUTS:
+            own = lay_out(params, CFG, given)
+            runner.set_params(own)
+            compiles.clear()
+            with jax.transfer_guard("disallow"):
+                runner.set_params(own)
+            assert compiles == []
+            runner.prefill("a", TOKENS)
+            with monkeypatch.context() as patched:
+                patched.setattr(runner._device, "check_params", lambda _: pytest.fail("it was copied"))
+                with pytest.raises(RequestValidationError, match="release them before"):
+                    runner.set_params(own)
+            runner.release("a")

@@ -115,6 +115,21 @@ def test_experts_in_a_stack_of_layers_are_those_of_their_layer(first: int | None
         np.testing.assert_array_equal(found, mix(*(stack[layer] for stack in stacks)))
 
 
+def test_a_stack_that_contradicts_itself_is_refused():
+    x, stack = normal(1, 2, 32), make_weight("int8", 2, 3, 8, 32)
+    alone = jax.tree.map(lambda leaf: leaf[0], stack)
+    offset = jnp.zeros((3, 8, 1), jnp.float16)
+    wrong = {
+        "has a scale": stack.replace(scales=alone.scales),
+        "has an offset": stack.replace(offsets=offset[0]),
+        "has two axes": normal(3, 3, 2, 8, 32),
+    }
+    for message, weight in wrong.items():
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(product(x, weight, 0))
+    np.testing.assert_array_equal(product(x, stack.replace(offsets=offset), 0), product(x, stack, 0))
+
+
 @pytest.mark.parametrize("layer", [-1, 3, 2**30])
 def test_a_layer_that_a_stack_has_not_is_refused(layer: int):
     with pytest.raises(jax.errors.JaxRuntimeError, match="the stack has no weight of this layer"):

@@ -5,7 +5,9 @@ import itertools
 import mmap
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +72,26 @@ def test_what_is_put_is_no_view_of_what_was_given():
     found = Putter(jax.local_devices(backend="cpu")[0])({"a": given})
     given[:] = 2
     assert float(found["a"].sum()) == 1 << 20
+
+
+def test_a_stack_is_filled_with_one_part_at_a_time():
+    alive, most = [], 0
+
+    class Part(np.ndarray[Any, Any]):
+        pass
+
+    def parts() -> Iterator[Any]:
+        nonlocal most
+        for value in range(4):
+            part = np.full(1000, value, np.int32).view(Part)
+            alive.append(weakref.ref(part))
+            most = max(most, sum(one() is not None for one in alive))
+            yield {"a": part}
+            del part
+
+    found = Putter(jax.local_devices(backend="cpu")[0]).stack(parts(), 4)
+    np.testing.assert_array_equal(found["a"], np.repeat(np.arange(4), 1000).reshape(4, 1000))
+    assert most == 1
 
 
 def test_a_chunk_is_freed_with_the_last_copy_in_it():

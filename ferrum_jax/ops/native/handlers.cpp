@@ -76,7 +76,7 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count)
   auto values = parts.get<ffi::AnyBuffer>(0);
   if (!values.has_value() || !kind_of(values->element_type(), &a->kind)) return "a weight of this type has no kernel";
   auto sizes = values->dimensions();
-  if (sizes.size() < 2) return "a weight has at least two axes";
+  if (sizes.size() != 2 && sizes.size() != 3) return "a weight has two axes, a stack of them three";
   const bool is_quantised = a->kind == Kind::kInt8 || a->kind == Kind::kUint4;
   a->weight = values->untyped_data();
   a->outputs = sizes[sizes.size() - 2];
@@ -88,12 +88,15 @@ const char* describe(const ffi::RemainingArgs& parts, Linear* a, int64_t* count)
   if (!scales.has_value() || !kind_of(scales->element_type(), &a->scale_kind)) return "scales have another type";
   a->scales = scales->untyped_data();
   a->groups = scales->dimensions()[scales->dimensions().size() - 1];
+  const auto is_of_groups = [&](const auto& of) { return int64_t(of.element_count()) == *count * a->outputs * a->groups; };
+  if (!is_of_groups(*scales)) return "each group of each weight has a scale";
   if (a->groups < 1 || a->inputs % a->groups || (a->kind == Kind::kUint4 && a->inputs / a->groups % 2))
     return "the groups do not divide the inputs";
   if (a->inputs > kMostInputs) return "a quantised weight has too many inputs";
   if (parts.size() < 3) return nullptr;
   auto offsets = parts.get<ffi::AnyBuffer>(2);
   if (!offsets.has_value() || !kind_of(offsets->element_type(), &a->offset_kind)) return "offsets have another type";
+  if (!is_of_groups(*offsets)) return "each group of each weight has an offset";
   if (a->offset_kind != a->scale_kind && a->offset_kind != Kind::kFloat32) return "offsets are not as the scales";
   a->offsets = offsets->untyped_data();
   return nullptr;
@@ -142,6 +145,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, Floats x, Integers layer, ffi::Remai
   Linear a{};
   int64_t layers;
   if (const char* problem = describe(parts, &a, &layers)) return ffi::Error::InvalidArgument(problem);
+  if (layer.element_count() != 1) return ffi::Error::InvalidArgument("a product has one layer");
   const int64_t own = layer.typed_data()[0];
   if (own < 0 || own >= layers) return ffi::Error::InvalidArgument("the stack has no weight of this layer");
   a = take(a, own);
