@@ -15,7 +15,7 @@ from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.checks import check_flag
 from ferrum_jax.config.engine import CompilerOptions, MeshSizes
 from ferrum_jax.contract.decoding import is_integer
-from ferrum_jax.contract.errors import ConfigError, NotFoundError, ResourceExhaustedError, safe_repr
+from ferrum_jax.contract.errors import ConfigError, FerrumError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
 from ferrum_jax.executor.device import EMPTY_KV, KvMemory
 from ferrum_jax.executor.hosts import Hosts
@@ -334,7 +334,7 @@ def _can_stack(source: Checkpoint, quantize: str | None, dtype: str) -> bool:
     """
     try:
         formats = dict(_formats(source, quantize, dtype, CHECKPOINT) or source.formats)
-    except ConfigError:  # `param_specs` reports it
+    except FerrumError:  # `param_specs` reports it
         return False
     return joinable(_multiplied(formats, source.config), source.config, SCANNED) == formats
 

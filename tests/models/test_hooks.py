@@ -233,7 +233,8 @@ def test_generation_follows_the_interventions_of_each_row():
     seeds, lengths = jnp.zeros(2, jnp.uint32), jnp.array([7, 7])
     rollout, _ = ferrum_jax.generate_fn(params, None, tokens, lengths, seeds, cfg, max_tokens=5, interventions=edits)
     whole = jnp.concatenate([tokens, rollout.token_ids], axis=1)
-    logps = jax.nn.log_softmax(models.forward(params, whole, cfg, interventions=edits)[:, 6:-1])
+    logits = jax.jit(lambda tokens: models.forward(params, tokens, cfg, interventions=edits))(whole)
+    logps = jax.nn.log_softmax(logits[:, 6:-1])
     np.testing.assert_array_equal(logps.argmax(-1), rollout.token_ids)
     close(rollout.logprobs, logps.max(-1))
 

@@ -24,7 +24,7 @@ run = jax.jit(models.run, static_argnames=("cfg", "capture", "logits", "attentio
 
 
 LAID_OUT = [
-    pytest.param(name, layout, marks=() if (name, layout) == ("gemma2", "checkpoint") else pytest.mark.slow)
+    pytest.param(name, layout, marks=() if (name, layout) == ("gemma2", SCANNED) else pytest.mark.slow)
     for name in FAMILIES
     for layout in ("checkpoint", SCANNED)
     if layout != SCANNED or name not in ("qwen2_moe", "deepseek3")  # whose layers are of two kinds: not stacked
