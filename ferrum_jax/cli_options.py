@@ -13,7 +13,7 @@ DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or floa
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")]
 MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, such as model=4,data=2")]
 CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
-LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned [best]")]
+LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="Folder or .gguf file of a tokenizer, where the model's own will not do")
 ]

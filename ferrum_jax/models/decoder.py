@@ -176,7 +176,7 @@ class Family:
         Raises:
             InvalidParameterError: rows have adapters but there are no `loras`, or an intervention has another shape.
             UnsupportedError: a point that a sliding-window cache or a divided model lacks, or such a cache with stacked
-                layers.
+                layers without kernels.
         """
         params, kv, batch, inputs_embeds, loras, *edits = vary_alike(
             params, kv, batch, inputs_embeds, loras, *edits_of(interventions)
@@ -208,7 +208,7 @@ class Family:
         with native.kernels(attention == "cpu"):
             has_adapters = any(lora is not None for lora in adapted[0].values())
             is_special = bool(every) or has_adapters or window_context is not None
-            if native.in_use() and isinstance(layers, dict) and is_special:  # a loop would capture and copy of all
+            if native.in_use() and isinstance(layers, dict) and is_special:  # else all layers do what one is to do
                 layers = [_layer_of(layers, jnp.int32(index)) for index in range(cfg.num_hidden_layers)]
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
             head = functools.partial(self.head, params, cfg=cfg, shards=shards)

@@ -1,6 +1,7 @@
 """Rollouts for tunix: its models' logits and log-probabilities, and a training run beside its own sampler."""
 
 # pyright: reportMissingImports=false
+import contextlib
 import functools
 import json
 import subprocess
@@ -36,6 +37,8 @@ with warnings.catch_warnings():
 
 from ferrum_jax import models
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
+from ferrum_jax.models.layout import layout_of
+from ferrum_jax.ops import native
 from ferrum_jax.weights.foreign import from_tree, to_tree
 from ferrum_jax.weights.name_tables import tunix_rules
 
@@ -154,6 +157,18 @@ def rollout_of(model: nnx.Module, config: RolloutConfig | None = None, **setting
     config = config or rollout_config()
     asked: dict[str, Any] = {"max_seqs": 4, "decode_rows": (4,), "warmup": False} | settings
     return FerrumRollout(model, Letters(), rollout_config=config, **asked)
+
+
+@pytest.mark.skipif(native.instruction_set() is None, reason="without kernels layers are not stacked")
+def test_layers_are_stacked_where_kernels_will_read_them(monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("llama3")
+    for attention, layout in ((None, "scanned"), ("xla", "fused")):
+        if attention is not None:
+            monkeypatch.setenv("FERRUM_ATTENTION", attention)
+        with contextlib.closing(rollout_of(model)) as rollout:
+            assert layout_of(rollout.llm.runner.params) == layout
+    with contextlib.closing(rollout_of(model, layout="checkpoint")) as rollout:
+        assert layout_of(rollout.llm.runner.params) == "checkpoint"
 
 
 @pytest.mark.parametrize("name", MODELS)
