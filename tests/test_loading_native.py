@@ -106,13 +106,12 @@ def test_a_native_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path:
     file = write_gguf(tmp_path / "m.gguf", WIDE, raw=raw)
     (native, _), (plain, _) = (ferrum_jax.load_params(file, "float32", quantize=wish) for wish in ("keep", "none"))
     assert formats_of(native).keys() == shapes.keys()
+    found = {name: np.asarray(leaf) for name, leaf in specs.named_leaves(models.dequantise(native)).items()}
     for name, leaf in specs.named_leaves(plain).items():
-        found = specs.named_leaves(models.dequantise(native))[name]
-        np.testing.assert_allclose(found, leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
+        np.testing.assert_allclose(found[name], leaf, rtol=1e-6, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
     name = test_packed.LEFT_OUT
     expected = read_blocks(kind, drawn[name], shapes[name])
-    found = specs.named_leaves(models.dequantise(native))[name]
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.errors import InvalidParameterError
@@ -24,6 +25,10 @@ from ferrum_jax.ops.quantised import (
     is_quantised,
     quantise_weight,
 )
+
+# One program for a weight: without temporary float32 copies of it.
+_quantise = jax.jit(quantise_weight, static_argnums=(1, 2))
+_dequantise = jax.jit(dequantise_weight, static_argnums=1)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,10 @@ def quantise(
 
     def kept(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         form = formats.get(specs.name_of(path))
-        return leaf if form is None else quantise_weight(leaf, form.dtype, form.groups)
+        if form is None:
+            return leaf
+        quantised = quantise_weight if isinstance(leaf, np.ndarray) else _quantise  # the same numbers
+        return quantised(leaf, form.dtype, form.groups)
 
     return lay_out(jax.tree_util.tree_map_with_path(kept, params), cfg, layout)
 
@@ -148,5 +156,5 @@ def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
     """Returns the plain tree of dequantised weights, in `dtype` or, if None, in that of the other parameters."""
     wanted = activation_dtype(params) if dtype is None else jnp.dtype(dtype)
     return jax.tree.map(
-        lambda leaf: dequantise_weight(leaf, wanted) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised
+        lambda leaf: _dequantise(leaf, wanted) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised
     )

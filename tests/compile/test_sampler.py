@@ -115,6 +115,7 @@ def programs(attention: str) -> dict[str, Callable[..., Any]]:
         "sample": jax.jit(context.spread(sampler.sample, (), ())),
         "verify": jax.jit(context.spread(sampler.verify, (), ())),
         "configure": jax.jit(sampler.configure, static_argnames="vocab_size"),
+        "score": jax.jit(functools.partial(score_processed, blocks=4)),
     }
 
 
@@ -243,10 +244,10 @@ def test_given_tokens_score_by_the_definition_across_blocks_and_calls(
     settings, other = SlotSettings(**EVERY_OPTION[name]), SlotSettings(frequency_penalty=1.0)
     given, logits = [4, 7, 7, 4, 11], logits_of(3, 8)
     blocks = [[0, 20, 2, 9, 4, 4, 7], [0, 22, 2, 7, 7, 7, 4], [1, 3, 2, 1, 7, 7, 7], [NOBODY, 0, 0, 0, 0, 0, 0]]
-    program = jax.jit(functools.partial(score_processed, blocks=4))
-    state, first = program(configured(programs, [settings, other]), logits, np.array(blocks, np.int32).ravel())
+    state = configured(programs, [settings, other])
+    state, first = programs["score"](state, logits, np.array(blocks, np.int32).ravel())
     rest = np.array([[0, 24, 1, 4, 0, 11, 0], *([blocks[-1]] * 3)], np.int32).ravel()
-    after, last = program(state, logits, rest)
+    after, last = programs["score"](state, logits, rest)
     found, known = [*np.asarray(first)[:4], np.asarray(last)[0]], list(EVERY_OPTION[name].get("generated", []))
     for at, token in enumerate(given):
         _, _, scaled = reference(logits[at % 4], replace(settings, generated=np.array(known, int)), 21 + at)

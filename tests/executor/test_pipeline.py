@@ -1,6 +1,7 @@
 """`execute`: rows of any output in one batch, and steps that are begun before the last ones are read."""
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -133,33 +134,39 @@ LONG = TEXT[20:39]  # two blocks, and three tokens more
 TARGETS = np.array(TEXT[21:40], np.int32)
 
 
+@pytest.fixture(scope="module")
+def two_blocks(reusing_runner: ModelRunner, params: ParamTree) -> Iterator[ModelRunner]:
+    """A runner whose steps of all logits may have two blocks."""
+    plan = replace(reusing_runner.plan, buckets=replace(reusing_runner.plan.buckets, logit_blocks=2))
+    with ModelRunner(params, reusing_runner.model_config, plan, device=find_device("cpu")) as runner:
+        yield runner
+
+
 @pytest.mark.parametrize(
     "output",
     [ALL_LOGITS, Distributions(WARM), TargetScores(TARGETS, True, WARM), TargetScores(TARGETS, True, PENALISED)],
     ids=lambda output: type(output).__name__,
 )
 def test_two_blocks_of_a_long_row_in_one_step_answer_as_one_after_the_other(
-    output: Any, runner: ModelRunner, params: ParamTree
+    output: Any, runner: ModelRunner, two_blocks: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ):
-    plan = replace(runner.plan, buckets=replace(runner.plan.buckets, logit_blocks=2))
     begun: list[Any] = []
-    with ModelRunner(params, runner.model_config, plan, device=find_device("cpu")) as two:
-        get = two._programs.get
-        two._programs.get = lambda key: begun.append(key) or get(key)
-        for points in ((), (Point("resid_post", 0),)):
-            found = []
-            for one in (runner, two):
-                one.reset()
-                hold(one)
-                found += one.execute([row("a", LONG, len(HELD["a"]), output)._replace(capture=points)]).result()
-            pairs = []
-            if points:
-                pairs, found = [[one.points[points[0]] for one in found]], [one.answer for one in found]
-            same(*found)
-            if isinstance(output, TargetScores):
-                pairs.append([one.processed for one in found])
-            for one, other in pairs:
-                np.testing.assert_allclose(one, other, atol=TOLERANCE, rtol=0)
+    get = two_blocks._programs.get
+    monkeypatch.setattr(two_blocks._programs, "get", lambda key: begun.append(key) or get(key))
+    for points in ((), (Point("resid_post", 0),)):
+        found = []
+        for one in (runner, two_blocks):
+            one.reset()
+            hold(one)
+            found += one.execute([row("a", LONG, len(HELD["a"]), output)._replace(capture=points)]).result()
+        pairs = []
+        if points:
+            pairs, found = [[one.points[points[0]] for one in found]], [one.answer for one in found]
+        same(*found)
+        if isinstance(output, TargetScores):
+            pairs.append([one.processed for one in found])
+        for one, other in pairs:
+            np.testing.assert_allclose(one, other, atol=TOLERANCE, rtol=0)
     assert (2, 8, "all") in {(key.blocks, key.block_tokens, key.outputs) for key in begun if isinstance(key, StepKey)}
 
 

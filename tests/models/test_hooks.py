@@ -231,7 +231,8 @@ def test_generation_follows_the_interventions_of_each_row():
 
     edits = {("resid_post", 0): Edit(add=add), ("z", 2): late}
     seeds, lengths = jnp.zeros(2, jnp.uint32), jnp.array([7, 7])
-    rollout, _ = ferrum_jax.generate_fn(params, None, tokens, lengths, seeds, cfg, max_tokens=5, interventions=edits)
+    generate = partial(ferrum_jax.generate_fn, cfg=cfg, max_tokens=5, interventions=edits)
+    rollout, _ = jax.jit(generate)(params, None, tokens, lengths, seeds)
     whole = jnp.concatenate([tokens, rollout.token_ids], axis=1)
     logits = jax.jit(lambda tokens: models.forward(params, tokens, cfg, interventions=edits))(whole)
     logps = jax.nn.log_softmax(logits[:, 6:-1])

@@ -62,7 +62,7 @@ def fill(case: Case, layout: Layout, seed: int = 0) -> Filled:
     capacity = case.columns * case.block
     used = [length + count if count else 0 for length, count in zip(case.lengths, case.counts, strict=True)]
     shape = batch, capacity, case.kv_heads, case.head_dim
-    k, v = (jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype) for _ in "kv")
+    k, v = (rng.standard_normal(shape, np.float32).astype(dtype) for _ in "kv")
     ids = np.repeat(tables, case.block, axis=1)
     ids[np.arange(capacity) >= np.array(used)[:, None]] = spec.num_blocks  # one past the end: not written
     offsets = np.tile(np.arange(case.block, dtype=np.int32), batch * case.columns)
@@ -70,13 +70,14 @@ def fill(case: Case, layout: Layout, seed: int = 0) -> Filled:
     kv = _write(kv, LAYER, ids.ravel(), offsets, *(side.reshape(-1, *shape[2:]) for side in (k, v)))
     keys, values = ([side[:n] for side, n in zip(np.asarray(whole, np.float32), used, strict=True)] for whole in (k, v))
     rows = Rows(
-        tokens=jnp.zeros((batch, case.tokens), jnp.int32),
-        lengths=jnp.asarray(case.lengths, jnp.int32),
-        counts=jnp.asarray(case.counts, jnp.int32),
-        tables=jnp.asarray(tables),
+        tokens=np.zeros((batch, case.tokens), np.int32),
+        lengths=np.array(case.lengths, np.int32),
+        counts=np.array(case.counts, np.int32),
+        tables=tables,
     )
     heads = case.kv_heads * case.group
-    q = jnp.asarray(rng.standard_normal((batch, case.tokens, heads, case.head_dim), np.float32)).astype(dtype)
+    q = rng.standard_normal((batch, case.tokens, heads, case.head_dim), np.float32).astype(dtype)
+    q, kv, rows = jax.device_put((q, kv, rows))
     return Filled(q, kv, rows, keys, values)
 
 
