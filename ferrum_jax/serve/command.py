@@ -1,5 +1,6 @@
 """`ferrum-jax serve`."""
 
+import gc
 import importlib.util
 import logging
 import sys
@@ -106,6 +107,8 @@ def serve(
         server = Server(llm, settings)
         if warmup:
             llm.warmup()
+        gc.collect()
+        gc.freeze()  # this lasts as long as the process: to walk through it stops every answer for 150 ms
         print(f"{server.service.name} on http://{host}:{bound.getsockname()[1]}", file=sys.stderr, flush=True)
         server.run([bound])
 

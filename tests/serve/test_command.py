@@ -1,6 +1,7 @@
 """`ferrum-jax serve` as a process, and what keeps it from starting."""
 
 import contextlib
+import gc
 import importlib.util
 import json
 import re
@@ -16,6 +17,7 @@ import pytest
 from ferrum_jax import cli
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.serve.command import serve
+from ferrum_jax.serve.server import Server
 from tests import tiny
 from tests.serve.models import spelled
 
@@ -48,6 +50,20 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
     for wrong in cases:
         with pytest.raises(ConfigError):
             serve("/nowhere", **wrong)
+
+
+def test_no_collection_walks_through_what_lasts_as_long_as_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, frozen = tiny.write_folder(tmp_path / "model", CONFIG), gc.get_freeze_count()
+    spelled(37).save(folder)
+    found: list[int] = []
+    monkeypatch.setattr(Server, "run", lambda self, sockets: found.append(gc.get_freeze_count()))
+    try:
+        serve(str(folder), port=0, kv_capacity=64, max_seqs=2, warmup=False)
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+    assert found[0] > frozen
 
 
 @pytest.mark.slow
