@@ -21,6 +21,7 @@ constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
 constexpr int64_t kShort = 1 << 10;  // inputs of a row whose sum ends while the next one's begins
 constexpr int64_t kFewRows = kManyRegisters ? 32 : 8;  // of x, which the nearest caches hold while the weight passes once
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
+constexpr int64_t kChain = 128;         // inputs of a panel that are summed one after the other, as its sums have no lanes
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
 
 template <class T> inline void widen_numbers(const T* from, int64_t count, float* to) {
@@ -265,7 +266,8 @@ template <class Near> void by_panels(const Linear& a, int64_t part, const Near& 
           to[r] = some == kPanel ? a.y[row + r] + n : ends[r];
           if (some < kPanel && from) std::memcpy(to[r], a.y[row + r] + n, size_t(some) * sizeof(float));
         }
-        meet_panel<size.value>(a.x + row, from, panel, count, to);
+        for (int64_t k = 0; k < count; k += kChain)
+          meet_panel<size.value>(a.x + row, from + k, panel + k * kPanel, least(kChain, count - k), to);
         for (int r = 0; some < kPanel && r < size.value; r++)
           std::memcpy(a.y[row + r] + n, to[r], size_t(some) * sizeof(float));
       });
