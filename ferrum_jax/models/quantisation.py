@@ -26,7 +26,7 @@ from ferrum_jax.ops.quantised import (
     quantise_weight,
 )
 
-# One program for a weight: without temporary float32 copies of it.
+# Jitted, so that XLA keeps no float32 intermediate of a weight in memory.
 _quantise = jax.jit(quantise_weight, static_argnums=(1, 2))
 _dequantise = jax.jit(dequantise_weight, static_argnums=1)
 
@@ -146,7 +146,7 @@ def quantise(
         form = formats.get(specs.name_of(path))
         if form is None:
             return leaf
-        quantised = quantise_weight if isinstance(leaf, np.ndarray) else _quantise  # the same numbers
+        quantised = quantise_weight if isinstance(leaf, np.ndarray) else _quantise  # which would leave the host
         return quantised(leaf, form.dtype, form.groups)
 
     return lay_out(jax.tree_util.tree_map_with_path(kept, params), cfg, layout)
@@ -155,6 +155,10 @@ def quantise(
 def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
     """Returns the plain tree of dequantised weights, in `dtype` or, if None, in that of the other parameters."""
     wanted = activation_dtype(params) if dtype is None else jnp.dtype(dtype)
-    return jax.tree.map(
-        lambda leaf: _dequantise(leaf, wanted) if is_quantised(leaf) else leaf, params, is_leaf=is_quantised
-    )
+
+    def plain(leaf: Any) -> Any:
+        if not is_quantised(leaf):
+            return leaf
+        return (dequantise_weight if isinstance(leaf.values, np.ndarray) else _dequantise)(leaf, wanted)
+
+    return jax.tree.map(plain, params, is_leaf=is_quantised)

@@ -108,7 +108,7 @@ def serve(
         if warmup:
             llm.warmup()
         gc.collect()
-        gc.freeze()  # this lasts as long as the process: to walk through it stops every answer for 150 ms
+        gc.freeze()  # all answers wait while a collection walks through what there is
         print(f"{server.service.name} on http://{host}:{bound.getsockname()[1]}", file=sys.stderr, flush=True)
         server.run([bound])
 

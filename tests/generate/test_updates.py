@@ -69,7 +69,7 @@ def run_traffic(runner: ModelRunner, weights: list[ParamTree], policy: LivePolic
 def test_any_interleaving_of_updates_and_traffic_is_exact(
     policy: LivePolicy, serving: ModelRunner, weights: list[ParamTree], mixed: Logprobs
 ):
-    for seed in range(2):
+    for seed in range(6):
         run_traffic(serving, weights, policy, seed, mixed)
 
 

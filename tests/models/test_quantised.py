@@ -85,6 +85,17 @@ def test_numpy_and_jax_quantise_to_the_same_numbers(dtype: str, groups: int):
             np.testing.assert_array_equal(mine.astype(np.float32), np.asarray(theirs, np.float32))
 
 
+def test_weights_on_the_host_stay_there_and_have_the_same_numbers():
+    config = tiny.CONFIGS["llama3"]
+    cfg, params = tiny.model_config("llama3"), tiny.tiny_params(config)
+    host = quantisation.quantise(jax.tree.map(np.asarray, params), cfg, "int8")
+    plain = quantisation.dequantise(host)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves((host, plain)))
+    device = quantisation.quantise(params, cfg, "int8")
+    tiny.assert_same_tree(host, device)
+    tiny.assert_same_tree(plain, quantisation.dequantise(device))
+
+
 def test_a_narrow_weight_is_quantised_as_the_numbers_it_holds():
     narrow = drawn(7, 12).astype(ml_dtypes.bfloat16)
     kept, wide = quantise_weight(narrow, "int8"), quantise_weight(narrow.astype(np.float32), "int8")

@@ -16,6 +16,7 @@ import pytest
 
 from ferrum_jax import cli
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.generate.llm import LLM
 from ferrum_jax.serve.command import serve
 from ferrum_jax.serve.server import Server
 from tests import tiny
@@ -52,18 +53,13 @@ def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: P
             serve("/nowhere", **wrong)
 
 
-def test_no_collection_walks_through_what_lasts_as_long_as_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder, frozen = tiny.write_folder(tmp_path / "model", CONFIG), gc.get_freeze_count()
+def test_collections_leave_out_what_is_there_after_warmup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder, calls = tiny.write_folder(tmp_path / "model", CONFIG), []
     spelled(37).save(folder)
-    found: list[int] = []
-    monkeypatch.setattr(Server, "run", lambda self, sockets: found.append(gc.get_freeze_count()))
-    try:
-        serve(str(folder), port=0, kv_capacity=64, max_seqs=2, warmup=False)
-    finally:
-        gc.unfreeze()
-        gc.collect()
-        gc.freeze()
-    assert found[0] > frozen
+    for owner, name in ((LLM, "warmup"), (gc, "freeze"), (Server, "run")):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: calls.append(name))
+    serve(str(folder), port=0, kv_capacity=64, max_seqs=2)
+    assert calls == ["warmup", "freeze", "run"]
 
 
 @pytest.mark.slow

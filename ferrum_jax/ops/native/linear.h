@@ -21,7 +21,7 @@ constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
 constexpr int64_t kShort = 1 << 10;  // inputs of a row whose sum ends while the next one's begins
 constexpr int64_t kFewRows = kManyRegisters ? 32 : 8;  // of x, which the nearest caches hold while the weight passes once
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
-constexpr int64_t kChain = 128;         // inputs of a panel that are summed one after the other, as its sums have no lanes
+constexpr int64_t kChain = 128;  // inputs summed in a register before y, as the lanes of a panel are outputs
 constexpr int64_t kStrip = 1 << 12;  // numbers of the weight that stay in the nearest cache while all rows of x meet them
 
 template <class T> inline void widen_numbers(const T* from, int64_t count, float* to) {
