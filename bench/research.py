@@ -6,8 +6,9 @@ it is the other prompt's. Transformers runs a whole forward a patch, with a hook
 Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
 had beyond what it had before the call. `products` keeps the results of matrix products and recomputes the rest of each
 layer, `scanned products` in one loop over the layers; `scanned remat` recomputes all of it there. Scoring:
-`LLM.score` beside batches of like length that are padded to the longest, of passages of Python's reference manual;
-how far both are from transformers in float64 is told for some of them. All answers are compared, in float32 on a CPU.
+`LLM.score` beside batches of like length that are padded to the longest, of passages of Python's reference manual,
+64 of them by turns until all are scored; how far both are from transformers in float64 is told for some. All answers
+are compared, in float32 on a CPU.
 """
 
 import argparse
@@ -15,7 +16,8 @@ import copy
 import ctypes
 import gc
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pydoc_data.topics import topics
 from typing import Any
@@ -23,10 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from rich.progress import track
 
 import ferrum_jax
 from bench import card, models
-from bench.timing import Contestant, alternate
+from bench.timing import Contestant, alternate, count_compiles
 from ferrum_jax.generate.tokenizer import load_tokenizer
 from ferrum_jax.models.layout import SCANNED, lay_out
 from ferrum_jax.weights import hub
@@ -34,6 +37,7 @@ from ferrum_jax.weights import hub
 LENGTH, SMOKE_LENGTH = 20, 5  # tokens of the prompt that is patched
 TRAINED, SMOKE_TRAINED = 512, 24  # tokens whose likelihood has a gradient
 TEXTS, SMOKE_TEXTS = 64, 3  # to score
+TURN = 64  # texts that one scores before it is the other's turn
 EXACT = 16  # of them scored in float64, too
 SHORTEST, LONGEST = 64, 512  # tokens of each
 BATCH = 8  # texts of a padded batch
@@ -192,18 +196,18 @@ def _texts(found: argparse.Namespace, subject: models.Subject) -> list[list[int]
 def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict[str, Any]:
     import torch
 
-    model, count = peer.module, len(texts)
+    model = peer.module
     with models.run(subject, ferrum_jax.EngineConfig(max_seqs=8, kv_capacity=max(map(len, texts)))) as runner:
         llm = ferrum_jax.LLM.from_model(runner)
 
-        def ours() -> list[list[float]]:
+        def ours(texts: Sequence[list[int]]) -> list[list[float]]:
             return [one.logprobs for one in llm.score([text[:1] for text in texts], [text[1:] for text in texts])]
 
         @torch.inference_mode()
-        def theirs() -> list[list[float]]:
+        def theirs(texts: Sequence[list[int]]) -> list[list[float]]:
             found: dict[int, list[float]] = {}
-            order = sorted(range(count), key=lambda at: len(texts[at]))
-            for start in range(0, count, BATCH):
+            order = sorted(range(len(texts)), key=lambda at: len(texts[at]))
+            for start in range(0, len(texts), BATCH):
                 rows = order[start : start + BATCH]
                 most = max(len(texts[at]) for at in rows)
                 ids = torch.tensor([texts[at] + [0] * (most - len(texts[at])) for at in rows])
@@ -212,11 +216,22 @@ def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict
                 picked = logits.gather(-1, ids[:, 1:, None])[..., 0]
                 for row, at in zip(picked, rows, strict=True):
                     found[at] = row[: len(texts[at]) - 1].tolist()
-            return [found[at] for at in range(count)]
+            return [found[at] for at in range(len(texts))]
 
-        found = {"ours": ours(), "transformers": theirs()}
+        contestants = {"ours": ours, "transformers": theirs}
+        found: dict[str, list[list[float]]] = {name: [] for name in contestants}
+        seconds = dict.fromkeys(contestants, 0.0)
+        runner.warmup(progress=True, load=True)
+        for score in contestants.values():
+            score(texts[:TURN])  # warms what is not declared
+        turns = [texts[at : at + TURN] for at in range(0, len(texts), TURN)]
+        with count_compiles() as compiled:
+            for turn in track(turns, "scoring"):
+                for name, score in contestants.items():
+                    started = time.perf_counter()
+                    found[name] += score(turn)
+                    seconds[name] += time.perf_counter() - started
         error = max(_agree(np.array(a), np.array(b)) for a, b in zip(*found.values(), strict=True))
-        times = alternate({"ours": Contestant(ours), "theirs": Contestant(theirs)}, rounds=1)
     precise, exact = copy.deepcopy(model).double(), []
     for text in texts[:EXACT]:
         with torch.inference_mode():
@@ -224,10 +239,11 @@ def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict
         exact.append(logits.gather(-1, torch.tensor(text)[1:, None])[:, 0].numpy())
     tokens = sum(map(len, texts))
     return {
-        "what": f"scores of {count} texts, {tokens} tokens",
+        "what": f"scores of {len(texts)} texts, {tokens} tokens",
         "tokens": tokens,
-        "ours_s": times["ours"].median / 1e3,
-        "theirs_s": times["theirs"].median / 1e3,
+        "ours_s": seconds["ours"],
+        "theirs_s": seconds["transformers"],
+        "compiles": len(compiled),
         "largest_difference": error,
         "exact": len(exact),
         "from_float64": {
