@@ -1,10 +1,12 @@
-"""Activation patching: which layer and position carry the answer's subject?
+"""Activation patching of indirect object identification: where does a model keep who gives the drink?
 
-Meng et al. 2022, "Locating and Editing Factual Associations in GPT", section 2.1. The residual stream of a run on
-"France" takes the place of that of a run on "Italy", one layer and position at a time; what counts is how much of the
-difference between the two answers comes back. All positions of a layer are rows of one call, which begins at that
-layer: what lies before it is the run on "Italy". The layer is an argument, so one program serves all patches.
+Wang et al. 2022, "Interpretability in the Wild", section 3. Two prompts differ in the subject of their second clause;
+measured is the logit of " Mary" minus that of " John" after the last token. One layer and position at a time, the clean
+run's residual stream takes the place of the corrupted run's: how much of the difference comes back? All positions of a
+layer are rows of one call, which begins at that layer; the layer is an argument, so one program serves all patches.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,41 +16,45 @@ from ferrum_jax import models
 from ferrum_jax.generate.tokenizer import load_tokenizer
 from ferrum_jax.weights import hub
 
+TEXT = "When Mary and John went to the store, {} gave a drink to"
 path = hub.resolve(None)  # SmolLM2-135M-Instruct
-params, cfg = ferrum_jax.load_params(path, dtype="float32")
+params, cfg = ferrum_jax.load_params(path, dtype="float32", layout="scanned")
 tokenizer = load_tokenizer(path)
-prompts = ["The capital of France is the city of", "The capital of Italy is the city of"]
-clean, corrupt = (tokenizer.encode(one) for one in prompts)
-paris, rome = (tokenizer.encode(one)[-1] for one in (" Paris", " Rome"))
-assert len(clean) == len(corrupt)
+clean, corrupted = (tokenizer.encode(TEXT.format(subject)) for subject in ("John", "Mary"))
+mary, john = (tokenizer.encode(name)[-1] for name in (" Mary", " John"))
+(second,) = (at for at, pair in enumerate(zip(clean, corrupted, strict=True)) if pair == (john, mary))
 length, layers = len(clean), cfg.num_hidden_layers
 
 
-def score(logits: jax.Array) -> jax.Array:
-    """How much likelier Paris is than Rome after the last token."""
-    return logits[:, -1, paris] - logits[:, -1, rome]
+def difference(logits: jax.Array) -> jax.Array:
+    """The logit of Mary minus that of John after the last token."""
+    return logits[:, -1, mary] - logits[:, -1, john]
 
 
-run = jax.jit(lambda tokens: models.run(params, tokens, cfg, capture=[("resid_pre", None)], logits="last"))
-logits, seen = run(jnp.array([clean, corrupt]))
-best, worst = score(logits)
+run = jax.jit(partial(models.run, cfg=cfg, capture=[("resid_pre", None)], logits="last"))
+logits, seen = run(params, jnp.array([clean, corrupted]))
+best, worst = difference(logits)
+print(f"Mary's logit minus John's: {best:.2f} after the clean prompt, {worst:.2f} after the corrupted one")
+assert best > 0 > worst, "the model names the one who is not the subject"
 states = jnp.stack([seen["resid_pre", layer] for layer in range(layers)])  # [L, 2, T, D]
 
 
 @jax.jit
-def patched(layer: jax.Array) -> jax.Array:
+def restored(params: models.specs.ParamTree, layer: jax.Array) -> jax.Array:
     """The share of the difference that each position of a layer restores, [T]."""
-    of_france, of_italy = states[layer]
-    patches = jnp.where(jnp.eye(length, dtype=bool)[:, :, None], of_france, of_italy)  # one position in each row
-    rows = jnp.tile(jnp.array([corrupt]), (length, 1))
+    own, other = states[layer]
+    patches = jnp.where(jnp.eye(length, dtype=bool)[..., None], own, other)  # one position in each row
+    rows = jnp.array([corrupted] * length)
     logits = models.forward(params, rows, cfg, inputs_embeds=patches, first_layer=layer, logits="last")
-    return (score(logits) - worst) / (best - worst)
+    return (difference(logits) - worst) / (best - worst)
 
 
-table = jnp.stack([patched(jnp.int32(layer)) for layer in range(0, layers, 6)])
-print("layer ", *(f"{tokenizer.decode([token]):>9}" for token in corrupt))
-for row, layer in zip(table, range(0, layers, 6), strict=True):
-    print(f"{layer:>5} ", *(f"{float(share):9.2f}" for share in row))
-subject = next(at for at, (one, other) in enumerate(zip(clean, corrupt, strict=True)) if one != other)
-assert table[0, subject] > 0.99, "before the first layer, the subject's embedding is all the difference"
-assert jnp.abs(jnp.delete(table[0], subject)).max() < 1e-3
+shares = jnp.stack([restored(params, jnp.int32(layer)) for layer in range(layers)])  # [L, T]
+print("layer", *(f"{tokenizer.decode([token]):>6}" for token in corrupted))
+for layer, row in enumerate(shares):
+    print(f"{layer:>5}", *(f"{float(share):z6.2f}" for share in row))
+largest = [int(at) for at in shares.argmax(axis=1)]  # by layer
+turn, mover = largest.index(length - 1), int(jnp.diff(shares[:, -1]).argmax())
+print(f"largest at the second subject before layer {turn}, then at the last token; layer {mover} moves most of it")
+assert set(largest) == {second, length - 1}
+assert jnp.allclose(shares[0], jnp.eye(length)[second], atol=1e-3), "at first it is all in the subject's embedding"

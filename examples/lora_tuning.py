@@ -1,9 +1,9 @@
-"""LoRA: an adapter is trained through the serving forward, written in PEFT's format, and served by a runner.
+"""LoRA: an adapter is trained through the serving forward, and served from the arrays that were trained.
 
-Hu et al. 2021, "LoRA". The optimiser is Adam by hand; any other that takes a tree of gradients does as well.
+Hu et al. 2021, "LoRA". The optimiser is Adam by hand; any other that takes a tree of gradients does as well. To keep
+the adapter on disk in PEFT's format, there is `weights.peft.write_adapter(folder, stacks, cfg)`.
 """
 
-import tempfile
 from functools import partial
 
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.models.adapters import LoraSpec, stack_specs
-from ferrum_jax.weights.peft import write_adapter
 
 config = {
     "model_type": "llama", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -46,12 +45,11 @@ for at in range(1, 151):
     if at % 50 == 0:
         print(f"step {at}: loss {value:.4f}")
 
-with tempfile.TemporaryDirectory() as folder:
-    write_adapter(folder, stacks, cfg)
-    with ferrum_jax.from_params(params, cfg, max_seqs=2, kv_capacity=32, max_loras=1, max_lora_rank=4) as runner:
-        runner.set_lora_adapter_for_cache("tuned", ferrum_jax.ActiveLoraAdapter(name="lesson", path=folder))
-        found = lesson[0, :1].tolist()
-        while len(found) < lesson.shape[1]:
-            found.append(int(runner.decode("tuned", found[-1], len(found) - 1).argmax()))
-print("recited:", found)
-assert found == lesson[0].tolist()
+start, how = lesson[0, :1].tolist(), ferrum_jax.SamplingParams(max_tokens=lesson.shape[1] - 1)
+with ferrum_jax.from_params(params, cfg, max_seqs=2, kv_capacity=32, max_loras=1, max_lora_rank=4) as runner:
+    llm = ferrum_jax.LLM.from_model(runner)
+    llm.set_lora("lesson", stacks)  # again after more training: other arrays, the same name
+    tuned, plain = llm.generate([start, start], how, lora_request=["lesson", None])
+print("recited:", start + tuned.token_ids)
+print("without the adapter:", start + plain.token_ids)
+assert start + tuned.token_ids == lesson[0].tolist() != start + plain.token_ids

@@ -16,20 +16,39 @@ from tests.test_packages import ORDER
 ROOT = Path(ferrum_jax.__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 ELSEWHERE = {"grpo_tunix"}  # needs the extra `tunix`: tests/integrations/test_tunix.py
+QUOTE = "# examples/"  # begins a block that is quoted from the example it names
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def python_of(document: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+
+
 @pytest.mark.slow
-def test_the_readmes_python_runs_from_top_to_bottom(smollm2_path: Path, tmp_path: Path):
+@pytest.mark.parametrize("document", ["README.md", "docs/research.md"])
+def test_a_documents_python_runs_from_top_to_bottom(document: str, smollm2_path: Path, tmp_path: Path):
     assert smollm2_path.exists()
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    blocks = [block for block in python_of(document) if not block.startswith(QUOTE)]
     assert len(blocks) >= 3
-    script = tmp_path / "readme.py"
+    script = tmp_path / "document.py"
     script.write_text("\n".join(blocks))
-    own = os.environ | {"JAX_NUM_CPU_DEVICES": "4"}  # for the block of several devices
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=900, env=own)
+    own = os.environ | {
+        "JAX_NUM_CPU_DEVICES": "4",  # for the block of several devices
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+    }
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=False, timeout=900, env=own, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def test_what_the_research_page_quotes_stands_in_the_example():
+    quotes = [block for block in python_of("docs/research.md") if block.startswith(QUOTE)]
+    assert quotes
+    for quote in quotes:
+        first, _, lines = quote.partition("\n")
+        assert lines in (ROOT / first.removeprefix("# ")).read_text(), first
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ class Adaptable(Observable):
         Args:
             name: what requests call it.
             tree: PEFT's names to arrays, `base_model.model.….lora_A.weight` `[r, D]` and `…lora_B.weight` `[F, r]`; or
-                the tree of stacks that `models.forward(loras=…)` trains, or that of one adapter. Projections may lack.
+                the tree of stacks that `models.forward(loras=…)` trains, or that of one adapter. Projections may be
+                missing.
             scale: what the products are multiplied by: lora_alpha / r of PEFT's, 1 of stacks.
             index: which adapter of stacks.
             keep_sequences: which sequences that are bound to the name may be live, as of `set_params`.

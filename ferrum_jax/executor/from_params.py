@@ -9,6 +9,7 @@ from ferrum_jax.compile.artifacts import Artifacts, artifacts_folder, check_comp
 from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.engine import MeshSizes
+from ferrum_jax.contract.checks import differences, listed
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.replicas import replicate
@@ -18,10 +19,12 @@ from ferrum_jax.executor.weights import brought_to, check_fits_config
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import specs_like
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.registry import family
+from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.sharding.mesh import Placement, place_on_mesh
 from ferrum_jax.sharding.processes import telling
+from ferrum_jax.weights.foreign import path_of
 
 
 def from_params(
@@ -73,8 +76,8 @@ def from_params(
     device = min(places, key=lambda one: (one.process_index != jax.process_index(), one.id))
     try:
         dtype, layout = activation_dtype(params).name, _layout(params, cfg, given.layout)
-    except (LookupError, TypeError, AttributeError) as problem:
-        raise InvalidParameterError(f"these are not the parameters of this {cfg.model_type}: {problem!r}") from None
+    except (LookupError, TypeError, AttributeError):
+        raise _no_parameters(params, cfg) from None
     theirs = EngineConfig(dtype=dtype, layout=layout)
     for name in ("dtype", "layout"):
         if getattr(given, name) not in (None, getattr(theirs, name)):
@@ -111,6 +114,17 @@ def from_params(
             return ModelRunner(own, cfg, plan, placed=placed, specs=specs, artifacts=artifacts, **how)
 
         return replicate(runner_on(placed, params), params, replicas, runner_on)
+
+
+def _no_parameters(tree: Any, cfg: ModelConfig) -> InvalidParameterError:
+    """Says how a tree differs from that of a checkpoint, and what converts other trees."""
+    wanted = {name: list(spec.shape) for name, spec in named_leaves(family(cfg).param_specs(cfg)).items()}
+    given = {path_of(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    problems = listed(differences(given, wanted)) or "they are not nested dicts and lists"
+    return InvalidParameterError(
+        f"these are not the parameters of this {cfg.model_type}: {problems} (ferrum_jax.weights.foreign.from_tree "
+        "converts trees of other models, and from_hf_names a checkpoint's tensors by name)"
+    )
 
 
 def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:

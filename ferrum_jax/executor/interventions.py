@@ -5,7 +5,7 @@ Other values compile nothing; another set of points does.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -178,7 +178,8 @@ def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[
 def check_each(given: Any, count: int, cfg: ModelConfig) -> list[Interventions | None]:
     """Returns the interventions of each of so many prompts: one for all of them, or as many; edits are checked.
 
-    A mapping stands for its edits at every position. Raises as `check_edits`; RequestValidationError for what is no
+    A mapping stands for its edits at every position. Each that changes something has the points of all, so that steps
+    are of one set of points whichever of them run. Raises as `check_edits`; RequestValidationError for what is no
     interventions, or not as many.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
@@ -188,6 +189,8 @@ def check_each(given: Any, count: int, cfg: ModelConfig) -> list[Interventions |
     for one in each:
         if id(one) not in known:
             known[id(one)] = _checked(one, cfg)
+    neutral = {point: Edit() for one in known.values() if one is not None for point in one.edits}
+    known = {key: one and replace(one, edits=neutral | dict(one.edits)) for key, one in known.items()}
     return [known[id(one)] for one in each]
 
 

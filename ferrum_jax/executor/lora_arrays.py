@@ -76,7 +76,7 @@ def _halves(tree: Any) -> Halves:
         else:
             problems.append(f"{name} is unknown")
     problems += [f"{name} lacks one of its two halves" for name, pair in found.items() if any(x is None for x in pair)]
-    check_no_problems("these are no arrays of an adapter", problems)
+    check_no_problems("these are not the arrays of an adapter", problems)
     return {name: (down, up) for name, (down, up) in found.items()}
 
 

@@ -19,7 +19,7 @@ from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer
-from ferrum_jax.models.hooks import ATTENTION, Point, check_points
+from ferrum_jax.models.hooks import ATTENTION, Point, check_points, check_supported
 
 
 class Treatment(NamedTuple):
@@ -52,7 +52,8 @@ class Intake:
 
         Raises:
             RequestValidationError, InvalidParameterError: there are not as many, or one is none.
-            UnsupportedError: the model is no `ModelRunner`, or attention weights are to be captured.
+            UnsupportedError: the model is no `ModelRunner`, attention weights are to be captured, or a model that is
+                divided over devices lacks a point.
         """
         pairs = zip(as_adapters(lora_request, count), as_priorities(priority, count), strict=True)
         plain = [Treatment(adapter, priority=urgency) for adapter, urgency in pairs]
@@ -67,6 +68,9 @@ class Intake:
                 f"{wide[0].name!r} cannot be captured while generating: ModelRunner.capture and models.run return it"
             )
         edits = check_each(interventions, count, cfg)
+        changed = [point for one in edits if one is not None for point in one.edits]
+        is_divided = self.model.placed.division is not None
+        check_supported({*points, *changed}, cfg, has_window_cache=False, is_divided=is_divided)
         return [one._replace(interventions=own, capture=points) for one, own in zip(plain, edits, strict=True)]
 
     def need_tokenizer(self) -> Tokenizer:
@@ -85,7 +89,7 @@ class Intake:
         """Returns the requests of one prompt: the first has the others as its copies."""
         first = self.request(prompt, params, treatment)
         if params.n > 1 and isinstance(prompt, RequestOutput):
-            raise RequestValidationError(f"n is {params.n}: an answer is continued by one")
+            raise RequestValidationError(f"n is {params.n}, an answer that is continued takes n=1")
         for at in range(1, params.n):
             seed = None if params.seed is None else (int(params.seed) + at) % 2**32
             form = None if first.form is None else first.form.copy()

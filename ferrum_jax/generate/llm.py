@@ -192,9 +192,10 @@ class LLM:
                 those served.
             live: what becomes of requests that run. `wait`: they end under the old weights, others begin after the
                 change. `abort`: they end with the reason `abort` and what they have; what is being scored, with a
-                CancelledError. `keep`: they go on, the new weights over the keys and values of the old ones; who has
-                sampled nothing yet begins again. `recompute`: they go on as well, and what they have is read again
-                under the new weights. Log-probabilities of a prompt stay those of the weights that read it first.
+                CancelledError. `keep`: they go on with the KV of the old weights; those that have sampled nothing yet
+                restart, and one that is preempted later is recomputed under the new weights. `recompute`: they go on,
+                and their KV is recomputed under the new weights. Log-probabilities of a prompt stay those of the
+                weights that read it first.
 
         Returns:
             The version of these weights, which `RequestOutput.weight_versions` names.
@@ -248,12 +249,13 @@ class LLM:
             lora_request: an adapter's name, an `ActiveLoraAdapter`, or what has `lora_name` and `lora_path`: for all
                 prompts, or one each.
             interventions: what is done at hook points (models/hooks.py): edits by point, or `Interventions`, which
-                also say at which positions; for all prompts, or one each. Other values compile nothing; a step for
-                another set of points is compiled when it is first needed.
+                also say at which positions; for all prompts, or one each. Other values compile nothing; steps for
+                the points of all prompts of a call are compiled when they are first needed. For a sweep over layers,
+                `("resid_post", None)` has them all, as values.
             capture: hook points that `RequestOutput.captured` has of every token that was read. Known prefixes are then
                 not reused, and nothing is drafted. Steps compile when they are first needed.
             priority: for all prompts, or one each; 0 if None. Lower ones begin first where requests wait; higher ones
-                give way first where the KV runs short. A request that waits never takes the row of one that runs.
+                are preempted first where the KV runs short. A request that waits never takes the row of one that runs.
             progress: show a bar of finished prompts.
             use_tqdm: another name of `progress`.
             return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and

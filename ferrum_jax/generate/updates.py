@@ -19,8 +19,7 @@ class Update:
     """Other weights, and what becomes of the requests that run under the old ones.
 
     `wait`: they end first, and requests that have not begun wait for the new weights. `abort`: they end with what they
-    have. `keep`: they go on over the keys and values of the old weights. `recompute`: they lose these, and what they
-    have sampled is read again under the new weights.
+    have. `keep`: they go on with the KV of the old weights. `recompute`: it is computed anew under the new weights.
     """
 
     install: Callable[[Collection[str]], int]  # sets the weights, given what may stay live; returns their version

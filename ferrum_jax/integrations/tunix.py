@@ -2,8 +2,9 @@
 
 `ClusterConfig(rollout_engine=FerrumRollout, …)` is all that an `RLCluster` needs. Settings of the engine go with it as
 `functools.partial(FerrumRollout, max_seqs=64)`. The models are tunix's Llama 3, Qwen 2, Qwen 3, Gemma 2 and Gemma 3,
-full or with LoRA; log-probabilities are those of the trainer's own forward. That takes no pad token for a part of a
-prompt, wherever it stands, and counts padding into Gemma 2's window: it and this engine agree within 4,096 tokens.
+full or with LoRA; log-probabilities are those of the trainer's own forward. tunix masks pad tokens everywhere, also
+inside a prompt, and so does this engine. tunix counts padding into Gemma 2's window, so that the two agree within 4,096
+tokens. LoRA is served as an adapter beside the weights, as the trainer computes it: an update moves nothing else.
 """
 
 # pyright: reportMissingImports=false
@@ -12,7 +13,6 @@ import inspect
 import itertools
 import re
 import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -20,25 +20,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 from qwix import LoraProvider
 from tunix.rl.rollout import base_rollout
 
-from ferrum_jax import models
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.engine import MeshSizes
+from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
+from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, lay_out
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.weights.foreign import Move, Rule, from_tree, path_of, plan
+from ferrum_jax.weights.foreign import Block, Move, Rule, from_tree, moved, path_of, plan
 from ferrum_jax.weights.name_tables import tunix_rules
 
 POSITIONS = 1 << 17  # that a sequence may reach: tunix's configurations name no limit
-SCORED = 1 << 28  # logits that are computed together where sequences are scored
 _LORA = ("_lora_a", "_lora_b")
+_ADAPTER = "actor"
 
 
 class FerrumRollout(base_rollout.BaseRollout):
@@ -55,6 +57,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         rules: Sequence[Rule] | None = None,
         lora_scale: float | None = None,
         serving_mesh: MeshSizes = None,
+        live: LivePolicy = "wait",
         warmup: bool = True,
         engine: EngineConfig | None = None,
         **settings: Any,
@@ -70,7 +73,9 @@ class FerrumRollout(base_rollout.BaseRollout):
             cfg: the model's; read from a model of tunix if None.
             rules: where the model has its parameters; tunix's if None.
             lora_scale: alpha / rank of LoRA; as qwix has it if None.
-            serving_mesh: as `mesh` of `load`; None serves on one device, the first that holds weights.
+            serving_mesh: as `mesh` of `load`; None serves on one device, the first that holds weights, or divides the
+                model over `tensor_parallel_size` of them.
+            live: what becomes of answers that another thread generates when weights come, as of `LLM.set_params`.
             warmup: compile everything now; otherwise when it is first needed.
             engine: how to run the model.
             **settings: fields of `EngineConfig`, which go before those of `engine`. `max_seqs` answers are generated
@@ -78,17 +83,20 @@ class FerrumRollout(base_rollout.BaseRollout):
 
         Raises:
             UnsupportedError: the model is none of those, or lies in host memory (`offload_to_cpu`).
-            ConfigError: nothing says how LoRA is scaled, or settings contradict each other.
+            ConfigError: nothing says how LoRA is scaled, settings contradict each other, or `rollout_config` asks for
+                what this engine has other words for.
         """
         training: Any = rollout_config or base_rollout.RolloutConfig()
+        serving_mesh = serving_mesh or _mesh_asked(training)
         self._tokenizer = tokenizer
-        self._temperature, self._calls = training.temperature, 0
+        self._temperature, self._calls = training.temperature, itertools.count()
+        self._live: LivePolicy = live
         self._cfg = cfg or config_of(rollout_actor)
         self._rules = tunix_rules(self._cfg) if rules is None else rules
         self._moves = plan(self._cfg, self._rules)
         given = _leaves(nnx.state(rollout_actor, nnx.Param))
         self._scales = _lora_scales(rollout_actor, given, lora_scale)
-        self._frozen = {path: leaf for path, leaf in given.items() if self._scales and not path.endswith(_LORA)}
+        lora, given = _divided(given)
         asked = EngineConfig(**settings).over(engine or EngineConfig())
         longest = training.max_prompt_length + training.max_tokens_to_generate
         capacity = max(longest, training.kv_cache_size)
@@ -101,13 +109,17 @@ class FerrumRollout(base_rollout.BaseRollout):
         by_kernels = first.platform == "cpu" and obstacle_of_kernels(self._cfg, dtype) is None
         best = layout_for(self._cfg, found.attention or "cpu") if by_kernels and self._serves_one else FUSED
         asked = asked.over(EngineConfig(layout=FUSED if best == CHECKPOINT else best, kv_capacity=capacity))
+        if lora:
+            rank = max(leaf.shape[-1] for path, leaf in lora.items() if path.endswith(_LORA[0]))
+            asked = asked.over(EngineConfig(max_loras=1, max_lora_rank=rank))
         self._layout, self._dtype = asked.layout or FUSED, training.data_type
         self._to, alone = sharding, len(self._devices) == 1
         self._convert: Any = jax.jit(self._converted, out_shardings=sharding if alone else None)
-        self._score: Any = jax.jit(self._scored, static_argnames="temperature")
-        runner = from_params(self._placed(given), self._cfg, mesh=serving_mesh, engine=asked)
+        self._adapt: Any = jax.jit(self._adapted, out_shardings=sharding if alone else None)
+        runner = from_params(self._placed(self._convert, given), self._cfg, mesh=serving_mesh, engine=asked)
         self._llm = LLM.from_model(runner)
-        self._lock = threading.Lock()  # tunix may generate in one thread and train in another
+        if lora:
+            runner.set_lora(_ADAPTER, self._placed(self._adapt, lora))
         if warmup:
             self._llm.warmup(progress=False)
 
@@ -126,16 +138,21 @@ class FerrumRollout(base_rollout.BaseRollout):
 
         Prompts are padded on the left to `max_prompt_length`, or the next power of two where one is longer. An answer
         keeps the token that ended it; its text does not have it. The pad token is never drawn, unless it ends an
-        answer. Log-probabilities, where asked for, are those of the actor at this temperature, before top-k and top-p
-        and with the pad token in the sum, as tunix computes them. A seed makes a run repeatable: each call draws
-        other numbers.
+        answer. Log-probabilities, where asked for, are those of the actor at this temperature, normalised over the
+        whole vocabulary, pad token included, as tunix computes them. A seed makes a run repeatable: each call draws
+        other numbers. Several threads may call it; their answers share steps.
 
         Raises:
-            InvalidParameterError: a prompt and its answer are longer than a sequence may get; or an argument beyond
-                those of tunix's protocol is given.
+            InvalidParameterError: a prompt and its answer are longer than a sequence may get; an argument beyond those
+                of tunix's protocol is given; or another dtype than that of the weights that are served.
         """
         if kwargs:
             raise InvalidParameterError(f"{', '.join(sorted(kwargs))}: unknown arguments of generate")
+        served = jnp.dtype(self._llm.runner.plan.cache.dtype)
+        if rollout_config.data_type is not None and jnp.dtype(rollout_config.data_type) != served:
+            raise InvalidParameterError(
+                f"data_type is {rollout_config.data_type}, these weights are served in {served}"
+            )
         ids = [self._encode(prompt) for prompt in prompts]
         read = [[token for token in own if token != self.pad_id()] for own in ids]
         most, limit = max(map(len, ids)), rollout_config.max_tokens_to_generate
@@ -146,12 +163,10 @@ class FerrumRollout(base_rollout.BaseRollout):
         ends = list(rollout_config.eos_tokens or [self.eos_id()])
         params = self._sampling(rollout_config, ends)
         groups = [list(group) for _, group in itertools.groupby(read)]
-        draw = np.random.default_rng([*_seed(rollout_config.seed), self._calls])
-        self._calls += 1
+        draw = np.random.default_rng([*_seed(rollout_config.seed), next(self._calls)])
         seeds = draw.integers(1 << 32, size=len(groups)).tolist()
         each = [SamplingParams(**params, n=len(group), seed=seed) for group, seed in zip(groups, seeds, strict=True)]
-        with self._lock:
-            outs = self._llm.generate([group[0] for group in groups], each)
+        outs = self._llm.generate([group[0] for group in groups], each, lora_request=self._adapter)
         width = rollout_config.max_prompt_length
         width = width if width >= most else 1 << (most - 1).bit_length()
         padded = np.full((len(ids), width), self.pad_id(), np.int32)
@@ -174,18 +189,24 @@ class FerrumRollout(base_rollout.BaseRollout):
 
         Prompts are padded on the left and answers on the right; where there is padding, it is 0.
         """
-        return self._scores(prompt_tokens, completion_tokens, self._temperature)
+        prompts, answers = map(np.asarray, jax.device_get((prompt_tokens, completion_tokens)))
+        return jax.device_put(self._scores(prompts, answers, answers != self.pad_id(), self._temperature))
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Takes other weights: all of them, or those of LoRA alone. One program converts them, on the devices.
+        """Takes other weights: all of them, those of LoRA or those below. One program converts each, on the devices.
 
         Raises:
             InvalidParameterError: weights are missing, unknown or of a wrong shape.
             UnsupportedError: they lie in host memory (`offload_to_cpu`).
         """
-        made = self._placed(self._frozen | _leaves(params))
-        with self._lock:
-            self._llm.runner.set_params(made)
+        lora, below = _divided(_leaves(params))
+        if lora or not below:
+            wanted = {path + half: "an array" for path in self._scales for half in _LORA}
+            check_no_problems("these weights cannot be set", differences(dict.fromkeys(lora, "an array"), wanted))
+        if below or not lora:
+            self._llm.set_params(self._placed(self._convert, below), live=self._live)
+        if lora:
+            self._llm.set_lora(_ADAPTER, self._placed(self._adapt, lora), live=self._live)
 
     def pad_id(self) -> int:
         """The token that pads prompts and answers."""
@@ -196,27 +217,33 @@ class FerrumRollout(base_rollout.BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """None: what generates is no module; tunix hands new weights over only where this is not the actor itself."""
+        """None, so that tunix calls `update_params`: it does not where this is the actor itself."""
 
     def close(self) -> None:
         """Frees the engine and its weights."""
         self._llm.close()
 
-    def _placed(self, leaves: Mapping[str, jax.Array]) -> ParamTree:
+    @property
+    def _adapter(self) -> str | None:
+        return _ADAPTER if self._scales else None
+
+    def _placed(self, convert: Any, leaves: Mapping[str, jax.Array]) -> ParamTree:
         for path, leaf in leaves.items():
             if leaf.sharding.memory_kind not in (None, _default_memory(leaf)):
                 raise UnsupportedError(f"{path} lies in {leaf.sharding.memory_kind}: offload_to_cpu is not supported")
-        made = self._convert(leaves)
+        made = convert(leaves)
         if len(self._devices) > 1 and self._serves_one:
             return jax.device_put(made, self._to)
         return made
 
     def _converted(self, leaves: dict[str, jax.Array]) -> ParamTree:
         """Makes the tree that is served; jitted, it shares no buffer with the actor, whose may be donated."""
-        merged = _merge_lora(leaves, self._moves, self._scales)
-        tree = lay_out(from_tree(merged, self._cfg, self._rules), self._cfg, self._layout)
+        tree = lay_out(from_tree(leaves, self._cfg, self._rules), self._cfg, self._layout)
         dtype = self._dtype or next(iter(leaves.values())).dtype
         return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
+
+    def _adapted(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return _adapter_of(leaves, self._moves, self._scales)
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Tokenises a text as tunix's own sampler does; ids stay as they are."""
@@ -262,36 +289,41 @@ class FerrumRollout(base_rollout.BaseRollout):
         answers = np.full((len(tokens), asked.max_tokens_to_generate), self.pad_id(), np.int32)
         for row, own in zip(answers, tokens, strict=True):
             row[: len(own)] = own
-        lengths = np.array([len(own) for own in tokens], np.int32)
-        found = np.asarray(self._scores(prompts, answers, asked.temperature, lengths))
+        is_answer = np.arange(answers.shape[1]) < np.array([[len(own)] for own in tokens])
+        found = self._scores(prompts, answers, is_answer, asked.temperature)
         return [row[: len(own)] for row, own in zip(found, tokens, strict=True)]
 
-    def _scores(self, prompts: Any, answers: Any, temperature: float, lengths: Any = None) -> jax.Array:
-        prompts, answers = np.asarray(prompts), np.asarray(answers)
-        is_prompt = prompts != self.pad_id()
-        is_answer = answers != self.pad_id()
-        if lengths is not None:
-            is_answer = np.arange(answers.shape[1]) < lengths[:, None]
-        rows = np.concatenate([prompts, answers], axis=1)
-        aligned = np.zeros_like(rows)
-        for to, row, real in zip(aligned, rows, np.concatenate([is_prompt, is_answer], axis=1), strict=True):
-            to[: real.sum()] = row[real]
-        at = np.where(is_answer, is_prompt.sum(axis=1, keepdims=True) + np.cumsum(is_answer, axis=1) - 1, 0)
-        scale = 1.0 if temperature == 0 else float(temperature)
-        given = (jax.device_put(one.astype(np.int32)) for one in (aligned, at))
-        return self._score(self._llm.runner.params, *given, temperature=scale)
+    def _scores(
+        self, prompts: np.ndarray, answers: np.ndarray, is_answer: np.ndarray, temperature: float
+    ) -> NDArray[np.float32]:
+        """Log-probabilities `[B, T]` of the tokens of answers, 0 elsewhere, and for a first token without a prompt."""
+        found = np.zeros(answers.shape, np.float32)
+        heads = [row[row != self.pad_id()].tolist() for row in prompts]
+        tails = [row[own].tolist() for row, own in zip(answers, is_answer, strict=True)]
+        whole = [head + tail for head, tail in zip(heads, tails, strict=True)]
+        starts = [max(len(head), 1) for head in heads]
+        rows = [at for at, (ids, start) in enumerate(zip(whole, starts, strict=True)) if len(ids) > start]
+        scores = self._llm.score(
+            [whole[at][: starts[at]] for at in rows],
+            [whole[at][starts[at] :] for at in rows],
+            None if temperature in (0, 1) else SamplingParams(temperature=temperature),
+            lora_request=self._adapter,
+        )
+        for at, score in zip(rows, scores, strict=True):
+            places = np.flatnonzero(is_answer[at])[starts[at] - len(heads[at]) :]
+            found[at, places] = score.logprobs if score.processed_logprobs is None else score.processed_logprobs
+        return found
 
-    def _scored(self, params: ParamTree, tokens: jax.Array, at: jax.Array, *, temperature: float) -> jax.Array:
-        """Log-probabilities of tokens at positions `[B, T]`, 0 at position 0; as many rows at a time as fit."""
 
-        def score(row: tuple[jax.Array, jax.Array]) -> jax.Array:
-            ids, places = row
-            logits = models.forward(params, ids[None], self._cfg)[0][jnp.maximum(places - 1, 0)] / temperature
-            chosen = jnp.take_along_axis(logits, ids[places][:, None], axis=-1)[:, 0]
-            return jnp.where(places > 0, chosen - jax.nn.logsumexp(logits, axis=-1), 0.0)
-
-        rows = max(1, min(len(tokens), SCORED // (tokens.shape[1] * self._cfg.vocab_size)))
-        return jax.lax.map(score, (tokens, at), batch_size=rows)
+def _mesh_asked(training: Any) -> MeshSizes:
+    """Returns the mesh that a `RolloutConfig` asks for; refuses what it cannot say of this engine."""
+    for name in ("data_parallel_size", "expert_parallel_size"):
+        if (asked := getattr(training, name, 1)) > 1:
+            raise ConfigError(f"{name} is {asked}, which this engine does not read: give serving_mesh")
+    if getattr(training, "rollout_mapping_config", None) is not None:
+        raise ConfigError("rollout_mapping_config is given, which this engine does not read: give cfg and rules")
+    over = getattr(training, "tensor_parallel_size", 1)
+    return {"model": over} if over > 1 else None
 
 
 def config_of(model: nnx.Module) -> ModelConfig:
@@ -388,6 +420,12 @@ def _leaves(params: Any) -> dict[str, jax.Array]:
     return found
 
 
+def _divided(leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Returns LoRA's matrices, and the weights that they are added to."""
+    lora = {path: leaf for path, leaf in leaves.items() if path.endswith(_LORA)}
+    return lora, {path: leaf for path, leaf in leaves.items() if path not in lora}
+
+
 def _default_memory(leaf: jax.Array) -> str:
     return next(iter(leaf.devices())).default_memory().kind
 
@@ -401,27 +439,48 @@ def _seed(seed: Any) -> list[int]:
     return np.abs(np.asarray(seed, np.int64)).ravel().tolist()
 
 
-def _merge_lora(
+def _adapter_of(
     leaves: Mapping[str, jax.Array], moves: Iterable[Move], scales: Mapping[str, float]
 ) -> dict[str, jax.Array]:
-    """Adds each pair of LoRA's matrices to the weight that it is about, in float32."""
-    found = dict(leaves)
-    moved = {move.path: move for move in moves}
-    for path, scale in scales.items():
-        a, b = (found.pop(path + half) for half in _LORA)
-        if path not in moved:
-            raise UnsupportedError(f"LoRA of {path} is not supported")
-        summed = moved[path].ours.axes[-1].letters  # a product's inputs, which are `a`'s axes but the last
-        axes = [axis.letters[0] if axis.letters else "c" for axis in moved[path].theirs.axes]
-        inputs, outputs = ("".join(axis for axis in axes if (axis in summed) is own) for own in (True, False))
-        delta = jnp.einsum(
-            f"{inputs}r,r{outputs}->{''.join(axes)}",
-            a.astype(jnp.float32),
-            b.astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
+    """Converts pairs of LoRA's matrices into those of PEFT, by its names; the scale is part of the second."""
+    found = {}
+    for move in moves:
+        if move.path not in scales:
+            continue
+        a, b = (leaves[move.path + half] for half in _LORA)
+        rank = (0, a.shape[-1])
+        outputs, inputs = (axis.letters for axis in move.ours.axes)
+        sizes = dict(zip(move.ours.letters, move.ours.sizes, strict=True)) | {"rank": rank[1]}
+        (width, depth), theirs = move.ours.spans, move.theirs
+        is_input = [bool(axis.letters) and set(axis.letters) <= set(inputs) for axis in theirs.axes]
+
+        def half(
+            letters: tuple[str, ...],
+            spans: tuple[tuple[int, int], ...],
+            parts: tuple[tuple[int, int], ...] = (),
+            sizes: Mapping[str, int] = sizes,
+        ) -> Block:
+            return Block((), (), spans, parts, letters, tuple(sizes[letter] for letter in letters))
+
+        def given(wants_inputs: bool, theirs: Block = theirs, is_input: Sequence[bool] = is_input) -> Any:
+            """Letters, spans and parts of the axes that one half has of a weight there."""
+            own = [wants_inputs is one for one in is_input]
+            letters = (letter for axis in itertools.compress(theirs.axes, own) for letter in axis.letters)
+            return tuple(letters), *(tuple(itertools.compress(each, own)) for each in (theirs.spans, theirs.parts))
+
+        letters, spans, parts = given(True)
+        source, target = (
+            half((*letters, "rank"), (*spans, rank), (*parts, (0, 1))),
+            half(("rank", *inputs), (rank, depth)),
         )
-        weight = found[path]
-        found[path] = (weight.astype(jnp.float32) + delta * scale).astype(weight.dtype)
+        name = "base_model.model." + move.name.removesuffix(".weight")
+        found[f"{name}.lora_A.weight"] = moved(a, source, target, 1.0)
+        letters, spans, parts = given(False)
+        source, target = (
+            half(("rank", *letters), (rank, *spans), ((0, 1), *parts)),
+            half((*outputs, "rank"), (width, rank)),
+        )
+        found[f"{name}.lora_B.weight"] = moved(b.astype(jnp.float32), source, target, scales[move.path] * move.scale)
     return found
 
 

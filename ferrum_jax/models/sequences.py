@@ -4,6 +4,8 @@ These are the functions that research code embeds. Under a mesh of the caller's,
 `jax.shard_map`, they give what they give on one device.
 """
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -131,7 +133,7 @@ def run(
         attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
             only `xla` has gradients, and needs far more memory for them.
         remat: gradients recompute each layer instead of keeping what is inside it; `products` keeps what products with
-            weights give, so that little is computed twice. On a CPU it saves memory in the layout `scanned` alone.
+            weights give, so that little is computed twice. On a CPU it saves most in the layout `scanned`.
 
     Raises:
         InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are not
@@ -236,6 +238,7 @@ def log_probs(
     cfg: ModelConfig,
     *,
     targets: Int[Array, "B T"] | None = None,
+    temperature: float = 1.0,
     block: int = BLOCK,
     **options: Any,
 ) -> Float[Array, "B R"]:
@@ -249,13 +252,17 @@ def log_probs(
         tokens: token ids.
         cfg: the model's.
         targets: the tokens whose log-probabilities these are, each given all tokens of its row up to its own place.
+        temperature: that logits are divided by, a positive number.
         block: tokens, of all rows together, whose logits are in memory at once; at least one of each row.
         **options: those of `run` but `capture` and `logits`.
 
     Raises:
-        InvalidParameterError: as `run`, `targets` have another shape or are no integers, or there is no next token.
+        InvalidParameterError: as `run`, `targets` have another shape or are no integers, there is no next token, or
+            the temperature is no positive number.
     """
     tokens, is_next = jnp.asarray(tokens), targets is None
+    if not isinstance(temperature, numbers.Real) or not 0 < temperature < math.inf:
+        raise InvalidParameterError(f"temperature is {safe_repr(temperature)}, expected a positive number")
     if block < 1:
         raise InvalidParameterError(f"block is {block}, expected at least 1 token")
     last = Point("resid_post", cfg.num_hidden_layers - 1)
@@ -271,7 +278,7 @@ def log_probs(
         params, x, wanted = vary_alike(params, x, wanted)
         if is_next:
             x, wanted = x[:, :-1], wanted[:, 1:]
-        return _log_probs(params, x, wanted, cfg, block)
+        return _log_probs(params, x, wanted, cfg, block, float(temperature))
 
     mesh = explicit_mesh(params, x, wanted)
     if mesh is None:
@@ -279,7 +286,9 @@ def log_probs(
     return with_auto_axes(mesh, compute, params, x, wanted, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
 
 
-def _log_probs(params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelConfig, block: int) -> jax.Array:
+def _log_probs(
+    params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelConfig, block: int, temperature: float
+) -> jax.Array:
     """Log-probabilities of `targets` `[B, T]` after states `[B, T, D]` of the last layer."""
     batch, length = targets.shape
     size = min(length, max(1, block // batch))  # positions of each row in a block, so that a mesh divides rows
@@ -288,7 +297,7 @@ def _log_probs(params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelCo
     def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         states, targets = given
         logits = family(cfg).head(params, states.reshape(batch * size, -1), cfg)
-        return token_logprobs(logits, targets.reshape(-1)).reshape(batch, size)
+        return token_logprobs(logits.astype(jnp.float32) / temperature, targets.reshape(-1)).reshape(batch, size)
 
     pad = -length % size
     x, targets = jnp.pad(x, ((0, 0), (0, pad), (0, 0))), jnp.pad(targets, ((0, 0), (0, pad)))

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import ferrum_jax
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import SCANNED, lay_out
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import ParamTree, named_leaves
 from tests.executor.conftest import CFG, ENGINE, Oracle
 
 TOKENS = [5, 30, 2, 2, 17]
@@ -61,6 +62,16 @@ def test_what_is_no_tree_of_parameters_is_refused(params: ParamTree):
     for message, tree in cases.items():
         with pytest.raises(InvalidParameterError, match=message):
             ferrum_jax.from_params(tree, CFG, engine=ENGINE)
+
+
+def test_trees_of_other_forms_are_told_what_they_lack_and_what_converts_them(params: ParamTree):
+    state: Any = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    cases = ((named_leaves(params), "not nested dicts and lists"), (state, "model.embed_tokens.weight is missing"))
+    for tree, missing in cases:
+        with pytest.raises(InvalidParameterError, match=missing) as caught:
+            ferrum_jax.from_params(tree, CFG, engine=ENGINE)
+        assert "from_tree" in str(caught.value)
+        assert "from_hf_names" in str(caught.value)
 
 
 def test_a_configuration_of_hugging_face_is_refused_and_its_conversion_named(params: ParamTree):

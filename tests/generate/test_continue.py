@@ -83,7 +83,7 @@ def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):
         (SamplingParams(max_tokens=4), "complete with 4 tokens: length"),
         (SamplingParams(max_tokens=9, stop_token_ids=[done.token_ids[2]]), "complete with 4 tokens: stop"),
         (SamplingParams(max_tokens=9, logprobs=True), "has no logprobs"),
-        (SamplingParams(max_tokens=9, n=2), "n is 2: an answer is continued by one"),
+        (SamplingParams(max_tokens=9, n=2), "n is 2, an answer that is continued takes n=1"),
     ]
     for params, message in refused:
         with pytest.raises(RequestValidationError, match=message):

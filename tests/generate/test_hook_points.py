@@ -13,13 +13,15 @@ import pytest
 from numpy.typing import NDArray
 
 from ferrum_jax import LLM, AsyncLLM, Interventions, SamplingParams, Speculation, from_params, models
+from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract import DecoderOnlyLLM
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.models import Edit, replace_with
-from ferrum_jax.models.hooks import edited
+from ferrum_jax.models.hooks import Point, edited
 from ferrum_jax.models.specs import ParamTree
+from tests import tiny
 from tests.executor.conftest import CAPACITY, CFG
 from tests.fake import CountingLLM
 from tests.generate.conftest import ENGINE, MakeRunner, crowded, is_empty
@@ -100,6 +102,55 @@ def test_other_values_and_other_requests_compile_nothing(runner: ModelRunner, pa
     outs = llm.generate(PROMPTS, PARAMS, interventions=OTHER, capture=POINTS)
     assert compiles == []
     check(params, outs, [OTHER] * 4)
+
+
+def test_a_sweep_over_points_compiles_no_step_for_a_part_of_them(new_runner: MakeRunner, params: ParamTree):
+    """Requests that begin and end at different times, each at a point of its own: in any order they share steps."""
+    sweep = [STEER, KNOCK_OUT, None, PATCH]
+    prompts = [PROMPTS[0][: 3 + at] for at in range(4)]
+    each = [replace(PARAMS, max_tokens=count) for count in (3, 9, 5, 7)]
+    with new_runner(kv_blocks=31) as runner:  # of a size of its own, which shares no programs
+        llm = LLM.from_model(runner, max_rows=2)
+        check(params, llm.generate(prompts, each, interventions=sweep), sweep, captured=False)
+        found = llm.generate(prompts[::-1], each, interventions=sweep[::-1])
+        check(params, found, sweep[::-1], captured=False)
+        sets = {key.changes for key in runner._programs._steps if isinstance(key, StepKey)}
+    every = {Point("resid_post", 0), Point("z", 1), Point("mlp_out", 0)}
+    assert sets == {(), tuple(sorted(every))}
+
+
+def test_routes_that_were_sampled_are_those_that_are_trained_on():
+    """A mixture is served in other weights than the trainer's: with the routes replayed, both send tokens alike."""
+    cfg, weights = tiny.model_config("qwen3_moe"), tiny.tiny_params(tiny.CONFIGS["qwen3_moe"])
+    changed = [
+        leaf + 0.02 * jax.random.normal(jax.random.key(at), leaf.shape)
+        for at, leaf in enumerate(jax.tree.leaves(weights))
+    ]
+    trainers = jax.tree.unflatten(jax.tree.structure(weights), changed)
+    with from_params(weights, cfg, max_seqs=2, kv_capacity=32) as runner:
+        outs = LLM.from_model(runner).generate([PROMPTS[0]], replace(PARAMS, n=2), capture=[("expert_indices", None)])
+
+    @jax.jit
+    def run(params: ParamTree, tokens: jax.Array, routes: Any) -> tuple[Any, Any, Any]:
+        read = jnp.arange(tokens.shape[1])[:, None] < tokens.shape[1] - 1  # nothing read the last token
+        replay = {point: replace_with(jnp.pad(ids, ((0, 1), (0, 0))), read) for point, ids in routes.items()}
+        logits, replayed = models.run(params, tokens, cfg, capture=list(routes), interventions=replay)
+        own = models.run(params, tokens, cfg, capture=list(routes), logits="none")[1]
+        replayed, own = ({point: one[point][0, :-1] for point in routes} for one in (replayed, own))
+        return jax.nn.log_softmax(logits[0]), replayed, own
+
+    for out in outs:
+        routes = dict(out.captured)
+        assert len(routes) == cfg.num_hidden_layers
+        tokens = jnp.array([out.prompt_token_ids + out.token_ids])
+        logprobs, replayed, _ = run(weights, tokens, routes)
+        jax.tree.map(np.testing.assert_array_equal, replayed, routes)
+        chosen = np.asarray(logprobs)[np.arange(10, 22), out.token_ids]
+        assert out.logprobs is not None
+        np.testing.assert_allclose(out.logprobs, chosen, atol=TOLERANCE)
+        _, replayed, own = run(trainers, tokens, routes)
+        jax.tree.map(np.testing.assert_array_equal, replayed, routes)
+        assert any((own[point] != routes[point]).any() for point in routes)
 
 
 @pytest.mark.parametrize("kv_blocks", [48, 9])

@@ -174,6 +174,8 @@ def test_log_probabilities_and_their_gradients_are_those_of_all_logits(name: str
     steering = jnp.ones((cfg.num_hidden_layers, cfg.hidden_size))
     found = models.log_probs(params, tokens, cfg, targets=others, block=8, steering=steering)
     agree(found, likelihood(models.forward(params, tokens, cfg, steering=steering), others))
+    found = models.log_probs(params, tokens, cfg, targets=others, temperature=0.7)
+    agree(found, likelihood(models.forward(params, tokens, cfg) / 0.7, others))
 
 
 def by_block(layout: str) -> tuple[int, ...]:

@@ -144,7 +144,7 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
     with pytest.raises(InvalidParameterError) as caught:
         from_tree(tree, LLAMA, tunix_rules(LLAMA))
     assert str(caught.value) == (
-        "this is no tree of this llama: layers.1.attn.q_proj.w is missing; "
+        "this is not the tree of this llama: layers.1.attn.q_proj.w is missing; "
         "layers.2.mlp.up_proj.kernel has shape [3, 4], expected [48, 72]; dropout is unknown"
     )
     with pytest.raises(InvalidParameterError, match="this tree has other leaves: layers"):
