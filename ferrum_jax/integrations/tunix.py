@@ -11,9 +11,8 @@ tokens. LoRA is served as an adapter beside the weights, as the trainer computes
 import functools
 import inspect
 import itertools
-import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
-from qwix import LoraProvider
 from tunix.rl.rollout import base_rollout
 
 from ferrum_jax.config import EngineConfig, ModelConfig
@@ -32,14 +30,14 @@ from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.updates import LivePolicy
+from ferrum_jax.integrations.tunix_lora import LORA, adapter_of, lora_scales
 from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, lay_out
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.weights.foreign import Block, Move, Rule, from_tree, moved, path_of, plan
+from ferrum_jax.weights.foreign import Rule, from_tree, path_of, plan
 from ferrum_jax.weights.name_tables import tunix_rules
 
 POSITIONS = 1 << 17  # that a sequence may reach: tunix's configurations name no limit
-_LORA = ("_lora_a", "_lora_b")
 _ADAPTER = "actor"
 
 
@@ -95,7 +93,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         self._rules = tunix_rules(self._cfg) if rules is None else rules
         self._moves = plan(self._cfg, self._rules)
         given = _leaves(nnx.state(rollout_actor, nnx.Param))
-        self._scales = _lora_scales(rollout_actor, given, lora_scale)
+        self._scales = lora_scales(rollout_actor, given, lora_scale)
         lora, given = _divided(given)
         asked = EngineConfig(**settings).over(engine or EngineConfig())
         longest = training.max_prompt_length + training.max_tokens_to_generate
@@ -110,7 +108,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         best = layout_for(self._cfg, found.attention or "cpu") if by_kernels and self._serves_one else FUSED
         asked = asked.over(EngineConfig(layout=FUSED if best == CHECKPOINT else best, kv_capacity=capacity))
         if lora:
-            rank = max(leaf.shape[-1] for path, leaf in lora.items() if path.endswith(_LORA[0]))
+            rank = max(leaf.shape[-1] for path, leaf in lora.items() if path.endswith(LORA[0]))
             asked = asked.over(EngineConfig(max_loras=1, max_lora_rank=rank))
         self._layout, self._dtype = asked.layout or FUSED, training.data_type
         self._to, alone = sharding, len(self._devices) == 1
@@ -187,10 +185,13 @@ class FerrumRollout(base_rollout.BaseRollout):
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
         """Log-probabilities `[B, T]` of answers under the weights last taken, at the temperature of training.
 
-        Prompts are padded on the left and answers on the right; where there is padding, it is 0.
+        Prompts are padded on the left and answers on the right; where there is padding, it is 0. Where the pad token
+        also ends answers, the first one of an answer is no padding.
         """
         prompts, answers = map(np.asarray, jax.device_get((prompt_tokens, completion_tokens)))
-        return jax.device_put(self._scores(prompts, answers, answers != self.pad_id(), self._temperature))
+        is_pad = answers == self.pad_id()
+        is_end = is_pad & (np.cumsum(is_pad, axis=1) == 1) & (self.pad_id() == self.eos_id())
+        return jax.device_put(self._scores(prompts, answers, ~is_pad | is_end, self._temperature))
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Takes other weights: all of them, those of LoRA or those below. One program converts each, on the devices.
@@ -201,7 +202,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         """
         lora, below = _divided(_leaves(params))
         if lora or not below:
-            wanted = {path + half: "an array" for path in self._scales for half in _LORA}
+            wanted = {path + half: "an array" for path in self._scales for half in LORA}
             check_no_problems("these weights cannot be set", differences(dict.fromkeys(lora, "an array"), wanted))
         if below or not lora:
             self._llm.set_params(self._placed(self._convert, below), live=self._live)
@@ -243,7 +244,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
     def _adapted(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return _adapter_of(leaves, self._moves, self._scales)
+        return adapter_of(leaves, self._moves, self._scales)
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Tokenises a text as tunix's own sampler does; ids stay as they are."""
@@ -422,7 +423,7 @@ def _leaves(params: Any) -> dict[str, jax.Array]:
 
 def _divided(leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """Returns LoRA's matrices, and the weights that they are added to."""
-    lora = {path: leaf for path, leaf in leaves.items() if path.endswith(_LORA)}
+    lora = {path: leaf for path, leaf in leaves.items() if path.endswith(LORA)}
     return lora, {path: leaf for path, leaf in leaves.items() if path not in lora}
 
 
@@ -437,76 +438,3 @@ def _seed(seed: Any) -> list[int]:
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     return np.abs(np.asarray(seed, np.int64)).ravel().tolist()
-
-
-def _adapter_of(
-    leaves: Mapping[str, jax.Array], moves: Iterable[Move], scales: Mapping[str, float]
-) -> dict[str, jax.Array]:
-    """Converts pairs of LoRA's matrices into those of PEFT, by its names; the scale is part of the second."""
-    found = {}
-    for move in moves:
-        if move.path not in scales:
-            continue
-        a, b = (leaves[move.path + half] for half in _LORA)
-        rank = (0, a.shape[-1])
-        outputs, inputs = (axis.letters for axis in move.ours.axes)
-        sizes = dict(zip(move.ours.letters, move.ours.sizes, strict=True)) | {"rank": rank[1]}
-        (width, depth), theirs = move.ours.spans, move.theirs
-        is_input = [bool(axis.letters) and set(axis.letters) <= set(inputs) for axis in theirs.axes]
-
-        def half(
-            letters: tuple[str, ...],
-            spans: tuple[tuple[int, int], ...],
-            parts: tuple[tuple[int, int], ...] = (),
-            sizes: Mapping[str, int] = sizes,
-        ) -> Block:
-            return Block((), (), spans, parts, letters, tuple(sizes[letter] for letter in letters))
-
-        def given(wants_inputs: bool, theirs: Block = theirs, is_input: Sequence[bool] = is_input) -> Any:
-            """Letters, spans and parts of the axes that one half has of a weight there."""
-            own = [wants_inputs is one for one in is_input]
-            letters = (letter for axis in itertools.compress(theirs.axes, own) for letter in axis.letters)
-            return tuple(letters), *(tuple(itertools.compress(each, own)) for each in (theirs.spans, theirs.parts))
-
-        letters, spans, parts = given(True)
-        source, target = (
-            half((*letters, "rank"), (*spans, rank), (*parts, (0, 1))),
-            half(("rank", *inputs), (rank, depth)),
-        )
-        name = "base_model.model." + move.name.removesuffix(".weight")
-        found[f"{name}.lora_A.weight"] = moved(a, source, target, 1.0)
-        letters, spans, parts = given(False)
-        source, target = (
-            half(("rank", *letters), (rank, *spans), ((0, 1), *parts)),
-            half((*outputs, "rank"), (width, rank)),
-        )
-        found[f"{name}.lora_B.weight"] = moved(b.astype(jnp.float32), source, target, scales[move.path] * move.scale)
-    return found
-
-
-def _lora_scales(model: nnx.Module, leaves: Mapping[str, jax.Array], asked: float | None) -> dict[str, float]:
-    """Maps weights with LoRA to alpha / rank: what is asked for, or what qwix's rules say."""
-    paths = [path.removesuffix(_LORA[0]) for path in leaves if path.endswith(_LORA[0])]
-    if not paths or asked is not None:
-        return dict.fromkeys(paths, float(asked or 0))
-    provider = _provider(type(model).__call__)
-    if provider is None:
-        raise ConfigError("this model's LoRA is not qwix's: give lora_scale, its alpha / rank")
-    found = {}
-    for path in paths:
-        module = path.rpartition(".")[0].replace(".", "/")
-        rule: Any = next(rule for rule in provider._rules if re.fullmatch(rule.module_path, module))
-        found[path] = rule.alpha / rule.rank
-    return found
-
-
-def _provider(function: Any, depth: int = 8) -> LoraProvider | None:
-    """Finds the provider that qwix has wrapped into a method, of which it keeps no other record."""
-    if isinstance(function, LoraProvider):
-        return function
-    inner: list[Any] = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    if isinstance(function, functools.partial):
-        inner += [function.func, *function.args]
-    inner += [getattr(function, "__self__", None)]
-    found = (_provider(one, depth - 1) for one in inner if depth and one is not None)
-    return next((one for one in found if one is not None), None)

@@ -100,7 +100,7 @@ def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
     check_no_problems(f"this is not the tree of this {cfg.model_type}", problems)
     found: dict[str, dict[tuple[int, ...], Any]] = {name: {} for name in specs}
     for move in moves:
-        block = moved(leaves[move.path], move.theirs, move.ours, move.scale)
+        block = _moved(leaves[move.path], move.theirs, move.ours, move.scale)
         found[move.name][tuple(at for at, _ in move.ours.parts)] = block
     return from_names(family(cfg).param_specs(cfg), {name: _joined(pieces) for name, pieces in found.items()})
 
@@ -122,7 +122,7 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
     pieces: dict[str, dict[tuple[int, ...], Any]] = {}
     moves = plan(cfg, rules)
     for move in moves:
-        block = moved(leaves[move.name], move.ours, move.theirs, 1 / move.scale)
+        block = _moved(leaves[move.name], move.ours, move.theirs, 1 / move.scale)
         pieces.setdefault(move.path, {})[tuple(at for at, _ in move.theirs.parts)] = block
     shapes = {move.path: list(move.theirs.shape) for move in moves}
     found = {path: _joined(own) for path, own in pieces.items()}
@@ -302,7 +302,7 @@ def _block(rule: Rule, name: str, axes: Sequence[Axis], sizes: Sizes, indices: S
     )
 
 
-def moved(array: Any, source: Block, target: Block, scale: float) -> Any:
+def _moved(array: Any, source: Block, target: Block, scale: float) -> Any:
     """Takes a box out of an array and gives it the axes of another."""
     if source.parts != tuple((0, 1) for _ in source.parts):
         array = array[tuple(slice(start, start + length) for start, length in source.spans)]

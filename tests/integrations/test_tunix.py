@@ -250,6 +250,24 @@ def test_prompts_and_answers_are_as_tunix_wants_them():
     rollout.close()
 
 
+def test_a_pad_token_that_ends_answers_is_scored_once():
+    class Padless(Letters):
+        def pad_id(self) -> int:
+            return self.eos_id()
+
+    config = rollout_config(seed=1)
+    rollout = FerrumRollout(tiny_model("llama3", 0.1), Padless(), rollout_config=config, max_seqs=8, warmup=False)
+    out = rollout.generate(["ab"] * 24, config)
+    answers = np.array([np.pad(own, (0, ANSWER - len(own)), constant_values=2) for own in out.tokens])
+    assert any(own[-1] == 2 and len(own) < ANSWER for own in out.tokens)
+    found = rollout.get_per_token_logps(jnp.asarray(out.left_padded_prompt_tokens), jnp.asarray(answers))
+    assert out.logprobs is not None
+    for row, own in zip(np.asarray(found), out.logprobs, strict=True):
+        np.testing.assert_allclose(row[: len(own)], own, atol=1e-5)
+        assert not row[len(own) + 1 :].any()
+    rollout.close()
+
+
 def test_a_seed_repeats_a_run_and_calls_draw_other_numbers():
     model = tiny_model("llama3", 0.1)
     first, second = rollout_of(model), rollout_of(model, rollout_config(seed=jax.random.key(3)))
