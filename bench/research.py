@@ -6,8 +6,8 @@ it is the other prompt's. Transformers runs a whole forward a patch, with a hook
 Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
 had beyond what it had before the call. `products` keeps the results of matrix products and recomputes the rest of each
 layer, `scanned products` in one loop over the layers; `scanned remat` recomputes all of it there. Scoring:
-`LLM.score` beside batches of like length that are padded to the longest, of passages of Python's reference manual,
-64 of them by turns until all are scored; how far both are from transformers in float64 is told for the texts whose
+`LLM.score` beside batches of like length that are padded to the longest, of passages of Python's reference manual, by
+turns 64 of like length until all are scored; how far both are from transformers in float64 is told for the texts whose
 scores differ most. All answers are compared, in float32 on a CPU.
 """
 
@@ -29,7 +29,7 @@ from rich.progress import track
 
 import ferrum_jax
 from bench import card, models
-from bench.timing import Contestant, alternate, count_compiles
+from bench.timing import PAUSE, Contestant, alternate, count_compiles
 from ferrum_jax.generate.tokenizer import load_tokenizer
 from ferrum_jax.models.layout import SCANNED, lay_out
 from ferrum_jax.weights import hub
@@ -191,7 +191,8 @@ def _texts(found: argparse.Namespace, subject: models.Subject) -> list[list[int]
         return [models.prompt(subject.config, int(size), seed=at) for at, size in enumerate(sizes)]
     manual = load_tokenizer(hub.resolve(found.model)).encode("\n\n".join(topics.values()))
     starts = [draw.randint(len(manual) - size) for size in sizes]
-    return [manual[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    texts = [manual[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+    return sorted(texts, key=len, reverse=True)  # so that a batch of the peer's has little padding
 
 
 def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict[str, Any]:
@@ -228,7 +229,9 @@ def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict
         turns = [texts[at : at + TURN] for at in range(0, len(texts), TURN)]
         with count_compiles() as compiled:
             for turn in track(turns, "scoring"):
+                contestants = dict(reversed(contestants.items()))  # who begins takes turns, too
                 for name, score in contestants.items():
+                    time.sleep(PAUSE)
                     started = time.perf_counter()
                     found[name] += score(turn)
                     seconds[name] += time.perf_counter() - started

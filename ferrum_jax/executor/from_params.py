@@ -121,6 +121,8 @@ def _no_parameters(tree: Any, cfg: ModelConfig) -> InvalidParameterError:
     wanted = {name: list(spec.shape) for name, spec in named_leaves(family(cfg).param_specs(cfg)).items()}
     given = {path_of(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
     problems = listed(differences(given, wanted)) or "they are not nested dicts and lists"
+    unknown = [name for name in given if name not in wanted][:3]
+    problems += f"; there are {', '.join(unknown)}, …" if unknown else ""
     return InvalidParameterError(
         f"these are not the parameters of this {cfg.model_type}: {problems} (ferrum_jax.weights.foreign.from_tree "
         "converts trees of other models, and from_hf_names a checkpoint's tensors by name)"

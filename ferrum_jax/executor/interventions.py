@@ -179,7 +179,7 @@ def check_each(given: Any, count: int, cfg: ModelConfig) -> list[Interventions |
     """Returns the interventions of each of so many prompts: one for all of them, or as many; edits are checked.
 
     A mapping stands for its edits at every position. Each that changes something has the points of all, so that steps
-    are of one set of points whichever of them run. Raises as `check_edits`; RequestValidationError for what is no
+    in which any of them runs are of one set of points. Raises as `check_edits`; RequestValidationError for what is no
     interventions, or not as many.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count

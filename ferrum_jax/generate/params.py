@@ -206,7 +206,7 @@ class RequestOutput:
     proposed and verified, and `accepted` those of them that stand in the answer. `preemptions` counts how often the
     request lost its slot and blocks because the KV ran short, and was recomputed. `weight_versions` says of each
     generated token by which weights it was sampled: the `params_version` that the runner had then, which goes up with
-    every change of the model's weights or of any adapter's. A generation that a change of weights ended has the reason
+    every `set_params` and `set_lora`. A generation that a change of weights ended has the reason
     `abort`. `captured` has of a finished one the arrays at the hook points that
     were asked for, `[n, ...]` of the n tokens of prompt and answer but the last, which was never read.
     """

@@ -4,7 +4,8 @@
 `functools.partial(FerrumRollout, max_seqs=64)`. The models are tunix's Llama 3, Qwen 2, Qwen 3, Gemma 2 and Gemma 3,
 full or with LoRA; log-probabilities are those of the trainer's own forward. tunix masks pad tokens everywhere, also
 inside a prompt, and so does this engine. tunix counts padding into Gemma 2's window, so that the two agree within 4,096
-tokens. LoRA is served as an adapter beside the weights, as the trainer computes it: an update moves nothing else.
+tokens. LoRA is served as an adapter beside the weights, as the trainer computes it; an update of it moves nothing else.
+It may be of the projections of attention and of feed-forward blocks without routed experts.
 """
 
 # pyright: reportMissingImports=false
@@ -12,7 +13,9 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import jax
@@ -29,7 +32,6 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, Unsup
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
-from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.integrations.tunix_lora import LORA, adapter_of, lora_scales
 from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, lay_out
@@ -55,7 +57,6 @@ class FerrumRollout(base_rollout.BaseRollout):
         rules: Sequence[Rule] | None = None,
         lora_scale: float | None = None,
         serving_mesh: MeshSizes = None,
-        live: LivePolicy = "wait",
         warmup: bool = True,
         engine: EngineConfig | None = None,
         **settings: Any,
@@ -71,24 +72,23 @@ class FerrumRollout(base_rollout.BaseRollout):
             cfg: the model's; read from a model of tunix if None.
             rules: where the model has its parameters; tunix's if None.
             lora_scale: alpha / rank of LoRA; as qwix has it if None.
-            serving_mesh: as `mesh` of `load`; None serves on one device, the first that holds weights, or divides the
-                model over `tensor_parallel_size` of them.
-            live: what becomes of answers that another thread generates when weights come, as of `LLM.set_params`.
+            serving_mesh: as `mesh` of `load`; None divides the model over `tensor_parallel_size` devices where that is
+                given, or serves on one, the first that holds weights.
             warmup: compile everything now; otherwise when it is first needed.
             engine: how to run the model.
             **settings: fields of `EngineConfig`, which go before those of `engine`. `max_seqs` answers are generated
                 at a time.
 
         Raises:
-            UnsupportedError: the model is none of those, or lies in host memory (`offload_to_cpu`).
+            UnsupportedError: the model is none of those, has LoRA elsewhere, or lies in host memory (`offload_to_cpu`).
             ConfigError: nothing says how LoRA is scaled, settings contradict each other, or `rollout_config` asks for
-                what this engine has other words for.
+                what this engine does not read.
         """
         training: Any = rollout_config or base_rollout.RolloutConfig()
-        serving_mesh = serving_mesh or _mesh_asked(training)
+        serving_mesh = _mesh_asked(training, serving_mesh)
         self._tokenizer = tokenizer
         self._temperature, self._calls = training.temperature, itertools.count()
-        self._live: LivePolicy = live
+        self._gate = _Gate()
         self._cfg = cfg or config_of(rollout_actor)
         self._rules = tunix_rules(self._cfg) if rules is None else rules
         self._moves = plan(self._cfg, self._rules)
@@ -110,16 +110,21 @@ class FerrumRollout(base_rollout.BaseRollout):
         if lora:
             rank = max(leaf.shape[-1] for path, leaf in lora.items() if path.endswith(LORA[0]))
             asked = asked.over(EngineConfig(max_loras=1, max_lora_rank=rank))
-        self._layout, self._dtype = asked.layout or FUSED, training.data_type
+        self._layout, self._dtype, self._served = asked.layout or FUSED, training.data_type, dtype
         self._to, alone = sharding, len(self._devices) == 1
         self._convert: Any = jax.jit(self._converted, out_shardings=sharding if alone else None)
         self._adapt: Any = jax.jit(self._adapted, out_shardings=sharding if alone else None)
+        adapter = self._placed(self._adapt, lora) if lora else None
         runner = from_params(self._placed(self._convert, given), self._cfg, mesh=serving_mesh, engine=asked)
         self._llm = LLM.from_model(runner)
-        if lora:
-            runner.set_lora(_ADAPTER, self._placed(self._adapt, lora))
-        if warmup:
-            self._llm.warmup(progress=False)
+        try:
+            if adapter is not None:
+                runner.set_lora(_ADAPTER, adapter)
+            if warmup:
+                self._llm.warmup(progress=False)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def llm(self) -> LLM:
@@ -132,25 +137,26 @@ class FerrumRollout(base_rollout.BaseRollout):
         rollout_config: base_rollout.RolloutConfig,
         **kwargs: Any,
     ) -> base_rollout.RolloutOutput:
-        """Answers prompts; equal ones that follow each other are read once.
+        """Answers prompts under one version of the weights; equal ones that follow each other are read once.
 
         Prompts are padded on the left to `max_prompt_length`, or the next power of two where one is longer. An answer
         keeps the token that ended it; its text does not have it. The pad token is never drawn, unless it ends an
-        answer. Log-probabilities, where asked for, are those of the actor at this temperature, normalised over the
-        whole vocabulary, pad token included, as tunix computes them. A seed makes a run repeatable: each call draws
+        answer. Log-probabilities, where asked for, are those of the actor at this temperature (greedy ones at 1),
+        normalised over the whole vocabulary, pad token included, as tunix computes them; where the temperature is not
+        1, answers are scored once more for that. A seed makes a run of calls one after another repeatable: each draws
         other numbers. Several threads may call it; their answers share steps.
 
         Raises:
-            InvalidParameterError: a prompt and its answer are longer than a sequence may get; an argument beyond those
-                of tunix's protocol is given; or another dtype than that of the weights that are served.
+            InvalidParameterError: there are no prompts; a prompt and its answer are longer than a sequence may get; an
+                argument beyond those of tunix's protocol is given; or another dtype than that of the weights served.
         """
         if kwargs:
             raise InvalidParameterError(f"{', '.join(sorted(kwargs))}: unknown arguments of generate")
-        served = jnp.dtype(self._llm.runner.plan.cache.dtype)
-        if rollout_config.data_type is not None and jnp.dtype(rollout_config.data_type) != served:
-            raise InvalidParameterError(
-                f"data_type is {rollout_config.data_type}, these weights are served in {served}"
-            )
+        if rollout_config.data_type is not None and jnp.dtype(rollout_config.data_type) != self._served:
+            given = jnp.dtype(rollout_config.data_type).name
+            raise InvalidParameterError(f"data_type is {given}, these weights are served in {self._served}")
+        if not len(prompts):
+            raise InvalidParameterError("there are no prompts")
         ids = [self._encode(prompt) for prompt in prompts]
         read = [[token for token in own if token != self.pad_id()] for own in ids]
         most, limit = max(map(len, ids)), rollout_config.max_tokens_to_generate
@@ -164,16 +170,12 @@ class FerrumRollout(base_rollout.BaseRollout):
         draw = np.random.default_rng([*_seed(rollout_config.seed), next(self._calls)])
         seeds = draw.integers(1 << 32, size=len(groups)).tolist()
         each = [SamplingParams(**params, n=len(group), seed=seed) for group, seed in zip(groups, seeds, strict=True)]
-        outs = self._llm.generate([group[0] for group in groups], each, lora_request=self._adapter)
-        width = rollout_config.max_prompt_length
-        width = width if width >= most else 1 << (most - 1).bit_length()
-        padded = np.full((len(ids), width), self.pad_id(), np.int32)
-        for row, own in zip(padded, ids, strict=True):
-            row[width - len(own) :] = own
-        tokens = [np.asarray(out.token_ids, np.int32) for out in outs]
-        logprobs, no_logits = None, cast(Any, None)  # of tunix's vLLM engine there are none either
-        if rollout_config.return_logprobs:
-            logprobs = self._logprobs(outs, padded, tokens, rollout_config, is_free="logit_bias" not in params)
+        with self._gate.shared():
+            outs = self._llm.generate([group[0] for group in groups], each, lora_request=self._adapter)
+            padded, tokens = self._padded(ids, rollout_config), [np.asarray(out.token_ids, np.int32) for out in outs]
+            logprobs, no_logits = None, cast(Any, None)  # of tunix's vLLM engine there are none either
+            if rollout_config.return_logprobs:
+                logprobs = self._logprobs(outs, padded, tokens, rollout_config, is_free="logit_bias" not in params)
         return base_rollout.RolloutOutput(
             text=[self._text(own, ends) for own in tokens],
             logits=no_logits,
@@ -186,28 +188,39 @@ class FerrumRollout(base_rollout.BaseRollout):
         """Log-probabilities `[B, T]` of answers under the weights last taken, at the temperature of training.
 
         Prompts are padded on the left and answers on the right; where there is padding, it is 0. Where the pad token
-        also ends answers, the first one of an answer is no padding.
+        also ends answers, the first of those at the end of an answer is no padding.
+
+        Raises:
+            RequestValidationError: a prompt and its answer are longer than a sequence may get.
         """
         prompts, answers = map(np.asarray, jax.device_get((prompt_tokens, completion_tokens)))
         is_pad = answers == self.pad_id()
-        is_end = is_pad & (np.cumsum(is_pad, axis=1) == 1) & (self.pad_id() == self.eos_id())
+        places = np.arange(answers.shape[1])
+        is_end = places == np.where(is_pad, -1, places).max(axis=1, keepdims=True) + 1
+        is_end &= self.pad_id() == self.eos_id()
         return jax.device_put(self._scores(prompts, answers, ~is_pad | is_end, self._temperature))
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Takes other weights: all of them, those of LoRA or those below. One program converts each, on the devices.
 
+        It waits for calls of `generate` in other threads, and later ones wait for it.
+
         Raises:
-            InvalidParameterError: weights are missing, unknown or of a wrong shape.
+            InvalidParameterError, RequestValidationError: weights are missing, unknown or of a wrong shape; nothing has
+                changed.
             UnsupportedError: they lie in host memory (`offload_to_cpu`).
         """
         lora, below = _divided(_leaves(params))
         if lora or not below:
             wanted = {path + half: "an array" for path in self._scales for half in LORA}
             check_no_problems("these weights cannot be set", differences(dict.fromkeys(lora, "an array"), wanted))
-        if below or not lora:
-            self._llm.set_params(self._placed(self._convert, below), live=self._live)
-        if lora:
-            self._llm.set_lora(_ADAPTER, self._placed(self._adapt, lora), live=self._live)
+        made = self._placed(self._convert, below) if below or not lora else None
+        adapter = self._placed(self._adapt, lora) if lora else None
+        with self._gate.alone():
+            if adapter is not None:
+                self._llm.set_lora(_ADAPTER, adapter)
+            if made is not None:
+                self._llm.set_params(made)
 
     def pad_id(self) -> int:
         """The token that pads prompts and answers."""
@@ -244,7 +257,14 @@ class FerrumRollout(base_rollout.BaseRollout):
         return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
 
     def _adapted(self, leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return adapter_of(leaves, self._moves, self._scales)
+        return adapter_of(leaves, self._moves, self._scales, self._cfg)
+
+    def _padded(self, ids: Sequence[Sequence[int]], asked: base_rollout.RolloutConfig) -> NDArray[np.int32]:
+        most, width = max(map(len, ids)), asked.max_prompt_length
+        padded = np.full((len(ids), width if width >= most else 1 << (most - 1).bit_length()), self.pad_id(), np.int32)
+        for row, own in zip(padded, ids, strict=True):
+            row[len(row) - len(own) :] = own
+        return padded
 
     def _encode(self, prompt: str | Sequence[int]) -> list[int]:
         """Tokenises a text as tunix's own sampler does; ids stay as they are."""
@@ -316,15 +336,49 @@ class FerrumRollout(base_rollout.BaseRollout):
         return found
 
 
-def _mesh_asked(training: Any) -> MeshSizes:
-    """Returns the mesh that a `RolloutConfig` asks for; refuses what it cannot say of this engine."""
+class _Gate:
+    """Lets many pass together, or one alone; who waits for the latter goes before who comes later."""
+
+    def __init__(self):
+        self._changed, self._num_inside, self._num_waiting = threading.Condition(), 0, 0
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Waits while somebody is alone, or waits for that."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_waiting)
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Waits until nobody is inside."""
+        with self._changed:
+            self._num_waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._num_inside)
+                yield
+            finally:
+                self._num_waiting -= 1
+                self._changed.notify_all()
+
+
+def _mesh_asked(training: Any, given: MeshSizes) -> MeshSizes:
+    """Returns the mesh to serve on; refuses what a `RolloutConfig` says beside it that this engine does not read."""
     for name in ("data_parallel_size", "expert_parallel_size"):
         if (asked := getattr(training, name, 1)) > 1:
             raise ConfigError(f"{name} is {asked}, which this engine does not read: give serving_mesh")
     if getattr(training, "rollout_mapping_config", None) is not None:
-        raise ConfigError("rollout_mapping_config is given, which this engine does not read: give cfg and rules")
+        raise ConfigError("rollout_mapping_config is given, expected None: cfg and rules say where weights are")
     over = getattr(training, "tensor_parallel_size", 1)
-    return {"model": over} if over > 1 else None
+    if over > 1 and given and EngineConfig(mesh=given).mesh_sizes.get("model", 1) != over:
+        raise ConfigError(f"tensor_parallel_size is {over}, and serving_mesh is {given}: give one of them")
+    return given or ({"model": over} if over > 1 else None)
 
 
 def config_of(model: nnx.Module) -> ModelConfig:

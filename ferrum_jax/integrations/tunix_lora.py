@@ -12,37 +12,62 @@ import jax.numpy as jnp
 from flax import nnx
 from qwix import LoraProvider
 
-from ferrum_jax.contract.checks import listed
+from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.checks import check_no_problems, differences, listed
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
+from ferrum_jax.models import adapters
+from ferrum_jax.models.adapters import PROJECTIONS
 from ferrum_jax.weights.foreign import Move
 
 LORA = ("_lora_a", "_lora_b")  # ends of the paths of the two matrices, after that of their weight
 
 
 def adapter_of(
-    leaves: Mapping[str, jax.Array], moves: Sequence[Move], scales: Mapping[str, float]
+    leaves: Mapping[str, jax.Array], moves: Sequence[Move], scales: Mapping[str, float], cfg: ModelConfig
 ) -> dict[str, jax.Array]:
     """Converts pairs of LoRA's matrices into those of PEFT, by its names; the scale is part of the second.
 
     Raises:
-        UnsupportedError: LoRA of something that is not a whole weight here, or several of them.
+        UnsupportedError: LoRA of what is not a projection, or several of them, here.
+        InvalidParameterError: a matrix has a wrong shape.
     """
-    whole = {
-        move.path for move in moves if all(count == 1 for _, count in move.ours.parts) and len(move.ours.axes) == 2
-    }
-    if others := sorted(scales.keys() - whole):
-        raise UnsupportedError(f"LoRA of {listed(others, ', ')} is not supported")
+    known = adapters.projections(cfg)
+    whole = [
+        move for move in moves
+        if move.name.removesuffix(".weight") in known and all(count == 1 for _, count in move.ours.parts)
+    ]  # fmt: skip
+    if others := sorted(scales.keys() - {move.path for move in whole}):
+        raise UnsupportedError(
+            f"LoRA of {listed(others, ', ')} is not supported: those of {', '.join(PROJECTIONS)} are"
+        )
+    chosen = [move for move in whole if move.path in scales]
+    wanted = {}
+    for move in chosen:
+        rank = leaves[move.path + LORA[0]].shape[-1]
+        sizes = [
+            [size for size, own in zip(move.theirs.shape, _is_input(move), strict=True) if own is half]
+            for half in (True, False)
+        ]
+        wanted |= {move.path + LORA[0]: [*sizes[0], rank], move.path + LORA[1]: [rank, *sizes[1]]}
+    given = {path: list(leaf.shape) for path, leaf in leaves.items() if path in wanted}
+    check_no_problems("these weights cannot be set", differences(given, wanted))
     found = {}
-    for move in (one for one in moves if one.path in scales):
+    for move in chosen:
         a, b = (leaves[move.path + half] for half in LORA)
         outputs, inputs = (axis.letters for axis in move.ours.axes)
-        is_input = [bool(axis.letters) and set(axis.letters) <= set(inputs) for axis in move.theirs.axes]
+        is_input = _is_input(move)
         down = _one_axis(a, move, is_input, inputs)
         up = _one_axis(jnp.moveaxis(b, 0, -1), move, [not one for one in is_input], outputs)
         name = "base_model.model." + move.name.removesuffix(".weight")
         found[f"{name}.lora_A.weight"] = down.T
         found[f"{name}.lora_B.weight"] = up.astype(jnp.float32) * (scales[move.path] * move.scale)
     return found
+
+
+def _is_input(move: Move) -> list[bool]:
+    """Says of each axis of a weight there whether a product sums over it."""
+    inputs = set(move.ours.axes[-1].letters)
+    return [bool(axis.letters) and set(axis.letters) <= inputs for axis in move.theirs.axes]
 
 
 def _one_axis(half: jax.Array, move: Move, own: Sequence[bool], letters: Sequence[str]) -> jax.Array:

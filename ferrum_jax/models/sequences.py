@@ -5,7 +5,6 @@ These are the functions that research code embeds. Under a mesh of the caller's,
 """
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
@@ -17,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract.checks import is_real
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.models.backends import cache_spec
@@ -261,7 +261,7 @@ def log_probs(
             the temperature is no positive number.
     """
     tokens, is_next = jnp.asarray(tokens), targets is None
-    if not isinstance(temperature, numbers.Real) or not 0 < temperature < math.inf:
+    if not is_real(temperature) or not 0 < temperature < math.inf:
         raise InvalidParameterError(f"temperature is {safe_repr(temperature)}, expected a positive number")
     if block < 1:
         raise InvalidParameterError(f"block is {block}, expected at least 1 token")

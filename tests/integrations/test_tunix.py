@@ -35,11 +35,11 @@ with warnings.catch_warnings():
     from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
     from tunix.rl.rollout.base_rollout import RolloutConfig
 
-    from ferrum_jax.integrations.tunix import FerrumRollout, config_of
+    from ferrum_jax.integrations.tunix import FerrumRollout, _leaves, config_of
 
 from bench.timing import count_compiles
 from ferrum_jax import models
-from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.models.layout import layout_of
 from ferrum_jax.ops import native
 from ferrum_jax.weights.foreign import from_tree, to_tree
@@ -262,9 +262,12 @@ def test_a_pad_token_that_ends_answers_is_scored_once():
     assert any(own[-1] == 2 and len(own) < ANSWER for own in out.tokens)
     found = rollout.get_per_token_logps(jnp.asarray(out.left_padded_prompt_tokens), jnp.asarray(answers))
     assert out.logprobs is not None
-    for row, own in zip(np.asarray(found), out.logprobs, strict=True):
+    for row, own, tokens in zip(np.asarray(found), out.logprobs, out.tokens, strict=True):
         np.testing.assert_allclose(row[: len(own)], own, atol=1e-5)
-        assert not row[len(own) + 1 :].any()
+        assert not row[len(own) + (tokens[-1] != 2) :].any()  # the pad after one that was cut short might be its end
+    turns = jnp.array([[5, 2, 7, 8, 2, 2, 2, 2]])  # an end that more turns follow is masked, as tunix does
+    (row,) = rollout.get_per_token_logps(jnp.array([[2, 2, 1, 3]]), turns)
+    assert (np.asarray(row) != 0).tolist() == [True, False, True, True, True, False, False, False]
     rollout.close()
 
 
@@ -281,13 +284,11 @@ def test_a_seed_repeats_a_run_and_calls_draw_other_numbers():
 
 
 def test_callers_of_several_threads_share_steps_and_get_their_own_answers(monkeypatch: pytest.MonkeyPatch):
-    """As tunix's agents call it, a prompt each, while weights come: greedy answers are those of one call after it."""
-    model = tiny_model("llama3")
-    rollout = rollout_of(model, max_seqs=8, decode_rows=(8,), query_blocks=(1, 8))
+    """As tunix's agents call it, a prompt each."""
+    rollout = rollout_of(tiny_model("llama3"), max_seqs=8, decode_rows=(8,), query_blocks=(1, 8))
     greedy = rollout_config(temperature=0.0, top_p=None)
     prompts = ["abc"[: 1 + at % 3] + "dcbaefgh"[at] for at in range(8)]
     rollout.generate(prompts, greedy)
-    nnx.update(model, jax.tree.map(lambda leaf: leaf * 0.8, nnx.state(model, nnx.Param)))
     together = threading.Barrier(len(prompts))
 
     def ask(prompt: str) -> Any:
@@ -298,7 +299,6 @@ def test_callers_of_several_threads_share_steps_and_get_their_own_answers(monkey
     step = scheduler.step
     monkeypatch.setattr(scheduler, "step", lambda: steps.append(step()))
     with ThreadPoolExecutor(len(prompts)) as pool:
-        rollout.update_params(nnx.state(model, nnx.Param))
         found = list(pool.map(ask, prompts))
     assert len(steps) < 4 * ANSWER
     wanted = rollout.generate(prompts, greedy)
@@ -307,10 +307,46 @@ def test_callers_of_several_threads_share_steps_and_get_their_own_answers(monkey
     rollout.close()
 
 
-def test_what_a_rollout_config_says_is_done_or_refused():
-    model = tiny_model("qwen2")
-    with contextlib.closing(rollout_of(model, rollout_config(tensor_parallel_size=2))) as rollout:
+@pytest.mark.parametrize("lora", [False, True])
+def test_answers_and_their_logprobs_are_of_one_version_while_weights_come(lora: bool):
+    """Of top-k 1 at 0.7, answers are scored once they are there: an update comes before both or after both."""
+    model = with_lora(tiny_model("llama3"), 0.3) if lora else tiny_model("llama3")
+    kind = nnx.LoRAParam if lora else nnx.Param
+    config, rollout = rollout_config(0.7, top_k=1), rollout_of(model, max_seqs=8, decode_rows=(8,), query_blocks=(1, 8))
+    first = nnx.state(model, kind)
+    versions = [jax.tree.map(lambda leaf, by=by: leaf * by, first) for by in (1, -1, 0.5, -0.5)]
+    prompts = ["ab", "cb", "a", "dcb"] * 6
+    answers = []
+    for state in versions:
+        rollout.update_params(state, (kind,))
+        answers.append({prompt: answer_of(rollout, prompt, config) for prompt in prompts[:4]})
+    assert len({tuple(one["ab"][0]) for one in answers}) > 1
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(answer_of, rollout, prompt, config) for prompt in prompts]
+        for state in versions[:-1]:
+            rollout.update_params(state, (kind,))
+        found = [one.result() for one in asked]
+    for prompt, (tokens, logprobs) in zip(prompts, found, strict=True):
+        same = [logs for ids, logs in (one[prompt] for one in answers) if ids == tokens]
+        assert any(np.abs(logprobs - logs).max() < 1e-5 for logs in same)
+    rollout.close()
+
+
+def answer_of(rollout: FerrumRollout, prompt: str, config: RolloutConfig) -> tuple[list[int], np.ndarray]:
+    out = rollout.generate([prompt], config)
+    assert out.logprobs is not None
+    return out.tokens[0].tolist(), out.logprobs[0]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_a_rollout_config_says_is_done_or_refused(lora: bool):
+    model = with_lora(tiny_model("qwen2")) if lora else tiny_model("qwen2")
+    config = rollout_config(tensor_parallel_size=2, data_type=jnp.float32)
+    with contextlib.closing(rollout_of(model, config)) as rollout, contextlib.closing(rollout_of(model)) as alone:
         assert len(rollout.llm.runner.placed.placement.devices) == 2
+        np.testing.assert_array_equal(rollout.generate(["abc"], config).tokens, alone.generate(["abc"], config).tokens)
+    with pytest.raises(ConfigError, match="give one of them"):
+        rollout_of(model, config, serving_mesh={"model": 3})
     for name, value in (("data_parallel_size", 2), ("expert_parallel_size", 2), ("rollout_mapping_config", object())):
         config: Any = rollout_config()
         setattr(config, name, value)
@@ -357,6 +393,8 @@ def test_what_cannot_be_served_is_refused():
     host = jax.tree.map(away, nnx.state(model, nnx.Param))
     with pytest.raises(UnsupportedError, match="offload_to_cpu is not supported"):
         rollout.update_params(host)
+    with pytest.raises(InvalidParameterError, match="there are no prompts"):
+        rollout.generate([], rollout_config())
     rollout.generate(["a"], rollout_config())  # as before
     rollout.close()
     with pytest.raises(UnsupportedError, match="give cfg and rules"):
@@ -369,6 +407,38 @@ def test_what_cannot_be_served_is_refused():
     model.layers[0].mlp.down_proj.kernel_lora_b = nnx.LoRAParam(jnp.ones((2, 24)))
     with pytest.raises(ConfigError, match="give lora_scale"):
         rollout_of(model)
+
+
+def test_lora_that_cannot_be_taken_is_refused_and_changes_nothing():
+    model = with_lora(tiny_model("llama3"))
+    state = nnx.state(model, nnx.LoRAParam)
+    with pytest.raises(RequestValidationError, match="max_lora_rank"):
+        rollout_of(model, max_lora_rank=1)
+    rollout = rollout_of(model, max_loras=2, max_lora_rank=8)
+    before = rollout.generate(["abc"], rollout_config(0.0, top_p=None)).tokens[0]
+    leaves = {".".join(map(str, path)): leaf.get_value() * 3 for path, leaf in nnx.to_flat_state(state)}
+    name = "layers.1.attn.q_proj.w_lora_b"
+    with pytest.raises(InvalidParameterError, match=rf"{name} has shape \[3, 60\], expected \[3, 6, 10\]"):
+        rollout.update_params(leaves | {name: leaves[name].reshape(3, 60)})
+    for wrong, message in (
+        ({path: leaf for path, leaf in leaves.items() if path != name}, f"{name} is missing"),
+        (leaves | {"layers.9.w_lora_a": leaves[name]}, r"layers\.9\.w_lora_a is unknown"),
+    ):
+        with pytest.raises(InvalidParameterError, match=message):
+            rollout.update_params(wrong)
+    np.testing.assert_array_equal(rollout.generate(["abc"], rollout_config(0.0, top_p=None)).tokens[0], before)
+    base = {path: leaf for path, leaf in _leaves(nnx.state(model, nnx.Param)).items() if "_lora_" not in path}
+    rollout.update_params(base | leaves)  # both together
+    rollout.update_params(base)
+    nnx.update(model, jax.tree.map(lambda leaf: leaf * 3, state))
+    out = rollout.generate(["abc"], rollout_config())
+    assert out.logprobs is not None
+    wanted = actor_logprobs(model, out.left_padded_prompt_tokens, padded(out.tokens), 1.0)
+    np.testing.assert_allclose(out.logprobs[0], wanted[0, : len(out.tokens[0])], atol=1e-5)
+    rollout.close()
+    model.lm_head.w_lora_a, model.lm_head.w_lora_b = nnx.LoRAParam(jnp.ones((24, 2))), nnx.LoRAParam(jnp.ones((2, 33)))
+    with pytest.raises(UnsupportedError, match=r"LoRA of lm_head\.w is not supported: those of q_proj"):
+        rollout_of(model, lora_scale=1.0)
 
 
 class Watched(FerrumRollout):
