@@ -176,8 +176,7 @@ def test_log_probabilities_and_their_gradients_are_those_of_all_logits(name: str
     agree(found, likelihood(models.forward(params, tokens, cfg, steering=steering), others))
     found = models.log_probs(params, tokens, cfg, targets=others, temperature=0.7)
     agree(found, likelihood(models.forward(params, tokens, cfg) / 0.7, others))
-    wrong: tuple[Any, ...] = (0, -1.0, float("nan"), True, "1")
-    for temperature in wrong:
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(InvalidParameterError, match="temperature is"):
             models.log_probs(params, tokens, cfg, temperature=temperature)
 
