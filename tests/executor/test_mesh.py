@@ -150,9 +150,10 @@ def test_what_is_captured_is_what_one_device_captures(name: str, mesh: str, tmp_
                 with pytest.raises(UnsupportedError, match="'z' is not available on a model divided over devices"):
                     runner.set_interventions("b", {("z", 0): models.Edit(scale=np.float32(2))})
                 llm = ferrum_jax.LLM.from_model(runner)
-                for how in ({"capture": [("z", 1)]}, {"interventions": {("z", 0): models.Edit(scale=np.float32(2))}}):
-                    with pytest.raises(UnsupportedError, match="'z' is not available on a model divided over devices"):
-                        llm.generate([[1]], **how)
+                with pytest.raises(UnsupportedError, match="'z' is not available on a model divided over devices"):
+                    llm.generate([[1]], capture=[("z", 1)])
+                with pytest.raises(UnsupportedError, match="'z' is not available on a model divided over devices"):
+                    llm.generate([[1]], interventions={("z", 0): models.Edit(scale=np.float32(2))})
                 assert runner.kv_len("a") == 20
     one, many = found
     agree(many.logits, one.logits)
