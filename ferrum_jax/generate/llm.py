@@ -250,9 +250,8 @@ class LLM:
                 prompts, or one each.
             interventions: what is done at hook points (models/hooks.py): edits by point, or `Interventions`, which
                 also say at which positions; for all prompts, or one each. Other values compile nothing; steps for
-                the points of all prompts of a call, which each that changes something then takes and brings to the
-                device, are compiled when they are first needed. For a sweep over layers, `("resid_post", None)` has
-                them all, as values.
+                the points of all prompts of a call are compiled when they are first needed, and each that changes
+                something brings all these to the device. For a sweep over layers use `("resid_post", None)`.
             capture: hook points that `RequestOutput.captured` has of every token that was read. Known prefixes are then
                 not reused, and nothing is drafted. Steps compile when they are first needed.
             priority: for all prompts, or one each; 0 if None. Lower ones begin first where requests wait; higher ones
