@@ -191,14 +191,16 @@ def _texts(found: argparse.Namespace, subject: models.Subject) -> list[list[int]
         return [models.prompt(subject.config, int(size), seed=at) for at, size in enumerate(sizes)]
     manual = load_tokenizer(hub.resolve(found.model)).encode("\n\n".join(topics.values()))
     starts = [draw.randint(len(manual) - size) for size in sizes]
-    texts = [manual[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-    return sorted(texts, key=len, reverse=True)  # so that a batch of the peer's has little padding
+    return [manual[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict[str, Any]:
     import torch
 
-    model = peer.module
+    model, texts = (
+        peer.module,
+        sorted(texts, key=len, reverse=True),
+    )  # so that batches of the peer's have little padding
     with models.run(subject, ferrum_jax.EngineConfig(max_seqs=8, kv_capacity=max(map(len, texts)))) as runner:
         llm = ferrum_jax.LLM.from_model(runner)
 

@@ -337,14 +337,14 @@ class FerrumRollout(base_rollout.BaseRollout):
 
 
 class _Gate:
-    """Lets many pass together, or one alone; who waits for the latter goes before who comes later."""
+    """A lock that many threads hold together, or one alone; who waits to be alone goes before who comes later."""
 
     def __init__(self):
         self._changed, self._num_inside, self._num_waiting = threading.Condition(), 0, 0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Waits while somebody is alone, or waits for that."""
+        """Holds it beside others; waits while a thread holds it alone, or waits to."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting)
             self._num_inside += 1
@@ -357,7 +357,7 @@ class _Gate:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Waits until nobody is inside."""
+        """Holds it alone; waits until nobody else holds it."""
         with self._changed:
             self._num_waiting += 1
             try:

@@ -28,7 +28,7 @@ def adapter_of(
     """Converts pairs of LoRA's matrices into those of PEFT, by its names; the scale is part of the second.
 
     Raises:
-        UnsupportedError: LoRA of what is not a projection, or several of them, here.
+        UnsupportedError: LoRA of a weight that does not have whole projections which take adapters here.
         InvalidParameterError: a matrix has a wrong shape.
     """
     known = adapters.projections(cfg)
