@@ -1,6 +1,7 @@
 """Builds the CPU kernels when the package is installed or packed, where there is a C++ compiler."""
 
 import importlib.util
+import os
 import re
 import sys
 import sysconfig
@@ -47,11 +48,12 @@ class KernelsHook(BuildHookInterface):
 
 
 def build_in_place(module: ModuleType) -> None:
-    """Builds the library in the checkout. If that fails, one of the present sources stays, a stale one goes."""
-    problem = module.build()
+    """Builds the library in the checkout, unless it is there. A stale one goes even if no other can be built."""
+    present = module.LIBRARY.exists() and module.digest_sources().encode() in module.LIBRARY.read_bytes()
+    problem = None if present and not os.environ.get("CXX") else module.build()
     if problem is None:
         module.PROBLEM.unlink(missing_ok=True)
-    elif module.LIBRARY.exists() and module.digest_sources().encode() in module.LIBRARY.read_bytes():
+    elif present:
         print(f"ferrum-jax keeps the CPU kernels it has, new ones were not built: {problem}", file=sys.stderr)
     else:
         module.LIBRARY.unlink(missing_ok=True)

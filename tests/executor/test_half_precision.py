@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from ferrum_jax.sharding.devices import find_device
 from tests import tiny
 from tests.executor.answers import expect_choice
 from tests.executor.conftest import CFG, ENGINE, Oracle, poison
+from tests.tiers import by_default
 
 MIXTRAL = tiny.CONFIGS["mixtral"] | {"num_hidden_layers": 1, "vocab_size": CFG.vocab_size}
 END, CUT = 22, 13  # tokens
@@ -26,12 +28,7 @@ SMALL = replace(ENGINE, max_seqs=2, decode_rows=(2,), query_blocks=(1,), block_t
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        ("qwen3", "bfloat16"),
-        ("qwen3", "float16"),
-        pytest.param("mixtral", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("mixtral", "float16", marks=pytest.mark.slow),
-    ],
+    by_default(product(("qwen3", "mixtral"), ("bfloat16", "float16")), ("qwen3", "bfloat16")),
 )
 def test_every_kind_of_step_gives_the_logits_of_float32_but_for_rounding(
     name: str, dtype: str, params: ParamTree, oracle_of: Callable[[ParamTree], Oracle]

@@ -108,7 +108,7 @@ def test_a_kv_of_eight_bits_is_read_by_kernels_as_xla_reads_it(name: str, tmp_pa
         assert 1e-4 < np.abs(three - one).mean() < 0.3 * one.std()  # of experts others may be chosen
 
 
-@pytest.mark.parametrize("attention", ["cpu", "xla"])
+@pytest.mark.parametrize("attention", by_default(["cpu", "xla"], "cpu"))
 def test_a_kv_of_eight_bits_keeps_the_laws(attention: str, tmp_path: Path):
     folder, tokens = tiny.write_folder(tmp_path, tiny.CONFIGS["llama3"]), tiny.prompt("llama3")[: tiny.LENGTH]
     with load(folder, attention=attention, kv_dtype="fp8", prefix_cache=True) as runner:
@@ -172,7 +172,9 @@ def everything(runner: ModelRunner, tokens: list[int]) -> list[NDArray[np.float3
     return [np.asarray(one) for one in found]
 
 
-@pytest.mark.parametrize("engine", [REUSING, WINDOWED], ids=["adapters", "sliding windows"])
+@pytest.mark.parametrize(
+    "engine", [REUSING, pytest.param(WINDOWED, marks=pytest.mark.slow)], ids=["adapters", "sliding windows"]
+)
 def test_stacked_layers_capture_adapt_and_keep_windows_as_others(engine: EngineConfig, params: ParamTree):
     tokens, stacked = list(range(1, 21)), lay_out(params, CFG, "scanned")
     with from_params(stacked, CFG, engine=engine) as found, from_params(params, CFG, engine=engine) as wanted:
@@ -215,7 +217,7 @@ def test_a_step_over_stacked_layers_copies_no_matrix_of_them(kind: str, is_quant
             assert not re.search(rf"= {element}\[(\d+,)?{shape}\]\S* (?!parameter|get-tuple-element)", program)
 
 
-@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "mixtral", "gpt_oss", "qwen3_window_biases"))
+@pytest.mark.parametrize("name", by_default(tiny.CONFIGS, "gpt_oss", "qwen3_window_biases"))
 def test_stacked_layers_answer_as_those_of_the_checkpoint(name: str, tmp_path: Path):
     folder, tokens = tiny.write_folder(tmp_path, tiny.CONFIGS[name]), tiny.prompt(name)[: tiny.LENGTH]
     with load(folder) as found, load(folder, layout="checkpoint") as wanted:

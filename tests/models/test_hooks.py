@@ -180,7 +180,7 @@ def test_a_replaced_value_hides_nan_and_other_values_compile_nothing(compiles: l
     assert float(jnp.abs(found[1] - found[2]).max()) > 1e-3
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", by_default([False, True], False))
 def test_gradients_reach_interventions_embeddings_and_parameters(remat: bool):
     """Against differences of the loss, whichever layers are computed again; and as over a paged KV."""
     params, cfg = model("gemma2")

@@ -213,7 +213,7 @@ def test_log_probabilities_are_divided_as_the_rows(kind: str):
     agree(jax.jit(mapped)(params, tokens), models.log_probs(params, tokens, cfg))
 
 
-@pytest.mark.parametrize("remat", [True, "products"])
+@pytest.mark.parametrize("remat", by_default([True, "products"], True))
 @pytest.mark.parametrize("layout", by_default(("checkpoint", SCANNED), SCANNED))
 def test_what_gradients_recompute_changes_no_gradient_and_takes_less_memory(layout: str, remat: Any):
     params, cfg = model("qwen3", layout)

@@ -156,11 +156,11 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
-def pack(checkout: Path, *arguments: str) -> str:
-    """Builds as `pip` does, where there is no compiler; gives what was said."""
+def pack(checkout: Path, *arguments: str, compiler: dict[str, str] = NO_COMPILER) -> str:
+    """Builds as `pip` does, where there is no compiler unless one is given; gives what was said."""
     command = [sys.executable, "-m", "hatchling", "build", *arguments]
     return subprocess.run(
-        command, check=True, cwd=checkout, env=os.environ | NO_COMPILER, stderr=subprocess.PIPE, text=True
+        command, check=True, cwd=checkout, env=os.environ | compiler, stderr=subprocess.PIPE, text=True
     ).stderr
 
 
@@ -187,6 +187,21 @@ def test_an_editable_install_without_a_compiler_keeps_kernels_of_the_present_sou
     said = pack(checkout, *editable)
     assert not (checkout / LIBRARY).exists()
     assert f"without its CPU kernels: {(checkout / PROBLEM).read_text()}" in said
+
+
+@needs_hatchling
+def test_an_editable_install_builds_no_kernels_that_are_there(checkout: Path, tmp_path: Path):
+    tried = tmp_path / "tried"
+    (compiler := tmp_path / "c++").write_text(f"#!/bin/sh\ntouch {tried}\nexit 1\n")
+    compiler.chmod(0o755)
+    found = {"CXX": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    editable = "-t", "wheel:editable", "--hooks-only"
+    (checkout / LIBRARY).write_bytes(present := build.digest_sources().encode())
+    assert "kernels" not in pack(checkout, *editable, compiler=found)
+    assert (checkout / LIBRARY).read_bytes() == present
+    assert not tried.exists()
+    pack(checkout, *editable, compiler={"CXX": str(compiler)})  # who names a compiler has them built
+    assert tried.exists()
 
 
 @pytest.mark.slow

@@ -42,9 +42,9 @@ def headers() -> Path | None:
 
 
 def digest_sources() -> str:
-    """Digest of the kernels' sources, which a library has in it: it must be of those that are installed."""
-    total = hashlib.sha256()
-    for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")]):
+    """Digest of the kernels' sources and of how they are built, which a library has in it."""
+    total = hashlib.sha256(platform.machine().encode())
+    for path in sorted([*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"), FOLDER / "build.py"]):
         total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return total.hexdigest()
 
