@@ -83,7 +83,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps what shares compiled runners in one process: with `--dist loadfile` a file, or one of two whole folders."""
+    """Keeps what shares compiled runners in one process: with `--dist loadfile` a file, or one of two whole folders.
+
+    Tests of benchmarks that start a process each and share nothing go where there is room.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -91,6 +94,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByRunner(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = Path(nodeid.partition("::")[0])
+            if file.name == "test_smoke.py":
+                return nodeid
             return file.parent.name if file.parent.name in ("executor", "generate") else str(file)
 
     return ByRunner(config, log)
