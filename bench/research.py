@@ -197,10 +197,8 @@ def _texts(found: argparse.Namespace, subject: models.Subject) -> list[list[int]
 def _scoring(subject: models.Subject, peer: Any, texts: list[list[int]]) -> dict[str, Any]:
     import torch
 
-    model, texts = (
-        peer.module,
-        sorted(texts, key=len, reverse=True),
-    )  # so that batches of the peer's have little padding
+    model = peer.module
+    texts = sorted(texts, key=len, reverse=True)  # so that batches of the peer's have little padding
     with models.run(subject, ferrum_jax.EngineConfig(max_seqs=8, kv_capacity=max(map(len, texts)))) as runner:
         llm = ferrum_jax.LLM.from_model(runner)
 

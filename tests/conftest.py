@@ -103,9 +103,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.fixture(scope="module", autouse=True)
 def forgotten_executables() -> Iterator[None]:
-    """Lets go of what was compiled before the process has as many memory maps, some for each executable, as it may.
+    """Clears JAX's caches before the process runs out of memory maps: executables have some, Linux allows 65,530.
 
-    It may have 65,530 on Linux. Until then files take from each other what they compile.
+    Until then files reuse each other's executables.
     """
     yield
     maps = Path("/proc/self/maps")
