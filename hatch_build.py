@@ -1,5 +1,6 @@
 """Builds the CPU kernels when the package is installed or packed, where there is a C++ compiler."""
 
+import ctypes
 import importlib.util
 import os
 import re
@@ -49,7 +50,7 @@ class KernelsHook(BuildHookInterface):
 
 def build_in_place(module: ModuleType) -> None:
     """Builds the library in the checkout, unless it is there. A stale one goes even if no other can be built."""
-    present = module.LIBRARY.exists() and module.digest_sources().encode() in module.LIBRARY.read_bytes()
+    present = can_be_kept(module)
     problem = None if present and not os.environ.get("CXX") else module.build()
     if problem is None:
         module.PROBLEM.unlink(missing_ok=True)
@@ -58,6 +59,17 @@ def build_in_place(module: ModuleType) -> None:
     else:
         module.LIBRARY.unlink(missing_ok=True)
         report(problem, module.PROBLEM)
+
+
+def can_be_kept(module: ModuleType) -> bool:
+    """Whether the checkout has a library of the present sources that loads here: an older system may share it."""
+    if not module.LIBRARY.exists() or module.digest_sources().encode() not in module.LIBRARY.read_bytes():
+        return False
+    try:
+        ctypes.CDLL(str(module.LIBRARY))
+    except OSError:
+        return False
+    return True
 
 
 def report(problem: str, to: Path) -> Path:

@@ -176,29 +176,32 @@ def test_a_wheel_without_kernels_leaves_those_of_the_checkout(checkout: Path, tm
 
 
 @needs_hatchling
-def test_an_editable_install_without_a_compiler_keeps_kernels_of_the_present_sources_only(checkout: Path):
+@needs_compiler
+@pytest.mark.parametrize("other", ["kernels of other sources", "...{}... but no library"])
+def test_an_editable_install_without_a_compiler_keeps_only_kernels_that_can_be_used(checkout: Path, other: str):
     editable = "-t", "wheel:editable", "--hooks-only"
-    present = f"...{build.digest_sources()}...".encode()
-    (checkout / LIBRARY).write_bytes(present)
+    shutil.copy(build.LIBRARY, checkout / LIBRARY)
     assert "keeps the CPU kernels it has" in pack(checkout, *editable)
-    assert (checkout / LIBRARY).read_bytes() == present
+    assert (checkout / LIBRARY).read_bytes() == build.LIBRARY.read_bytes()
     assert not (checkout / PROBLEM).exists()
-    (checkout / LIBRARY).write_bytes(b"kernels of other sources")
+    (checkout / LIBRARY).unlink()
+    (checkout / LIBRARY).write_text(other.format(build.digest_sources()))
     said = pack(checkout, *editable)
     assert not (checkout / LIBRARY).exists()
     assert f"without its CPU kernels: {(checkout / PROBLEM).read_text()}" in said
 
 
 @needs_hatchling
+@needs_compiler
 def test_an_editable_install_builds_no_kernels_that_are_there(checkout: Path, tmp_path: Path):
     tried = tmp_path / "tried"
     (compiler := tmp_path / "c++").write_text(f"#!/bin/sh\ntouch {tried}\nexit 1\n")
     compiler.chmod(0o755)
     found = {"CXX": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     editable = "-t", "wheel:editable", "--hooks-only"
-    (checkout / LIBRARY).write_bytes(present := build.digest_sources().encode())
+    shutil.copy(build.LIBRARY, checkout / LIBRARY)
     assert "kernels" not in pack(checkout, *editable, compiler=found)
-    assert (checkout / LIBRARY).read_bytes() == present
+    assert (checkout / LIBRARY).read_bytes() == build.LIBRARY.read_bytes()
     assert not tried.exists()
     pack(checkout, *editable, compiler={"CXX": str(compiler)})  # who names a compiler has them built
     assert tried.exists()
