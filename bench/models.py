@@ -94,7 +94,9 @@ def run(
         params = Putter(device)(lay_out(params, subject.config, layout))
     kept = None
     if artifacts is not None:
-        kept = Artifacts(artifacts, describe_program(subject.config, params, plan.cache, plan.loras, on_one(device)))
+        kept = Artifacts(
+            artifacts, describe_program(subject.config, params, plan.cache, plan.sampler, plan.loras, on_one(device))
+        )
     return ModelRunner(params, subject.config, plan, device=device, strict=True, artifacts=kept)
 
 

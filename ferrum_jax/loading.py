@@ -174,7 +174,9 @@ def _load(
     def open_artifacts(plan: EnginePlan, own: ParamTree = params, at: Placement = replicas[0]) -> Artifacts | None:
         if root is None:
             return None
-        found = Artifacts(root, describe_program(cfg, own, plan.cache, plan.loras, at), settings.compiler_options)
+        found = Artifacts(
+            root, describe_program(cfg, own, plan.cache, plan.sampler, plan.loras, at), settings.compiler_options
+        )
         return early if early is not None and early.facts == found.facts else found
 
     free = hosts.least(placed.free_bytes if memory is None else max(0, free - taken))
@@ -217,7 +219,7 @@ def _open_artifacts(
     """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
     device = placed.placement.first
     params = placed.shapes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
-    facts = describe_program(source.config, params, plan.cache, plan.loras, placed.placement)
+    facts = describe_program(source.config, params, plan.cache, plan.sampler, plan.loras, placed.placement)
     return Artifacts(root, facts, settings.compiler_options)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
+from ferrum_jax.compile.scores import ProcessedScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
 
@@ -133,8 +134,15 @@ class Buckets:
 
     def distributions(self) -> list[ProgramKey]:
         """The programs for what tokens are drawn from, which drafts with probabilities of their own need."""
+        return [DistributionKey(*one) for one in self._blocks_of_logits()]
+
+    def processed_scores(self) -> list[ProgramKey]:
+        """The programs for scores under the settings of sampling."""
+        return [ProcessedScoreKey(*one) for one in self._blocks_of_logits()]
+
+    def _blocks_of_logits(self) -> list[tuple[int, int]]:
         blocks = [(self.logit_blocks, self.block_tokens), *((p, self.verify_tokens) for p in self.verify_blocks)]
-        return [DistributionKey(*one) for one in sorted(set(blocks))]
+        return sorted(set(blocks))
 
     @property
     def max_copies(self) -> int:

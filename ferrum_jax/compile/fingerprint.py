@@ -15,6 +15,7 @@ import jax
 import jaxlib.version
 import psutil
 
+from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.config import ENVIRONMENT, ModelConfig
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
@@ -38,7 +39,12 @@ SILENT = (
 
 
 def describe_program(
-    cfg: ModelConfig, params: ParamTree, cache: CacheSpec, loras: LoraSpec | None, placement: Placement
+    cfg: ModelConfig,
+    params: ParamTree,
+    cache: CacheSpec,
+    slots: SamplerSpec,
+    loras: LoraSpec | None,
+    placement: Placement,
 ) -> Facts:
     """Gathers all that the steps of one engine depend on, but for JAX's settings: those may change at any time."""
     return {
@@ -48,6 +54,7 @@ def describe_program(
         "parameters": {name: _described(leaf) for name, leaf in sorted(named_leaves(params).items())},
         "kv": dataclasses.asdict(cache)
         | {"arrays": [_described(leaf) for leaf in jax.tree.leaves(state.shapes(cache))]},
+        "sampler": dataclasses.asdict(slots),
         "adapters": None if loras is None else dataclasses.asdict(loras),
     }
 

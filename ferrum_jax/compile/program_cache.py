@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from ferrum_jax.compile.artifacts import Artifact, Artifacts, compile_and_save, memory_of
+from ferrum_jax.compile.fingerprint import describe_settings
 from ferrum_jax.config.engine import CompilerOptions
 from ferrum_jax.contract.errors import BackendError
 
@@ -108,13 +109,15 @@ class ProgramCache:
     def _do_all(
         self, keys: list[Key], do: Callable[[Key], Any], track: Callable[[list[Key]], Any] | None = None
     ) -> None:
+        """Does something for each key on all cores, or in this thread if it has settings of JAX of its own."""
         if not keys:
             return
         with ThreadPoolExecutor(max_workers=min(MOST_THREADS, _num_cores())) as pool:
-            jobs = {key: pool.submit(do, key) for key in keys}
+            is_alone = pool.submit(describe_settings).result() != describe_settings()
+            jobs = {} if is_alone else {key: pool.submit(do, key) for key in keys}
             try:
                 for key in keys if track is None else track(keys):
-                    jobs[key].result()
+                    do(key) if is_alone else jobs[key].result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -269,7 +269,8 @@ def sample(
     slots = rows[:, 0]
     found = choose_rows(state, logits, slots, rows[:, 1])
     ids = found.packed[:, 0]
-    return _counted(state, slots, ids, jnp.ones_like(slots)), found
+    counts = state.counts.at[slots, ids].add(1, mode="drop")
+    return replace(state, last_tokens=state.last_tokens.at[slots].set(ids, mode="drop"), counts=counts), found
 
 
 def verify(
@@ -298,16 +299,6 @@ def verify(
     return replace(state, counts=counted, last_tokens=state.last_tokens.at[slots].set(last, mode="drop")), found
 
 
-def _counted(
-    state: SamplerState[jax.Array], slots: jax.Array, ids: jax.Array, amounts: jax.Array
-) -> SamplerState[jax.Array]:
-    return replace(
-        state,
-        last_tokens=state.last_tokens.at[slots].set(ids, mode="drop"),
-        counts=state.counts.at[slots, ids].add(amounts, mode="drop"),
-    )
-
-
 def each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns slot, position and drafted tokens of the choice after each token of rows as `verify` takes them."""
     slots, starts, tokens = rows[:, 0], rows[:, 1], rows[:, 3:]
@@ -319,14 +310,22 @@ def each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, 
     return jnp.repeat(slots, width), (starts[:, None] + at + 1).ravel(), drafted
 
 
+def untouched(slots: NDArray[np.int32], num_slots: int) -> NDArray[np.int32]:
+    """Returns the numbers of slots that `distributions` knows, and of which `verify` counts nothing."""
+    return slots + num_slots + 1
+
+
 def distributions(
     state: SamplerState[jax.Array], logits: Float[Array, "R V"], rows: Int[Array, "P W"]
 ) -> Float[Array, "R V"]:
     """Returns the probabilities with which each row's token is drawn; a row of temperature 0 is taken at 1.
 
-    `rows` are as `sample` takes them, or as `verify` does.
+    `rows` are as `sample` takes them, or as `verify` does, then with slots as `untouched` gives them.
     """
-    each = (rows[:, 0], rows[:, 1], None) if rows.shape[1] == 2 else each_token(rows, logits.shape[1])
+    if rows.shape[1] == 2:
+        each = rows[:, 0], rows[:, 1], None
+    else:
+        each = each_token(rows.at[:, 0].add(-1 - len(state.settings)), logits.shape[1])
     slots, positions, _ = each
     settings = state.settings.at[slots].get(mode="clip")
     inputs = inputs_of(settings, slots < len(state.settings), positions)
@@ -363,16 +362,15 @@ class VerifyKey:
 
 @dataclass(frozen=True, order=True)
 class DistributionKey:
-    """The probabilities that each row of a step's logits is drawn with."""
+    """The probabilities that the token after each of P rows' up to C is drawn with."""
 
-    blocks: int  # rows as of `SampleKey`, or P as of `VerifyKey`
-    block_tokens: int = 0  # C as of `VerifyKey`; 0: as of `SampleKey`
+    blocks: int  # P
+    block_tokens: int  # C
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
-        width = 3 + self.block_tokens if self.block_tokens else 2
-        logits = logits_of(context, self.blocks * max(1, self.block_tokens))
-        rows = _placed(context, jnp.int32, self.blocks, width)
+        logits = logits_of(context, self.blocks * self.block_tokens)
+        rows = _placed(context, jnp.int32, self.blocks, 3 + self.block_tokens)
         whole = context.spread(distributions, (WHOLE, WHOLE, WHOLE), WHOLE)
         return jax.jit(whole).lower(context.sampler, logits, rows)
 

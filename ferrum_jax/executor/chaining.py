@@ -45,7 +45,6 @@ def chained_keys(
 ) -> list[ProgramKey]:
     """Returns the programs that follow on the steps' logits, and the one that tells the sampler how."""
     kinds, with_settings = set(map(type, outputs)), any(map(has_settings, outputs))
-    processed = TargetScores in kinds and any(isinstance(one, TargetScores) and has_settings(one) for one in outputs)
     keys: list[ProgramKey] = [ConfigureKey(buckets.kv_capacity)] if with_settings else []
     keys += [MaskKey(buckets.decode_rows[-1])] if masked else []
     for plan in plans:
@@ -56,12 +55,13 @@ def chained_keys(
             continue
         if key.outputs == "scores":
             continue
-        if VerifiedTokens in kinds:
-            asked = [outputs[piece.row] for piece in plan.blocks]
+        asked = [outputs[piece.row] for piece in plan.blocks]
+        wanted = set(map(type, asked))
+        if VerifiedTokens in wanted:
             keys.append(VerifyKey(key.blocks, key.block_tokens, _are_verified_with_masks(asked)))
-        if processed:
+        if any(isinstance(one, TargetScores) and has_settings(one) for one in asked):
             keys.append(ProcessedScoreKey(key.blocks, key.block_tokens))
-        if Distributions in kinds:
+        if Distributions in wanted:
             keys.append(DistributionKey(key.blocks, key.block_tokens))
     return keys
 

@@ -102,7 +102,9 @@ def from_params(
         ) -> Artifacts | None:
             if root is None:
                 return None
-            return Artifacts(root, describe_program(cfg, own, plan.cache, plan.loras, at), asked.compiler_options)
+            return Artifacts(
+                root, describe_program(cfg, own, plan.cache, plan.sampler, plan.loras, at), asked.compiler_options
+            )
 
         free = hosts.least(placed.free_bytes)
         plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)

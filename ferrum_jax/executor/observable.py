@@ -34,9 +34,9 @@ class Observable(DecoderOnlyLLM):
     _decode_batches: DecodeBatchCounters
 
     def kv_capacity(self) -> int:
-        """Longest sequence one id can reach, in positions."""
-        with self._life.lock, self._life:
-            return self.plan.kv_capacity
+        """Longest sequence one id can reach, in positions; it waits for no other call."""
+        self._life.check_ready()
+        return self.plan.kv_capacity
 
     def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""

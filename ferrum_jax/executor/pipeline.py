@@ -15,7 +15,7 @@ from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.changes import Changes
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
-from ferrum_jax.compile.sampler import MaskKey, SlotSettings
+from ferrum_jax.compile.sampler import MaskKey, SlotSettings, untouched
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
 from ferrum_jax.executor.adapters import NONE, Adapters, Keep, not_kept
@@ -122,9 +122,9 @@ class Pipeline:
 
     def clear(self) -> None:
         """Forgets every sequence, prefix and binding; counters go on."""
+        self._reset_table()  # first: whatever interrupts this, no sequence goes on without its bindings
         self.adapters.clear_bindings()
         self.interventions.clear()
-        self._reset_table()
 
     def check_live(self, why: str, kept: Keep = False) -> None:
         """Raises RequestValidationError, saying what for, while a sequence is live that is not to be kept."""
@@ -415,7 +415,8 @@ class Pipeline:
         lives, nobody = rows.lives, self.plan.max_seqs
         slots = [lives[row].slot if type(outputs[row]) in _WITH_SETTINGS else nobody for row in wanted]
         if key.outputs != "last":
-            packed.block_slots[: len(wanted)] = slots
+            are_read = [type(outputs[row]) is Distributions for row in wanted]
+            packed.block_slots[: len(wanted)] = np.where(are_read, untouched(np.array(slots), nobody), slots)
             targets = packed.targets.reshape(key.blocks, key.block_tokens)
             for at, (row, start, size) in enumerate(plan.blocks):
                 if isinstance(one := outputs[row], TargetScores):

@@ -292,13 +292,11 @@ class ReplicatedRunner(ModelRunner):
             for replica in self.replicas:
                 replica.unload_lora(name)
 
-    def warmup(
-        self, *, progress: bool = True, load: bool = False, distributions: bool = False, masks: bool = False
-    ) -> None:
-        """Compiles every declared program of every replica, or finds it whole on disk."""
+    def warmup(self, **options: bool) -> None:
+        """Compiles every declared program of every replica, or finds it whole on disk; options as of one runner."""
         with self._life.lock, self._life:
             for replica in self.replicas:
-                replica.warmup(progress=progress, load=load, distributions=distributions, masks=masks)
+                replica.warmup(**options)
 
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
         """Takes other weights on every replica, copied to all but the first; raises as of one runner."""

@@ -111,8 +111,8 @@ class ReplicaRouter:
                 # Known blocks that nobody holds are among the free ones, until the prompt holds them.
                 taken = needed - known + resting
                 is_open = index not in self.short
-                fits = slots[index] > 0 and blocks[index] >= taken and is_open
-                ranks.append((fits, is_open, known, blocks[index], -index, taken))
+                fits = slots[index] > 0 and blocks[index] >= taken
+                ranks.append((fits and is_open, fits, is_open, known, blocks[index], -index, taken))
             *_, negated, taken = max(ranks)
             found[cache_id] = best = -negated
             slots[best] -= 1
@@ -157,3 +157,4 @@ class ReplicaRouter:
         """Forgets every id."""
         self.homes.clear()
         self.unplaced.clear()
+        self.short = frozenset()

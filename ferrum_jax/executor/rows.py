@@ -163,10 +163,11 @@ def _placed(
     outputs: Sequence[Output],
     length: Length,
 ) -> list[ScheduledRow]:
-    for key, start in zip(ids, starts, strict=True):
-        if type(start) is not int or start != length(key):
-            check_position(key, position, start, length(key))
-    return list(map(ScheduledRow, ids, tokens, starts, outputs))
+    found = [
+        start if type(start) is int and start == length(key) else check_position(key, position, start, length(key))
+        for key, start in zip(ids, starts, strict=True)
+    ]
+    return list(map(ScheduledRow, ids, tokens, found, outputs))
 
 
 def _outputs(count: int, policies: Policies, vocab_size: int) -> list[Output]:

@@ -347,18 +347,25 @@ class ModelRunner(Adaptable):
             return reservations.plan(self._pipeline, requests)()
 
     def warmup(
-        self, *, progress: bool = True, load: bool = False, distributions: bool = False, masks: bool = False
+        self,
+        *,
+        progress: bool = True,
+        load: bool = False,
+        distributions: bool = False,
+        masks: bool = False,
+        scores: bool = False,
     ) -> None:
         """Compiles every declared program, or finds it whole on disk.
 
         A program on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
         `distributions`: also those for the output of that name, as a draft model whose probabilities count needs them.
-        `masks`: also those for structured output.
+        `masks`: also those for structured output. `scores`: also those for scores under the settings of sampling.
         """
         with self._life.lock, self._life:
             track = Track("compiling steps") if progress else None
             more = self.plan.buckets.distributions() if distributions else []
             more += self.plan.buckets.masks(drafts=bool(self.plan.spec_tokens)) if masks else []
+            more += self.plan.buckets.processed_scores() if scores else []
             self._programs.warmup([*self.plan.declared(), *more], track, load=load)
 
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:

@@ -58,10 +58,15 @@ class PrefixIndex:
         return found
 
     def forget(self, block: int) -> list[int]:
-        """Drops a block's entry and all below it; returns their blocks."""
-        entry = self._by_block[block]
+        """Drops a block's entry, if it has one, and all below it; returns their blocks.
+
+        It has none, and its parent may know nothing of it, where a call that forgets several was interrupted.
+        """
+        entry = self._by_block.get(block)
+        if entry is None:
+            return []
         assert entry.parent is not None
-        del entry.parent.children[entry.tokens]
+        entry.parent.children.pop(entry.tokens, None)
         return self._drop(_below(entry))
 
     def forget_all(self) -> list[int]:
@@ -79,7 +84,7 @@ class PrefixIndex:
         for entry in dropped:
             entry.children.clear()
         for block in blocks:
-            del self._by_block[block]
+            self._by_block.pop(block, None)
         return blocks
 
 

@@ -186,7 +186,7 @@ class SequenceTable:
         self.pool.release(live.blocks[keep:])
         del live.blocks[keep:]
         if not live.tokens:
-            live.evicted_before = 0
+            live.evicted_before, live.is_private, live.is_outdated = 0, False, False
         self.update_writable(live)
 
     def release(self, cache_id: str) -> None:

@@ -60,11 +60,6 @@ class Division:
     key_heads: tuple[Runs, ...]
 
     @property
-    def num_devices(self) -> int:
-        """Devices that share the model."""
-        return self.expert * self.model
-
-    @property
     def shards(self) -> Shards:
         """What the forward needs to know."""
         return Shards(

@@ -71,21 +71,13 @@ class Placement:
             specs,
         )
 
-    def put(self, tree: Any, specs: Any = WHOLE) -> Any:
-        """Puts host arrays where they belong, as `place` says; every process has them."""
-        if isinstance(specs, PartitionSpec):
-            specs = jax.tree.map(lambda _: specs, tree) if self.is_shared else specs
-        if self.is_shared:  # device_put would compare the processes' arrays
-            return jax.tree.map(
-                lambda leaf, spec: jax.make_array_from_callback(
-                    leaf.shape, self.sharding(spec), lambda index: leaf[index]
-                ),
-                tree,
-                specs,
-            )
-        if isinstance(specs, PartitionSpec):
-            return jax.device_put(tree, self.sharding(specs))
-        return jax.tree.map(lambda leaf, spec: jax.device_put(leaf, self.sharding(spec)), tree, specs)
+    def put(self, tree: Any) -> Any:
+        """Puts host arrays whole on every device; every process has them."""
+        whole = self.sharding(WHOLE)
+        if not self.is_shared:
+            return jax.device_put(tree, whole)
+        # device_put would compare the processes' arrays
+        return jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, whole, lambda at: leaf[at]), tree)
 
     def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Returns a function that every device runs on its own parts of the arguments; on one device, `function`.

@@ -14,6 +14,7 @@ import pytest
 from ferrum_jax.compile import fingerprint
 from ferrum_jax.compile.artifacts import Artifacts
 from ferrum_jax.compile.fingerprint import Facts, describe_program, describe_settings, digest
+from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import family, specs
 from ferrum_jax.models.adapters import LoraSpec
@@ -22,6 +23,7 @@ from ferrum_jax.sharding.mesh import on_one, place_on_mesh
 from tests.executor.conftest import CFG
 
 CACHE = CacheSpec(num_layers=2, num_blocks=6, block_size=8, num_kv_heads=2, head_dim=10, dtype="float32")
+SLOTS = SamplerSpec(num_slots=2, vocab_size=CFG.vocab_size, capacity=48)
 PARAMS = specs.initialise(family(CFG).param_specs(CFG), jax.random.key(0), "float32")
 
 
@@ -30,6 +32,7 @@ def _facts(**changes: Any) -> Facts:
         "cfg": CFG,
         "params": PARAMS,
         "cache": CACHE,
+        "slots": SLOTS,
         "loras": None,
         "placement": on_one(find_device("cpu")),
     }
@@ -63,6 +66,8 @@ ASKED: dict[str, dict[str, Any]] = {
     "KV's dtype": {"cache": replace(CACHE, dtype="bfloat16")},
     "KV's layout": {"cache": replace(CACHE, layout="positions")},
     "backend of attention": {"cache": replace(CACHE, attention="triton")},
+    "slots": {"slots": replace(SLOTS, num_slots=3)},
+    "positions of a sequence": {"slots": replace(SLOTS, capacity=64)},
     "adapters": {"loras": LoraSpec(max_loras=1, max_rank=2)},
     "device": {"placement": on_one(OtherDevice())},
     "mesh": {"placement": place_on_mesh({"model": 2}, find_device("cpu"))[0]},

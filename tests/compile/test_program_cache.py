@@ -64,6 +64,21 @@ def test_warmup_compiles_what_is_missing_and_shows_it(lowering: Lowering):
     assert len(lowering.asked) == 3
 
 
+def test_steps_are_compiled_under_the_settings_of_who_asks(lowering: Lowering):
+    seen: list[str | None] = []
+
+    def lower(key: StepKey) -> jax.stages.Lowered:
+        seen.append(getattr(jax.config, "jax_default_matmul_precision"))  # noqa: B009  # which has no annotation
+        return lowering(key)
+
+    with jax.default_matmul_precision("highest"):
+        ProgramCache(lower).warmup([SMALL, LARGE])
+        ProgramCache(lower).ensure([OTHER])
+    assert seen == ["highest"] * 3
+    ProgramCache(lower).warmup([SMALL])
+    assert seen[3] is None
+
+
 def test_a_late_step_is_compiled_counted_and_logged(lowering: Lowering, caplog: pytest.LogCaptureFixture):
     cache = ProgramCache(lowering)
     cache.warmup([SMALL])

@@ -57,7 +57,9 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
 
 
 @needs_kernels
-@pytest.mark.parametrize("key", [SampleKey(2), VerifyKey(1, 2), DistributionKey(2), ProcessedScoreKey(1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "key", [SampleKey(2), VerifyKey(1, 2), DistributionKey(1, 2), ProcessedScoreKey(1, 2)], ids=str
+)
 def test_kernels_choose_and_sum_where_they_attend(key: Any):
     for attention in ("cpu", "xla"):
         context = ProgramContext(None, None, None, jax.device_put(sampler.initial(SPEC)), attention=attention)

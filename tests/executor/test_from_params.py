@@ -127,3 +127,13 @@ def test_steps_are_kept_where_asked_and_serve_other_weights(
         assert np.array_equal(found, expected) == (tree is params)
     with ferrum_jax.from_params(params, CFG, engine=few) as runner:
         assert runner.artifacts is None
+
+
+def test_steps_kept_for_other_slots_are_not_taken(tmp_path: Path, params: ParamTree):
+    blocks = dataclasses.replace(ENGINE, kv_blocks=16, decode_rows=(1,), query_blocks=(1,), artifacts=str(tmp_path))
+    found = []
+    for slots in (2, 3):
+        engine = dataclasses.replace(blocks, max_seqs=slots)
+        with ferrum_jax.from_params(params, CFG, engine=engine) as runner:
+            found.append((runner.prefill("a", TOKENS), runner.decode("a", 3, 5)))
+    np.testing.assert_array_equal(*found)

@@ -41,6 +41,8 @@ CALLS: dict[str, Callable[[ModelRunner], Any]] = {
     "reserve": lambda runner: runner.reserve_kv_slots([KvSlotRequest(cache_id="b", target_len=30)]),
     "execute": begin_and_read,
     "reset": lambda runner: runner.reset(),
+    "reset_prefix_cache": lambda runner: runner.reset_prefix_cache(),
+    "set_params": lambda runner: runner.set_params(runner.params, keep_sequences=True),
 }
 
 

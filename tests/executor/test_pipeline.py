@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LLM, SamplingParams
-from ferrum_jax.compile.sampler import SlotSettings
+from ferrum_jax.compile.sampler import SlotSettings, VerifyKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract import DecodeRun, Sampling
 from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError, ResourceExhaustedError
@@ -127,6 +127,32 @@ def test_rows_of_different_outputs_in_one_batch_answer_as_alone(seed: int, runne
     hold(runner)
     alone = [runner.execute([one]).result()[0] for one in batch]
     same(together, alone)
+
+
+def test_a_verification_counts_nothing_for_the_distributions_beside_it(runner: ModelRunner):
+    settings = SlotSettings(temperature=1.0, presence_penalty=50.0)
+    found = []
+    for others in ([], [row("b", [7, 8], 2, VerifiedTokens(GREEDY))]):
+        hold(runner)
+        steps = [row("a", TEXT[at : at + 1], at, Distributions(settings)) for at in (9, 10)]
+        first = runner.execute([steps[0], *others]).result()[0]
+        found.append([first, runner.execute(steps[1:]).result()[0]])
+        runner.reset()
+    same(*found)
+
+
+def test_only_what_a_step_wants_follows_on_it(runner: ModelRunner):
+    keys: set[Any] = set()
+    long = row("b", TEXT[:16], 2, ALL_LOGITS)
+    hold(runner)
+    with pytest.MonkeyPatch.context() as patch:
+        get = runner._programs.get
+        patch.setattr(runner._programs, "get", lambda key: keys.add(key) or get(key))
+        runner.execute([row("a", TEXT[9:11], 9, VerifiedTokens(GREEDY)), long]).result()
+    steps = {(key.blocks, key.block_tokens) for key in keys if isinstance(key, StepKey)}
+    verified = {(key.blocks, key.block_tokens) for key in keys if isinstance(key, VerifyKey)}
+    assert len(steps) == 2
+    assert len(verified) == 1
 
 
 POINTS = Point("pattern", 0), Point("resid_post", 0), Point("z", 1)

@@ -235,7 +235,14 @@ def test_room_is_counted_for_all_that_join_and_only_where_they_may_go(two: Repli
     two.prefill("a", [1])
     assert two.replica_of("a") == 1
     assert not two.keep_from((0,), [1] * 4)
-    two.keep_from((), [])
+    for key in "bcd":
+        two.prefill(key, [1])
+    assert {two.replica_of(key) for key in "abcd"} == {1}
+    two.prefill("e", [1])  # nowhere else is room
+    assert two.replica_of("e") == 0
+    two.reset()
+    two.prefill("a", [1])
+    assert two.replica_of("a") == 0
 
 
 def test_requests_that_fit_on_no_replica_for_now_keep_none_of_the_others_waiting(params: ParamTree):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,8 +28,9 @@ from ferrum_jax.contract.errors import (
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.batch import Distributions, SampledToken, ScheduledRow, VerifiedTokens
 from ferrum_jax.executor.counters import DecodeBatchCounters
+from ferrum_jax.executor.rows import decode_rows
 from ferrum_jax.models.specs import ParamTree
-from tests.executor.conftest import CAPACITY, ENGINE, Oracle, make_runner
+from tests.executor.conftest import CAPACITY, CFG, ENGINE, Oracle, make_runner
 
 HELD = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # "a" holds these before every case
 
@@ -289,6 +291,12 @@ def test_exhaustion_names_what_was_needed_and_what_is_free(runner: ModelRunner):
     with pytest.raises(ResourceExhaustedError) as blocks:
         runner.prefill("d", [1] * 40)
     assert (blocks.value.needed, blocks.value.free) == (5, 3)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64, jnp.int32])
+def test_positions_of_any_integer_type_are_plain_from_then_on(kind: type):
+    (row,) = decode_rows([("a", 1, kind(5))], None, CFG.vocab_size, lambda _: 5)
+    assert (type(row.start), row.start) == (int, 5)
 
 
 def test_prefill_of_an_existing_id_appends(runner: ModelRunner, oracle: Oracle):

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
@@ -40,6 +41,11 @@ def test_threads_do_not_disturb_each_other(runner: ModelRunner, oracle: Oracle):
         thread.join()
     assert failures == []
     assert runner.kv_slot_capacity_snapshot().free_blocks == 18
+
+
+def test_the_capacity_is_told_while_another_call_runs(runner: ModelRunner):
+    with runner._life.lock, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(runner.kv_capacity).result(timeout=30) == runner.plan.kv_capacity
 
 
 class Poisoned:

@@ -165,6 +165,35 @@ def test_a_sequence_is_recomputed_only_where_its_next_token_would_see_an_evicted
     assert (live.evicted_before, table.needs_recompute(live)) == (0, False)
 
 
+def test_what_is_written_after_a_truncation_to_nothing_is_of_the_present_weights():
+    table = SequenceTable(max_seqs=2, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS, prefixes=PrefixIndex())
+    live = _written(table, "a", [1] * 9)
+    table.outdate()
+    assert (live.is_private, live.is_outdated) == (True, True)
+    table.truncate("a", 1)
+    assert (live.is_private, live.is_outdated) == (True, True)
+    table.truncate("a", 0)
+    assert (live.is_private, live.is_outdated) == (False, False)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_kept_block_without_an_entry_is_handed_out_as_any_other(lost: int):
+    """An interrupt between forgetting a prefix and discarding its blocks leaves them so."""
+    table = SequenceTable(max_seqs=2, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS, prefixes=PrefixIndex())
+    live = _written(table, "a", list(range(1, 2 * BLOCK + 2)))
+    assert table.prefixes is not None
+    first, second = live.blocks[:2]
+    if lost:
+        table.prefixes._by_block.pop(second)
+        table.prefixes._by_block[first].children.clear()
+    else:
+        table.prefixes.forget_adapter(None)
+    table.release("a")
+    taken = table.pool.allocate(BLOCKS)
+    assert {first, second} <= set(taken)
+    assert len(table.prefixes) == 0
+
+
 def test_a_block_is_entered_as_a_prefix_once_all_its_tokens_are_known():
     table = SequenceTable(max_seqs=2, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS, prefixes=PrefixIndex())
     live = _written(table, "a", [1, 2, 3, UNKNOWN, UNKNOWN, 6])

@@ -130,6 +130,12 @@ class SequenceTable:
         self._live.pop(cache_id, None)
         self.model.release(cache_id)
 
+    def forget(self, cache_id: str) -> None:
+        """Forgets a sequence that was begun in vain, and frees what the model has of it; what is bound to it stays."""
+        self._live.pop(cache_id, None)
+        if self.model.kv_len(cache_id) is not None:
+            self.model.release(cache_id)
+
     def truncate(self, sequence: TrackedSequence, new_len: int) -> None:
         """Rolls a sequence back; a length past its end is no error."""
         if new_len < sequence.length:
@@ -259,7 +265,7 @@ class UndoLog:
     def _roll_back(self, sequence: TrackedSequence, length: int | None) -> None:
         """Truncates a sequence, or releases it."""
         if length is None:
-            self.table.release(sequence.cache_id)
+            self.table.forget(sequence.cache_id)
         elif self.table.find(sequence.cache_id) is not None:
             try:
                 self.table.model.truncate_kv(sequence.cache_id, length)

@@ -20,6 +20,7 @@ from ferrum_jax.contract import (
 )
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.models import Edit
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.executor.conftest import CAPACITY, ENGINE, Oracle, make_runner
@@ -286,6 +287,17 @@ def test_a_refused_call_leaves_what_was_reserved_before(executor: LlmExecutor, r
             run(executor.prefill(prompt(SECOND, handle, metadata=options)))
         assert runner.kv_slot_capacity_snapshot() == reserved
     assert handle.is_valid()
+
+
+def test_a_refused_call_leaves_what_is_bound_to_an_id_that_it_was_to_begin(executor: LlmExecutor, runner: ModelRunner):
+    runner.set_interventions("x", {("resid_post", 0): Edit(scale=np.float32(0))})
+    bound = runner._pipeline.interventions.of("x")
+    others = [run(executor.prefill(prompt(FIRST))).kv_cache for _ in range(4)]
+    assert all(handle.is_valid() for handle in others)
+    with pytest.raises(ResourceExhaustedError):
+        run(executor.unified_decode(batch(item("x", SECOND, 0))))
+    assert bound is not None
+    assert runner._pipeline.interventions.of("x") is bound
 
 
 def test_metrics_of_the_cache_count_waits_for_the_model(executor: LlmExecutor):
