@@ -59,5 +59,5 @@ async def update_weights(service: Service, http: HttpRequest) -> Response:
 
 async def reset_prefix_cache(service: Service, http: HttpRequest) -> Response:
     """Forgets every known prefix."""
-    await service.reset_prefixes()
+    await service.run(service.llm.reset_prefix_cache, waits=True)
     return JsonAnswer({})

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -12,23 +12,30 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
 import ferrum_jax
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.serve import administration
 from ferrum_jax.serve.chat_completions import chat
+from ferrum_jax.serve.chat_schema import ChatBody
 from ferrum_jax.serve.completions import complete
 from ferrum_jax.serve.errors import ApiError, JsonAnswer, unavailable
 from ferrum_jax.serve.middleware import ApiKeys, DirectSend, RequestLog
-from ferrum_jax.serve.openapi import describe_api
+from ferrum_jax.serve.openapi import Endpoint, describe_api
+from ferrum_jax.serve.schema import (
+    CompletionBody,
+    DetokenizeBody,
+    LoadAdapterBody,
+    PauseBody,
+    TokenizeBody,
+    UnloadAdapterBody,
+    UpdateWeightsBody,
+)
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.settings import ServerSettings
 from ferrum_jax.serve.texts import detokenize, tokenize
 from ferrum_jax.serve.tracing import traced
-
-Endpoint = Callable[[Service, HttpRequest], Awaitable[ASGIApp]]
 
 
 def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
@@ -49,34 +56,13 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
         finally:
             service.close()
 
-    def route(path: str, endpoint: Endpoint, method: str = "POST") -> Route:
+    def route(endpoint: Endpoint) -> Route:
         async def answer(request: HttpRequest) -> Response:
-            return await endpoint(service, request)  # type: ignore[return-value]  # an ASGI application will do
+            return await endpoint.answer(service, request)  # type: ignore[return-value]  # an ASGI application will do
 
-        return Route(path, answer, methods=[method])
+        return Route(endpoint.path, answer, methods=[endpoint.method])
 
-    routes = [
-        route("/health", health, "GET"),
-        route("/version", version, "GET"),
-        route("/metrics", metrics, "GET"),
-        route("/openapi.json", openapi, "GET"),
-        route("/v1/models", models, "GET"),
-        route("/v1/models/{name:path}", one_model, "GET"),
-        route("/v1/completions", complete),
-        route("/v1/chat/completions", chat),
-        route("/tokenize", tokenize),
-        route("/detokenize", detokenize),
-        route("/v1/load_lora_adapter", administration.load_adapter),
-        route("/v1/unload_lora_adapter", administration.unload_adapter),
-    ]
-    if settings.trainer_endpoints:
-        routes += [
-            route("/pause", administration.pause),
-            route("/resume", administration.resume),
-            route("/is_paused", administration.is_paused, "GET"),
-            route("/update_weights", administration.update_weights),
-            route("/reset_prefix_cache", administration.reset_prefix_cache),
-        ]
+    routes = [route(one) for one in endpoints_of(settings)]
     middleware = [Middleware(DirectSend), Middleware(traced)]
     if settings.allow_origins:  # outside the log, so that a page can read errors, too
         middleware.append(
@@ -129,7 +115,7 @@ async def metrics(service: Service, http: HttpRequest) -> Response:
 
 async def openapi(service: Service, http: HttpRequest) -> Response:
     """Describes this server."""
-    return JsonAnswer(describe_api(with_trainer=service.settings.trainer_endpoints))
+    return JsonAnswer(describe_api(endpoints_of(service.settings)))
 
 
 async def models(service: Service, http: HttpRequest) -> Response:
@@ -155,3 +141,31 @@ def _card(service: Service, name: str) -> dict[str, object]:
         "parent": None if path is None else service.name,
         "max_model_len": service.llm.model.kv_capacity(),
     }
+
+
+_ENDPOINTS = (
+    Endpoint("GET", "/health", health, "Whether requests are taken"),
+    Endpoint("GET", "/version", version, "Version of the package"),
+    Endpoint("GET", "/metrics", metrics, "Metrics for Prometheus"),
+    Endpoint("GET", "/openapi.json", openapi, "This description"),
+    Endpoint("GET", "/v1/models", models, "The model and its adapters"),
+    Endpoint("GET", "/v1/models/{name:path}", one_model, "The model, or one of its adapters"),
+    Endpoint("POST", "/v1/completions", complete, "Continue texts or token ids", CompletionBody),
+    Endpoint("POST", "/v1/chat/completions", chat, "Answer a conversation", ChatBody),
+    Endpoint("POST", "/tokenize", tokenize, "Token ids of a text or a conversation", TokenizeBody),
+    Endpoint("POST", "/detokenize", detokenize, "Text of token ids", DetokenizeBody),
+    Endpoint("POST", "/v1/load_lora_adapter", administration.load_adapter, "Load an adapter", LoadAdapterBody),
+    Endpoint("POST", "/v1/unload_lora_adapter", administration.unload_adapter, "Drop an adapter", UnloadAdapterBody),
+)
+_FOR_TRAINERS = (
+    Endpoint("POST", "/pause", administration.pause, "Let nothing new begin", PauseBody),
+    Endpoint("POST", "/resume", administration.resume, "Let go on what waits"),
+    Endpoint("GET", "/is_paused", administration.is_paused, "Whether nothing new begins"),
+    Endpoint("POST", "/update_weights", administration.update_weights, "Set other weights", UpdateWeightsBody),
+    Endpoint("POST", "/reset_prefix_cache", administration.reset_prefix_cache, "Forget known prefixes"),
+)
+
+
+def endpoints_of(settings: ServerSettings) -> tuple[Endpoint, ...]:
+    """Returns what a server of these settings offers."""
+    return _ENDPOINTS + (_FOR_TRAINERS if settings.trainer_endpoints else ())

@@ -15,7 +15,7 @@ from ferrum_jax.serve.answers import Answers, Choice, Piece, make_group, usage_o
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.chat_schema import ChatBody, NamedTool
 from ferrum_jax.serve.errors import JsonAnswer, bad_request
-from ferrum_jax.serve.generation import EventStream, Reply, UsageChunks, begin, check_room, new_reply, note
+from ferrum_jax.serve.generation import LONG, EventStream, Reply, UsageChunks, begin, check_room, new_reply, note
 from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.tools.choice import ToolFormat
@@ -44,15 +44,19 @@ async def chat(service: Service, http: HttpRequest) -> ASGIApp:
                     readers[piece.choice.index].read(piece)
             usage = usage_of(answers.groups, answers.choices)
             note(http, completion_tokens=usage["completion_tokens"])
-            whole = reply.head() | {"choices": [reader.whole() for reader in readers], "usage": usage}
             request = answers.choices[0].request
-            if body.prompt_logprobs is not None:
-                whole["prompt_logprobs"] = prompt_report(
-                    service.vocabulary, request.prompt, request.scores, request.top_scores
-                )
-            if body.return_token_ids:
-                whole["prompt_token_ids"] = request.prompt
-            return JsonAnswer(whole)
+
+            def whole() -> JsonAnswer:
+                told = reply.head() | {"choices": [reader.whole() for reader in readers], "usage": usage}
+                if body.prompt_logprobs is not None:
+                    told["prompt_logprobs"] = prompt_report(
+                        service.vocabulary, request.prompt, request.scores, request.top_scores
+                    )
+                if body.return_token_ids:
+                    told["prompt_token_ids"] = request.prompt
+                return JsonAnswer(told)
+
+            return await service.run(whole) if usage["total_tokens"] > LONG else whole()
         chunks = _chunks(service, http, body, reply, answers, readers)
         return EventStream(http, stack.pop_all(), chunks, answers.caller.deadline)
 
@@ -118,7 +122,7 @@ class _Reader:
         self.choice = choice
         self._service, self._body, self._format, self._answers = service, body, tool_format, answers
         names = {tool.function.name for tool in body.tools or ()} if body.may_call else set()
-        self._parser = None if tool_format is None else tool_format.make(names)
+        self._parser = None if tool_format is None else tool_format.make(names, body.continue_final_message)
         self._parsed = Parsed()
         self._ids: list[str] = []
         self._reason: str | None = None

@@ -7,8 +7,10 @@ from pydantic import Field, model_validator
 
 from ferrum_jax.generate.structured import Structured
 from ferrum_jax.serve.errors import bad_request
-from ferrum_jax.serve.schema import Body, Count, FieldError, Sampled
+from ferrum_jax.serve.schema import Body, Count, FieldError, Items, Sampled
 
+MAX_MESSAGES = 4096  # of one request
+MAX_TOOLS = 1024
 TEMPLATE_OWN = {"template", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 NOT_SERVED = (
     "audio", "function_call", "functions", "prediction", "web_search_options", "verbosity", "moderation",
@@ -43,9 +45,9 @@ class Message(Body):
     """A message of any role; what clients copy from an answer is accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -136,17 +138,17 @@ class ResponseFormat(Body):
 class ChatBody(Sampled):
     """`/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[Count, Field(le=20)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = True
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -188,7 +190,11 @@ class ChatBody(Sampled):
             raise FieldError(
                 "continue_final_message", "a message to be continued calls no tools that are forced or strict"
             )
-        check_template_kwargs(self.chat_template_kwargs)
+        if own := TEMPLATE_OWN & (self.chat_template_kwargs or {}).keys():
+            raise FieldError(
+                "chat_template_kwargs",
+                f"chat_template_kwargs has {', '.join(sorted(own))}, which are no variables to be given there",
+            )
         return self
 
     @property
@@ -206,9 +212,9 @@ class ChatBody(Sampled):
         return Structured(json=wanted.json_schema.json_schema)
 
     @property
-    def has_form(self) -> bool:
-        """Whether a form of the answer, or of its calls, is to be compiled."""
-        return super().has_form or bool(self.forced_tools or self.strict_tools)
+    def is_slow(self) -> bool:
+        """Whether making its requests may take seconds, the form of its calls included."""
+        return super().is_slow or bool(self.forced_tools or self.strict_tools)
 
     @property
     def forced_tools(self) -> list[Tool]:
@@ -229,15 +235,6 @@ class ChatBody(Sampled):
     def may_call(self) -> bool:
         """True where the model is shown tools."""
         return bool(self.tools) and self.tool_choice != "none"
-
-
-def check_template_kwargs(given: dict[str, Any] | None) -> None:
-    """Raises ValueError for variables of the template that are fields of their own."""
-    if own := TEMPLATE_OWN & (given or {}).keys():
-        raise FieldError(
-            "chat_template_kwargs",
-            f"chat_template_kwargs has {', '.join(sorted(own))}, which are no variables to be given there",
-        )
 
 
 def _arguments(call: ToolCall) -> Any:

@@ -22,7 +22,7 @@ from ferrum_jax.cli_options import (
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_SECONDS, MAX_WAITING, ServerSettings
 
-NEEDED = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+NEEDED = ("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client")
 
 
 def serve(

@@ -1,21 +1,19 @@
 """`/v1/completions`: texts or token ids in, texts and token ids out."""
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.batch import TokenChoice
-from ferrum_jax.generate.prompts import as_ids
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import Choice, make_group, scored_only, usage_of
+from ferrum_jax.serve.answers import Choice, Piece, make_group, scored_only, usage_of
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.errors import JsonAnswer
-from ferrum_jax.serve.generation import EventStream, UsageChunks, begin, check_room, new_reply, note
-from ferrum_jax.serve.prompting import check_length, text_ids, tokenizer_of
+from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_reply, note
+from ferrum_jax.serve.prompting import check_length, tokenizer_of
 from ferrum_jax.serve.schema import CompletionBody
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.vocabulary import TextLogprobs, prompt_report
@@ -35,20 +33,27 @@ async def complete(service: Service, http: HttpRequest) -> ASGIApp:
         writers = [_Writer(service, body, choice, body.prompts[choice.index // n]) for choice in answers.choices]
         if not body.stream:
             await answers.rest()
-            choices = [writer.whole() for writer in writers]
+            for choice in answers.choices:
+                service.count_answer(choice, str(choice.request.finish_reason))
             usage = usage_of(answers.groups, answers.choices)
             note(http, completion_tokens=usage["completion_tokens"])
-            return JsonAnswer(reply.head() | {"choices": choices, "usage": usage})
+
+            def whole() -> JsonAnswer:
+                return JsonAnswer(reply.head() | {"choices": [one.whole() for one in writers], "usage": usage})
+
+            return await service.run(whole) if usage["total_tokens"] > LONG else whole()
         usages, head = UsageChunks(body, answers), reply.head()
 
         async def chunks() -> AsyncIterator[bytes]:
             while not answers.is_over:
                 for piece in await answers.next():
-                    choice = writers[piece.choice.index].part(
-                        piece.text, piece.tokens, piece.finish_reason, is_first=piece.is_first
-                    )
-                    if choice is not None:
-                        yield usages.of(head | {"choices": [choice]})
+                    if piece.finish_reason is not None:
+                        service.count_answer(piece.choice, piece.finish_reason)
+                    part = writers[piece.choice.index].part
+                    has_prompt = piece.is_first and body.echo and len(piece.choice.request.prompt) > LONG
+                    told = await service.run(part, piece) if has_prompt else part(piece)
+                    if told is not None:
+                        yield usages.of(head | {"choices": [told]})
                 service.metrics.count_tokens(answers.choices)
             note(http, completion_tokens=usages.total()["completion_tokens"])
             yield usages.last(reply)
@@ -60,11 +65,9 @@ def _group(
     service: Service, body: CompletionBody, prompt: str | list[int], n: int, adapter: ActiveLoraAdapter | None
 ) -> list[Request]:
     """Returns the requests of one prompt."""
-    llm, most = service.llm, service.most_prompt_tokens
     if isinstance(prompt, str):
-        ids = text_ids(llm, prompt, add_special_tokens=body.add_special_tokens, most=most)
-    else:
-        ids = check_length(as_ids(prompt, llm.model.config.vocab_size), most)
+        prompt = tokenizer_of(service.llm).encode(prompt, add_special_tokens=body.add_special_tokens)
+    ids = check_length(prompt, service.most_prompt_tokens)
     check_room(service, ids, body.max_tokens)
     with_prompt = body.prompt_logprobs if body.prompt_logprobs is not None else -1
     if body.echo and body.logprobs is not None:
@@ -74,7 +77,7 @@ def _group(
         logprobs=body.logprobs,
         prompt_logprobs=None if with_prompt < 0 else with_prompt,
     )
-    group = make_group(llm, ids, params, n, adapter, body.priority or 0)
+    group = make_group(service.llm, ids, params, n, adapter, body.priority or 0)
     if body.max_tokens == 0:
         scored_only(group[0])
     return group
@@ -90,7 +93,7 @@ class _Writer:
     def whole(self) -> dict[str, Any]:
         """Writes all of it."""
         request = self._choice.request
-        told = self.part("".join(request.text), request.choices, request.finish_reason, is_first=True)
+        told = self.part(Piece(self._choice, True, "".join(request.text), request.choices, request.finish_reason))
         assert told is not None
         if self._body.prompt_logprobs is not None:
             told["prompt_logprobs"] = prompt_report(
@@ -98,13 +101,10 @@ class _Writer:
             )
         return told
 
-    def part(
-        self, text: str, tokens: Sequence[TokenChoice], reason: str | None, *, is_first: bool
-    ) -> dict[str, Any] | None:
+    def part(self, piece: Piece) -> dict[str, Any] | None:
         """Writes what is new, None where a client would see nothing of it."""
         body, request = self._body, self._choice.request
-        if reason is not None:
-            self._service.count_answer(self._choice, reason)
+        _, is_first, text, tokens, reason = piece
         if is_first and body.echo:
             text = self._echo() + text
         elif not text and reason is None and body.logprobs is None and not body.return_token_ids:

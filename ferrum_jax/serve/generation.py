@@ -22,6 +22,7 @@ from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
 UNREAD_SECONDS = 5  # after a request's deadline, for a client that reads slowly
+LONG = 1000  # tokens: what is longer is written in another thread
 DONE = b"data: [DONE]\n\n"
 MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
 
@@ -63,7 +64,7 @@ async def begin(
     stack.callback(service.callers.discard, caller)
     name = None if adapter is None else adapter.name
     await stack.enter_async_context(service.admission.admit(count, name, caller))
-    groups = await caller.wait_for(service.run(make, adapter, slow=body.has_form))
+    groups = await caller.wait_for(service.run(make, adapter, slow=body.is_slow))
     answers = await stack.enter_async_context(Answers(service.llm, groups, caller, service.wakeups()))
     service.live.add(answers)
     stack.callback(service.forget, answers)
@@ -128,7 +129,7 @@ class EventStream:
     """An answer of events, which ends with `[DONE]`; an error on the way is an event before it.
 
     What the request holds is free before `[DONE]` is sent: a client that has read it may ask again. The connection of a
-    client that does not read is closed `UNREAD_SECONDS` after the deadline.
+    client that does not read is broken off `UNREAD_SECONDS` after the deadline.
     """
 
     def __init__(
@@ -139,19 +140,27 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends them, as an ASGI application."""
+        try:
+            async with asyncio.timeout_at(self._deadline + UNREAD_SECONDS):
+                await self._send_all(send, scope.get("ferrum.send", send))
+        except DisconnectError:
+            note(self._http, disconnected=True)
+        except TimeoutError:
+            note(self._http, disconnected=True)
+            if (abort := scope.get("state", {}).get("abort")) is not None:
+                abort()  # closing would wait until the client has read what was sent
+
+    async def _send_all(self, send: Send, send_piece: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        send_piece = scope.get("ferrum.send", send)
         problem: ApiError | None = None
         async with self._stack:
             try:
-                async with asyncio.timeout_at(self._deadline + UNREAD_SECONDS):
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    async for chunk in self._chunks:
-                        if chunk:
-                            await send_piece({"type": "http.response.body", "body": chunk, "more_body": True})
-            except (DisconnectError, TimeoutError):
-                note(self._http, disconnected=True)
-                return
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                async for chunk in self._chunks:
+                    if chunk:
+                        await send_piece({"type": "http.response.body", "body": chunk, "more_body": True})
+            except DisconnectError:
+                raise
             except ApiError as found:
                 problem = found
             except Exception:  # noqa: BLE001  of any kind: the client sees none of it

@@ -1,45 +1,27 @@
 """`/openapi.json`: the endpoints and the bodies that they take."""
 
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
 
 import ferrum_jax
-from ferrum_jax.serve.chat_schema import ChatBody
-from ferrum_jax.serve.schema import (
-    CompletionBody,
-    DetokenizeBody,
-    LoadAdapterBody,
-    PauseBody,
-    TokenizeBody,
-    UnloadAdapterBody,
-    UpdateWeightsBody,
-)
+from ferrum_jax.serve.service import Service
 
-_BODIES: dict[str, tuple[type[BaseModel], str]] = {
-    "/v1/completions": (CompletionBody, "Continue texts or token ids"),
-    "/v1/chat/completions": (ChatBody, "Answer a conversation"),
-    "/tokenize": (TokenizeBody, "Token ids of a text or a conversation"),
-    "/detokenize": (DetokenizeBody, "Text of token ids"),
-    "/v1/load_lora_adapter": (LoadAdapterBody, "Load an adapter"),
-    "/v1/unload_lora_adapter": (UnloadAdapterBody, "Drop an adapter"),
-}
-_TRAINER: dict[str, tuple[type[BaseModel] | None, str]] = {
-    "/pause": (PauseBody, "Let nothing new begin"),
-    "/resume": (None, "Let go on what waits"),
-    "/update_weights": (UpdateWeightsBody, "Set other weights"),
-    "/reset_prefix_cache": (None, "Forget known prefixes"),
-}
-_READ = {
-    "/health": "Whether requests are taken",
-    "/version": "Version of the package",
-    "/metrics": "Metrics for Prometheus",
-    "/openapi.json": "This description",
-    "/v1/models": "The model and its adapters",
-    "/v1/models/{name}": "The model, or one of its adapters",
-}
-_READ_BY_TRAINERS = {"/is_paused": "Whether nothing new begins"}
+
+class Endpoint(NamedTuple):
+    """What is done at one path."""
+
+    method: str
+    path: str
+    answer: Callable[[Service, HttpRequest], Awaitable[ASGIApp]]
+    summary: str
+    body: type[BaseModel] | None = None
+
+
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -58,10 +40,9 @@ _ERROR = {
 }
 
 
-def describe_api(*, with_trainer: bool) -> dict[str, Any]:
+def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Returns the description in OpenAPI 3.1."""
-    bodies: dict[str, tuple[type[BaseModel] | None, str]] = {**_BODIES, **(_TRAINER if with_trainer else {})}
-    kinds = sorted({kind for kind, _ in bodies.values() if kind is not None}, key=lambda kind: kind.__name__)
+    kinds = [one.body for one in endpoints if one.body is not None]
     places, schemas = models_json_schema([(kind, "validation") for kind in kinds],
                                          ref_template="#/components/schemas/{model}")  # fmt: skip
     answers = {
@@ -72,14 +53,12 @@ def describe_api(*, with_trainer: bool) -> dict[str, Any]:
         },
     }
     paths: dict[str, Any] = {}
-    for path, (kind, summary) in bodies.items():
-        operation: dict[str, Any] = {"summary": summary, "responses": answers}
-        if kind is not None:
-            content = {"application/json": {"schema": places[kind, "validation"]}}
+    for one in endpoints:
+        operation: dict[str, Any] = {"summary": one.summary, "responses": answers}
+        if one.body is not None:
+            content = {"application/json": {"schema": places[one.body, "validation"]}}
             operation["requestBody"] = {"required": True, "content": content}
-        paths[path] = {"post": operation}
-    for path, summary in (_READ | (_READ_BY_TRAINERS if with_trainer else {})).items():
-        paths[path] = {"get": {"summary": summary, "responses": answers}}
+        paths[one.path.replace(":path}", "}")] = {one.method.lower(): operation}
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     paths["/v1/models/{name}"]["get"]["parameters"] = [name]
     text = {"200": {"description": "Text", "content": {"text/plain": {}}}, "default": answers["default"]}

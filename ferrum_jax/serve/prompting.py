@@ -1,20 +1,13 @@
 """Prompts: texts to ids, conversations to ids by the chat template."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.tokenizer import Tokenizer
-from ferrum_jax.serve.chat_schema import TEMPLATE_OWN, ChatBody
+from ferrum_jax.serve.chat_schema import ChatBody
 from ferrum_jax.serve.errors import bad_request
 
 _MARK = "\u27e6end of the final message\u27e7 "  # ends in a space, which only a template that trims takes away
-
-
-def text_ids(llm: LLM, text: str, *, add_special_tokens: bool, most: int | None) -> list[int]:
-    """Returns the ids of a text; raises a 400 where there is no tokenizer or the prompt is too long."""
-    return check_length(tokenizer_of(llm).encode(text, add_special_tokens=add_special_tokens), most)
+TOO_LONG = "context_length_exceeded"
 
 
 def check_length(ids: list[int], most: int | None) -> list[int]:
@@ -24,9 +17,6 @@ def check_length(ids: list[int], most: int | None) -> list[int]:
     return ids
 
 
-TOO_LONG = "context_length_exceeded"
-
-
 def tokenizer_of(llm: LLM) -> Tokenizer:
     """Returns the tokenizer; raises a 400 where there is none."""
     if llm.tokenizer is None:
@@ -34,65 +24,42 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
     return llm.tokenizer
 
 
-def chat_text(
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    add_generation_prompt: bool,
-    continue_final_message: bool,
-    variables: Mapping[str, Any],
-) -> str:
-    """Returns a conversation as the model reads it.
+def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
+    """Returns the ids of the conversation of a request.
 
     With `continue_final_message` it ends where the content of the last message does, so that the answer goes on there;
     what the template puts after it is left out, and spaces at its end where the template trims them.
     """
-    template = tokenizer.chat_template
+    tokenizer = tokenizer_of(llm)
+    template, messages = tokenizer.chat_template, [message.rendered() for message in body.messages]
     if template is None:
         raise bad_request("this model has no chat template: send the prompt to /v1/completions")
-    if own := TEMPLATE_OWN & variables.keys():
-        raise bad_request(f"chat_template_kwargs has {', '.join(sorted(own))}", "chat_template_kwargs")
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" not in template:
+            raise bad_request("the chat template of this model knows no reasoning_effort", "reasoning_effort")
+        variables["reasoning_effort"] = body.reasoning_effort
+    tools = [tool.rendered() for tool in body.tools or ()] if body.may_call else None
     if tools and "tools" not in template:
         raise bad_request("the chat template of this model shows no tools to it", "tools")
-    if continue_final_message:
-        if add_generation_prompt:
+    if body.continue_final_message:
+        if body.add_generation_prompt:
             raise bad_request("continue_final_message needs add_generation_prompt=false", "continue_final_message")
-        last = messages[-1] if messages else {}
-        if not isinstance(last.get("content"), str):
+        if not isinstance(messages[-1]["content"], str):
             raise bad_request("continue_final_message needs a last message whose content is text", "messages")
-        messages = [*messages[:-1], {**last, "content": last["content"] + _MARK}]
+        messages[-1]["content"] += _MARK
     text = render_chat(
         template,
         messages,
-        tools=tools or None,
-        add_generation_prompt=add_generation_prompt,
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
         **variables,
     )
-    if not continue_final_message:
-        return text
-    at = text.rfind(_MARK.rstrip())
-    if at < 0:
-        raise bad_request("the chat template leaves out the last message, which cannot be continued", "messages")
-    return text[:at] if text[at:].startswith(_MARK) else text[:at].rstrip()
-
-
-def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
-    """Returns the ids of the conversation of a request."""
-    tokenizer = tokenizer_of(llm)
-    variables = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        if "reasoning_effort" not in (tokenizer.chat_template or ""):
-            raise bad_request("the chat template of this model knows no reasoning_effort", "reasoning_effort")
-        variables["reasoning_effort"] = body.reasoning_effort
-    text = chat_text(
-        tokenizer,
-        [message.rendered() for message in body.messages],
-        tools=[tool.rendered() for tool in body.tools or ()] if body.may_call else None,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=variables,
-    )
+    if body.continue_final_message:
+        at = text.rfind(_MARK.rstrip())
+        if at < 0:
+            raise bad_request("the chat template leaves out the last message, which cannot be continued", "messages")
+        text = text[:at] if text[at:].startswith(_MARK) else text[:at].rstrip()
     return check_length(tokenizer.encode(text, add_special_tokens=body.add_special_tokens), most)

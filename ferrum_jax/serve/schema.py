@@ -1,17 +1,28 @@
 """The requests that are understood; a field that is not here is an error, as no option is dropped in silence."""
 
-import json
+import dataclasses
+import itertools
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from ferrum_jax.compile.sampler import MAX_BIAS
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.structured import Structured
 from ferrum_jax.serve.errors import ApiError, bad_request
 
 MAX_CHOICES = 128  # answers of one request
 MAX_PROMPTS = 2048  # of one request
+MAX_STOPS = 64  # texts, which are looked for after every token
+MAX_BAD_WORDS = 1024  # which are compared with the answer's end for every token
+MAX_STOP_IDS = 1024
+MAX_ALLOWED_IDS = 1 << 19  # more than any vocabulary has
+MANY = 100  # bad words and allowed ids: more are read beside forms, as the requests of many prompts take seconds then
+LONGEST_TEXT = 256  # characters of a stop text or bad word
+T = TypeVar("T")
+Items: TypeAlias = Annotated[list[T], Field(fail_fast=True)]  # one error, where a million elements may be wrong
+Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Count = Annotated[int, Field(ge=0)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
@@ -28,6 +39,16 @@ class Body(BaseModel):
     """A JSON object whose fields have exactly these names and types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_few(cls, given: Any) -> Any:
+        """Leaves no more than three unknown fields to be refused: there may be a million."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        named = known | set(itertools.islice((name for name in given if name not in known), 3))
+        return {name: value for name, value in given.items() if name in named}
 
 
 class StreamOptions(Body):
@@ -56,18 +77,19 @@ class StructuredOutputs(Body):
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
 
     def form(self) -> Structured:
         """Returns it as the engine takes it."""
-        return Structured(
-            json=self.json_,
-            json_object=bool(self.json_object),
-            regex=self.regex,
-            choice=self.choice,
-            grammar=self.grammar,
-        )
+        return Structured(**self.model_dump(by_alias=True, exclude_none=True))
+
+
+def _check_bias(given: Any) -> Any:
+    """Raises FieldError for too many biases before one error is made for each."""
+    if isinstance(given, dict) and len(given) > MAX_BIAS:
+        raise FieldError("logit_bias", f"logit_bias has {len(given)} token ids, at most {MAX_BIAS} are taken")
+    return given
 
 
 class Sampled(Ignored):
@@ -83,11 +105,11 @@ class Sampled(Ignored):
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
     repetition_penalty: float | None = Field(1.0, gt=0)
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_bias)] | None = None
+    allowed_token_ids: Annotated[Items[TokenId], Field(max_length=MAX_ALLOWED_IDS)] | None = None
+    bad_words: Annotated[Items[Text], Field(max_length=MAX_BAD_WORDS)] | None = None
+    stop: Text | Annotated[Items[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: Count | None = 0
@@ -114,9 +136,9 @@ class Sampled(Ignored):
         return None if self.structured_outputs is None else self.structured_outputs.form()
 
     @property
-    def has_form(self) -> bool:
-        """Whether a form of the answer is to be compiled."""
-        return self.form() is not None
+    def is_slow(self) -> bool:
+        """Whether making its requests may take seconds: a form is to be compiled, or long lists are read."""
+        return self.form() is not None or len(self.bad_words or ()) + len(self.allowed_token_ids or ()) > MANY
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Returns the engine's parameters of one answer."""
@@ -125,35 +147,24 @@ class Sampled(Ignored):
         except ValueError:
             raise bad_request(f"logit_bias has the keys {list(self.logit_bias or ())[:5]}, expected token ids",
                               "logit_bias") from None  # fmt: skip
-        return SamplingParams(
-            temperature=_or(self.temperature, 1.0),
-            top_p=_or(self.top_p, 1.0),
-            top_k=_or(self.top_k, 0),
-            min_p=_or(self.min_p, 0.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            logit_bias=bias,
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=self.bad_words,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens or 0,
-            skip_special_tokens=self.skip_special_tokens,
-            seed=self.seed,
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            structured=self.form(),
-        )
+        fields = Sampled.model_fields
+        shared = [one.name for one in dataclasses.fields(SamplingParams) if one.name in fields]
+        given = {name: fields[name].default if (value := getattr(self, name)) is None else value for name in shared}
+        given |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
+        return SamplingParams(**given | {"prompt_logprobs": prompt_logprobs, "structured": self.form()})
+
+
+def _check_prompts(given: Any) -> Any:
+    """Raises FieldError for too many prompts before each is read."""
+    if isinstance(given, list) and len(given) > MAX_PROMPTS and not isinstance(given[0], int):
+        raise FieldError("prompt", f"prompt has {len(given)} prompts, at most {MAX_PROMPTS} go into one request")
+    return given
 
 
 class CompletionBody(Sampled):
     """`/v1/completions`."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: Annotated[str | Items[TokenId] | Items[str] | Items[Items[TokenId]], BeforeValidator(_check_prompts)]
     max_tokens: Count | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = False
@@ -175,10 +186,6 @@ class CompletionBody(Sampled):
             raise FieldError("n", f"n is {self.n}, but max_tokens 0 has one answer")
         if not isinstance(self.prompt, str) and len(self.prompt) == 0:
             raise FieldError("prompt", "prompt is an empty list")
-        if isinstance(self.prompt, list) and not isinstance(self.prompt[0], int) and len(self.prompt) > MAX_PROMPTS:
-            raise FieldError(
-                "prompt", f"prompt has {len(self.prompt)} prompts, at most {MAX_PROMPTS} go into one request"
-            )
         return self
 
     @property
@@ -194,8 +201,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -218,7 +225,7 @@ class DetokenizeBody(Body):
     """`/detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
     skip_special_tokens: bool = False
 
 
@@ -282,12 +289,3 @@ def describe(problem: ValidationError) -> ApiError:
 def finite(value: float) -> float:
     """Returns a log-probability as JSON can hold it: minus infinity is -9999, as vLLM has it."""
     return value if math.isfinite(value) else -9999.0
-
-
-def compact(value: Any) -> str:
-    """Returns JSON text without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ferrum_jax.contract.errors import BackendError, ConfigError
 from ferrum_jax.generate.llm import LLM
@@ -20,6 +21,14 @@ from ferrum_jax.serve.settings import ServerSettings
 _log = logging.getLogger("ferrum_jax.serve")
 BACKLOG = 2048  # connections
 SEND_SECONDS = 5  # after requests were ended, for clients to be told
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection that its requests can break off, whatever was not read yet: with `abort` of their scope's state."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.app_state = self.app_state | {"abort": transport.abort}
 
 
 class Server(uvicorn.Server):
@@ -33,6 +42,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=_Connection,
                 lifespan="on",
                 log_config=None,
                 access_log=False,

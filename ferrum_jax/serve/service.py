@@ -54,13 +54,13 @@ class Service:
             self.runner.load_lora(name, path)
             self.adapters[name] = path
         self._pool = ThreadPoolExecutor(2, "serve")
-        self._forms = ThreadPoolExecutor(2, "serve-forms")  # some take seconds to compile
+        self._slow = ThreadPoolExecutor(2, "serve-slow")
         self._wakeups: Wakeups | None = None
 
     def close(self) -> None:
-        """Ends the threads that tokenise and compile forms, and drops the adapters."""
+        """Ends the threads of `run`, and drops the adapters."""
         self._pool.shutdown(cancel_futures=True)
-        self._forms.shutdown(cancel_futures=True)
+        self._slow.shutdown(cancel_futures=True)
         for name in self.adapters:
             with contextlib.suppress(FerrumError):  # of a model that was closed or has failed
                 self._unload(name)
@@ -72,22 +72,14 @@ class Service:
             self._wakeups = Wakeups(loop)
         return self._wakeups
 
-    async def run(self, work: Callable[..., T], *arguments: Any, slow: bool = False) -> T:
+    async def run(self, work: Callable[..., T], *arguments: Any, slow: bool = False, waits: bool = False) -> T:
         """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's.
 
-        What may take seconds is `slow`: it holds up only its like.
+        What may take seconds is `slow`: it holds up only its like. What `waits` for requests to end holds up neither.
         """
-        pool = self._forms if slow else self._pool
+        pool = None if waits else self._slow if slow else self._pool  # None: asyncio's own threads
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
-        except FerrumError as problem:
-            raise from_engine(problem) from problem
-
-    @staticmethod
-    async def wait_for(work: Callable[..., T], *arguments: Any) -> T:
-        """Runs in a thread of its own what may wait for requests to end; raises as `run`."""
-        try:
-            return await asyncio.to_thread(work, *arguments)
         except FerrumError as problem:
             raise from_engine(problem) from problem
 
@@ -137,7 +129,7 @@ class Service:
         """Loads an adapter, which is a model's name from then on; raises a 409 for a name that is taken."""
         if name in self.adapters or name == self.name:
             raise ApiError(409, f"the name {name!r} is taken by a model that is loaded", param="lora_name")
-        await self.wait_for(lambda: self.runner.load_lora(name, path))
+        await self.run(lambda: self.runner.load_lora(name, path), waits=True)
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
@@ -145,8 +137,8 @@ class Service:
         if name not in self.adapters:
             raise ApiError(404, f"adapter {name!r} is not loaded, {sorted(self.adapters)} are", param="lora_name")
         async with self.admission.leaving(name):
-            self.adapters.pop(name, None)
-            await self.wait_for(self._unload, name)
+            await self.run(self._unload, name, waits=True)
+            del self.adapters[name]  # not before: what is still loaded can be unloaded
 
     def _unload(self, name: str) -> None:
         self.llm.engine.settle()  # frees what was aborted
@@ -168,8 +160,8 @@ class Service:
 
     async def update_weights(self, path: str, live: LivePolicy) -> int:
         """Reads other weights of the same model and sets them between two steps; returns their version."""
-        params = await self.wait_for(self._read_weights, path)
-        return await self.wait_for(lambda: self.llm.set_params(params, live=live))
+        params = await self.run(self._read_weights, path, waits=True)
+        return await self.run(lambda: self.llm.set_params(params, live=live), waits=True)
 
     def _read_weights(self, path: str) -> Any:
         served = self.runner.describe()
@@ -184,7 +176,3 @@ class Service:
             quantize=self.settings.quantize,
         )
         return params
-
-    async def reset_prefixes(self) -> None:
-        """Forgets every known prefix."""
-        await self.wait_for(self.llm.reset_prefix_cache)

@@ -18,10 +18,11 @@ from safetensors.numpy import save_file
 
 import ferrum_jax
 from ferrum_jax import LLM, SamplingParams
-from ferrum_jax.contract.errors import ConfigError, FerrumError
+from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.loading import load
 from ferrum_jax.serve.admission import Admission
+from ferrum_jax.serve.app import endpoints_of
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.openapi import describe_api
 from ferrum_jax.serve.server import RunningServer, running
@@ -99,6 +100,25 @@ def test_an_adapter_is_unloaded_when_the_last_request_under_it_has_ended(
         assert gone.result().status_code == 200
         assert runner.lora_metrics_snapshot()["adapter_count"] == 0
     unload_all(runner)
+
+
+def test_an_adapter_that_could_not_be_unloaded_stays_a_model(
+    serve: Any, llm: LLM, runner: ModelRunner, adapter_folders: dict[str, str], root: str,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    server = serve(llm, adapter_root=root, adapters={"first": adapter_folders["one"]})
+
+    def refuse(_: str) -> None:
+        raise ResourceExhaustedError("a sequence uses it")
+
+    with httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http:
+        with monkeypatch.context() as patched:
+            patched.setattr(runner, "unload_lora", refuse)
+            assert http.post("/v1/unload_lora_adapter", json={"lora_name": "first"}).status_code == 503
+        assert http.post("/v1/completions", json=ASK | {"model": "first"}).status_code == 200
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "first"}).status_code == 200
+        assert http.get("/v1/models/first").status_code == 404
+    assert runner.lora_metrics_snapshot()["adapter_count"] == 0
 
 
 def test_an_adapter_that_cannot_be_loaded_keeps_the_server_from_starting(llm: LLM, tmp_path: Path):
@@ -312,7 +332,9 @@ def test_what_a_server_tells_of_itself(http: httpx.Client):
     assert told["openapi"] == "3.1.0"
     assert "/v1/chat/completions" in told["paths"]
     assert {"/pause", "/is_paused"} & told["paths"].keys() == set()
-    assert {"/pause", "/is_paused"} <= describe_api(with_trainer=True)["paths"].keys()
+    assert {"/pause", "/is_paused"} <= describe_api(endpoints_of(ServerSettings(trainer_endpoints=True)))[
+        "paths"
+    ].keys()
     assert told["paths"]["/v1/models/{name}"]["get"]["parameters"][0]["in"] == "path"
     found = set(re.findall(r'"#/components/schemas/(\w+)"', http.get("/openapi.json").text))
     assert found <= told["components"]["schemas"].keys()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -343,6 +344,16 @@ def test_harmony_is_read_without_tools_too(scripted: Start):
         assert out.choices[0].finish_reason == "stop"
 
 
+def test_harmony_goes_on_in_a_message_that_is_continued(scripted: Start):
+    template = "{% for m in messages %}<go><|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"
+    model, client, _ = scripted(template)
+    begun = model.tokenizer.encode("<|channel|>final<|message|>One", add_special_tokens=False)
+    model.says("x" * len(begun) + " and two.<|end|>")  # it counts from `<go>`
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    ask: Any = {"model": "tiny", "messages": [{"role": "assistant", "content": "One"}], "extra_body": more}
+    assert client.chat.completions.create(**ask).choices[0].message.content == " and two."
+
+
 def test_a_template_that_shows_no_tools_refuses_them(scripted: Start):
     _, client, _ = scripted("{{ messages[0].content }}<go>", tool_parser="hermes")
     with pytest.raises(openai.BadRequestError, match="shows no tools"):
@@ -369,3 +380,20 @@ def test_texts_and_conversations_are_tokenised(http: httpx.Client, llm: LLM):
     for wrong in ({}, {"prompt": "a", "messages": HI}, {"prompt": "a", "tools": []}, {"messages": [{"role": "x"}]}):
         assert http.post("/tokenize", json=wrong).status_code == 400
     assert http.post("/detokenize", json={"tokens": [2**32]}).status_code == 400
+    own = http.post("/tokenize", json={"messages": HI, "chat_template_kwargs": {"messages": []}}).json()["error"]
+    assert (own["param"], "no variables to be given there" in own["message"]) == ("chat_template_kwargs", True)
+
+
+def test_tokens_are_told_in_a_thread_that_no_completion_needs(
+    server: RunningServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+):
+    threads: list[str] = []
+    text_of = server.service.vocabulary.text_of
+
+    def watched(token: int) -> str:
+        threads.append(threading.current_thread().name.rpartition("_")[0])
+        return text_of(token)
+
+    monkeypatch.setattr(server.service.vocabulary, "text_of", watched)
+    assert http.post("/tokenize", json={"prompt": "a dog", "return_token_strs": True}).status_code == 200
+    assert threads == ["serve-slow"] * 5

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax import LLM, SamplingParams, models
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.serve import completions
 from ferrum_jax.serve.server import RunningServer
 from tests.executor.conftest import CFG
 from tests.serve.conftest import async_client
@@ -289,3 +291,24 @@ def test_options_of_streams_go_with_streams(http: httpx.Client):
 def test_fields_that_change_nothing_are_accepted(client: Any, llm: LLM):
     more = {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "best_of": 1, "priority": 0, "suffix": None}
     assert client.completions.create(**ASK, user="me", extra_body=more).choices[0].text == text_of(llm)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_long_answer_is_written_beside_the_event_loop(
+    server: RunningServer, client: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch, stream: bool
+):
+    threads: set[str] = set()
+    text_of = server.service.vocabulary.text_of
+
+    def watched(token: int, **more: Any) -> str:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        return text_of(token, **more)
+
+    monkeypatch.setattr(server.service.vocabulary, "text_of", watched)
+    monkeypatch.setattr(completions, "LONG", 4)
+    ask = ASK | {"logprobs": 1, "echo": True, "max_tokens": 1, "stream": stream}
+    answer = client.completions.create(**ask)
+    first = next(iter(answer)) if stream else answer
+    assert first.choices[0].text.startswith(ASK["prompt"])
+    assert "serve" in threads
+    assert stream or threads == {"serve"}

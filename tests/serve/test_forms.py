@@ -58,7 +58,7 @@ def is_allowed(by: Tokenizer, format_name: str, text: str, **how: Any) -> bool:
 
 def calls_in(format_name: str, text: str, by: Tokenizer | None = None) -> list[tuple[str, str]]:
     """The calls of an answer, as the server reads it: special tokens are left out where it has none of the marks."""
-    parser, parsed = FORMATS[format_name].make(["weather", "stop", "walk"]), Parsed()
+    parser, parsed = FORMATS[format_name].make(["weather", "stop", "walk"], False), Parsed()
     if by is not None:
         keeps = FORMATS[format_name].mark in special_tokens(by)
         text = by.decode(by.encode(text, add_special_tokens=False), skip_special_tokens=not keeps)

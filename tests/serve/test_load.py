@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -22,6 +23,7 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler, Structured
 from ferrum_jax.serve import generation
 from ferrum_jax.serve import server as server_module
+from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.generation import EventStream
 from ferrum_jax.serve.server import RunningServer, bind, running
 from ferrum_jax.serve.settings import ServerSettings
@@ -198,12 +200,44 @@ def test_a_client_that_does_not_read_is_left_after_its_time(monkeypatch: pytest.
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     with serving(model, max_seconds=1, trainer_endpoints=True) as (server, http), socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(SECONDS)
         raw.connect((server.host, server.port))
         raw.sendall(head.encode() + b"\r\n\r\n" + body)
         until(lambda: server.service.admission.live == 2)
         until(lambda: server.service.admission.live == 0)
         until(lambda: not server.service.live and not server.service.callers)
         assert http.post("/pause", json={}).status_code == 200
+        received = 0
+        with contextlib.suppress(ConnectionResetError):
+            while piece := raw.recv(1 << 16):
+                received += len(piece)
+        assert received < 1 << 15  # what the system had taken: the connection did not wait for more to be read
+
+
+@pytest.mark.parametrize("unread", ["error", "DONE"])
+def test_the_last_events_of_a_stream_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch, unread: str):
+    monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.02)
+    happened: list[str] = []
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        if unread == "error":
+            raise ApiError(408, "an error")
+
+    async def send(message: Any) -> None:
+        if unread.encode() in message.get("body", b""):
+            await asyncio.Event().wait()
+
+    async def answer() -> None:
+        stack = contextlib.AsyncExitStack()
+        stack.callback(happened.append, "freed")
+        http: Any = SimpleNamespace(scope={})
+        stream = EventStream(http, stack, chunks(), asyncio.get_running_loop().time())
+        scope = {"type": "http", "state": {"abort": lambda: happened.append("aborted")}}
+        await asyncio.wait_for(stream(scope, None, send), SECONDS)  # type: ignore[arg-type]
+
+    asyncio.run(answer())
+    assert happened == ["freed", "aborted"]
 
 
 def test_a_body_that_does_not_come_is_a_408(held: Scripted):

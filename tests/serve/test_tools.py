@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.serve.tools.choice import FORMATS, choose_format
-from ferrum_jax.serve.tools.events import Call, Parsed
+from ferrum_jax.serve.tools.events import Arguments, Call, CallBegin, Content, Parsed
 
 NAMES = {"get_weather", "f"}
 ARGUMENTS = '{"city": "Zü}ri\\"ch", "days": [1, {"a": null}]}'
@@ -18,7 +18,7 @@ OTHER = '{"name": "f", "arguments": {}}'
 
 
 def parse(name: str, *pieces: str) -> Parsed:
-    parser, parsed = FORMATS[name].make(NAMES), Parsed()
+    parser, parsed = FORMATS[name].make(NAMES, False), Parsed()
     for piece in pieces:
         parsed.take(parser.push(piece))
     parsed.take(parser.finish())
@@ -87,6 +87,15 @@ def test_harmonys_channels_are_told_apart():
     assert parse("gpt_oss", by_role) == Parsed(calls=[Call("f", "{}")])
 
 
+def test_a_continued_message_of_harmony_is_content_from_its_first_letter():
+    parser = FORMATS["gpt_oss"].make(NAMES, True)
+    assert parser.push("and mo") == [Content("and mo")]
+    assert parser.push("re.<|end|>") == [Content("re.")]
+    call = "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    assert parser.push(call) == [CallBegin("f"), Arguments("{}")]
+    assert parser.finish() == []
+
+
 MARKS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|channel|>", "<|message|>", "<|end|>",
     "<|start|>", "<|call|>", "assistant", "final", "analysis", " to=functions.f", "{", "}", '"name"',
@@ -130,7 +139,7 @@ def test_whatever_the_arguments_are_they_come_whole(
 
 
 def test_arguments_come_before_the_call_is_complete():
-    parser = FORMATS["hermes"].make(NAMES)
+    parser = FORMATS["hermes"].make(NAMES, False)
     found = Parsed()
     found.take(parser.push('<tool_call>{"name": "f", "arguments": {"city": "Zü'))
     assert found.calls == [Call("f", '{"city": "Zü')]

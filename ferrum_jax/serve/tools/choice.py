@@ -18,14 +18,14 @@ class ToolFormat:
 
     Attributes:
         name: what `--tool-parser` calls it.
-        make: returns a parser of one answer, given the names of the tools.
+        make: returns a parser of one answer, given the names of the tools and whether it continues a message.
         mark: what a call begins with; texts leave it out where it is a special token, unless they are to keep those.
         is_always_on: answers are written in it whether there are tools or not.
         id_length: letters of an id of a call, which templates may check.
     """
 
     name: str
-    make: Callable[[Collection[str]], ToolParser]
+    make: Callable[[Collection[str], bool], ToolParser]
     mark: str
     is_always_on: bool = False
     id_length: int | None = None
@@ -38,10 +38,10 @@ class ToolFormat:
 FORMATS = {
     one.name: one
     for one in (
-        ToolFormat("hermes", lambda _: TaggedCalls(), OPEN),
-        ToolFormat("llama3", LlamaCalls, PYTHON_TAG),
-        ToolFormat("mistral", lambda _: MistralCalls(), MARK, id_length=9),
-        ToolFormat("gpt_oss", lambda names: HarmonyMessages(may_call=bool(names)), CHANNEL, is_always_on=True),
+        ToolFormat("hermes", lambda *_: TaggedCalls(), OPEN),
+        ToolFormat("llama3", lambda names, _: LlamaCalls(names), PYTHON_TAG),
+        ToolFormat("mistral", lambda *_: MistralCalls(), MARK, id_length=9),
+        ToolFormat("gpt_oss", HarmonyMessages, CHANNEL, is_always_on=True),
     )
 }
 

@@ -41,6 +41,10 @@ class ToolParser(Protocol):
 
     def push(self, text: str) -> list[Event]:
         """Takes the next piece and returns what it settles."""
+        return joined(event for letter in text for event in self.read(letter))
+
+    def read(self, letter: str) -> list[Event]:
+        """Takes the next letter and returns what it settles."""
         ...
 
     def finish(self) -> list[Event]:
@@ -85,3 +89,14 @@ def held_back(text: str, marks: Iterable[str]) -> int:
         if any(mark.startswith(text[-size:]) for mark in marks):
             return size
     return 0
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Joins neighbours of one kind."""
+    made: list[Event] = []
+    for event in events:
+        if made and type(made[-1]) is type(event) and hasattr(event, "text"):
+            made[-1] = type(event)(made[-1].text + event.text)  # type: ignore[union-attr, call-arg]
+        else:
+            made.append(event)
+    return made

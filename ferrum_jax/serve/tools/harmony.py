@@ -3,8 +3,9 @@
 The channel `final` is for the user and `analysis` for the model itself; a message to `functions.name` is a call.
 """
 
-from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Reasoning, held_back
-from ferrum_jax.serve.tools.tagged import joined
+from collections.abc import Collection
+
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Reasoning, ToolParser, held_back, joined
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CONSTRAIN = "<|end|>", "<|constrain|>"
@@ -13,28 +14,26 @@ _MARKS = (START, CHANNEL, MESSAGE, *ENDS)
 _FUNCTIONS = "functions."
 
 
-class HarmonyMessages:
-    """Reads messages as they come; the text begins where `<|start|>assistant` has ended.
+class HarmonyMessages(ToolParser):
+    """Reads messages as they come; the text begins where `<|start|>assistant` has ended, or in a final message.
 
     Where nothing may be called, a message to a function is content.
     """
 
-    def __init__(self, *, may_call: bool = True) -> None:
-        self._may_call = may_call
+    def __init__(self, names: Collection[str], is_continued: bool):
+        """Takes the names of the tools, and whether the text goes on in a message that has begun."""
+        self._may_call = bool(names)
         self._buffer = ""
-        self._in_body = False
-        self._has_marks = False
-        self._channel = ""
+        self._in_body = is_continued
+        self._has_marks = is_continued
+        self._channel = "final"  # of the message whose body is read
         self._recipient = ""
         self._has_arguments = False
 
-    def push(self, text: str) -> list[Event]:
-        """Takes the next piece."""
-        events: list[Event] = []
-        for letter in text:
-            self._buffer += letter
-            events += self._body() if self._in_body else self._header()
-        return joined(events)
+    def read(self, letter: str) -> list[Event]:
+        """Takes the next letter."""
+        self._buffer += letter
+        return self._body() if self._in_body else self._header()
 
     def finish(self) -> list[Event]:
         """Returns what was held back: of a body, the rest; a header that is cut off tells nothing."""

@@ -2,14 +2,13 @@
 
 from collections.abc import Collection
 
-from ferrum_jax.serve.tools.events import Content, Event
+from ferrum_jax.serve.tools.events import Content, Event, ToolParser
 from ferrum_jax.serve.tools.json_call import CallObject, State
-from ferrum_jax.serve.tools.tagged import joined
 
 PYTHON_TAG = "<|python_tag|>"
 
 
-class LlamaCalls:
+class LlamaCalls(ToolParser):
     """Reads calls at the beginning of an answer; an object that names none of the tools is content, as is the rest."""
 
     def __init__(self, names: Collection[str]):
@@ -20,15 +19,11 @@ class LlamaCalls:
         self._has_called = False
         self._is_content = False
 
-    def push(self, text: str) -> list[Event]:
-        """Takes the next piece."""
-        events: list[Event] = []
-        for at, letter in enumerate(text):
-            if self._is_content:
-                events.append(Content(text[at:]))
-                break
-            events += self._in_call(letter) if self._call is not None else self._before_call(letter)
-        return joined(events)
+    def read(self, letter: str) -> list[Event]:
+        """Takes the next letter."""
+        if self._is_content:
+            return [Content(letter)]
+        return self._in_call(letter) if self._call is not None else self._before_call(letter)
 
     def finish(self) -> list[Event]:
         """Returns what was held back."""

@@ -3,15 +3,14 @@
 Older ones write a list of objects, newer ones a name and its arguments, `[TOOL_CALLS]name[ARGS]{…}`.
 """
 
-from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, held_back
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, ToolParser, held_back
 from ferrum_jax.serve.tools.json_call import CallObject, JsonValue, State
-from ferrum_jax.serve.tools.tagged import joined
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _SPACES = " \t\r\n"
 
 
-class MistralCalls:
+class MistralCalls(ToolParser):
     """Reads calls after their mark; text before it is content, less the spaces at its end."""
 
     def __init__(self) -> None:
@@ -23,12 +22,9 @@ class MistralCalls:
         self._is_list = False
         self._has_called = False
 
-    def push(self, text: str) -> list[Event]:
-        """Takes the next piece."""
-        events: list[Event] = []
-        for letter in text:
-            events += self._step(letter)
-        return joined(events)
+    def read(self, letter: str) -> list[Event]:
+        """Takes the next letter."""
+        return self._step(letter)
 
     def finish(self) -> list[Event]:
         """Returns what was held back."""

@@ -1,12 +1,12 @@
 """Calls between `<tool_call>` and `</tool_call>`, as Hermes and Qwen write them."""
 
-from ferrum_jax.serve.tools.events import Content, Event, held_back
+from ferrum_jax.serve.tools.events import Content, Event, ToolParser, held_back
 from ferrum_jax.serve.tools.json_call import CallObject, State
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class TaggedCalls:
+class TaggedCalls(ToolParser):
     """Reads calls in tags; text outside of them is content, less the spaces beside a call."""
 
     def __init__(self) -> None:
@@ -14,12 +14,9 @@ class TaggedCalls:
         self._call: CallObject | None = None
         self._after_call = False
 
-    def push(self, text: str) -> list[Event]:
-        """Takes the next piece."""
-        events: list[Event] = []
-        for letter in text:
-            events += self._in_call(letter) if self._call is not None else self._outside(letter)
-        return joined(events)
+    def read(self, letter: str) -> list[Event]:
+        """Takes the next letter."""
+        return self._in_call(letter) if self._call is not None else self._outside(letter)
 
     def finish(self) -> list[Event]:
         """Returns what was held back."""
@@ -61,14 +58,3 @@ class TaggedCalls:
         settled = self._buffer[: len(self._buffer) - kept].rstrip()
         self._buffer = self._buffer[len(settled) :]
         return [Content(settled)] if settled else []
-
-
-def joined(events: list[Event]) -> list[Event]:
-    """Joins neighbours of one kind."""
-    made: list[Event] = []
-    for event in events:
-        if made and type(made[-1]) is type(event) and hasattr(event, "text"):
-            made[-1] = type(event)(made[-1].text + event.text)  # type: ignore[union-attr, call-arg]
-        else:
-            made.append(event)
-    return made
