@@ -17,6 +17,7 @@ TABLES = [  # document, heading, the record under bench/results, its field in ea
     ("README.md", "### An AMD EPYC with AVX2", "compare-smollm2-cpu.json", FIGURES),
     ("docs/benchmarks.md", "### Intel Xeon, AVX-512", "compare-smollm2-avx512.json", WITH_AIMS),
     ("docs/benchmarks.md", "### AMD EPYC, AVX-512", "compare-smollm2-zen4.json", WITH_AIMS),
+    ("docs/benchmarks.md", "### A newer AMD EPYC, AVX-512", "compare-smollm2-zen5.json", WITH_AIMS),
     ("docs/benchmarks.md", "### AMD EPYC, AVX2", "compare-smollm2-cpu.json", WITH_AIMS),
 ]
 
