@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from ferrum_jax.contract.errors import AlreadyExistsError
+from ferrum_jax.contract.errors import AlreadyExistsError, CancelledError
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of
 from ferrum_jax.generate.prompts import Prompt
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.models.specs import ParamTree
+
+T = TypeVar("T")
 
 
 class AsyncLLM:
@@ -53,7 +55,7 @@ class AsyncLLM:
             prompt: a text or token ids.
             params: how to answer; greedy if None.
             sampling_params: another name of `params`.
-            request_id: for `abort`; a new one if None.
+            request_id: for `abort`, and what the outputs have; a new one if None.
             lora_request: an adapter, as for `LLM.generate`.
             interventions: as for `LLM.generate`.
             capture: as for `LLM.generate`; only the last output has what was captured.
@@ -61,12 +63,15 @@ class AsyncLLM:
 
         Raises:
             AlreadyExistsError: a request of this id runs.
+            CancelledError: it is closed, or the request was aborted.
             FerrumError: the prompt is refused, or the request failed.
         """
         loop, changed, params = asyncio.get_running_loop(), asyncio.Event(), one_of(params, sampling_params)
         asked = prompt, params, lora_request, interventions, capture, priority
-        request = await loop.run_in_executor(self._tokenising, self.llm.request, *asked)
-        name = request.cache_id if request_id is None else request_id
+        request = await self._tokenise(self.llm.request, *asked)
+        if request_id is not None:
+            request.request_id = request_id
+        name = request.request_id
         if name in self._live:
             raise AlreadyExistsError(f"a request {name!r} runs already")
 
@@ -107,7 +112,7 @@ class AsyncLLM:
         """
         loop, done = asyncio.get_running_loop(), asyncio.Queue[Request]()
         asked = prompts, params, lora_request, interventions, capture, priority
-        groups = await loop.run_in_executor(self._tokenising, self.llm._groups, *asked)
+        groups = await self._tokenise(self.llm._groups, *asked)
         indices = {request: at for at, request in enumerate(itertools.chain.from_iterable(groups))}
 
         def notify(request: Request) -> None:
@@ -130,10 +135,19 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Ends a request after the step that runs; its iterator raises CancelledError. An unknown id is no error."""
         if request_id not in self._live:  # it may be one whose prompt is being tokenised: it is known after that
-            await asyncio.get_running_loop().run_in_executor(self._tokenising, lambda: None)
+            with contextlib.suppress(CancelledError):  # it is closed, and nothing begins any more
+                await self._tokenise(lambda: None)
         request = self._live.get(request_id)
         if request is not None:
             await asyncio.to_thread(self.llm.engine.cancel, request)
+
+    async def _tokenise(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Returns what a call gives, made in the thread that keeps the order; raises CancelledError once closed."""
+        try:
+            pending = self._tokenising.submit(work, *arguments)
+        except RuntimeError as problem:
+            raise CancelledError("this LLM is closed") from problem
+        return await asyncio.wrap_future(pending)
 
     async def reset_prefix_cache(self) -> None:
         """Forgets every known prefix, as `LLM.reset_prefix_cache`."""

@@ -5,6 +5,7 @@ UTF-8 and cannot be flushed.
 """
 
 import re
+from collections.abc import Sequence
 
 from ferrum_jax.generate.tokenizer import Tokenizer
 
@@ -17,19 +18,23 @@ _RESYNC_TOKENS = 8  # UTF-8 decoding forgets where it began after three bytes, s
 class Detokenizer:
     """Turns one sequence's ids into text, piece by piece.
 
-    The pieces, the flushed one included, concatenate to `tokenizer.decode` of all ids. A piece never ends inside a
-    character. Each id costs the decoding of a bounded number of tokens, however long the sequence is.
+    The pieces, the flushed one included, concatenate to what `tokenizer.decode` of the prompt and all ids has after the
+    prompt's text. A character that the prompt leaves incomplete comes out whole with the ids that complete it. A piece
+    never ends inside a character. Each id costs the decoding of a bounded number of tokens, however long the sequence
+    is.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._special_ids = frozenset(
             token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special
         )
-        self._window: list[int] = []  # ids whose text is not yet final, after the ids they join on to
-        self._num_emitted = 0  # characters of the window's text that are out
+        self._window = self._last_of(prompt)  # ids whose text is not yet final, after the ids they join on to
+        before = self._decode(self._window)
+        self._num_emitted = len(before.rstrip(_REPLACEMENT))  # characters of the window's text that are out
         self._num_settled = 0  # ids at the front of the window whose text is all out
+        self._num_open = len(before) - self._num_emitted  # characters of the prompt that may still be completed
 
     def push(self, token_id: int) -> str:
         """Takes the next id and returns the text that it makes final, often none.
@@ -37,8 +42,8 @@ class Detokenizer:
         Byte tokens (`<0x0A>`) are held back until another token follows: a later byte may turn the whole run into
         U+FFFD.
         """
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None or (self._skip_special_tokens and token_id in self._special_ids):
+        token = self._visible(token_id)
+        if token is None:
             return ""
         self._window.append(token_id)
         if _BYTE_TOKEN.fullmatch(token):
@@ -50,17 +55,42 @@ class Detokenizer:
             self._num_emitted = max(self._num_emitted, len(text) - 1)
             if len(self._window) > _WINDOW_LIMIT:
                 self._cut(_RESYNC_TOKENS)
-            return piece
+            return self._without_open(piece)
         piece = text[self._num_emitted :]
         if piece:
             self._cut(len(self._window) - self._num_settled)
             self._num_settled = len(self._window)
-        return piece
+        return self._without_open(piece)
 
     def flush(self) -> str:
         """Returns the text still held back; the detokenizer is then as new."""
         piece = self._decode(self._window)[self._num_emitted :]
-        self._window, self._num_emitted, self._num_settled = [], 0, 0
+        piece = self._without_open(piece)
+        self._window, self._num_emitted, self._num_settled, self._num_open = [], 0, 0, 0
+        return piece
+
+    def _visible(self, token_id: int) -> str | None:
+        """Returns a token as the vocabulary spells it; None if it has no text."""
+        is_skipped = self._skip_special_tokens and token_id in self._special_ids
+        return None if is_skipped else self._tokenizer.id_to_token(token_id)
+
+    def _last_of(self, prompt: Sequence[int]) -> list[int]:
+        """Returns the last ids of a prompt that have text, the first no byte token: they decode as after all others."""
+        last: list[int] = []
+        for token_id in reversed(prompt):
+            token = self._visible(token_id)
+            if token is not None:
+                last.append(token_id)
+                if len(last) >= _RESYNC_TOKENS and not _BYTE_TOKEN.fullmatch(token):
+                    break
+        return last[::-1]
+
+    def _without_open(self, piece: str) -> str:
+        """Leaves out the characters of the prompt that no later id has completed."""
+        while self._num_open and piece.startswith(_REPLACEMENT):
+            piece, self._num_open = piece[1:], self._num_open - 1
+        if piece:
+            self._num_open = 0
         return piece
 
     def _cut(self, num_kept: int) -> None:

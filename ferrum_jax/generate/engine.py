@@ -1,6 +1,7 @@
 """The thread that steps: callers submit requests and wait on queues; everybody else only puts messages into one."""
 
 import atexit
+import logging
 import queue
 import threading
 import weakref
@@ -13,6 +14,8 @@ from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalErro
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.updates import Update
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LINGER = 0.5  # seconds that the thread waits for more work before it ends
@@ -59,10 +62,9 @@ class Engine:
 
         def end() -> None:
             if not request.is_done:
-                request.error = CancelledError(f"{request.cache_id!r} was aborted")
+                request.error = CancelledError(f"{request.request_id!r} was aborted")
                 self.scheduler.abort(request)
-                if request.notify is not None:
-                    request.notify(request)
+                request.tell()
 
         self.call(end)
 
@@ -113,30 +115,42 @@ class Engine:
 
     def _run(self) -> None:
         while True:
-            self._drain()
-            if self._is_closed:
-                return
-            if self.scheduler.has_work:
-                try:
-                    self.scheduler.step()
-                except BaseException as problem:  # noqa: BLE001  of a model that breaks the contract, or of this package
-                    self._fail(problem)
-                continue
             try:
-                message = self._inbox.get(timeout=LINGER)
-            except queue.Empty:
-                with self._lock:
-                    if self._inbox.empty():
-                        self._thread = None
-                        return
-            else:
-                self._take(message)
+                if not self._listen():
+                    return
+                if self.scheduler.has_work:
+                    self.scheduler.step()
+            except BaseException as problem:  # noqa: BLE001  of a model that breaks the contract, or of this package
+                self._fail(problem)
+
+    def _listen(self) -> bool:
+        """Takes messages, and waits for one where there is no work; returns False where the thread is to end."""
+        self._drain()
+        if self._is_closed:
+            return False
+        if self.scheduler.has_work:
+            return True
+        try:
+            message = self._inbox.get(timeout=LINGER)
+        except queue.Empty:
+            with self._lock:
+                if self._inbox.empty():
+                    self._thread = None
+                    return False
+        else:
+            self._take(message)
+        return True
 
     def _fail(self, problem: BaseException) -> None:
-        """Ends every request after an error that no request can answer for."""
-        failure = problem if isinstance(problem, FerrumError) else InternalError(f"a step failed: {problem!r}")
-        failure.__cause__ = None if failure is problem else problem
-        self.scheduler.fail(failure)
+        """Ends every request after an error that no request can answer for; raises nothing."""
+        if not isinstance(problem, FerrumError):
+            failure = InternalError(f"a step failed: {problem!r}")
+            failure.__cause__ = problem
+            problem = failure
+        try:
+            self.scheduler.fail(problem)
+        except BaseException:  # noqa: BLE001  callers have their errors, and others are to be served
+            _log.exception("what the ended requests hold could not be freed; LLM.reset frees it")
 
     def _drain(self) -> None:
         while True:
@@ -146,7 +160,7 @@ class Engine:
                 break
             self._take(message)
         if self._is_closed:
-            self.scheduler.fail(CancelledError("this LLM is closed"))
+            self._fail(CancelledError("this LLM is closed"))
 
     def _take(self, message: list[Request] | _Call | tuple[Request, ...]) -> None:
         if isinstance(message, list):

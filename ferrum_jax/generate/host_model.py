@@ -158,6 +158,11 @@ class HostModel:
         self._checked: dict[str, SlotSettings] = {}  # by cache id
         self._is_unified: bool | None = None  # None until it has been tried: then a refusal is about the method
 
+    def warmup(self, *, progress: bool = True, **_: bool) -> None:
+        """Compiles the model's programs and all that choosing needs; other options are for a `ModelRunner` alone."""
+        self.model.warmup(progress=progress)
+        self.sampler.warmup()
+
     def execute(self, batch: ScheduledBatch) -> list[Any]:
         """Runs a batch to its end; returns one answer per row."""
         answers: list[Any] = [None] * len(batch)

@@ -17,7 +17,7 @@ from ferrum_jax.generate.params import RequestOutput, SamplingParams, check_fits
 from ferrum_jax.generate.prompts import as_adapters, as_ids, as_priorities
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.stops import StopWatcher
-from ferrum_jax.generate.structured import AnswerForm, FormCompiler
+from ferrum_jax.generate.structured import FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.hooks import ATTENTION, Point, check_points, check_supported
 
@@ -92,10 +92,7 @@ class Intake:
             raise RequestValidationError(f"n is {params.n}, an answer that is continued takes n=1")
         for at in range(1, params.n):
             seed = None if params.seed is None else (int(params.seed) + at) % 2**32
-            form = None if first.form is None else first.form.copy()
-            copy = self.request(first.prompt, replace(params, seed=seed), treatment, form)
-            copy.text_prompt = first.text_prompt
-            first.copies.append(copy)
+            first.copies.append(self.request(first.prompt, replace(params, seed=seed), treatment, first))
         return [first, *first.copies]
 
     def request(
@@ -103,14 +100,16 @@ class Intake:
         prompt: Any,
         params: SamplingParams,
         treatment: Treatment = Treatment(),
-        form: AnswerForm | None = None,
+        first: Request | None = None,
     ) -> Request:
         """Returns the request of one answer; `prompt` is a text, ids, or an output that is to be continued.
 
-        `form` is that of the parameters, where it is compiled already.
+        `first` is the request of another answer to the same prompt, under the same parameters but for the seed.
         """
-        if form is None and params.structured is not None:
-            form = self.forms.compile(params.structured)
+        if first is not None:
+            form = None if first.form is None else first.form.copy()
+        else:
+            form = None if params.structured is None else self.forms.compile(params.structured)
         former = prompt if isinstance(prompt, RequestOutput) else None
         if former is not None:
             prompt = former.prompt_token_ids
@@ -119,7 +118,7 @@ class Intake:
             raise RequestValidationError("a prompt needs at least one token, this one has none")
         if len(ids) > capacity:
             raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
-        stop_ids, bad_words = self._forbidden(params)
+        stop_ids, bad_words = self._forbidden(params) if first is None else (first.stop_ids, first.bad_words)
         room = capacity - len(ids) + 1  # the last token is never read
         if params.min_tokens > room:
             raise RequestValidationError(
@@ -133,7 +132,7 @@ class Intake:
             seed=secrets.randbits(32) if params.seed is None else params.seed,
             stop_ids=stop_ids,
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
-            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, skip_special_tokens=skip),
+            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, skip_special_tokens=skip),
             watcher=StopWatcher(params.stop_texts, includes_stop=params.include_stop_str_in_output),
             adapter=treatment.adapter,
             interventions=treatment.interventions,
@@ -141,7 +140,7 @@ class Intake:
             priority=treatment.priority,
             form=form,
             bad_words=bad_words,
-            text_prompt=prompt if isinstance(prompt, str) else None,
+            text_prompt=prompt if isinstance(prompt, str) else None if first is None else first.text_prompt,
             score_from=1 if params.num_prompt_logprobs >= 0 else None,
         )
         if former is not None:
@@ -223,10 +222,10 @@ class Intake:
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Returns each bad word as the tokens it is by itself and after a space, if the model can choose them all."""
-        found: list[list[int]] = []
+        found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             for text in (word, f" {word.lstrip()}"):
                 ids = self.need_tokenizer().encode(text, add_special_tokens=False)
-                if ids and max(ids) < self.model.config.vocab_size and ids not in found:
-                    found.append(ids)
-        return found
+                if ids and max(ids) < self.model.config.vocab_size:
+                    found[tuple(ids)] = None
+        return list(map(list, found))

@@ -158,14 +158,13 @@ class LLM:
         speculator = self._engine.scheduler.speculator
         return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
 
-    def warmup(self, *, progress: bool = True, load: bool = False) -> None:
-        """Compiles everything that serving may need; `load` as for `ModelRunner.warmup`, which other models lack."""
+    def warmup(self, *, progress: bool = True, load: bool = False, scores: bool = False) -> None:
+        """Compiles everything that serving may need; options as of `ModelRunner.warmup`, which other models lack."""
         self._engine.settle()
-        if isinstance(self.model, ModelRunner):
-            self.model.warmup(progress=progress, load=load, masks=self.tokenizer is not None)
-        else:
-            self.model.warmup(progress=progress)
-        self._engine.scheduler.warmup(progress=progress)
+        scheduler = self._engine.scheduler
+        scheduler.backend.warmup(progress=progress, load=load, scores=scores, masks=self.tokenizer is not None)
+        if scheduler.speculator is not None:
+            scheduler.speculator.source.warmup(progress=progress)
 
     def reset(self) -> None:
         """Drops every sequence of the model; also the way back after a step that failed on the device.

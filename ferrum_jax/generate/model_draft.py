@@ -38,9 +38,13 @@ class _Row:
     probabilities: list[NDArray[np.float64]] = field(default_factory=list)
 
     @property
-    def all_tokens(self) -> list[int]:
-        """The request's tokens, and those drafted after them."""
-        return [*self.want.tokens, *self.tokens]
+    def num_tokens(self) -> int:
+        """How many tokens the request has, with those drafted after them."""
+        return len(self.want.tokens) + len(self.tokens)
+
+    def tokens_from(self, start: int) -> list[int]:
+        """Returns the request's tokens from a position on, and those drafted after them."""
+        return [*self.want.tokens[start:], *self.tokens[max(0, start - len(self.want.tokens)) :]]
 
 
 class ModelDraft(DraftSource):
@@ -92,12 +96,7 @@ class ModelDraft(DraftSource):
 
     def warmup(self, *, progress: bool = True) -> None:
         """Compiles the draft model's programs."""
-        if isinstance(self.model, ModelRunner):
-            self.model.warmup(progress=progress, distributions=self.has_probabilities)
-            return
-        self.model.warmup(progress=progress)
-        if isinstance(self._backend, HostModel):
-            self._backend.sampler.warmup()
+        self._backend.warmup(progress=progress, distributions=self.has_probabilities)
 
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
         """Drafts token by token, each for all sequences at once."""
@@ -114,7 +113,7 @@ class ModelDraft(DraftSource):
         """Frees the sequence of a request."""
         self._room = None
         if self._held.pop(cache_id, None) is not None:
-            with contextlib.suppress(FerrumError):  # a model that failed refuses this too; its reset frees everything
+            with contextlib.suppress(Exception):  # a model that failed refuses this too; its reset frees everything
                 self._backend.release(self._id(cache_id))
 
     def reset(self) -> None:
@@ -157,7 +156,11 @@ class ModelDraft(DraftSource):
                 return False
             self._held[key] = []
         held = self._held[key]
-        kept = next((at for at, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
+        # All but the last drafted tokens nearly always agree: one comparison of lists says so.
+        start = max(0, len(held) - self.num_tokens)
+        start = start if held[:start] == list(tokens[:start]) else 0
+        pairs = zip(held[start:], tokens[start:], strict=False)
+        kept = next((at for at, (a, b) in enumerate(pairs, start) if a != b), len(held))
         kept = min(kept, len(tokens) - 1)  # at least one token is read, for its logits
         if kept == len(held):
             return True
@@ -198,15 +201,16 @@ class ModelDraft(DraftSource):
         return list(zip(rows, answers, strict=True))
 
     def _item(self, row: _Row) -> ScheduledRow:
-        held, known = len(self._held[row.want.cache_id]), row.all_tokens
+        held = len(self._held[row.want.cache_id])
         output: Output = SampledToken(row.settings)
         if self._draws_itself(row):
             settings = row.settings
             if settings.is_adjusted:  # what is drawn on the host is counted here, up to the first token of the row
-                generated = np.array(known[row.want.num_prompt : held + 1], np.int64)
+                start = row.want.num_prompt
+                generated = np.array(row.tokens_from(start)[: held + 1 - start], np.int64)
                 settings = replace(settings, generated=generated)
             output = Distributions(settings)
-        return ScheduledRow(self._id(row.want.cache_id), np.array(known[held:], np.int32), held, output)
+        return ScheduledRow(self._id(row.want.cache_id), np.array(row.tokens_from(held), np.int32), held, output)
 
     def _extend(self, row: _Row, answer: Any) -> None:
         """Takes one more token."""
@@ -215,5 +219,5 @@ class ModelDraft(DraftSource):
             return
         q = np.asarray(answer[-1], np.float64)
         q /= q.sum()
-        row.tokens.append(draw(q, uniform(row.settings.seed, len(row.all_tokens), Purpose.PROPOSE)))
+        row.tokens.append(draw(q, uniform(row.settings.seed, row.num_tokens, Purpose.PROPOSE)))
         row.probabilities.append(q)

@@ -16,6 +16,7 @@ from ferrum_jax.ops.sampling import MAX_TOP_LOGPROBS
 FinishReason = Literal["stop", "length", "abort", "error"]
 _PENALTY = 3e38  # as Sampling takes them
 _LARGEST = 3.4028234663852886e38  # of float32
+_MAX_BAD_WORDS = 1024  # each is compared with the answer after every token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +34,15 @@ class SamplingParams(Sampling):
         logit_bias: added to the logits of token ids, at most 512 of them, those that `bad_words` forbid at one time
             included; -inf forbids one.
         allowed_token_ids: only these may be chosen; None allows all.
-        bad_words: texts that the answer must not contain, as the sequences of tokens they are by themselves and after
-            a space. An answer that can go on with nothing else ends with an error.
-        min_tokens: tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen; no more than
-            the KV capacity leaves after the prompt.
+        bad_words: texts that the answer must not contain, at most 1024, as the sequences of tokens they are by
+            themselves and after a space. An answer that can go on with nothing else ends with an error.
+        min_tokens: tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen, and a `stop`
+            that is complete ends nothing; no more than the KV capacity leaves after the prompt.
         seed: makes draws repeatable, alone or in any batch; drawn anew for each request if None.
         max_tokens: tokens to generate at most; None goes on to the end of the KV capacity.
         stop: texts that end the answer, which then ends before them; None is none.
-        include_stop_str_in_output: the answer ends after the stop text instead.
+        include_stop_str_in_output: the answer ends after the stop text, or after the text of the token that ends it,
+            which a special token has only without `skip_special_tokens`.
         stop_token_ids: ids that end the answer, besides the model's own.
         ignore_eos: go on past the model's own end of sequence.
         skip_special_tokens: leave special tokens out of the text.
@@ -106,6 +108,8 @@ class SamplingParams(Sampling):
             is_integer(token) and token >= 0 and is_real(bias) and (abs(bias) <= _LARGEST or bias == -math.inf)
             for token, bias in x.items()
         )), f"at most {MAX_BIAS} token ids with a number each")  # fmt: skip
+        if (count := len(_texts(self.bad_words))) > _MAX_BAD_WORDS:
+            raise InvalidParameterError(f"bad_words has {count} texts, the limit is {_MAX_BAD_WORDS}")
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             raise InvalidParameterError(
                 "min_tokens and ignore_eos do not go with structured, whose form says what ends"
@@ -186,7 +190,8 @@ def check_fits(params: SamplingParams, stop_ids: Collection[int], bad_words: Seq
     for *before, last in bad_words:
         ends.setdefault(tuple(before), set()).add(last)
     # After some tokens, the words whose beginnings are ends of those tokens are one token short of complete.
-    most = max(len(set().union(*(ends.get(one[at:], ()) for at in range(len(one) + 1)))) for one in ends)
+    lengths = {len(one) for one in ends}
+    most = max(len(set().union(*(ends.get(one[len(one) - n :], ()) for n in lengths if n <= len(one)))) for one in ends)
     if most > MAX_BIAS:
         raise InvalidParameterError(
             f"logit_bias and bad_words put a bias on up to {most} tokens at one time ({biased} by logit_bias), a slot "
@@ -199,15 +204,15 @@ class RequestOutput:
     """One finished generation, or what there is of one so far.
 
     `token_ids` holds everything generated, the token that stopped it included; `text` leaves special tokens and the
-    stop text out. `logprobs` has one figure per id under the model's own distribution, `processed_logprobs` under the
-    one it was drawn from, `top_logprobs` the likeliest ids there; None where it was not asked for. Those of the prompt
-    have None for the first id, which nothing predicts. `error` is what ended a generation whose `finish_reason` is
-    `error`: the rest is then what there was before it. With speculation, `drafted` counts the tokens that were
-    proposed and verified, and `accepted` those of them that stand in the answer. `preemptions` counts how often the
-    request lost its slot and blocks because the KV ran short, and was recomputed. `weight_versions` says of each
-    generated token by which weights it was sampled: the `params_version` that the runner had then, which goes up with
-    every `set_params` and `set_lora`. A generation that a change of weights ended has the reason
-    `abort`. `captured` has of a finished one the arrays at the hook points that
+    stop text out. It is what follows the prompt's text, the space between the two included. `logprobs` has one figure
+    per id under the model's own distribution, `processed_logprobs` under the one it was drawn from, `top_logprobs` the
+    likeliest ids there; None where it was not asked for. Those of the prompt have None for the first id, which nothing
+    predicts. `error` is what ended a generation whose `finish_reason` is `error`: the rest is then what there was
+    before it. With speculation, `drafted` counts the tokens that were proposed and verified, and `accepted` those of
+    them that stand in the answer. `preemptions` counts how often the request lost its slot and blocks because the KV
+    ran short, and was recomputed. `weight_versions` says of each generated token by which weights it was sampled: the
+    `params_version` that the runner had then, which goes up with every `set_params` and `set_lora`. A generation that a
+    change of weights ended has the reason `abort`. `captured` has of a finished one the arrays at the hook points that
     were asked for, `[n, ...]` of the n tokens of prompt and answer but the last, which was never read.
     """
 

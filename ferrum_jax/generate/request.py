@@ -1,5 +1,7 @@
 """One request on its way through the scheduler."""
 
+import copy
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ from ferrum_jax.generate.params import FinishReason, RequestOutput, SamplingPara
 from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import AnswerForm, Mask
 from ferrum_jax.models.hooks import Point
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -60,6 +64,9 @@ class Request:
     kv_version: int = -1  # of the weights by which the beginning of its KV was computed
     choices: list[TokenChoice] = field(default_factory=list)  # one for each token of the answer
     versions: list[int] = field(default_factory=list)  # of the weights by which each of them was chosen
+    logprobs: list[float] = field(default_factory=list)  # of each of them, like the next two if they are asked for
+    processed_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[dict[int, float]] = field(default_factory=list)
     text: list[str] = field(default_factory=list)  # pieces; grows only, since another thread may be taking them
     num_taken: int = 0  # pieces of `text` that were taken
     drafted: int = 0  # tokens that were proposed and verified
@@ -74,6 +81,7 @@ class Request:
     def __post_init__(self):
         self.tokens = list(self.prompt)
         self.request_id = self.cache_id  # the sequence of one request may be taken over by another
+        self._joined = ("", 0)  # the text of the last output, and how many pieces it has; replaced as a whole
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
@@ -183,7 +191,8 @@ class Request:
         banned = frozenset(
             words[-1]
             for words in self.bad_words
-            if self.tokens[len(self.tokens) - len(words) + 1 :] == words[:-1] or len(words) == 1
+            if len(words) == 1
+            or (self.tokens[-1] == words[-2] and self.tokens[len(self.tokens) - len(words) + 1 :] == words[:-1])
         )
         if self._settings is None or banned != self._banned:
             self._settings, self._banned = self._make_settings(banned), banned
@@ -229,12 +238,18 @@ class Request:
         token = choice.token_id
         self.tokens.append(token)
         self.versions.append(version)
-        self.choices.append(choice)
-        if token in self.stop_ids:
+        if (wanted := self.params.num_logprobs) >= 0:
+            self.logprobs.append(choice.logprob)
+            self.processed_logprobs.append(choice.processed_logprob)
+        if wanted > 0:
+            self.top_logprobs.append(dict(choice.alternatives))
+        self.choices.append(choice)  # last: who counts these finds the rest
+        is_stop = token in self.stop_ids
+        if self.detokenizer is not None and (self.params.include_stop_str_in_output or not is_stop):
+            self._watch(self.detokenizer.push(token))
+        if is_stop:
             self._finish("stop")
             return
-        if self.detokenizer is not None:
-            self._emit(self.watcher.push(self.detokenizer.push(token)))
         if self.form is not None:
             try:
                 self.form.take(token)
@@ -325,6 +340,14 @@ class Request:
             raise RequestValidationError(f"the answer to be continued is complete with {count} tokens: {reason}")
         self.first_token_after = former.time_to_first_token
 
+    def tell(self) -> None:
+        """Calls `notify`; a caller's function that fails is logged, and harms no other request."""
+        try:
+            if self.notify is not None:
+                self.notify(self)
+        except Exception:  # noqa: BLE001  of any kind: it is the caller's
+            _log.exception("notify of request %r failed", self.request_id)
+
     def take_captured(self, points: dict[Point, NDArray[Any]]) -> None:
         """Takes what was captured of its next tokens."""
         self.captured.append(points)
@@ -341,27 +364,26 @@ class Request:
 
     def output(self, *, return_error: bool = False) -> RequestOutput:
         """Returns what there is of the answer; raises what made it fail, or puts that in the output as well."""
-        if self.error is not None and not return_error:
-            raise self.error
-        reason = self.finish_reason if self.error is None else "error"  # first: what it tells of is there then
-        params, choices = self.params, list(self.choices)
-        wanted = params.num_logprobs
-        top = [dict(choice.alternatives) for choice in choices] if wanted > 0 else None
-        scored = params.num_prompt_logprobs >= 0
+        error = self.error  # once: the engine's thread may set it meanwhile
+        if error is not None and not return_error:
+            raise error
+        reason = self.finish_reason if error is None else "error"  # first: what it tells of is there then
+        params, begin, count = self.params, len(self.prompt), len(self.choices)
+        wanted, scored = params.num_logprobs, params.num_prompt_logprobs >= 0
         return RequestOutput(
             prompt_token_ids=self.prompt,
-            token_ids=[choice.token_id for choice in choices],
-            text="".join(self.text),
+            token_ids=self.tokens[begin : begin + count],
+            text=self._text_so_far(),
             finish_reason=reason,
-            logprobs=[choice.logprob for choice in choices] if wanted >= 0 else None,
-            processed_logprobs=[choice.processed_logprob for choice in choices] if wanted >= 0 else None,
-            top_logprobs=top,
+            logprobs=self.logprobs[:count] if wanted >= 0 else None,
+            processed_logprobs=self.processed_logprobs[:count] if wanted >= 0 else None,
+            top_logprobs=self.top_logprobs[:count] if wanted > 0 else None,
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
-            weight_versions=self.versions[: len(choices)],
+            weight_versions=self.versions[:count],
             captured=self._all_captured() if reason is not None else {},
             time_to_first_token=self.first_token_after,
-            error=self.error,
+            error=error,
             drafted=self.drafted,
             accepted=self.accepted,
             preemptions=self.preemptions,
@@ -369,19 +391,43 @@ class Request:
             prompt=self.text_prompt,
         )
 
+    def _text_so_far(self) -> str:
+        text, count = self._joined
+        new = self.text[count:]
+        text += "".join(new)
+        self._joined = text, count + len(new)
+        return text
+
     def _all_captured(self) -> dict[Point, NDArray[Any]]:
         """Returns what was captured of all tokens but the last, which was never read; of one that failed, less."""
         return self.captured_points(len(self.prompt) + len(self.choices) - 1) if self.captured else {}
 
     def _finish(self, reason: FinishReason) -> None:
         if self.detokenizer is not None:
-            self._emit(self.watcher.push(self.detokenizer.flush()))
+            self._watch(self.detokenizer.flush())
             self._emit(self.watcher.flush())
         self.finish_reason = "stop" if self.watcher.found else reason
+
+    def _watch(self, piece: str) -> None:
+        """Takes text of the newest token; what is certainly not part of a stop text is let out."""
+        self._emit(self.watcher.push(piece, is_exempt=len(self.choices) <= self.params.min_tokens))
 
     def _emit(self, piece: str) -> None:
         if piece:
             self.text.append(piece)
+
+
+def own_copy(problem: FerrumError) -> FerrumError:
+    """Returns an error like another, which becomes its cause; that one itself if it cannot be copied."""
+    try:
+        mine = copy.copy(problem)
+    except Exception:  # noqa: BLE001  its class takes other arguments than the message
+        return problem
+    mine.args = problem.args
+    if notes := getattr(problem, "__notes__", ()):
+        mine.__notes__ = list(notes)
+    mine.__cause__ = problem
+    return mine
 
 
 def _bits_of(ids: Sequence[int], num_words: int) -> Mask:

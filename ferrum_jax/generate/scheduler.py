@@ -23,7 +23,7 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.groups import fork_from_group, take_over
 from ferrum_jax.generate.host_model import Backend, HostModel
-from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.request import Request, own_copy
 from ferrum_jax.generate.rows import next_row, only_decodes, runs_of
 from ferrum_jax.generate.speculator import Speculator
 from ferrum_jax.generate.updates import Update
@@ -76,13 +76,6 @@ class Scheduler:
         self._name = secrets.token_hex(4)
         self._numbers = itertools.count()
 
-    def warmup(self, *, progress: bool = True) -> None:
-        """Compiles what choosing on the host and drafting may need; the model's own programs are its owner's affair."""
-        if isinstance(self.backend, HostModel):
-            self.backend.sampler.warmup()
-        if self.speculator is not None:
-            self.speculator.warmup(progress=progress)
-
     def new_cache_id(self) -> str:
         """Returns an id that no other request has."""
         return f"generate-{self._name}-{next(self._numbers)}"
@@ -134,12 +127,19 @@ class Scheduler:
             self.speculator.source.reset()
 
     def fail(self, problem: FerrumError) -> None:
-        """Ends every request that runs or waits, and every update, with an error."""
+        """Ends every request that runs or waits, and every update, with an error.
+
+        That is so even if it raises, as it does where what they hold cannot be freed.
+        """
         self._in_flight = None
-        self._fail([*self._running, *self._waiting], problem)
-        while self._updates:
-            if (done := self._updates.popleft().done).set_running_or_notify_cancel():
-                done.set_exception(problem)
+        try:
+            self._fail([*self._running, *self._waiting], problem)
+        finally:
+            self._running.clear()
+            self._waiting = WaitingLine()
+            while self._updates:
+                if (done := self._updates.popleft().done).set_running_or_notify_cancel():
+                    done.set_exception(own_copy(problem))
 
     def step(self) -> None:
         """Begins one step for as many requests as fit, and hands the tokens of the one before to their requests.
@@ -244,8 +244,7 @@ class Scheduler:
         """Lets a request go that is done, and tells its caller what is new."""
         if request.is_done and not self._hand_over(request):
             self._leave(request)
-        if request.notify is not None:
-            request.notify(request)
+        request.tell()
 
     def _schedule(self) -> tuple[list[Request], list[ScheduledRow]]:
         """Chooses each request's share of the next step; prompts share `chunk_tokens` by priority, then by age."""
@@ -360,8 +359,7 @@ class Scheduler:
             if copies:
                 copies[0].copies = copies[1:]
                 self._waiting.put_first(copies[0])
-            if request.notify is not None:
-                request.notify(request)
+            request.tell()
         elif request in self._running and (update.live == "recompute" or not request.choices):
             self._release(request.cache_id)
             request.restart()
@@ -469,11 +467,11 @@ class Scheduler:
                 request.restart()
 
     def _leave(self, request: Request) -> None:
-        del self._running[request]
         self._room = self.max_rows
         if isinstance(self.model, ReplicatedRunner):
             self._short.discard(self.model.replica_of(request.cache_id))
         self._release(request.cache_id)
+        del self._running[request]
 
     def _release(self, cache_id: str) -> None:
         try:
@@ -486,13 +484,17 @@ class Scheduler:
             self.speculator.forget(cache_id)
 
     def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
-        for request in list(requests):
-            for one in (*request.copies, request):
-                one.error = problem
-            if request in self._running:
-                self._leave(request)
-            elif request in self._waiting:
-                self._waiting.remove(request)
-            for one in (*request.copies, request):
-                if one.notify is not None:
-                    one.notify(one)
+        """Ends requests and their copies with an error of their own each, whatever freeing what they hold raises."""
+        ended = [one for request in requests for one in (*request.copies, request)]
+        try:
+            for request in requests:
+                if request in self._running:
+                    self._leave(request)
+                elif request in self._waiting:
+                    self._waiting.remove(request)
+        finally:
+            for one in ended:
+                if not one.is_done:
+                    one.error = problem if len(ended) == 1 else own_copy(problem)
+            for one in ended:
+                one.tell()

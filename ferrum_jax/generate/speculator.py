@@ -1,6 +1,7 @@
 """Several tokens in one forward: drafts, their verification, and the way back from what was wrong."""
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from ferrum_jax.executor.batch import Distributions, ScheduledRow, TokenChoice, 
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.rejection import accept
 from ferrum_jax.generate.request import Request
+
+_log = logging.getLogger(__name__)
 
 
 class Speculator:
@@ -39,10 +42,7 @@ class Speculator:
         self.accepted = 0
         self._model = model
         self._backend = backend
-
-    def warmup(self, *, progress: bool = True) -> None:
-        """Compiles what drafting may need."""
-        self.source.warmup(progress=progress)
+        self._has_warned = False
 
     def advance(self, batch: Sequence[Request]) -> list[Request]:
         """Hands tokens to the requests of a batch for which something was drafted, and returns those requests.
@@ -78,9 +78,18 @@ class Speculator:
         return [request for request, _ in drafted]
 
     def forget(self, cache_id: str) -> None:
-        """Frees what the source holds for a request."""
-        with contextlib.suppress(FerrumError):
+        """Frees what the source holds for a request; a source that cannot is no error."""
+        try:
             self.source.release(cache_id)
+        except Exception as problem:  # noqa: BLE001  of any kind: the answers do not need it
+            self._warn("release", problem)
+
+    def _warn(self, method: str, problem: Exception) -> None:
+        """Logs an error of the source that is none of the contract: once at WARNING, as it may come back every step."""
+        if not isinstance(problem, FerrumError):
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            _log.log(level, "%s of %s failed: %r", method, type(self.source).__name__, problem)
+            self._has_warned = True
 
     def _draft(self, requests: Sequence[Request]) -> list[tuple[Request, Draft]]:
         wants, owners = [], []
@@ -95,10 +104,10 @@ class Speculator:
         if not wants:
             return []
         try:
-            drafts = self.source.propose(wants)
-        except FerrumError:  # a draft that fails costs nobody an answer
+            drafts = [_fit(*one) for one in zip(owners, self.source.propose(wants), wants, strict=True)]
+        except Exception as problem:  # noqa: BLE001  of any kind: a draft that fails costs nobody an answer
+            self._warn("propose", problem)
             return []
-        drafts = [_fit(*one) for one in zip(owners, drafts, wants, strict=True)]
         return [(owner, draft) for owner, draft in zip(owners, drafts, strict=True) if draft.tokens]
 
     def _hand_out(self, request: Request, draft: Draft, verdict: Sequence[TokenChoice]) -> None:

@@ -8,17 +8,27 @@ class StopWatcher:
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False):
         """Watches for `stops`; with `includes_stop`, the one that is found is let through."""
-        self._stops = tuple(stops)
+        self._stops = tuple(dict.fromkeys(stops))
         self._includes_stop = includes_stop
         self._held = ""
+        self._num_exempt = 0  # characters at the front of `_held` with which no stop text ends
         self.found = False
 
-    def push(self, piece: str) -> str:
-        """Takes the next piece and returns the text that is certainly not part of a stop text."""
-        if self.found:
+    def push(self, piece: str, *, is_exempt: bool = False) -> str:
+        """Takes the next piece and returns the text that is certainly not part of a stop text.
+
+        No stop text ends within a piece that is exempt, though one may begin there.
+        """
+        if self.found or not piece:
             return ""
         self._held += piece
-        hits = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if is_exempt:
+            self._num_exempt = len(self._held)
+        hits = [
+            (at + len(stop), at)
+            for stop in self._stops
+            if (at := self._held.find(stop, max(0, self._num_exempt - len(stop) + 1))) >= 0
+        ]
         if hits:
             self.found = True
             end, at = min(hits)  # the one that is complete first, as if the text had come letter by letter
@@ -27,6 +37,7 @@ class StopWatcher:
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep
         out, self._held = self._held[:cut], self._held[cut:]
+        self._num_exempt = max(0, self._num_exempt - cut)
         return out
 
     def flush(self) -> str:

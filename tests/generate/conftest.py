@@ -20,11 +20,6 @@ ENGINE = EngineConfig(
 MakeRunner = Callable[..., ModelRunner]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forgotten_executables() -> None:
-    """Keeps what a file has compiled, against the whole suite's custom: the files here use the same few programs."""
-
-
 @pytest.fixture(scope="session")
 def params() -> ParamTree:
     return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)

@@ -163,6 +163,22 @@ def test_an_aborted_request_ends_with_an_error_for_who_waits():
     assert model.lengths == {}
 
 
+def test_outputs_have_the_callers_id_by_which_a_request_can_be_aborted(monkeypatch: pytest.MonkeyPatch):
+    llm, model = made()
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", lambda *row: (_slowly(), decode(*row))[1])
+
+    async def main() -> None:
+        async for out in llm.generate([1, 2], SamplingParams(max_tokens=60), request_id="mine"):
+            assert out.request_id == "mine"
+            await llm.abort(out.request_id)
+
+    with pytest.raises(CancelledError, match="'mine' was aborted"):
+        asyncio.run(main())
+    llm.llm.engine.settle()
+    assert model.lengths == {}
+
+
 def _slowly() -> None:
     """Lets the other threads run, so that an answer of many tokens is not over at once."""
     import time

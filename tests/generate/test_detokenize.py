@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
+from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
+from tests.fake import CountingLLM
 from tests.long import SEED
 
 PIECES: dict[str, Any] = {"data": st.data()}
@@ -54,8 +57,8 @@ def byte_token(byte: int) -> str:
     return chr(byte) if byte in printable else chr(256 + shifted.index(byte))
 
 
-def stream(tokenizer: Tokenizer, ids: list[int], *, skip: bool = True) -> list[str]:
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+def stream(tokenizer: Tokenizer, ids: list[int], *, prompt: Sequence[int] = (), skip: bool = True) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -77,6 +80,59 @@ def test_the_pieces_concatenate_to_the_decoding_of_all(name: str, data: st.DataO
     ids = data.draw(ids_of(tokenizer))
     skip = data.draw(st.booleans())
     assert "".join(stream(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=150, deadline=None)
+@given(**PIECES)
+def test_after_a_prompt_the_pieces_are_what_follows_its_text(name: str, data: st.DataObject):
+    tokenizer = TOKENIZERS[name]
+    prompt, ids, skip = data.draw(ids_of(tokenizer)), data.draw(ids_of(tokenizer)), data.draw(st.booleans())
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    after = tokenizer.decode([*prompt, *ids], skip_special_tokens=skip)[len(before.rstrip("\ufffd")) :]
+    for _ in range(len(before) - len(before.rstrip("\ufffd"))):  # unless they were completed
+        after = after.removeprefix("\ufffd")
+    assert "".join(stream(tokenizer, ids, prompt=prompt, skip=skip)) == after
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (["<s>", "▁a", "b"], " b"), (["▁a"], " b"), (["▁a", "<s>", "<s>"], " b"), (["▁a", *["b"] * 100], " b"),
+        (["<s>"], "b"), (["<s>"] * 9, "b"), ([], "b"),
+    ],
+)  # fmt: skip
+def test_an_answer_keeps_the_space_after_its_prompt(prompt: list[str], text: str):
+    tokenizer = make_sentencepiece()
+    ids = [token_id for token in prompt if (token_id := tokenizer.token_to_id(token)) is not None]
+    answer = tokenizer.token_to_id("▁b")
+    assert answer is not None
+    assert "".join(stream(tokenizer, [answer], prompt=ids)) == text
+
+
+@pytest.mark.parametrize("name", ["byte level", "sentencepiece"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_character_that_the_prompt_begins_comes_out_whole(name: str, count: int):
+    tokenizer = TOKENIZERS[name]
+    spelled = [byte_token(b) if name == "byte level" else f"<0x{b:02X}>" for b in "🙂".encode()]
+    ids = [token_id for token in ("a", *spelled, "b") if (token_id := tokenizer.token_to_id(token)) is not None]
+    assert "".join(stream(tokenizer, ids[1 + count :], prompt=ids[: 1 + count])) == "🙂b"
+    assert "".join(stream(tokenizer, ids[-1:], prompt=ids[: 1 + count])) == "b"
+
+
+def test_an_llm_goes_on_from_the_text_of_the_prompt():
+    tokenizer = make_sentencepiece()
+    size = tokenizer.vocab_size
+    a, b, end = (tokenizer.token_to_id(token) or 0 for token in ("▁a", "▁b", "<s>"))
+    model = CountingLLM(vocab_size=size)
+    model.next_token = lambda last, position: b
+    llm = LLM.from_model(model, tokenizer)
+    for prompt, text in (([a], " b b"), ([end, a, end], " b b"), ([end], "b b")):
+        outs = llm.generate([prompt], SamplingParams(max_tokens=2, n=2))
+        assert [out.text for out in outs] == [text, text]
+        (first,) = llm.generate([prompt], SamplingParams(max_tokens=1))
+        (continued,) = llm.generate([first], SamplingParams(max_tokens=2))
+        assert continued.text == text
 
 
 @settings(max_examples=50, deadline=None)
@@ -170,6 +226,7 @@ def test_many_more_broken_characters_stream_as_they_decode():
     _check_many(test_long_runs_of_broken_characters_stream_as_they_decode, LONG_RUNS)
     for name in TOKENIZERS:
         _check_many(test_the_pieces_concatenate_to_the_decoding_of_all, PIECES, name=name)
+        _check_many(test_after_a_prompt_the_pieces_are_what_follows_its_text, PIECES, name=name)
 
 
 def _check_many(test: Any, strategies: dict[str, Any], **others: str) -> None:

@@ -59,6 +59,26 @@ def test_as_many_as_a_slot_can_forbid_at_one_time_are_served(params: dict[str, A
     assert len(out.token_ids) == 5
 
 
+def test_more_bad_words_than_can_be_compared_are_refused_before_they_are_read():
+    with pytest.raises(InvalidParameterError, match="bad_words has 1025 texts, the limit is 1024"):
+        SamplingParams(bad_words=[SIGNS[0]] * 1025)
+
+
+def test_bad_words_become_tokens_once_for_all_answers_to_a_prompt(monkeypatch: pytest.MonkeyPatch):
+    llm, encode, encoded = wide(), Tokenizer.encode, []
+
+    def watched(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    group = llm.group(ONE + OTHER, SamplingParams(n=3, seed=5, bad_words=[ONE, OTHER + ONE, ONE]))
+    assert len(encoded) == 1 + 2 * 3
+    for at, request in enumerate(group):
+        assert request.bad_words == [[0], [1, 0]]
+        assert (request.text_prompt, request.prompt, request.seed) == (ONE + OTHER, [0, 1], 5 + at)
+
+
 def test_a_bad_word_that_the_model_cannot_say_forbids_nothing():
     model = CountingLLM(vocab_size=5)
     llm = LLM.from_model(model, letters())  # of 23 tokens

@@ -26,8 +26,10 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.contract.llm import Logits
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.generate.speculation import Speculation
 from tests.fake import CountingLLM, SummingLLM, answer
 from tests.generate.conftest import MakeRunner, is_empty
+from tests.generate.drafting import RollingLLM
 from tests.generate.test_request import letters, spell
 
 PROMPTS = [[1], [5, 6, 7], [2] * 17, [22, 0, 3, 4], [9, 9], [11] * 8]
@@ -614,6 +616,14 @@ def test_warmup_of_any_other_model_compiles_what_chooses_its_tokens(compiles: li
     compiles.clear()
     assert len(llm.generate(IDS[:2], SamplingParams(max_tokens=3, temperature=0.8, seed=1))) == 2
     assert compiles == []
+
+
+def test_warmup_asks_the_model_and_the_draft(monkeypatch: pytest.MonkeyPatch):
+    warmed: list[tuple[object, bool]] = []
+    monkeypatch.setattr(CountingLLM, "warmup", lambda self, *, progress: warmed.append((self, progress)))
+    model, draft = RollingLLM(), CountingLLM()
+    LLM.from_model(model, speculation=Speculation(draft=draft)).warmup(progress=False)
+    assert warmed == [(model, False), (draft, False)]
 
 
 def test_a_closed_model_says_so(new_runner: MakeRunner):

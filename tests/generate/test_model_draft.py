@@ -1,7 +1,7 @@
 """A draft model's sequences: in step with the requests, gone with them, and never in their way."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract.errors import DeviceError, FerrumError, InvalidParameterError, ModelError, UnsupportedError
 from ferrum_jax.contract.llm import Logits, UnifiedRow, VerifyRow
-from ferrum_jax.generate.model_draft import ModelDraft
+from ferrum_jax.generate.drafts import DraftWant
+from ferrum_jax.generate.model_draft import Drawing, ModelDraft
 from ferrum_jax.generate.scheduler import Scheduler
 from tests.fake import CountingLLM
 from tests.generate.drafting import MarkovLLM, RollingLLM, UnifiedRollingLLM, finish, request
@@ -87,6 +89,32 @@ def test_a_draft_however_poor_changes_no_answer_and_leaves_nothing(
         answers.append([one.output().token_ids for one in requests])
     assert answers[0] == answers[1]
     assert model.lengths == draft.lengths == {}
+
+
+class Sliced(list[int]):
+    """Tokens that may be sliced, and not walked through."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("every token was looked at")
+
+
+@pytest.mark.parametrize("drawing", ["shared", "own"])
+def test_a_step_looks_at_new_tokens_alone(drawing: Drawing):
+    model = WatchedDraft()
+    drafts = ModelDraft(model, 4, drawing=drawing)
+    settings = SlotSettings(temperature=0.8, seed=1)
+    tokens = [1, 2, 3] * 6
+
+    def propose(given: Sequence[int], cache_id: str) -> list[int]:
+        return drafts.propose([DraftWant(cache_id, given, settings, 4, 3)])[0].tokens
+
+    for right in (0, 1, 4, 2):
+        found = propose(Sliced(tokens), "mine")
+        assert found == propose(list(tokens), f"anew after {len(tokens)}")
+        tokens += [*found[:right], (found[right] + 1) % V if right < 4 else 5]
+    tokens[:] = [4, *tokens[1:-1], (tokens[-1] + 1) % V]  # another sequence under the same id
+    assert propose(Sliced(tokens), "mine") == propose(list(tokens), "anew")
+    assert model.fed[drafts._id("mine")] == model.fed[drafts._id("anew")]
 
 
 @pytest.mark.parametrize("unified", [True, False])

@@ -135,3 +135,58 @@ def test_the_time_to_the_first_token_is_that_of_the_first():
     assert 0 < first < 60
     request.append(TokenChoice(0, 0.0, 0.0))
     assert request.first_token_after == first
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "limit", "text", "reason"),
+    [(0, 100, "", "stop"), (2, 100, "", "stop"), (3, 100, "badab", "stop"), (8, 8, "badabbad", "length")],
+)
+def test_a_stop_that_is_complete_within_the_least_tokens_ends_nothing(
+    min_tokens: int, limit: int, text: str, reason: str
+):
+    request = make(limit=limit, min_tokens=min_tokens, stop="bad")
+    feed(request, "badabbadcc")
+    assert (request.output().text, request.output().finish_reason) == (text, reason)
+
+
+def test_nothing_of_a_stop_that_begins_within_the_least_tokens_is_let_out():
+    request = make(min_tokens=2, stop="bad")
+    assert feed(request, "badcc") == ["", "", ""]
+
+
+@pytest.mark.parametrize(("includes", "text"), [(True, "abe"), (False, "ab")])
+def test_the_text_of_a_stop_token_is_in_the_answer_if_it_is_asked_for(includes: bool, text: str):
+    request = make(stop="bad", stop_ids=frozenset(spell("e")), include_stop_str_in_output=includes)
+    feed(request, "abecc")
+    output = request.output()
+    assert (output.text, output.token_ids, output.finish_reason) == (text, spell("abe"), "stop")
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, "a"), (False, "a</s>")])
+def test_a_special_stop_token_has_a_text_only_if_special_tokens_do(skips: bool, text: str):
+    tokenizer = letters()
+    tokenizer.backend.add_special_tokens(["</s>"])
+    end = tokenizer.token_to_id("</s>")
+    assert end is not None
+    request = make(stop_ids=frozenset([end]), include_stop_str_in_output=True)
+    request.detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips)
+    for token in (0, end):
+        request.append(TokenChoice(token, 0.0, 0.0))
+    assert request.output().text == text
+
+
+def test_an_output_stays_as_it_was_and_shares_what_never_changes_with_later_ones():
+    request = make(logprobs=2)
+    outputs = []
+    for at, letter in enumerate("cabd"):
+        choice = TokenChoice(spell(letter)[0], -at - 0.5, -at - 0.25, ((at, -0.5), (at + 1, -1.5)))
+        request.append(choice, at)
+        outputs.append(request.output())
+        outputs[-1].token_ids.append(99)  # the caller's own list
+    for count, one in enumerate(outputs, 1):
+        assert (one.text, one.token_ids) == ("cabd"[:count], [*spell("cabd"[:count]), 99])
+        assert one.logprobs == [-at - 0.5 for at in range(count)]
+        assert one.processed_logprobs == [-at - 0.25 for at in range(count)]
+        assert one.top_logprobs == [{at: -0.5, at + 1: -1.5} for at in range(count)]
+        assert one.weight_versions == list(range(count))
+        assert one.top_logprobs[0] is outputs[0].top_logprobs[0]

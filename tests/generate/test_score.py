@@ -326,3 +326,11 @@ def test_what_parameters_exclude_is_impossible_under_them(runner: ModelRunner):
         llm.score([[1], [2]], [[3], [4]], [SamplingParams()])
     with pytest.raises(UnsupportedError, match="scores under parameters need a ModelRunner"):
         LLM.from_model(CountingLLM()).score([[1]], [[3]], SamplingParams())
+
+
+def test_a_warm_strict_model_scores_under_settings(new_runner: MakeRunner):
+    with LLM.from_model(new_runner(strict=True)) as llm:
+        llm.warmup(progress=False, scores=True)
+        (score,) = llm.score([[3, 1, 4]], [[1, 2, 3]], SamplingParams(temperature=0.5, top_k=3))
+        assert score.processed_logprobs is not None
+        assert llm.runner.compile_stats()["compiles_after_warmup"] == 0

@@ -175,7 +175,9 @@ class Failing(Scripted):
         raise self.problem
 
 
-@pytest.mark.parametrize("problem", [ModelError("broken"), DeviceError("gone"), ResourceExhaustedError("full")])
+@pytest.mark.parametrize(
+    "problem", [ModelError("broken"), DeviceError("gone"), ResourceExhaustedError("full"), KeyError("no such id")]
+)
 def test_a_draft_that_fails_costs_nobody_an_answer(problem: Exception):
     model = UnifiedRollingLLM()
     engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=Failing(problem))
@@ -183,6 +185,18 @@ def test_a_draft_that_fails_costs_nobody_an_answer(problem: Exception):
     finish(engine, [one])
     assert one.output().token_ids == answer(model, [1, 2], 9)
     assert one.output().drafted == 0
+
+
+def test_a_source_with_too_few_drafts_costs_nobody_an_answer():
+    class Lazy(Scripted):
+        def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
+            return []
+
+    model = UnifiedRollingLLM()
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=Lazy(lambda _: Draft([])))
+    one = request(engine, [1, 2], 9)
+    finish(engine, [one])
+    assert one.output().token_ids == answer(model, [1, 2], 9)
 
 
 def test_what_the_model_refuses_of_a_draft_is_generated_without_it():

@@ -71,3 +71,36 @@ def test_after_the_stop_nothing_is_let_out(stops: list[str]):
     watcher = StopWatcher(stops)
     outs = [watcher.push("aab"), watcher.push("ccx"), watcher.push("more"), watcher.flush()]
     assert "".join(outs) == {0: "aabccxmore", 1: "aabcc", 2: "a"}[len(stops)]
+
+
+@given(
+    text=TEXT,
+    stops=STOPS,
+    places=st.lists(st.integers(0, 25), max_size=8),
+    exempt=st.integers(0, 9),
+    includes=st.booleans(),
+)
+def test_only_a_stop_that_ends_after_the_exempt_pieces_counts(
+    text: str, stops: list[str], places: list[int], exempt: int, includes: bool
+):
+    pieces = cut(text, places)
+    first = len("".join(pieces[:exempt]))
+    watcher = StopWatcher(stops, includes_stop=includes)
+    ends = [end for end in range(first + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    expected = text
+    if ends:
+        begin = min(ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop))
+        expected = text[: ends[0] if includes else begin]
+    out = ""
+    for at, piece in enumerate(pieces):
+        out += watcher.push(piece, is_exempt=at < exempt)
+        assert expected.startswith(out)
+    assert (out + watcher.flush(), watcher.found) == (expected, bool(ends))
+
+
+def test_equal_stops_are_looked_for_once_and_not_at_all_in_nothing():
+    watcher = StopWatcher(["ab", "b", "ab"])
+    assert watcher._stops == ("ab", "b")
+    assert watcher.push("ca") == "c"
+    watcher._stops = None  # type: ignore[assignment]  whoever looks for a stop fails
+    assert watcher.push("") == ""

@@ -28,11 +28,6 @@ SEATS = EngineConfig(
 Serve = Callable[..., RunningServer]
 
 
-@pytest.fixture(scope="package", autouse=True)
-def forgotten_executables() -> None:
-    """Keeps what a file has compiled: the files here use the same few programs."""
-
-
 @pytest.fixture(scope="session")
 def params() -> ParamTree:
     return models.specs.initialise(models.family(CFG).param_specs(CFG), jax.random.key(0), "float32", scale=0.4)

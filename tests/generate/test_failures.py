@@ -1,0 +1,217 @@
+"""Whatever fails, whoever waits gets an error of their own, and the next request is served."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ferrum_jax import LLM, AsyncLLM, SamplingParams
+from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalError, ModelError
+from ferrum_jax.generate.drafts import PromptLookup
+from ferrum_jax.generate.model_draft import ModelDraft
+from ferrum_jax.generate.request import Request
+from ferrum_jax.generate.scheduler import Scheduler
+from ferrum_jax.generate.speculation import Speculation
+from tests.fake import CountingLLM, answer
+from tests.generate.drafting import RollingLLM, finish, request
+
+PARAMS = SamplingParams(max_tokens=3)
+
+
+def within(call: Callable[[], Any]) -> Any:
+    """Returns what a call returns or raises, and fails where it does neither for a minute."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(call())
+        except BaseException as problem:  # noqa: BLE001  it is what is asked for
+            found.append(problem)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert found, "the caller waits for ever"
+    return found[0]
+
+
+class KeepingLookup(PromptLookup):
+    """Cannot forget a sequence."""
+
+    def release(self, cache_id: str) -> None:
+        raise KeyError(cache_id)
+
+
+class KeepingLLM(RollingLLM):
+    """Cannot release a sequence."""
+
+    def release(self, cache_id: str) -> None:
+        raise KeyError(cache_id)
+
+
+def test_a_draft_that_cannot_forget_a_sequence_costs_nobody_an_answer(caplog: pytest.LogCaptureFixture):
+    model = RollingLLM()
+    for draft in (KeepingLookup(), ModelDraft(KeepingLLM())):
+        llm = LLM.from_model(model, speculation=Speculation(draft=draft))
+        (out,) = within(lambda llm=llm: llm.generate([[1, 2]], PARAMS))
+        assert out.token_ids == answer(model, [1, 2], 3)
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("release of KeepingLookup failed: KeyError('generate-")
+
+
+@pytest.mark.parametrize("method", ["_leave", "_fail"])
+def test_where_requests_cannot_even_be_ended_their_callers_get_an_error_and_the_next_is_served(
+    method: str, monkeypatch: pytest.MonkeyPatch
+):
+    model = CountingLLM()
+    llm = LLM.from_model(model)
+    end = getattr(Scheduler, method)
+
+    def broken(*arguments: Any) -> None:
+        end(*arguments)
+        raise KeyError("cannot be ended")
+
+    def refuse(*_: Any) -> None:
+        raise KeyError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, method, broken)
+        patch.setattr(model, "prefill", refuse)
+        assert isinstance(within(lambda: llm.generate([[1], [2, 3]], PARAMS)), InternalError)
+    assert within(lambda: llm.generate([[1]], PARAMS))[0].token_ids == answer(model, [1], 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, method, broken)
+        assert within(llm.close) is None
+    assert isinstance(within(lambda: llm.generate([[1]], PARAMS)), CancelledError)
+
+
+def test_who_cannot_be_ended_does_not_run_on(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise KeyError("cannot be ended")
+
+    engine = Scheduler(CountingLLM(), max_rows=2, chunk_tokens=4)
+    requests = [request(engine, [at], 9) for at in range(3)]
+    for one in requests:
+        engine.submit(one)
+    engine.step()
+    monkeypatch.setattr(Scheduler, "_leave", refuse)
+    with pytest.raises(KeyError):
+        engine.fail(ModelError("broken"))
+    assert not engine.has_work
+    assert all(isinstance(one.error, ModelError) for one in requests)
+
+
+def test_a_caller_whose_notify_fails_harms_no_other(caplog: pytest.LogCaptureFixture):
+    model = CountingLLM()
+    llm = LLM.from_model(model)
+
+    def notify(one: Request) -> None:
+        raise KeyError("of the caller")
+
+    mine, others = llm.request([5], PARAMS), llm.request([1], PARAMS)
+    mine.notify = notify
+    llm.engine.submit(mine, others)
+    for one, prompt in ((mine, [5]), (others, [1])):
+        while not one.is_done:
+            within(llm.engine.settle)
+        assert one.output().token_ids == answer(model, prompt, 3)
+    assert f"notify of request {mine.request_id!r} failed" in caplog.text
+
+
+class ShapedError(FerrumError):
+    """Says its text itself."""
+
+    def __init__(self, count: int):
+        super().__init__(f"{count} are broken")
+        self.count = count
+
+
+class CodedError(FerrumError):
+    """Cannot be copied: its arguments are no message."""
+
+    def __init__(self, text: str, code: int):
+        super().__init__(text)
+        self.code = code
+
+
+def fail_together(problem: FerrumError) -> list[FerrumError]:
+    """Returns the errors of three requests that one error of the model ends."""
+    model = CountingLLM()
+    model.prefill = lambda cache_id, tokens: (_ for _ in ()).throw(problem)
+    engine = Scheduler(model, max_rows=3, chunk_tokens=40)
+    requests = [request(engine, [at], 5) for at in range(3)]
+    finish(engine, requests)
+    return [one.error for one in requests if one.error is not None]
+
+
+@pytest.mark.parametrize("make", [lambda: ModelError("broken"), lambda: ShapedError(3)])
+def test_each_caller_gets_an_error_of_its_own(make: Callable[[], FerrumError]):
+    problem = make()
+    problem.add_note("a note")
+    found = fail_together(problem)
+    assert len(set(map(id, found))) == 3
+    for at, one in enumerate(found):
+        one.add_note(f"of {at}")
+        assert (type(one), str(one), one.__cause__) == (type(problem), str(problem), problem)
+        assert one.__notes__ == ["a note", f"of {at}"]
+    assert all(getattr(one, "count", 3) == 3 for one in found)
+    assert problem.__notes__ == ["a note"]
+
+
+def test_an_error_that_cannot_be_copied_is_shared():
+    problem = CodedError("broken", 7)
+    assert fail_together(problem) == [problem] * 3
+
+
+def test_an_error_of_the_contract_keeps_its_cause():
+    problem = ModelError("broken")
+    problem.__cause__ = OSError("the disk")
+    llm = LLM.from_model(CountingLLM())
+    assert isinstance(within(lambda: llm.generate([[1]], PARAMS))[0].token_ids, list)
+
+    def step() -> None:
+        raise problem
+
+    llm.engine.scheduler.step = step
+    found = within(lambda: llm.generate([[1]], PARAMS))
+    assert found is problem
+    assert isinstance(found.__cause__, OSError)
+
+
+def test_an_output_that_is_made_while_a_request_fails_is_that_of_before_or_raises():
+    engine = Scheduler(CountingLLM(), max_rows=1, chunk_tokens=4)
+    late, reads = ModelError("late"), []
+
+    class Failing(Request):
+        """Fails once its error was read."""
+
+        @property
+        def error(self) -> FerrumError | None:  # type: ignore[override]
+            reads.append(None)
+            return late if len(reads) > 1 else None
+
+    one = request(engine, [1], 3)
+    del one.error
+    one.__class__ = Failing
+    output = one.output()
+    assert (output.error, output.finish_reason) == (None, None)
+    with pytest.raises(ModelError, match="late"):
+        one.output()
+
+
+def test_a_closed_async_llm_says_so_and_knows_no_request_to_abort():
+    inner = LLM.from_model(CountingLLM())
+
+    async def main() -> None:
+        llm = AsyncLLM(inner)
+        await llm.close()
+        with pytest.raises(CancelledError, match="this LLM is closed"):
+            await anext(llm.generate([1], PARAMS))
+        with pytest.raises(CancelledError, match="this LLM is closed"):
+            await anext(llm.as_completed([[1]], PARAMS))
+        await llm.abort("nobody's")
+
+    asyncio.run(main())
+    assert inner.generate([[1]], PARAMS)[0].finished
