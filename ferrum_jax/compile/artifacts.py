@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.monitoring
 from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
 from platformdirs import user_cache_dir
 
 from ferrum_jax.compile.fingerprint import Facts, describe_code, describe_settings, digest, is_edited
@@ -47,7 +48,7 @@ class Artifact:
     name: str
     program: str  # digest of what it depends on
     platform: str
-    device_ids: tuple[int, ...]
+    device_ids: tuple[int, ...]  # in the order of its mesh
     memory: dict[str, int]  # bytes
     content: bytes
 
@@ -57,9 +58,10 @@ class Artifact:
         Raises:
             RuntimeError, ValueError, …: one of `_UNUSABLE`; it does not suit this process.
         """
-        devices = [one for one in jax.devices(self.platform) if one.id in self.device_ids]
-        if len(devices) != len(self.device_ids):
-            raise ValueError(f"it was compiled for {self.platform} {self.device_ids}, there are {devices}")
+        there = {one.id: one for one in jax.devices(self.platform)}
+        if not there.keys() >= set(self.device_ids):
+            raise ValueError(f"it was compiled for {self.platform} {self.device_ids}, there are {list(there.values())}")
+        devices = [there[one] for one in self.device_ids]
         serialised, in_tree, out_tree = pickle.loads(zlib.decompress(self.content))
         return serialize_executable.deserialize_and_load(
             serialised, in_tree, out_tree, backend=devices[0].client, execution_devices=devices
@@ -282,8 +284,8 @@ def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifac
     loaded = executable.runtime_executable()
     if loaded is None:
         raise ValueError("it is not in the form of its runtime")
-    shardings = jax.tree.leaves(executable.output_shardings)
-    devices = sorted({one for sharding in shardings for one in sharding.device_set}, key=lambda one: one.id)
+    sharding = jax.tree.leaves(executable.output_shardings)[0]
+    devices = [*sharding.mesh.devices.flat] if isinstance(sharding, NamedSharding) else [*sharding.device_set]
     content = zlib.compress(pickle.dumps(serialize_executable.serialize(executable)), 1)
     ids = tuple(one.id for one in devices)
     return Artifact(name, program, devices[0].platform, ids, memory_of(executable), content)

@@ -277,3 +277,14 @@ def test_a_second_start_on_a_mesh_compiles_nothing(tmp_path: Path, compiles: lis
     with serve(folder, {"model": 4}, artifacts=tmp_path / "steps") as runner:  # other programs
         agree(runner.prefill("a", [1, 2, 3]), answers[0])
         assert runner.compile_stats()["compiled"] >= 1
+
+
+def test_steps_of_a_mesh_in_any_order_of_devices_are_loaded_again(tmp_path: Path):
+    params, cfg = tiny.tiny_params(tiny.CONFIGS["llama31"]), tiny.model_config("llama31")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[2:0:-1]), ("model",))
+    answers = []
+    for num_loaded in (0, 1):
+        with from_params(params, cfg, mesh=mesh, engine=ENGINE, artifacts=tmp_path) as runner:
+            answers.append(runner.prefill("a", [1, 2, 3]))
+            assert runner.compile_stats()["loaded"] == num_loaded
+    np.testing.assert_array_equal(*answers)

@@ -130,11 +130,16 @@ class SequenceTable:
         self._live.pop(cache_id, None)
         self.model.release(cache_id)
 
-    def forget(self, cache_id: str) -> None:
-        """Forgets a sequence that was begun in vain, and frees what the model has of it; what is bound to it stays."""
-        self._live.pop(cache_id, None)
-        if self.model.kv_len(cache_id) is not None:
-            self.model.release(cache_id)
+    def forget(self, sequence: TrackedSequence) -> None:
+        """Releases a sequence that was begun in vain.
+
+        Of a caller's own id, of which the model says that it holds nothing, what the caller has bound to it stays.
+        """
+        key, tells_lengths = sequence.cache_id, type(self.model).kv_len is not DecoderOnlyLLM.kv_len
+        if sequence.adapter is None and not _OWN_ID.fullmatch(key) and tells_lengths and self.model.kv_len(key) is None:
+            self._live.pop(key, None)
+        else:
+            self.release(key)
 
     def truncate(self, sequence: TrackedSequence, new_len: int) -> None:
         """Rolls a sequence back; a length past its end is no error."""
@@ -265,7 +270,7 @@ class UndoLog:
     def _roll_back(self, sequence: TrackedSequence, length: int | None) -> None:
         """Truncates a sequence, or releases it."""
         if length is None:
-            self.table.forget(sequence.cache_id)
+            self.table.forget(sequence)
         elif self.table.find(sequence.cache_id) is not None:
             try:
                 self.table.model.truncate_kv(sequence.cache_id, length)
