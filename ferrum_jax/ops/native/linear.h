@@ -18,7 +18,7 @@ using ferrum::Linear;
 constexpr int64_t kAhead = 8;       // rows of the weight that are fetched ahead, at least
 constexpr int kRowsOfFour = kManyRegisters ? 2 : 1;  // of a quantised weight that meet three or four rows of x
 constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
-constexpr int64_t kShort = 1 << 10;  // inputs of a row whose sum ends while the next one's begins
+constexpr int64_t kNext = 1 << 10;  // numbers that are fetched ahead where one row of the weight follows the other
 constexpr int64_t kFewRows = kManyRegisters ? 32 : 8;  // of x, which the nearest caches hold while the weight passes once
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
 constexpr int64_t kChain = 128;  // inputs summed in a register before y, as the lanes of a panel are outputs
@@ -131,9 +131,15 @@ inline int64_t part_of(int64_t inputs, int64_t step) {
   return least((inputs + parts * step - 1) / (parts * step) * step, kMostPart / step * step);
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define FERRUM_APART [[gnu::noinline]]  // with sixteen registers the compiler keeps the sums in memory within the caller
+#else
+#define FERRUM_APART inline
+#endif
+
 // Outputs first to last of B rows of x, R at a time.
 template <int R, int B, class W>
-inline void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t first, int64_t last, const Fetch& later) {
+FERRUM_APART void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t first, int64_t last, const Fetch& later) {
   const int64_t part = part_of(a.inputs, kLanes);
   for (int64_t n = first, made; n < last; n += made) {
     made = n + R <= last ? R : 1;
@@ -290,20 +296,18 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
       if (a.by_panels) return by_panels(a, part, near, first, last);
     return many_rows<R>(a, 8 * sizeof(W), part, near, first, last);
   }
-  if (a.rows == 1 && sizeof(W) == 4 && a.inputs <= kShort)  // one row after the other, as the processor expects it
-    return multiply_rows<1, 1>(a, weight, 0, first, last, Fetch{kShort / 4, 0, 1});
   const int64_t fit = kStrip / a.inputs / R * R, strip = a.rows > 4 ? most(fit, R) : last - first;
-  const int passes = int((a.rows + 3) / 4);
+  const int rest = int(a.rows % 4), passes = int(a.rows / 4);
+  const Fetch next{kNext, 0, 1};
   for (int64_t n = first; n < last; n += strip) {
     const int64_t end = least(n + strip, last);
-    Fetch later{(passes > 1 ? most(strip, kAhead) : kAhead) * a.inputs, 0, passes};
-    int64_t row = 0;
-    for (; row + 4 <= a.rows; row += 4, later.first++) multiply_rows<R, 4>(a, weight, row, n, end, later);
-    switch (a.rows - row) {
-      case 3: multiply_rows<3, 3>(a, weight, row, n, end, later); break;
-      case 2: multiply_rows<4, 2>(a, weight, row, n, end, later); break;
-      case 1: multiply_rows<4, 1>(a, weight, row, n, end, later); break;
+    switch (rest) {  // one row of the weight after the other, as the processor expects them to come from memory
+      case 1: multiply_rows<1, 1>(a, weight, 0, n, end, next); break;
+      case 2: multiply_rows<1, 2>(a, weight, 0, n, end, next); break;
+      case 3: multiply_rows<1, 3>(a, weight, 0, n, end, next); break;
     }
+    Fetch later{(passes > 1 ? most(strip, kAhead) : kAhead) * a.inputs, rest ? R : 0, passes};  // the rest has fetched
+    for (int64_t row = rest; row < a.rows; row += 4, later.first++) multiply_rows<R, 4>(a, weight, row, n, end, later);
   }
 }
 
