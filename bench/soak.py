@@ -93,7 +93,6 @@ def main() -> None:
     setting = start(__doc__, ENGINE, SMOKE_ENGINE, timed=False, more=_more)
     runner = setting.runner
     scheduler = Scheduler(runner, max_rows=runner.plan.max_seqs, chunk_tokens=runner.plan.buckets.max_step_tokens)
-    scheduler.warmup(progress=True)
     minutes = setting.found.minutes or (SMOKE_MINUTES if setting.found.smoke else 60.0)
     with count_compiles() as compiled:
         windows = _run(scheduler, runner, minutes)

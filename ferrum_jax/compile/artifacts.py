@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.monitoring
+import numpy as np
 from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding
 from platformdirs import user_cache_dir
@@ -285,7 +286,7 @@ def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifac
     if loaded is None:
         raise ValueError("it is not in the form of its runtime")
     sharding = jax.tree.leaves(executable.output_shardings)[0]
-    devices = [*sharding.mesh.devices.flat] if isinstance(sharding, NamedSharding) else [*sharding.device_set]
+    devices = [*np.ravel(sharding.mesh.devices)] if isinstance(sharding, NamedSharding) else [*sharding.device_set]
     content = zlib.compress(pickle.dumps(serialize_executable.serialize(executable)), 1)
     ids = tuple(one.id for one in devices)
     return Artifact(name, program, devices[0].platform, ids, memory_of(executable), content)
