@@ -20,9 +20,7 @@ from typing import Any
 
 import jax
 import jax.monitoring
-import numpy as np
 from jax.experimental import serialize_executable
-from jax.sharding import NamedSharding
 from platformdirs import user_cache_dir
 
 from ferrum_jax.compile.fingerprint import Facts, describe_code, describe_settings, digest, is_edited
@@ -286,7 +284,8 @@ def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifac
     if loaded is None:
         raise ValueError("it is not in the form of its runtime")
     sharding = jax.tree.leaves(executable.output_shardings)[0]
-    devices = [*np.ravel(sharding.mesh.devices)] if isinstance(sharding, NamedSharding) else [*sharding.device_set]
+    mesh = getattr(sharding, "mesh", None)
+    devices = [*sharding.device_set] if mesh is None else [*mesh.devices.flat]
     content = zlib.compress(pickle.dumps(serialize_executable.serialize(executable)), 1)
     ids = tuple(one.id for one in devices)
     return Artifact(name, program, devices[0].platform, ids, memory_of(executable), content)
