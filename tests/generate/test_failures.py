@@ -120,7 +120,7 @@ def test_a_caller_whose_notify_fails_harms_no_other(caplog: pytest.LogCaptureFix
     assert f"notify of request {mine.request_id!r} failed" in caplog.text
 
 
-class ShapedError(FerrumError):
+class ShapedError(ModelError):
     """Says its text itself."""
 
     def __init__(self, count: int):
@@ -128,7 +128,7 @@ class ShapedError(FerrumError):
         self.count = count
 
 
-class CodedError(FerrumError):
+class CodedError(ModelError):
     """Cannot be copied: its arguments are no message."""
 
     def __init__(self, text: str, code: int):
