@@ -285,7 +285,7 @@ def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifac
         raise ValueError("it is not in the form of its runtime")
     sharding = jax.tree.leaves(executable.output_shardings)[0]
     mesh = getattr(sharding, "mesh", None)
-    devices = [*sharding.device_set] if mesh is None else [*mesh.devices.flat]
+    devices = [*sharding.device_set] if mesh is None else [*mesh.devices.flat]  # one, or a mesh's in its order
     content = zlib.compress(pickle.dumps(serialize_executable.serialize(executable)), 1)
     ids = tuple(one.id for one in devices)
     return Artifact(name, program, devices[0].platform, ids, memory_of(executable), content)
