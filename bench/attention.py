@@ -1,7 +1,8 @@
 """How do the backends of attention compare, by batch and context?
 
-One layer's attention over a KV of its own, each backend with the layout that it reads, in turn: rows of one token after
-a context, and one chunk after a prefix. No weights are read: the floor is the time of reading the keys and values that
+Some layers' attention in one program, each layer's queries being the outputs of the one before, over a KV of its own,
+each backend with the layout that it reads, in turn: rows of one token after a context, and query blocks of one prompt
+after a prefix. Times are of one layer. No weights are read: the floor is the time of reading the keys and values that
 are seen, or of their products, whichever is larger. Blocks of a row lie anywhere in the pool.
 """
 
@@ -20,25 +21,27 @@ from bench.timing import Contestant, alternate
 from ferrum_jax.config import ATTENTIONS, ModelConfig
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.backends import cache_spec, choose_attention
 from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.batch import Rows
 
 BLOCK = 128  # positions
+LAYERS = 4  # in one program
 
 
 @dataclass(frozen=True)
 class Load:
-    """Rows of new tokens, each after as many positions."""
+    """Rows of one token, each of a sequence of its own; or of several, query blocks of one prompt one after the other."""
 
     rows: int
     tokens: int
     context: int
 
 
-LOADS = [Load(rows, 1, context) for context in (512, 4096, 16384) for rows in (1, 8, 64)]
-LOADS += [Load(1, 512, context) for context in (0, 4096)]
-SMOKE_LOADS = [Load(2, 1, 64), Load(1, 16, 32)]
+LOADS = [Load(rows, 1, context) for context in (1024, 8192) for rows in (1, 8, 32)]
+LOADS += [Load(128, 1, 1024), Load(16, 128, 0), Load(16, 128, 6144)]
+SMOKE_LOADS = [Load(2, 1, 64), Load(2, 16, 32)]
 
 
 def main() -> None:
@@ -65,12 +68,12 @@ def _measure(load: Load, cfg: ModelConfig, dtype: str, probes: Probes, rounds: i
             "rows": load.rows,
             "tokens": load.tokens,
             "context": load.context,
-            "call_ms": times[name].median,
-            "call_p90_ms": times[name].p90,
-            "read_gb_per_second": work.num_bytes / times[name].median / 1e6,
+            "call_ms": times[name].median / LAYERS,
+            "call_p90_ms": times[name].p90 / LAYERS,
+            "read_gb_per_second": work.num_bytes * LAYERS / times[name].median / 1e6,
             "floor_ms": floor,
             "floor_limit": work.limit(machine),
-            "call_over_floor": times[name].median / floor,
+            "call_over_floor": times[name].median / LAYERS / floor,
         }
         for name in calls
     ]
@@ -88,32 +91,40 @@ def _possible(cfg: ModelConfig, dtype: str) -> list[str]:
 
 
 def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str) -> Callable[[], Any]:
-    """Compiles one layer's attention over a KV full of random numbers."""
-    columns = -(-(load.context + load.tokens) // BLOCK)
-    every = cache_spec(cfg, num_blocks=load.rows * columns, block_size=BLOCK, dtype=dtype, attention=backend)
-    spec = replace(every, num_layers=1)
-    order = np.random.default_rng(0).permutation(spec.num_blocks).astype(np.int32)
+    """Compiles the attention of some layers over a KV full of random numbers."""
+    sequences = load.rows if load.tokens == 1 else 1
+    columns = -(-(load.context + load.rows * load.tokens // sequences) // BLOCK)
+    every = cache_spec(cfg, num_blocks=sequences * columns, block_size=BLOCK, dtype=dtype, attention=backend)
+    spec = replace(every, num_layers=LAYERS)
+    order = np.random.default_rng(0).permutation(spec.num_blocks).astype(np.int32).reshape(sequences, columns)
+    before = np.zeros(load.rows, np.int32) if load.tokens == 1 else np.arange(load.rows, dtype=np.int32) * load.tokens
     rows = Rows(
         tokens=jnp.zeros((load.rows, load.tokens), jnp.int32),
-        lengths=jnp.full(load.rows, load.context, jnp.int32),
+        lengths=jnp.asarray(load.context + before),
         counts=jnp.full(load.rows, load.tokens, jnp.int32),
-        tables=jnp.asarray(order.reshape(load.rows, columns)),
+        tables=jnp.asarray(np.broadcast_to(order, (load.rows, columns))),
     )
     keys = iter(jax.random.split(jax.random.key(0), 3))
     kv = jax.tree.map(lambda leaf: jax.random.normal(next(keys), leaf.shape, leaf.dtype), state.shapes(spec))
     q = jax.random.normal(next(keys), (load.rows, load.tokens, cfg.num_attention_heads, cfg.head_dim), dtype)
-    named = jax.jit(attend, static_argnames=("scale", "window", "backend"))
-    compiled = named.lower(q, kv, jnp.int32(0), rows, scale=cfg.head_dim**-0.5, window=None, backend=backend).compile()
-    return lambda: compiled(q, kv, jnp.int32(0), rows)
+
+    def attend_all(q: jax.Array, kv: KvState[jax.Array], rows: Rows[jax.Array]) -> jax.Array:
+        for layer in range(LAYERS):
+            q = attend(q, kv, layer, rows, scale=cfg.head_dim**-0.5, window=None, backend=backend)
+        return q
+
+    compiled = jax.jit(attend_all).lower(q, kv, rows).compile()
+    return lambda: compiled(q, kv, rows)
 
 
 def _work(load: Load, cfg: ModelConfig, dtype: str) -> Work:
-    """Two products for every pair of a token and a position it sees; keys and values read once a row."""
-    pairs = load.tokens * load.context + load.tokens * (load.tokens + 1) // 2
+    """Two products for every pair of a token and a position it sees; keys and values read once a sequence."""
+    sequences, tokens = (load.rows, 1) if load.tokens == 1 else (1, load.rows * load.tokens)
+    pairs = tokens * load.context + tokens * (tokens + 1) // 2
     width = cfg.head_dim * jnp.dtype(dtype).itemsize
     return Work(
-        operations=4 * load.rows * pairs * cfg.num_attention_heads * cfg.head_dim,
-        num_bytes=2 * load.rows * (load.context + load.tokens) * cfg.num_key_value_heads * width,
+        operations=4 * sequences * pairs * cfg.num_attention_heads * cfg.head_dim,
+        num_bytes=2 * sequences * (load.context + tokens) * cfg.num_key_value_heads * width,
     )
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from bench import card, models
 from bench.agreement import AGREEMENT, run_once
@@ -73,6 +72,7 @@ ACCELERATED = Course(
         kv_blocks=128 * 9,  # as many rows as decode, of 1024 positions and one more
         max_step_tokens=2048,
         decode_rows=(1, 8, 32, 128),
+        query_blocks=(16,),
     ),
     decodes=((1, 1024), (8, 1024), (32, 1024), (128, 1024)),
     prefills=(2048, 8192),
@@ -165,9 +165,9 @@ def _races(course: Course, runner: ModelRunner, peers: Mapping[str, Peer]) -> It
 
 
 def _decode(runner: ModelRunner, rows: int, context: int) -> Contestant:
-    """One step of rows with one token each; the call gives `[B, V]`."""
+    """One step of rows with one token each; the call gives `[V]` for each."""
     batch, restore = models.prefilled(runner, rows, context)
-    return Contestant(lambda: np.stack(runner.decode_batch(batch)), restore, BURST)
+    return Contestant(lambda: runner.decode_batch(batch), restore, BURST)
 
 
 def _run(race: Race, probes: Probes, rounds: int) -> dict[str, Any]:

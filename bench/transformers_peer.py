@@ -3,12 +3,16 @@
 `sdpa` attention, inference mode, logits of the last token only. On a CPU: eager, in float32, as many threads as cores,
 over two kinds of cache: `DynamicCache` grows by concatenation, `StaticCache` is written in place and attends to all of
 its capacity, which is set to what the row needs. On a GPU both of these, in the dtype of the weights, and the static
-cache under `torch.compile(mode="reduce-overhead")`, which replays a CUDA graph. Needs the extra `reference`.
+cache in a CUDA graph, so that no kernel waits for Python: of the eager kernels, and with `torch.compile` of what lies
+between the products and the attention (norms, rotations, the feed-forward block), which fuses it. Compiling whole
+layers would fuse little more, and takes a minute for each number of rows. Needs the extra `reference`.
 """
 
 import inspect
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -42,9 +46,8 @@ class TransformersPeer:
             config = AutoConfig.for_model(**_config(subject.config))
             self._model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         self._fill(subject)
-        self._forwards: dict[str, Callable[..., Any]] = {"dynamic": self._model, "static": self._model}
-        if platform == "gpu":
-            self._forwards["static compiled"] = torch.compile(self._model, mode="reduce-overhead", fullgraph=True)
+        self._graphs = ("graph", "compiled graph") if platform == "gpu" else ()
+        self._compiled: dict[tuple[Any, str], Callable[..., Any]] = {}
 
     def _fill(self, subject: Subject) -> None:
         """Copies the weights one by one: a second copy of all of them might not fit."""
@@ -68,8 +71,14 @@ class TransformersPeer:
         return {"dynamic": Contestant(lambda: self._logits(self._model, ids, self._cache("dynamic", len(tokens))))}
 
     def decode(self, prompts: list[list[int]], token: int, *, burst: int) -> dict[str, Contestant]:
-        """A token for each of some sequences of one length, by kind of cache."""
-        return {kind: self._decode(kind, prompts, token, burst) for kind in self._forwards}
+        """A token for each of some sequences of one length, by kind of cache and of graph."""
+        context, ids = len(prompts[0]), torch.tensor(prompts, device=self._device)
+        caches = {kind: self._cache(kind, context + 1) for kind in ("dynamic", "static")}
+        for cache in caches.values():
+            self._logits(self._model, ids, cache)
+        graphs = dict.fromkeys(self._graphs, caches["static"])  # the same numbers
+        last = torch.full_like(ids[:, :1], token)
+        return {kind: self._decode(kind, last, cache, context, burst) for kind, cache in (caches | graphs).items()}
 
     def generate(self, prompts: list[list[int]], count: int) -> dict[str, Contestant]:
         """Its own `generate` over the prompts as one batch, by kind of cache."""
@@ -88,12 +97,7 @@ class TransformersPeer:
         """Returns the dtype of the weights, in which everything is kept."""
         return self._dtype
 
-    def _decode(self, kind: str, prompts: list[list[int]], token: int, burst: int) -> Contestant:
-        context = len(prompts[0])
-        cache = self._cache(kind, context + 1)
-        self._logits(self._model, torch.tensor(prompts, device=self._device), cache)
-        ids = torch.full((len(prompts), 1), token, device=self._device)
-
+    def _decode(self, kind: str, ids: torch.Tensor, cache: Cache, context: int, burst: int) -> Contestant:
         @torch.inference_mode()
         def restore() -> None:
             if isinstance(cache, StaticCache):
@@ -103,18 +107,65 @@ class TransformersPeer:
             else:
                 cache.crop(context - cache.get_seq_length())  # negative: so many fewer
 
-        return Contestant(lambda: self._logits(self._forwards[kind], ids, cache), restore, burst)
+        if kind in ("dynamic", "static"):
+            return Contestant(lambda: self._logits(self._model, ids, cache), restore, burst)
+        with self._fused() if kind == "compiled graph" else nullcontext():
+            graph, logits = self._captured(ids, cache, restore)
+
+        def replay() -> NDArray[np.float32]:
+            graph.replay()
+            return logits.float().cpu().numpy()
+
+        return Contestant(replay, restore, burst)
+
+    @torch.inference_mode()
+    def _captured(
+        self, ids: torch.Tensor, cache: Cache, restore: Callable[[], None]
+    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Captures one step; it is run before, so that nothing is allocated or compiled in it."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                restore()
+                self._step(self._model, ids, cache)
+        torch.cuda.current_stream().wait_stream(stream)
+        restore()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = self._step(self._model, ids, cache)
+        return graph, logits
+
+    @contextmanager
+    def _fused(self) -> Iterator[None]:
+        """Has norms, rotations and feed-forward blocks compiled, once for all layers."""
+        modeling = sys.modules[type(self._model).__module__]
+        classes = {type(module) for module in self._model.modules()}
+        parts: list[tuple[Any, str]] = [(modeling, "apply_rotary_pos_emb")]
+        parts += [(one, "forward") for one in classes if one.__name__.endswith(("RMSNorm", "MLP"))]
+        before = [getattr(owner, name) for owner, name in parts]
+        for (owner, name), function in zip(parts, before, strict=True):
+            if (owner, name) not in self._compiled:
+                self._compiled[owner, name] = torch.compile(function, dynamic=False)
+            setattr(owner, name, self._compiled[owner, name])
+        try:
+            yield
+        finally:
+            for (owner, name), function in zip(parts, before, strict=True):
+                setattr(owner, name, function)
 
     def _cache(self, kind: str, positions: int) -> Cache:
         config = self._model.config
         return DynamicCache(config=config) if kind == "dynamic" else StaticCache(config, positions)
 
-    @torch.inference_mode()
     def _logits(self, forward: Callable[..., Any], ids: torch.Tensor, cache: Cache) -> NDArray[np.float32]:
+        return self._step(forward, ids, cache).float().cpu().numpy()
+
+    @torch.inference_mode()
+    def _step(self, forward: Callable[..., Any], ids: torch.Tensor, cache: Cache) -> torch.Tensor:
         # another name from transformers 5.24 on
         name = "cache" if "cache" in inspect.signature(self._model.forward).parameters else "past_key_values"
-        output = forward(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1)
-        return output.logits[:, -1].float().cpu().numpy()
+        return forward(input_ids=ids, **{name: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
 
 
 def _config(cfg: ModelConfig) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def load(
             if False. Loading one runs code, so a folder that somebody else may write is not used.
         strict: after `warmup`, a step that would have to be compiled is an error.
         progress: show bars on standard error while working.
-        attention: its backend: `xla`, `cpu`, `triton`, `cudnn` or `tpu`; the platform's own if None.
+        attention: its backend: `xla`, `cpu`, `triton` or `tpu`; the platform's own if None.
         layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
             if None, `scanned` where the kernels for CPUs serve layers that are alike, else `checkpoint`.
         quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in

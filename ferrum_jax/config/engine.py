@@ -11,7 +11,7 @@ from ferrum_jax.config.checks import LARGEST_COUNT, check_flag, check_integer, c
 from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
-ATTENTIONS = ("xla", "cpu", "triton", "cudnn", "tpu")
+ATTENTIONS = ("xla", "cpu", "triton", "tpu")
 DTYPES = ("float32", "float16", "bfloat16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 _DTYPE_OF = {
@@ -43,7 +43,7 @@ class EngineConfig:
 
     dtype: str | None = None  # of weights and activations; also by a short name, such as bf16
     kv_dtype: str | None = None
-    attention: str | None = None  # which backend computes it: xla, cpu, triton, cudnn or tpu
+    attention: str | None = None  # which backend computes it: xla, cpu, triton or tpu
     quantize: str | None = None  # weights of products, as `load` says; on CPUs with kernels "auto" if None
     max_seqs: int | None = None  # live sequences
     kv_capacity: int | None = None  # positions one sequence can reach

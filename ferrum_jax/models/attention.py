@@ -12,7 +12,7 @@ from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.models.hooks import NO_TAPS, Taps
 from ferrum_jax.models.projections import Lora, linear_specs, project, project_all
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
-from ferrum_jax.ops.attention import attend, attend_dense, attend_new, cached_keys, write
+from ferrum_jax.ops.attention import attend, attend_dense, attend_new, cached_keys, rotate_and_write
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.norm import wide_rms_norm
 from ferrum_jax.ops.rope import rotate
@@ -104,9 +104,12 @@ def self_attention(
     q, k, v = (y.reshape(len(x), -1, cfg.head_dim) for y in (q, k, v))
     if cfg.qk_norm:
         q, k = normed(q, "q_norm"), normed(k, "k_norm")
-    q, k = rotate(q, *context.rope), rotate(k, *context.rope)
-    if kv is not None:
-        kv = write(kv, context.layer, *context.slot_mapping, k, v, backend=context.backend)
+    if kv is None:
+        q, k = rotate(q, *context.rope), rotate(k, *context.rope)
+    else:
+        q, kv = rotate_and_write(
+            q, k, v, context.rope, kv, context.layer, *context.slot_mapping, backend=context.backend
+        )
     scale = cfg.head_dim**-0.5 if cfg.attention_multiplier is None else cfg.attention_multiplier
     mixed, weights = attend_rows(q, kv, (k, v), context, scale, cfg.attn_logit_softcapping, block.get("sinks"))
     mixed = context.taps.changed("z", mixed)
@@ -117,7 +120,7 @@ def self_attention(
 def attend_rows(
     q: jax.Array,  # [X, N, H]
     kv: Cache,
-    new: tuple[jax.Array, jax.Array],  # keys and values of the new tokens, [X, K, H] each
+    new: tuple[jax.Array, jax.Array],  # keys and values of the new tokens, [X, K, H] each; read where there is no KV
     context: LayerContext,
     scale: float,
     softcap: float | None = None,

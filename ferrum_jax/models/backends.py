@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ferrum_jax.config import ATTENTIONS, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.kvcache.state import CacheSpec, Layout
-from ferrum_jax.models.layout import CHECKPOINT, SCANNED, layout_specs
+from ferrum_jax.models.layout import CHECKPOINT, FUSED, SCANNED, layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.ops import native
 
@@ -20,7 +20,7 @@ def kv_layout(attention: str, cfg: ModelConfig) -> Layout:
     """Returns the KV layout that a backend reads."""
     if cfg.latent is not None:
         return "latent"
-    layouts: dict[str, Layout] = {"triton": "positions", "cudnn": "positions", "tpu": "interleaved"}
+    layouts: dict[str, Layout] = {"triton": "positions", "tpu": "interleaved"}
     return layouts.get(attention, "products")
 
 
@@ -69,7 +69,7 @@ def choose_attention(
         return own if one_window and _obstacle(own, cfg, dtype, kv_dtype, block_size) is None else "xla"
     if asked not in ATTENTIONS:
         raise ConfigError(f"attention is {safe_repr(asked)}, expected {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}")
-    where = {"xla": PLATFORMS, "cpu": ("cpu",), "triton": ("gpu",), "cudnn": ("gpu",), "tpu": ("tpu",)}[asked]
+    where = {"xla": PLATFORMS, "cpu": ("cpu",), "triton": ("gpu",), "tpu": ("tpu",)}[asked]
     if platform not in where:
         raise ConfigError(f"attention {asked!r} runs on {' and '.join(where)}, this device is a {platform}")
     obstacle = _obstacle(asked, cfg, dtype, kv_dtype, block_size)
@@ -85,15 +85,17 @@ def layout_for(cfg: ModelConfig, attention: str) -> str:
 
     The kernels for CPUs read a layer's weights in the stack of all: one loop then runs as fast as the layers one after
     the other, and compiles sooner. Elsewhere, and of latents' up-projections, XLA copies each layer's weights out of
-    the stack in every step; with NEON also for products of more than 64 tokens, which was not measured.
+    the stack in every step; with NEON also for products of more than 64 tokens, which was not measured. On a GPU, two
+    products in the place of five take 3 to 7 % off a step (docs/benchmarks.md).
     """
-    if attention != "cpu" or cfg.latent is not None:
+    best = {"cpu": SCANNED, "triton": FUSED}.get(attention, CHECKPOINT)
+    if cfg.latent is not None:
         return CHECKPOINT
     try:
-        layout_specs(family(cfg).param_specs(cfg), cfg, SCANNED)
+        layout_specs(family(cfg).param_specs(cfg), cfg, best)
     except UnsupportedError:  # layers of several kinds
         return CHECKPOINT
-    return SCANNED
+    return best
 
 
 def _takes_window(attention: str, cfg: ModelConfig, layout: str | None) -> bool:
@@ -107,26 +109,23 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
         return None
     if attention == "cpu":
         return obstacle_of_kernels(cfg, dtype)
-    if cfg.attention_sinks:
-        return "the model has attention sinks, it has none"
     if cfg.latent is not None:
         return "the KV of this model holds latents"
-    if cfg.attn_logit_softcapping is not None:
+    if attention == "tpu" and cfg.attention_sinks:
+        return "the model has attention sinks, it has none"
+    if attention == "tpu" and cfg.attn_logit_softcapping is not None:
         return f"attn_logit_softcapping is {cfg.attn_logit_softcapping}, it has no soft cap of scores"
-    if attention != "tpu" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
+    if attention == "triton" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return f"JAX {jax.__version__} has no Pallas for Triton"
-    width, step = cfg.head_dim, {"triton": 16, "cudnn": 16, "tpu": 128}[attention]
+    width, step = cfg.head_dim, {"triton": 16, "tpu": 128}[attention]
     if width % step or width > WIDEST_HEAD:
         return f"head_dim is {width}, supported are multiples of {step} up to {WIDEST_HEAD}"
     if attention == "triton":
         return f"kv_dtype is {kv_dtype}, supported are 16 and 32 bits" if jnp.dtype(kv_dtype).itemsize == 1 else None
-    dtypes = ("bfloat16", "float16") if attention == "cudnn" else ("bfloat16",)
-    if dtype not in dtypes:
-        return f"dtype is {dtype}, supported are {' and '.join(dtypes)}"
+    if dtype != "bfloat16":
+        return f"dtype is {dtype}, supported is bfloat16"
     if kv_dtype != dtype:
         return f"kv_dtype is {kv_dtype} and dtype is {dtype}, supported are equal ones"
-    if attention == "cudnn":
-        return None
     heads, packed = cfg.num_key_value_heads, 4 // jnp.dtype(kv_dtype).itemsize
     if (2 * heads) % packed or not (2 * heads // packed in (1, 2, 4, 8) or (2 * heads // packed) % 8 == 0):
         return f"num_key_value_heads is {heads}, supported are 1, 2, 4 and multiples of 8"

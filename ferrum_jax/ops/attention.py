@@ -5,7 +5,6 @@
 | `xla` | attention_xla | everything; gradients | all |
 | `cpu` | attention_cpu | CPUs with kernels (ops/native), which products then use, too | float32 |
 | `triton` | attention_triton | NVIDIA GPUs; interpreted on CPU | all |
-| `cudnn` | attention_cudnn | NVIDIA GPUs: prompt chunks; rows of one token as `triton` | bfloat16, float16 |
 | `tpu` | attention_tpu | TPUs | bfloat16 |
 
 models/backends.py chooses the one an engine runs.
@@ -26,6 +25,7 @@ from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
 from ferrum_jax.ops.attention_xla import attend_xla
 from ferrum_jax.ops.batch import Rows, is_real, positions
 from ferrum_jax.ops.linear import precision
+from ferrum_jax.ops.rope import rotate
 
 NEW_BLOCK = 128  # queries of a row without a cache that attend together
 MOST_BLOCKS = 16  # of such a row: longer ones have larger blocks, so that the program stays small
@@ -63,20 +63,16 @@ def attend(
         return attend_xla(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if backend == "cpu":
         return attend_cpu(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
-    if sinks is not None:
-        raise UnsupportedError(f"attention {backend!r} has no sinks, 'xla' has")
-    if softcap is not None:
-        raise UnsupportedError(f"attention {backend!r} has no soft cap of scores, 'xla' has")
     if not isinstance(window, int | None):
         raise UnsupportedError(f"attention {backend!r} needs a window that is known when the step is traced")
     if backend == "triton":  # what only some devices need is imported where it is needed
         from ferrum_jax.ops.attention_triton import attend_triton
 
-        return attend_triton(q, kv, layer, rows, scale=scale, window=window)
-    if backend == "cudnn":
-        from ferrum_jax.ops.attention_cudnn import attend_cudnn
-
-        return attend_cudnn(q, kv, layer, rows, scale=scale, window=window)
+        return attend_triton(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if sinks is not None:
+        raise UnsupportedError(f"attention {backend!r} has no sinks, 'xla' has")
+    if softcap is not None:
+        raise UnsupportedError(f"attention {backend!r} has no soft cap of scores, 'xla' has")
     if backend == "tpu":
         from ferrum_jax.ops.attention_tpu import attend_tpu
 
@@ -96,6 +92,27 @@ def write(
 ) -> KvState[jax.Array]:
     """Writes one layer's keys and values of each token, as `state.write` says."""
     return (write_cpu if backend == "cpu" else state.write)(kv, layer, block_ids, offsets, k, v)
+
+
+def rotate_and_write(
+    q: Float[Array, "X N H"],
+    k: Float[Array, "X K H"],
+    v: Float[Array, "X K H"],
+    rope: tuple[Float[Array, "X 1 R2"], Float[Array, "X 1 R2"]],
+    kv: KvState[jax.Array],
+    layer: int | Int[Array, ""],
+    block_ids: Int[Array, " X"],
+    offsets: Int[Array, " X"],
+    *,
+    backend: str = "xla",
+) -> tuple[Float[Array, "X N H"], KvState[jax.Array]]:
+    """Rotates queries and keys by `rope`, as `rotations` gives it, and writes keys and values as `write`."""
+    if backend == "triton":
+        from ferrum_jax.ops.rotate_triton import rotate_and_write_triton
+
+        return rotate_and_write_triton(q, k, v, rope, kv, layer, block_ids, offsets)
+    q, k = rotate(q, *rope), rotate(k, *rope)
+    return q, write(kv, layer, block_ids, offsets, k, v, backend=backend)
 
 
 def cached_keys(

@@ -14,6 +14,7 @@ Off a GPU the same kernel runs interpreted: exact and slow, for tests.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
 
 SMALLEST_PART = 16  # numbers of a head: what a tensor core's product takes
-PROGRAMS = 264  # that a step should have at least: two for each of the 132 multiprocessors of an H100
+PROGRAMS = 528  # that a step should have: four for each of the 132 multiprocessors of an H100
 SMALLEST_SHARE = 256  # positions of a program: fewer are not worth merging
 LOG2E = math.log2(math.e)
 
@@ -43,56 +44,25 @@ def attend_triton(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends as `attend` says."""
-    ends = rows.lengths + rows.counts
-    out, _ = attend_before(q, kv, layer, rows, ends, scale=scale, window=window)
-    return out.astype(q.dtype)
-
-
-def attend_before(
-    q: Float[Array, "B T N H"],
-    kv: KvState[jax.Array],
-    layer: int | Int[Array, ""],
-    rows: Rows[jax.Array],
-    ends: Int[Array, " B"],
-    *,
-    scale: float,
-    window: int | None,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
-    """Attends every token to the positions up to its own that lie before its row's end.
-
-    Returns the outputs and the natural logs of the sums of exponentials, both float32; the outputs of a single share
-    are in q's dtype. Tokens without visible positions, padding among them, have zeros and minus infinity.
-    """
     keys, values = state.rows_of_heads(kv)
     first = jnp.asarray(layer, jnp.int32) * state.num_blocks(kv)  # block of the layer, in the whole pool
-    tables = rows.tables + first
     tiles = choose_tiles(q, state.num_kv_heads(kv), state.block_size(kv), rows.tables.shape[1])
-    call = functools.partial(_call, tiles=tiles, scale=scale, window=window)
-    out, lse = lax.platform_dependent(
-        q, keys, values, tables, rows.lengths, rows.counts, ends,
-        cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False),
-    )  # fmt: skip
-    return (out[0], lse[0]) if tiles.shares == 1 else merge(out, lse)
+    call = functools.partial(
+        _call, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=sinks is not None
+    )
+    sinks = jnp.zeros(q.shape[2], jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    return on_gpu(call, q, keys, values, rows.tables + first, rows.lengths, rows.counts, sinks)
 
 
-def merge(
-    outs: Float[Array, "parts *rows H"], lses: Float[Array, "parts *rows"]
-) -> tuple[Float[Array, "*rows H"], Float[Array, "*rows"]]:
-    """Merges softmax averages over disjoint sets of positions by the log of the sum of each one's exponentials.
-
-    Dao et al. 2023, "Flash-Decoding for long-context inference"; Rabe and Staats 2021, "Self-attention does not need
-    O(n²) memory", section 2. Both sides are float32. A part without visible positions has a log-sum of minus
-    infinity and any output; where no part has any, the output is zero.
-    """
-    best = lses.max(axis=0)
-    finite = jnp.where(jnp.isneginf(best), 0.0, best)
-    shares = jnp.exp(lses - finite)
-    total = shares.sum(axis=0)
-    shares = shares / jnp.where(total == 0, 1.0, total)
-    out = jnp.where(shares[..., None] == 0, 0.0, outs * shares[..., None]).sum(axis=0)
-    return out, jnp.where(total == 0, -jnp.inf, finite + jnp.log(jnp.where(total == 0, 1.0, total)))
+def on_gpu(call: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Calls a function that launches kernels, with `interpret=True` where it runs on a CPU."""
+    return lax.platform_dependent(
+        *arrays, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +97,11 @@ def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, col
     return Tiles(
         rows=rows,
         keys=keys,
-        shares=max(1, min(pl.cdiv(PROGRAMS, programs), useful)),
+        shares=max(1, min(PROGRAMS // programs, useful)),
         group=group,
         block=block_size,
         parts=_powers(width),
-        warps=8 if rows == 128 else 4,
+        warps=4,
         stages=2,
     )
 
@@ -146,7 +116,7 @@ def _powers(width: int) -> tuple[tuple[int, int], ...]:
     return tuple(parts)
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "scale", "window", "interpret"))
+@functools.partial(jax.jit, static_argnames=("tiles", "scale", "window", "softcap", "has_sinks", "interpret"))
 def _call(
     q: Float[Array, "B T N H"],
     keys: Float[Array, "R K H"],
@@ -154,29 +124,43 @@ def _call(
     tables: Int[Array, "B M"],
     lengths: Int[Array, " B"],
     counts: Int[Array, " B"],
-    ends: Int[Array, " B"],
+    sinks: Float[Array, " N"],
     *,
     tiles: Tiles,
     scale: float,
     window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
     interpret: bool,
-) -> tuple[Float[Array, "shares B T N H"], Float[Array, "shares B T N"]]:
+) -> Float[Array, "B T N H"]:
     """Launches the kernel. A jit of its own, so that the layers of a step share one lowering."""
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, width = q.shape
     kv_heads = heads // tiles.group
-    kernel = functools.partial(_kernel, tokens=tokens, tiles=tiles, scale=scale * LOG2E, window=window)
-    partial = (tiles.shares, *q.shape)
-    return pl.pallas_call(
+    kernel = functools.partial(
+        _kernel, tokens=tokens, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=has_sinks
+    )
+    out, log_sums = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(tokens * tiles.group, tiles.rows), kv_heads, batch * tiles.shares),
         out_shape=(
-            jax.ShapeDtypeStruct(partial, q.dtype if tiles.shares == 1 else jnp.float32),
-            jax.ShapeDtypeStruct(partial[:-1], jnp.float32),
+            jax.ShapeDtypeStruct((tiles.shares, *q.shape), q.dtype if tiles.shares == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((tiles.shares, *q.shape[:-1]), jnp.float32),
         ),
         compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="attend_paged",
-    )(q, keys, values, tables, lengths, counts, ends)
+    )(q, keys, values, tables, lengths, counts, sinks)
+    if tiles.shares == 1:
+        return out[0]
+    lines = batch * tokens * heads
+    merged = merge(
+        out.reshape(-1, lines, width),
+        log_sums.reshape(-1, lines),
+        parts=tiles.parts,
+        dtype=q.dtype,
+        interpret=interpret,
+    )
+    return merged.reshape(q.shape)
 
 
 def _kernel(
@@ -186,26 +170,29 @@ def _kernel(
     tables_ref: Any,  # [B, M]: blocks of the whole pool
     lengths_ref: Any,  # [B]
     counts_ref: Any,  # [B]
-    ends_ref: Any,  # [B]
+    sinks_ref: Any,  # [N]
     out_ref: Any,  # [shares, B, T, N, H]
-    lse_ref: Any,  # [shares, B, T, N]
+    log_sums_ref: Any,  # [shares, B, T, N]: of exponentials, base two; minus infinity where nothing is visible
     *,
     tokens: int,
     tiles: Tiles,
-    scale: float,  # times log2 e: exponentials here have base two
+    scale: float,
     window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
 ):
     """Attends one tile of one kv head's queries to one share of the positions."""
     tile = pl.num_programs(0) - 1 - pl.program_id(0)  # late tokens see most: they go first
     head, row = pl.program_id(1), _div(pl.program_id(2), tiles.shares)
     share = pl.program_id(2) - row * tiles.shares
-    length, count, end = lengths_ref[row], counts_ref[row], ends_ref[row]
+    length, count = lengths_ref[row], counts_ref[row]
+    end = length + count
     at = tile * tiles.rows + jnp.arange(tiles.rows, dtype=jnp.int32)
     token = _div(at, tiles.group)
     heads = at + (head - token) * tiles.group
     real = token < count
     query_at = jnp.where(real, length + token, -1)
-    begin, stop = _share_of(tile, share, length, count, end, tiles, window)
+    begin, stop = _share_of(tile, share, length, count, tiles, window)
 
     queries = [
         triton.load(q_ref.at[row, token[:, None], heads[:, None], _columns(part)], mask=real[:, None], other=0)
@@ -231,7 +218,9 @@ def _kernel(
         seen = inside[None, :] & (key_at[None, :] <= query_at[:, None])
         if window is not None:
             seen &= key_at[None, :] > query_at[:, None] - window
-        scores = jnp.where(seen, scores * scale, -jnp.inf)
+        # Exponentials have base two.
+        scores *= scale * LOG2E if softcap is None else scale / softcap
+        scores = jnp.where(seen, scores if softcap is None else softcap * LOG2E * jnp.tanh(scores), -jnp.inf)
         new_best = jnp.maximum(best, scores.max(axis=1))
         finite = jnp.where(new_best == -jnp.inf, 0.0, new_best)
         weights = jnp.exp2(scores - finite[:, None])
@@ -245,26 +234,78 @@ def _kernel(
     nothing = jnp.full(tiles.rows, -jnp.inf, jnp.float32), jnp.zeros(tiles.rows, jnp.float32)
     empty = [jnp.zeros((tiles.rows, size), jnp.float32) for _, size in tiles.parts]
     best, total, *outs = lax.fori_loop(begin, stop, visit, (*nothing, *empty))
+    if has_sinks:  # one score more, whose value is zero, in the first share
+        is_heard = real & (share == 0)
+        sink = triton.load(sinks_ref.at[heads], mask=is_heard, other=-jnp.inf) * LOG2E
+        new_best = jnp.maximum(best, sink)
+        finite = jnp.where(new_best == -jnp.inf, 0.0, new_best)
+        keep = jnp.exp2(best - finite)
+        best, total, outs = new_best, total * keep + jnp.exp2(sink - finite), [out * keep[:, None] for out in outs]
     safe = jnp.where(total == 0, 1.0, total)
-    lse = jnp.where(total == 0, -jnp.inf, (best + jnp.log2(safe)) / LOG2E)
+    log_sums = jnp.where(total == 0, -jnp.inf, best + jnp.log2(safe))
     there = token < tokens
-    triton.store(lse_ref.at[share, row, token, heads], lse, mask=there)
+    triton.store(log_sums_ref.at[share, row, token, heads], log_sums, mask=there)
     for out, part in zip(outs, tiles.parts, strict=True):
         into = out_ref.at[share, row, token[:, None], heads[:, None], _columns(part)]
         triton.store(into, (out / safe[:, None]).astype(out_ref.dtype), mask=there[:, None])
 
 
 def _share_of(
-    tile: jax.Array, share: jax.Array, length: jax.Array, count: jax.Array, end: jax.Array, tiles: Tiles,
-    window: int | None,
+    tile: jax.Array, share: jax.Array, length: jax.Array, count: jax.Array, tiles: Tiles, window: int | None
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """First and last (excluded) tile of positions that a program reads: its share of what its tokens can see."""
     first, last = _div(tile * tiles.rows, tiles.group), _div((tile + 1) * tiles.rows - 1, tiles.group)
-    stop = jnp.minimum(end, length + jnp.minimum(last + 1, count))
+    stop = length + jnp.minimum(last + 1, count)
     stop = jnp.where(first < count, _div(stop + tiles.keys - 1, tiles.keys), 0)
     begin = jnp.int32(0) if window is None else _div(jnp.maximum(length + first - (window - 1), 0), tiles.keys)
     each = _div(jnp.maximum(stop - begin, 0) + tiles.shares - 1, tiles.shares)
     return begin + share * each, jnp.minimum(begin + (share + 1) * each, stop)
+
+
+def merge(
+    outs: Float[Array, "shares R H"],
+    log_sums: Float[Array, "shares R"],
+    *,
+    parts: tuple[tuple[int, int], ...],
+    dtype: jnp.dtype,
+    interpret: bool,
+) -> Float[Array, "R H"]:
+    """Merges softmax averages over disjoint sets of positions by the logs of each one's sum, base two, in one kernel.
+
+    Dao et al. 2023, "Flash-Decoding for long-context inference"; Rabe and Staats 2021, "Self-attention does not need
+    O(n²) memory", section 2. A share without visible positions has a log-sum of minus infinity and any output; where
+    no share has any, the output is zero.
+    """
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, shares=len(outs), parts=parts),
+        grid=(outs.shape[1],),
+        out_shape=jax.ShapeDtypeStruct(outs.shape[1:], dtype),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="merge_shares",
+    )(outs, log_sums)
+
+
+def _merge_kernel(
+    outs_ref: Any,  # [shares, R, H]
+    log_sums_ref: Any,  # [shares, R]
+    out_ref: Any,  # [R, H]
+    *,
+    shares: int,
+    parts: tuple[tuple[int, int], ...],
+):
+    """Merges one row, all shares at once."""
+    row, share = pl.program_id(0), jnp.arange(pl.next_power_of_2(shares), dtype=jnp.int32)
+    log_sums = triton.load(log_sums_ref.at[share, row], mask=share < shares, other=-jnp.inf)
+    best = log_sums.max(axis=0)
+    weights = jnp.exp2(log_sums - jnp.where(best == -jnp.inf, 0.0, best))
+    total = weights.sum(axis=0)
+    safe = jnp.where(total == 0, 1.0, total)
+    for part in parts:
+        columns = _columns(part)
+        outs = triton.load(outs_ref.at[share[:, None], row, columns], mask=(weights > 0)[:, None], other=0)
+        merged = (outs * weights[:, None]).sum(axis=0) / safe
+        triton.store(out_ref.at[row, columns[0]], merged.astype(out_ref.dtype))
 
 
 def _columns(part: tuple[int, int]) -> Int[Array, "1 size"]:

@@ -18,6 +18,7 @@ from ferrum_jax.models import adapters
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import find_device
 
+DEVICE = find_device(None)  # a GPU, where there is one
 CAPACITY = 44  # positions, no multiple of the block size
 CFG = ModelConfig(
     model_type="qwen3",
@@ -27,7 +28,7 @@ CFG = ModelConfig(
     num_hidden_layers=2,
     num_attention_heads=6,
     num_key_value_heads=2,
-    head_dim=10,
+    head_dim=10 if DEVICE.platform == "cpu" else 16,  # multiples of 16 alone have a kernel on a GPU
     max_position_embeddings=512,
     rope_theta=1000.0,
     qk_norm=True,
@@ -126,9 +127,8 @@ def oracles(params: ParamTree, oracle_of: Callable[[ParamTree], Oracle]) -> dict
 
 
 def make_runner(params: ParamTree, engine: EngineConfig = ENGINE, *, strict: bool = False) -> ModelRunner:
-    device = find_device("cpu")
-    plan = plan_engine(engine, CFG, platform="cpu", free_bytes=10**9)
-    return ModelRunner(params, CFG, plan, device=device, strict=strict)
+    plan = plan_engine(engine, CFG, platform=DEVICE.platform, free_bytes=10**9)
+    return ModelRunner(params, CFG, plan, device=DEVICE, strict=strict)
 
 
 def poison(runner: ModelRunner) -> None:

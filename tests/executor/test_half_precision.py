@@ -15,10 +15,9 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.executor import ModelRunner, plan_engine
 from ferrum_jax.executor.batch import SampledToken, ScheduledRow
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.devices import find_device
 from tests import tiny
 from tests.executor.answers import expect_choice
-from tests.executor.conftest import CFG, ENGINE, Oracle, poison
+from tests.executor.conftest import CFG, DEVICE, ENGINE, Oracle, poison
 from tests.tiers import by_default
 
 MIXTRAL = tiny.CONFIGS["mixtral"] | {"num_hidden_layers": 1, "vocab_size": CFG.vocab_size}
@@ -39,7 +38,7 @@ def test_every_kind_of_step_gives_the_logits_of_float32_but_for_rounding(
     if name == "mixtral":
         cfg, given = ModelConfig.from_hf(MIXTRAL), tiny.tiny_params(MIXTRAL)
     narrow = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(dtype)), given)  # by NumPy: nothing compiles
-    rounded = jax.device_put(narrow, find_device("cpu"))
+    rounded = jax.device_put(narrow, DEVICE)
     widened = jax.tree.map(lambda leaf: leaf.astype(np.float32), narrow)
     if name == "mixtral":
         exact = np.asarray(jax.jit(models.forward, static_argnums=2)(widened, jnp.asarray([tokens]), cfg)[0])
@@ -54,8 +53,8 @@ def test_every_kind_of_step_gives_the_logits_of_float32_but_for_rounding(
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, expected, atol=tolerance, rtol=0)
 
-    plan = plan_engine(replace(SMALL, dtype=dtype), cfg, platform="cpu", free_bytes=10**9)
-    with ModelRunner(rounded, cfg, plan, device=find_device("cpu")) as runner:
+    plan = plan_engine(replace(SMALL, dtype=dtype), cfg, platform=DEVICE.platform, free_bytes=10**9)
+    with ModelRunner(rounded, cfg, plan, device=DEVICE) as runner:
         poison(runner)
         assert {leaf.dtype.name for leaf in jax.tree.leaves(runner._device.kv)} == {dtype}
         whole = runner.prefill("a", tokens[:END])  # in one query block; "b" takes the same tokens in two

@@ -32,9 +32,8 @@ from ferrum_jax.executor.batch import (
 )
 from ferrum_jax.models.hooks import Point
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.devices import find_device
 from scripts.call_stack import frames_of
-from tests.executor.conftest import CAPACITY, REUSING, Oracle, emptied, make_runner
+from tests.executor.conftest import CAPACITY, DEVICE, REUSING, Oracle, emptied, make_runner
 
 TOLERANCE = 1e-4  # float32 sums in another order; logits are of order 10
 TEXT = [(5 * at + 3) % 37 for at in range(CAPACITY)]
@@ -164,7 +163,7 @@ TARGETS = np.array(TEXT[21:40], np.int32)
 def two_blocks(reusing_runner: ModelRunner, params: ParamTree) -> Iterator[ModelRunner]:
     """A runner whose steps of all logits may have two blocks."""
     plan = replace(reusing_runner.plan, buckets=replace(reusing_runner.plan.buckets, logit_blocks=2))
-    with ModelRunner(params, reusing_runner.model_config, plan, device=find_device("cpu")) as runner:
+    with ModelRunner(params, reusing_runner.model_config, plan, device=DEVICE) as runner:
         yield runner
 
 

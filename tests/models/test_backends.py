@@ -39,13 +39,12 @@ def test_each_platform_has_its_own_backend(platform: str, dtype: str, own: str):
 def test_a_model_that_the_platforms_own_cannot_serve_gets_xla():
     assert choose(None, "gpu", cfg=CFG) == "xla"  # heads 10 wide
     assert choose(None, "tpu", cfg=replace(WIDE, head_dim=64)) == "xla"
-    assert choose(None, "gpu", cfg=replace(WIDE, attn_logit_softcapping=50.0)) == "xla"
+    assert choose(None, "tpu", cfg=replace(WIDE, attn_logit_softcapping=50.0)) == "xla"
+    assert choose(None, "gpu", cfg=replace(WIDE, attn_logit_softcapping=50.0, attention_sinks=True)) == "triton"
     assert choose(None, "tpu", cfg=replace(WIDE, num_attention_heads=6, num_key_value_heads=3)) == "xla"
 
 
-@pytest.mark.parametrize(
-    ("asked", "platform"), [("triton", "cpu"), ("cudnn", "cpu"), ("tpu", "gpu"), ("triton", "tpu")]
-)
+@pytest.mark.parametrize(("asked", "platform"), [("triton", "cpu"), ("tpu", "gpu"), ("triton", "tpu")])
 def test_a_backend_of_another_platform_is_a_config_error(asked: str, platform: str):
     with pytest.raises(ConfigError, match=rf"'{asked}' runs on [gt]pu, this device is a {platform}"):
         choose(asked, platform)
@@ -54,15 +53,15 @@ def test_a_backend_of_another_platform_is_a_config_error(asked: str, platform: s
 @pytest.mark.parametrize(
     ("asked", "platform", "changes", "message"),
     [
-        ("cudnn", "gpu", {"dtype": "float32"}, "dtype is float32, supported are bfloat16 and float16"),
-        ("cudnn", "gpu", {"kv_dtype": "float16"}, "kv_dtype is float16 and dtype is bfloat16"),
-        ("tpu", "tpu", {"dtype": "float16"}, "dtype is float16, supported are bfloat16"),
+        ("triton", "gpu", {"kv_dtype": "float8_e4m3fn"}, "kv_dtype is float8_e4m3fn, supported are 16 and 32 bits"),
+        ("tpu", "tpu", {"kv_dtype": "float16"}, "kv_dtype is float16 and dtype is bfloat16"),
+        ("tpu", "tpu", {"dtype": "float16"}, "dtype is float16, supported is bfloat16"),
         ("tpu", "tpu", {"block_size": 24}, "block_size is 24, supported are multiples of 16"),
         ("tpu", "tpu", {"cfg": replace(WIDE, head_dim=64)}, "head_dim is 64, supported are multiples of 128"),
         ("triton", "gpu", {"cfg": CFG}, "head_dim is 10, supported are multiples of 16 up to 256"),
         ("triton", "gpu", {"cfg": replace(WIDE, head_dim=512)}, "head_dim is 512"),
-        ("cudnn", "gpu", {"cfg": replace(WIDE, attention_sinks=True)}, "the model has attention sinks, it has none"),
-        ("triton", "gpu", {"cfg": replace(WIDE, attn_logit_softcapping=50.0)}, "it has no soft cap of scores"),
+        ("tpu", "tpu", {"cfg": replace(WIDE, attention_sinks=True)}, "the model has attention sinks, it has none"),
+        ("tpu", "tpu", {"cfg": replace(WIDE, attn_logit_softcapping=50.0)}, "it has no soft cap of scores"),
         (
             "tpu",
             "tpu",
@@ -80,7 +79,7 @@ def test_a_jax_without_triton_leaves_xla(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert choose(None, "gpu") == "xla"
     with pytest.raises(UnsupportedError, match="has no Pallas for Triton"):
-        choose("cudnn", "gpu")
+        choose("triton", "gpu")
 
 
 def test_xla_serves_everything_everywhere():
@@ -91,7 +90,7 @@ def test_xla_serves_everything_everywhere():
 def test_a_plan_has_the_backend_and_the_layout_it_reads():
     for platform, asked, layout in (
         ("cpu", None, "products"),
-        ("gpu", "cudnn", "positions"),
+        ("gpu", "triton", "positions"),
         ("tpu", None, "interleaved"),
     ):
         plan = plan_engine(EngineConfig(attention=asked), WIDE, platform=platform, free_bytes=10**12)
@@ -102,7 +101,7 @@ def test_a_plan_has_the_backend_and_the_layout_it_reads():
 
 @pytest.mark.parametrize("wrong", ["flash", "", 1, True, ["xla"]])
 def test_an_unknown_backend_is_refused(wrong: Any):
-    with pytest.raises(ConfigError, match=r"attention is .* expected xla, cpu, triton, cudnn or tpu"):
+    with pytest.raises(ConfigError, match=r"attention is .* expected xla, cpu, triton or tpu"):
         EngineConfig(attention=wrong)
 
 

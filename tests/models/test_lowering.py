@@ -46,7 +46,7 @@ DEVICES = {
     "cuda": AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
     "tpu": AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu"),
 }
-KERNELS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call", "cudnn": "__cudnn$fmhaSoftmax"}
+KERNELS = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
 MOVES = ("transpose", "slice", "dynamic_slice", "gather", "concatenate", "pad", "convert", "copy")
 
 
@@ -90,7 +90,7 @@ def test_the_kernel_lowers_for_cuda_and_its_operand_is_the_pool(dtype: str, rows
     q = jax.ShapeDtypeStruct((rows, tokens, 32, 128), dtype)
     text = lowered(call, "cuda", q, state.shapes(cache("triton", dtype)), ints(), group)
     short = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}[dtype]
-    (operands,) = re.findall(r"custom_call @__gpu\$xla\.gpu\.triton.*: \((.*?)\) ->", text)
+    operands, *_ = re.findall(r"custom_call @__gpu\$xla\.gpu\.triton.*: \((.*?)\) ->", text)
     assert operands.count(f"tensor<{LAYERS * BLOCKS * BLOCK}x8x128x{short}>") == 2
     assert not moved(text, BLOCKS * BLOCK * 8 * 128)
 
@@ -120,8 +120,10 @@ def test_a_whole_step_lowers_for_cuda(key: StepKey):
     text = engine_step(key, "triton", "cuda")
     check(text, leaves=2)
     groups = bool(key.decode_rows) + bool(key.blocks)
-    assert text.count("custom_call @__gpu$xla.gpu.triton") == groups  # one lowering for all layers
-    assert len(re.findall(r"call @_call\w*\(", text)) == groups * LAYERS
+    calls = re.findall(r"custom_call @__gpu\$xla\.gpu\.triton.*?name = \"(\w+)\"", text)
+    counts = {name: calls.count(name) for name in calls}  # one lowering for all layers
+    assert counts == {"attend_paged": groups, "merge_shares": groups, "rotate_and_write": 1}
+    assert len(re.findall(r"call @_call\w*\(", text)) == (groups + 1) * LAYERS
 
 
 @pytest.mark.parametrize(
@@ -150,16 +152,3 @@ def test_a_whole_step_lowers_for_tpu(key: StepKey):
     text = engine_step(key, "tpu", "tpu")
     check(text, leaves=1)
     assert "custom_call @tpu_custom_call" in text
-
-
-def test_a_whole_step_lowers_for_cudnn(monkeypatch: pytest.MonkeyPatch):
-    """JAX asks the GPU what it can; here it is told."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
-
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
-    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
-    text = engine_step(STEPS[1], "cudnn", "cuda")
-    check(text, leaves=2)
-    assert text.count("@__cudnn$fmhaSoftmax") == LAYERS  # query blocks
-    assert text.count("custom_call @__gpu$xla.gpu.triton") == 2  # decoding, and what query blocks see of the KV

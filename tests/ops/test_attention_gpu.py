@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ferrum_jax.ops.attention import attend
+from ferrum_jax.kvcache import state
+from ferrum_jax.ops.attention import attend, rotate_and_write
+from ferrum_jax.ops.rope import default_frequencies, rotations
 from tests.ops.paged import LAYER, Case, expected, fill
 
 pytestmark = [
@@ -23,29 +25,49 @@ CASES = [
     for name, case in (("decode", DECODE), ("chunk", CHUNK))
     for kv_heads, group, width, window in ((8, 4, 128, None), (2, 7, 64, None), (4, 2, 128, 100), (3, 1, 96, None))
 ]
-attend_jitted = jax.jit(attend, static_argnames=("scale", "window", "backend"))
+attend_jitted = jax.jit(attend, static_argnames=("scale", "window", "softcap", "backend"))
 
 
-def check(case: Case, backend: str) -> None:
+def check(case: Case, sinks: np.ndarray | None = None) -> None:
     filled, plain = fill(case, "positions"), fill(case, "products")
-    scale = case.head_dim**-0.5
-    found = attend_jitted(filled.q, filled.kv, LAYER, filled.rows, scale=scale, window=case.window, backend=backend)
-    xla = attend_jitted(plain.q, plain.kv, LAYER, plain.rows, scale=scale, window=case.window)
+    given = {"scale": case.head_dim**-0.5, "window": case.window, "softcap": case.softcap}
+    given |= {"sinks": None if sinks is None else jnp.asarray(sinks)}
+    found = attend_jitted(filled.q, filled.kv, LAYER, filled.rows, **given, backend="triton")
+    xla = attend_jitted(plain.q, plain.kv, LAYER, plain.rows, **given)
     tolerance = TOLERANCE[case.dtype]
     np.testing.assert_allclose(np.asarray(found, np.float32), np.asarray(xla, np.float32), rtol=0, atol=tolerance)
-    np.testing.assert_allclose(np.asarray(found, np.float32), expected(case, filled), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(np.asarray(found, np.float32), expected(case, filled, sinks), rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_kernel_equals_xla_and_float64_on_a_gpu(case: Case, dtype: str):
-    check(replace(case, dtype=dtype), "triton")
+    check(replace(case, dtype=dtype))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_cudnn_equals_xla_and_float64_on_a_gpu(case: Case, dtype: str):
-    check(replace(case, dtype=dtype), "cudnn")
+@pytest.mark.parametrize("case", [DECODE, CHUNK], ids=["decode", "chunk"])
+@pytest.mark.parametrize("softcap", [None, 20.0])
+def test_soft_caps_and_sinks_on_a_gpu(case: Case, softcap: float | None):
+    sinks = np.linspace(-3, 3, 8, dtype=np.float32)
+    check(replace(case, kv_heads=2, group=4, head_dim=64, dtype="bfloat16", softcap=softcap, window=200), sinks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("turned", "width"), [(128, 128), (32, 80)])
+def test_one_kernel_rotates_and_writes_on_a_gpu(dtype: str, turned: int, width: int):
+    tokens, filled = 300, fill(replace(DECODE, kv_heads=4, head_dim=width, dtype=dtype), "positions")
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((tokens, heads, width)), dtype) for heads in (12, 4, 4))
+    rope = rotations(jnp.arange(tokens) * 7, default_frequencies(turned, 1e4), 1.0)
+    num_blocks, size = state.num_blocks(filled.kv), state.block_size(filled.kv)
+    places = rng.permutation(num_blocks * size + size)[:tokens]  # some are one past the last block: padding
+    where = jnp.asarray(places // size, jnp.int32), jnp.asarray(places % size, jnp.int32)
+    call = jax.jit(rotate_and_write, static_argnames="backend")
+    found = call(q, k, v, rope, filled.kv, LAYER, *where, backend="triton")
+    wanted = call(q, k, v, rope, filled.kv, LAYER, *where)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        tolerance = {"float32": 1e-6, "bfloat16": 2**-6}[dtype]  # one rounding of numbers up to four
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=0, atol=tolerance)
 
 
 def test_no_copy_of_the_pool_is_made_on_a_gpu():

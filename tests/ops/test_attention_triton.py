@@ -11,8 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ferrum_jax.contract.errors import UnsupportedError
+from ferrum_jax.kvcache import state
+from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.ops import attention_triton
-from ferrum_jax.ops.attention import attend
+from ferrum_jax.ops.attention import attend, rotate_and_write
+from ferrum_jax.ops.rope import default_frequencies, rotations
 from tests.ops.paged import LAYER, Case, expected, fill
 from tests.tiers import by_default
 
@@ -25,20 +28,21 @@ CHUNK = Case(lengths=(0, 30, 0, 9), counts=(11, 7, 0, 1), tokens=11)
 
 every_case = pytest.mark.parametrize("case", [DECODE, CHUNK], ids=["decode", "chunk"])
 one_case = pytest.mark.parametrize("case", by_default([DECODE, CHUNK], CHUNK), ids=["decode", "chunk"])
-attend_jitted = jax.jit(attend, static_argnames=("scale", "window", "backend"))
+attend_jitted = jax.jit(attend, static_argnames=("scale", "window", "softcap", "backend"))
 
 
-def run(case: Case, backend: str) -> np.ndarray:
+def run(case: Case, backend: str, sinks: np.ndarray | None = None) -> np.ndarray:
     filled = fill(case, "products" if backend == "xla" else "positions")
     call = functools.partial(attend_jitted, scale=case.head_dim**-0.5, window=case.window, backend=backend)
-    return np.asarray(call(filled.q, filled.kv, LAYER, filled.rows), np.float32)
+    given = None if sinks is None else jnp.asarray(sinks)
+    return np.asarray(call(filled.q, filled.kv, LAYER, filled.rows, softcap=case.softcap, sinks=given), np.float32)
 
 
-def check(case: Case) -> None:
-    found = run(case, "triton")
+def check(case: Case, sinks: np.ndarray | None = None) -> None:
+    found = run(case, "triton", sinks)
     tolerance = HALF_TOLERANCE.get(case.dtype, TOLERANCE)
-    np.testing.assert_allclose(found, run(case, "xla"), rtol=0, atol=tolerance)
-    np.testing.assert_allclose(found, expected(case, fill(case, "positions")), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(found, run(case, "xla", sinks), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(found, expected(case, fill(case, "positions"), sinks), rtol=0, atol=tolerance)
 
 
 @every_case
@@ -51,6 +55,13 @@ def test_the_kernel_equals_xla_and_float64(case: Case, dtype: str):
 @pytest.mark.parametrize("window", by_default([1, 8, 33], 8))
 def test_a_window_hides_what_lies_behind_it(case: Case, window: int):
     check(replace(case, window=window))
+
+
+@pytest.mark.parametrize("case", [replace(DECODE, block=256, columns=9), CHUNK], ids=["shares", "chunk"])
+@pytest.mark.parametrize(("softcap", "has_sinks"), by_default([(0.7, False), (None, True), (0.7, True)], (0.7, True)))
+def test_soft_caps_and_sinks_are_those_of_xla_and_float64(case: Case, softcap: float | None, has_sinks: bool):
+    sinks = np.array([0.5, -3.0, 40.0, 0.0, 1.0, -40.0], np.float32) if has_sinks else None
+    check(replace(case, softcap=softcap, window=33), sinks)
 
 
 @one_case
@@ -109,6 +120,47 @@ def test_rows_of_any_lengths_equal_float64(tokens: int, data: st.DataObject):
     filled = fill(case, "positions", seed)
     found = attend_jitted(filled.q, filled.kv, LAYER, filled.rows, scale=0.25, window=window, backend="triton")
     np.testing.assert_allclose(found, expected(case, filled), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "turned", "dtype", "kv_dtype"),
+    by_default(
+        [
+            ((6, 2), 96, 96, "bfloat16", "bfloat16"),
+            ((7, 1), 64, 32, "float32", "float16"),
+            ((4, 4), 80, 80, "float32", "float32"),
+            ((8, 2), 128, 128, "float16", "float16"),
+        ],
+        ((7, 1), 64, 32, "float32", "float16"),
+    ),
+)
+def test_one_kernel_rotates_and_writes_as_the_functions_do(
+    heads: tuple[int, int], width: int, turned: int, dtype: str, kv_dtype: str
+):
+    tokens, (queries, kv_heads) = 6, heads
+    spec = CacheSpec(
+        num_layers=3, num_blocks=5, block_size=8, num_kv_heads=kv_heads, head_dim=width, dtype=kv_dtype,
+        layout="positions",
+    )  # fmt: skip
+    kv = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan, leaf.dtype), state.shapes(spec))
+    sizes = queries, kv_heads, kv_heads
+    q, k, v = (jax.random.normal(jax.random.key(at), (tokens, size, width), dtype) for at, size in enumerate(sizes))
+    rope = rotations(jnp.arange(tokens) + 3, default_frequencies(turned, 1e4), 1.1)
+    # Two tokens are padding: their block is one past the end.
+    where = jnp.array([0, 4, 5, 2, 2, 5], jnp.int32), jnp.array([1, 7, 0, 3, 4, 0], jnp.int32)
+    call = jax.jit(rotate_and_write, static_argnames="backend")
+    found, written = call(q, k, v, rope, kv, LAYER, *where, backend="triton")
+    wanted, expected_kv = call(q, k, v, rope, kv, LAYER, *where)
+    assert found.dtype == wanted.dtype
+    for one, other in zip(jax.tree.leaves((found, written)), jax.tree.leaves((wanted, expected_kv)), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=0, atol=1e-6)
+
+
+def test_keys_are_not_written_to_a_kv_of_another_layout():
+    filled = fill(DECODE, "products")
+    q, where = jnp.zeros((1, 2, 16)), jnp.zeros((2, 1), jnp.int32)
+    with pytest.raises(UnsupportedError, match="products"):
+        rotate_and_write(q, q, q, (q[:, :1, :8], q[:, :1, :8]), filled.kv, 0, *where, backend="triton")
 
 
 def test_a_kv_of_another_layout_is_refused():

@@ -104,9 +104,9 @@ def test_query_blocks_have_the_gradients_of_one_row_also_under_vmap():
 
 
 def test_another_backend_refuses_them():
-    filled = fill(CASE, "positions")
+    filled = fill(CASE, "interleaved")
     refused = functools.partial(attend, filled.q, filled.kv, LAYER, filled.rows, scale=1.0, window=None)
-    with pytest.raises(UnsupportedError, match="'triton' has no soft cap of scores, 'xla' has"):
-        refused(softcap=1.0, backend="triton")
-    with pytest.raises(UnsupportedError, match="'triton' has no sinks, 'xla' has"):
-        refused(sinks=jnp.asarray(SINKS), backend="triton")
+    with pytest.raises(UnsupportedError, match="'tpu' has no soft cap of scores, 'xla' has"):
+        refused(softcap=1.0, backend="tpu")
+    with pytest.raises(UnsupportedError, match="'tpu' has no sinks, 'xla' has"):
+        refused(sinks=jnp.asarray(SINKS), backend="tpu")
