@@ -32,7 +32,7 @@ LAYERS = 4  # in one program
 
 @dataclass(frozen=True)
 class Load:
-    """Rows of one token, each of a sequence of its own; or of several, query blocks of one prompt one after the other."""
+    """Rows of one token, each of a sequence of its own; or of several, consecutive query blocks of one prompt."""
 
     rows: int
     tokens: int
