@@ -15,7 +15,7 @@ is not there has no columns.
 import argparse
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,8 +87,9 @@ ACCELERATED = Course(
 )
 
 
-def _add_layout(reader: argparse.ArgumentParser) -> None:
+def _more_options(reader: argparse.ArgumentParser) -> None:
     reader.add_argument("--layout", choices=LAYOUTS, help="of our parameters [the one they are served in by default]")
+    reader.add_argument("--most-rows", type=int, help="leave out decoding of more rows: a peer's KV may not fit [all]")
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,12 @@ class Race:
 
 def main() -> None:
     """Runs every row and prints the table, the aims and the JSON line."""
-    found = card.options(__doc__, more=_add_layout)
+    found = card.options(__doc__, more=_more_options)
     subject = models.read(found)
     probes = make_probes(subject.dtype, smoke=found.smoke)
     course = CPU if found.smoke or find_device(None).platform == "cpu" else ACCELERATED
+    if found.most_rows is not None:
+        course = replace(course, decodes=tuple(one for one in course.decodes if one[0] <= found.most_rows))
     runner = models.run(subject, course.engine, found.layout)
     conditions = card.show_card(subject, runner.plan.cache, measure(probes)) | {"layout": layout_of(runner.params)}
     runner.warmup(progress=True)
