@@ -205,16 +205,18 @@ def _outputs(
         own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacks)
         return expert(own, x.at[tokens].get(mode="promise_in_bounds"))
 
+    run = multiply if at_once == 1 else jax.vmap(multiply)
+
     def step(carry: None, xs: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
         tokens, experts, is_used = xs
         zeros = vary_like(jnp.zeros((*tokens.shape, x.shape[1]), x.dtype), x, chosen, stacks)
-        run = multiply if at_once == 1 else jax.vmap(multiply)
         return carry, lax.cond(jnp.any(is_used), run, lambda *_: zeros, tokens, experts)
 
     xs: tuple[jax.Array, ...] = tiles.tokens, tiles.experts, tiles.is_used
     if at_once > 1:
         xs = tuple(leaf.reshape(-1, min(at_once, len(leaf)), *leaf.shape[1:]) for leaf in xs)
-    _, outs = lax.scan(step, None, xs)
+    # Of one step alone some tile is used: a GPU need not ask.
+    outs = run(*(leaf[0] for leaf in xs[:2])) if len(xs[0]) == 1 else lax.scan(step, None, xs)[1]
     rows = outs.reshape(-1, x.shape[1]).at[tiles.row_of_choice].get(mode="promise_in_bounds")
     return rows.reshape(*chosen.shape, -1)
 
