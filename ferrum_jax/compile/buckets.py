@@ -7,7 +7,7 @@ from typing import Any
 
 from ferrum_jax.compile.block_programs import CopyKey, GatherKey
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import BRANCHES, ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey, Way
 from ferrum_jax.compile.scores import ProcessedScoreKey
 from ferrum_jax.compile.step import StepKey
 from ferrum_jax.contract.errors import ConfigError
@@ -35,6 +35,7 @@ class Buckets:
     logit_blocks: int = 1  # P, of the step that returns the logits of every token of a long row
     multi_step_tokens: int = 0  # N of multi-step programs; 0: there are none
     step_overhead: int = 16  # tokens whose products take as long as reading the weights once
+    sample_ways: tuple[Way, ...] = (BRANCHES,)  # of `WAYS`: in how many the tokens of a step are chosen
 
     def __post_init__(self):
         for name in ("decode_rows", "query_blocks", "mixed_blocks", "verify_blocks"):
@@ -114,7 +115,7 @@ class Buckets:
     def declared(self, *, adapters: bool = False, drafts: bool = False) -> list[ProgramKey]:
         """Every program that legal traffic can need; `drafts`: drafted tokens are judged on the device, too."""
         steps = self.steps(adapters=adapters)
-        samples = {SampleKey(key.logit_rows) for key in steps if key.outputs == "last"}
+        samples = {one for key in steps if key.outputs == "last" for one in self.samples(key.logit_rows)}
         verifies: list[ProgramKey] = [VerifyKey(p, self.verify_tokens) for p in self.verify_blocks] if drafts else []
         verifies += self.distributions() if drafts else []
         return [
@@ -126,6 +127,10 @@ class Buckets:
             CopyKey(self.max_copies),
             GatherKey(self.table_columns),
         ]
+
+    def samples(self, logit_rows: int) -> list[SampleKey]:
+        """The programs that choose a token for each row of a step's logits."""
+        return [SampleKey(logit_rows, way) for way in self.sample_ways]
 
     def masks(self, *, drafts: bool = False) -> list[ProgramKey]:
         """The programs for tokens that are allowed at one place alone, which structured output needs."""

@@ -7,7 +7,7 @@ a multi-step program.
 
 import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import flax.struct
 import jax
@@ -23,6 +23,11 @@ from ferrum_jax.ops.sampling import MAX_TOP_LOGPROBS, SampleInputs
 from ferrum_jax.sharding.mesh import WHOLE
 
 Leaf = TypeVar("Leaf")
+Way = Literal["branches", "draw", "filter"]
+BRANCHES: Way = "branches"  # the device looks what its rows need; a GPU makes the host wait until it has looked
+DRAW: Way = "draw"  # nothing is filtered, changed by penalties or masks, or reported beside the token's own
+FILTER: Way = "filter"  # all of that, but no alternatives
+WAYS = (DRAW, FILTER, BRANCHES)  # each does what those before it do
 MAX_STOP_IDS = 16  # of one slot
 MAX_BIAS = 512  # tokens with a bias of their own, of one slot
 _WORD = 32  # tokens per int32 of a set
@@ -65,6 +70,14 @@ class SlotSettings:
         penalties = (self.repetition_penalty - 1.0, self.presence_penalty, self.frequency_penalty)
         masked = self.allowed is not None or self.allowed_ids is not None or self.has_masks
         return bool(any(penalties) or self.bias or masked or self.min_position)
+
+    @functools.cached_property
+    def way(self) -> Way:
+        """The first of `WAYS` that suffices."""
+        if self.num_logprobs > 0:
+            return BRANCHES
+        is_filtered = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        return FILTER if is_filtered or self.is_adjusted else DRAW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +183,7 @@ def choose_rows(
     positions: Int[Array, " R"],
     drafted: Int[Array, "R T"] | None = None,
     masks: Int[Array, "R W"] | None = None,
+    way: Way = BRANCHES,
 ) -> Sampled[jax.Array]:
     """Chooses a token for each row of logits by its slot's settings.
 
@@ -180,6 +194,7 @@ def choose_rows(
         positions: of the tokens to be chosen, in their sequences.
         drafted: tokens of the answer that `state` does not count yet, V where there is none.
         masks: bits of the tokens that may be chosen, in place of the slot's; 0 throughout where the slot's count.
+        way: one that suffices for every row.
     """
     rows = state.settings[slots.clip(max=len(state.settings) - 1)[:, None], np.arange(_STOP)]
     is_anyones = slots < len(state.settings)
@@ -189,6 +204,17 @@ def choose_rows(
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
     no_alternatives = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
     none = (jnp.zeros(len(logits)), jnp.zeros(len(logits)), *no_alternatives)
+
+    if way != BRANCHES:
+        if way == FILTER:
+            scores = adjusted(state, logits, slots, positions, drafted, masks)
+            ids, threshold = sampling.filter_and_draw(scores, inputs)
+        else:
+            scores, threshold = logits, jnp.full(len(logits), -jnp.inf)
+            ids = sampling.draw(logits, inputs)
+        processed = sampling.kept_logits(scores, inputs.temperature, threshold)
+        raw, own = (sampling.token_logprobs(one, ids) for one in (logits, processed))
+        return _sampled(ids, raw, own, *no_alternatives)
 
     def choose_by_all() -> tuple[jax.Array, ...]:
         scores = lax.cond(
@@ -210,6 +236,12 @@ def choose_rows(
     which = jnp.where(needs_all, 2, jnp.any(inputs.temperature > 0).astype(jnp.int32))
     ways = (lambda: (sampling.argmax(logits), *none), lambda: (sampling.draw(logits, inputs), *none), choose_by_all)
     ids, raw, processed, top_ids, top = lax.switch(which, ways)
+    return _sampled(ids, raw, processed, top_ids, top)
+
+
+def _sampled(
+    ids: jax.Array, raw: jax.Array, processed: jax.Array, top_ids: jax.Array, top: jax.Array
+) -> Sampled[jax.Array]:
     bits = [lax.bitcast_convert_type(values, jnp.int32) for values in (raw, processed)]
     return Sampled(packed=jnp.stack([ids, *bits], axis=1), top_ids=top_ids, top_logprobs=top)
 
@@ -263,11 +295,11 @@ def adjusted(
 
 
 def sample(
-    state: SamplerState[jax.Array], logits: Float[Array, "R V"], rows: Int[Array, "R 2"]
+    state: SamplerState[jax.Array], logits: Float[Array, "R V"], rows: Int[Array, "R 2"], *, way: Way = BRANCHES
 ) -> tuple[SamplerState[jax.Array], Sampled[jax.Array]]:
     """Chooses a token for each row and counts it in its slot. `state` is donated."""
     slots = rows[:, 0]
-    found = choose_rows(state, logits, slots, rows[:, 1])
+    found = choose_rows(state, logits, slots, rows[:, 1], way=way)
     ids = found.packed[:, 0]
     counts = state.counts.at[slots, ids].add(1, mode="drop")
     return replace(state, last_tokens=state.last_tokens.at[slots].set(ids, mode="drop"), counts=counts), found
@@ -337,11 +369,13 @@ class SampleKey:
     """A token for each row of a step's logits."""
 
     logit_rows: int  # R
+    way: Way = BRANCHES
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
         rows = _placed(context, jnp.int32, self.logit_rows, 2)
-        return lower_writing(context, sample, logits_of(context, self.logit_rows), rows)
+        call = functools.partial(sample, way=self.way)
+        return lower_writing(context, call, logits_of(context, self.logit_rows), rows)
 
 
 @dataclass(frozen=True, order=True)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile.buckets import Buckets, ProgramKey
 from ferrum_jax.compile.planner import StepPlan
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import WAYS, ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey
 from ferrum_jax.compile.scores import ProcessedScoreKey
 from ferrum_jax.compile.step import StepOutputs
 from ferrum_jax.executor.answers import ActiveRows, StepPart
@@ -40,6 +40,15 @@ def _pack_masks(plan: StepPlan, asked: Sequence[Output]) -> NDArray[np.int32]:
     return table.ravel()
 
 
+def _sample_key(plan: StepPlan, outputs: Sequence[Output], buckets: Buckets) -> SampleKey:
+    """Returns the program that chooses the tokens of a step, in the first way that suffices for all of a batch."""
+    first, *others = buckets.samples(plan.key.logit_rows)
+    if not others:
+        return first
+    needed = max(WAYS.index(one.settings.way) for one in outputs if isinstance(one, SampledToken))
+    return next(key for key in (first, *others) if WAYS.index(key.way) >= needed)
+
+
 def chained_keys(
     outputs: Sequence[Output], plans: Sequence[StepPlan], buckets: Buckets, *, masked: bool
 ) -> list[ProgramKey]:
@@ -51,7 +60,7 @@ def chained_keys(
         key = plan.key
         if key.outputs == "last":
             if SampledToken in kinds:
-                keys.append(SampleKey(key.logit_rows))
+                keys.append(_sample_key(plan, outputs, buckets))
             continue
         if key.outputs == "scores":
             continue
@@ -73,13 +82,14 @@ def chain(
     outputs: StepOutputs,
     rows: ActiveRows,
     wanted: Sequence[int],
+    buckets: Buckets,
 ) -> StepPart:
     """Begins what follows on a step's logits; `wanted` are the rows that want something, by row of logits or block."""
     key, asked = plan.key, [rows.outputs[row] for row in wanted]
     kinds = set(map(type, asked))
     sampled = probabilities = processed = None
     if SampledToken in kinds:
-        sampled = device.sample(SampleKey(key.logit_rows), outputs)
+        sampled = device.sample(_sample_key(plan, rows.outputs, buckets), outputs)
         for row, one in zip(wanted, asked, strict=True):
             if isinstance(one, SampledToken):
                 table.expect(rows.lives[row], rows.ends[row])

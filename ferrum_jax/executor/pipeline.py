@@ -259,7 +259,7 @@ class Pipeline:
                 begun = self.device.step(plan.key, buffer, *self._edits(plan))
                 if planned.masked and at == 0:  # computed while the model runs: only the sampler needs them
                     self._write_masks(rows)
-                pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted))
+                pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted, self.plan.buckets))
             transaction.commit()
             if self.table.prefixes is not None:
                 for count, skip, one in zip(planned.counts, planned.reused, outputs, strict=True):

@@ -8,7 +8,7 @@ import numpy as np
 
 from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.buckets import ProgramKey
-from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
+from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, VerifyKey
 from ferrum_jax.contract.checks import check_cache_id, check_items
 from ferrum_jax.contract.slots import KvSlotAllocation, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor.pipeline import Pipeline
@@ -83,7 +83,7 @@ def prepare(pipeline: Pipeline, key: str, count: int) -> None:
     transaction = KvTransaction(pipeline.table, [key], [nothing], adapters=[pipeline.owner_of(key)])
     is_adapted = pipeline.adapters.of(key) is not None
     steps = buckets.needed(count, adapters=is_adapted)
-    chained: list[ProgramKey] = [SampleKey(step.logit_rows) for step in steps]
+    chained: list[ProgramKey] = [key for step in steps for key in buckets.samples(step.logit_rows)]
     chained += [replace(many, adapters=is_adapted) for many in buckets.multi_steps()[:1]]  # of the fewest rows
     if pipeline.plan.spec_tokens:
         blocks, tokens = buckets.verify_blocks[0], buckets.verify_tokens

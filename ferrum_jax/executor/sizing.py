@@ -91,7 +91,7 @@ class EnginePlan:
     def first(self) -> list[ProgramKey]:
         """The programs of a short prompt and of the tokens drawn after it, which most answers begin with."""
         step, decode = self.buckets.blocks(1, mixed=False), self.buckets.decode(1)
-        return [step, decode, sampler.ConfigureKey(self.kv_capacity), sampler.SampleKey(step.logit_rows)]
+        return [step, decode, sampler.ConfigureKey(self.kv_capacity), *self.buckets.samples(step.logit_rows)]
 
 
 def plan_engine(
@@ -316,6 +316,7 @@ def _buckets(
         logit_blocks=min(query_blocks[-1], logit_blocks),
         multi_step_tokens=engine.multi_step_tokens or 0,
         step_overhead=16 if is_cpu else 256,
+        sample_ways=sampler.WAYS if platform == "gpu" else (sampler.BRANCHES,),
     )
 
 

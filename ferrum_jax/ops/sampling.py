@@ -5,9 +5,10 @@ trick (Maddison et al. 2014, "A* Sampling", section 2) with noise that is a hash
 a row draws the same token whatever is beside it, in whatever program, and models that share a seed tend to agree.
 
 Nothing sorts the vocabulary: the best `NUM_CANDIDATES` tokens decide a filter unless it keeps more than those, and then
-its threshold is found by bisection.
+its threshold is found by bisection. Where a branch would make the host wait, on a GPU, it always is.
 """
 
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import flax.struct
@@ -22,6 +23,7 @@ from ferrum_jax.sharding.types import vary_like
 Leaf = TypeVar("Leaf")
 MAX_TOP_LOGPROBS = 20  # alternatives reported beside each token
 NUM_CANDIDATES = 256  # of the best tokens of a row; a filter that keeps fewer needs no others
+DIGIT_BITS = 4  # of a threshold that are found in one pass over the vocabulary, on a GPU
 _SMALLEST = -(2**31)  # int32
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 2.0**-126, 1e37  # as in choose.h: what is beyond is taken as these
 
@@ -97,6 +99,18 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
 
     which = jnp.any(is_drawn).astype(jnp.int32) + jnp.any(is_filtered(inputs)).astype(jnp.int32)
     return lax.switch(which, (take_best, draw_unfiltered, filter_and_draw))
+
+
+def filter_and_draw(
+    scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Chooses as `choose`, and computes for every row what any row could need, so that there is no branch."""
+    scaled = _scaled(scores, inputs.temperature)
+    threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p, has_branches=False)
+    threshold = jnp.where(is_filtered(inputs), threshold, -jnp.inf)
+    kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
+    is_drawn = (inputs.temperature > 0)[:, None]
+    return argmax(jnp.where(is_drawn, kept + _noise(scores, inputs), scores)), threshold
 
 
 def is_filtered(inputs: SampleInputs[jax.Array]) -> Bool[Array, " B"]:
@@ -231,14 +245,23 @@ def gumbel(seed: UInt[Array, "*#B"], position: Int[Array, "*#B"], token_ids: Int
 
 
 def filter_threshold(
-    scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"], min_p: Float[Array, " B"]
+    scaled: Float[Array, "B V"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+    min_p: Float[Array, " B"],
+    *,
+    has_branches: bool = True,
 ) -> Float[Array, " B"]:
     """Returns the score from which on tokens are kept, float32 `[B]`: -inf where every filter is off.
 
     First the `top_k` best stay, of those the nucleus that reaches `top_p` (Holtzman et al. 2020, section 3.1), of those
     what is at least `min_p` times as likely as the best (Nguyen et al. 2024, section 3). A tie with the last token that
-    is kept is kept, too, and one token is always left. `scaled` are relative to the best: at most 0.
+    is kept is kept, too, and one token is always left. `scaled` are relative to the best: at most 0. Without branches
+    everything is computed that any row could need.
     """
+    if not has_branches:
+        found = _bisected(scaled, top_k, top_p, has_branches=False)
+        return jnp.minimum(jnp.maximum(found, jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)), 0.0)
     if _has_kernel(scaled):
         nothing = jnp.zeros_like(top_k)
         return native.choose(scaled, jnp.ones_like(top_p), top_k, top_p, min_p, nothing.astype(jnp.uint32), nothing)[1]
@@ -292,8 +315,8 @@ def _threshold(
     return jnp.minimum(jnp.maximum(found, floor), 0.0), is_inside
 
 
-def _bisected(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Finds the threshold of top-k and top-p in a distribution of any breadth."""
+def _bisected(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, *, has_branches: bool = True) -> jax.Array:
+    """Finds the threshold of top-k and top-p in a distribution of any breadth; -inf where both are off."""
     scaled, top_k, top_p = vary_like((scaled, top_k, top_p), scaled, top_k, top_p)
     order = _ordered(scaled)
     mass = jnp.exp(scaled)
@@ -307,16 +330,40 @@ def _bisected(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Arra
             reaches = jnp.where(order >= middle[:, None], weights, 0.0).sum(axis=-1) >= goal
             return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle - 1)
 
+        if not has_branches:
+            return _largest_by_digits(order, weights, goal)
         return lax.fori_loop(0, 32, halve, (all_of_them, jnp.zeros_like(all_of_them)))[0]
+
+    def where_any(asked: jax.Array, find: Callable[[], jax.Array]) -> jax.Array:
+        return lax.cond(jnp.any(asked), find, lambda: all_of_them) if has_branches else find()
 
     all_of_them = vary_like(jnp.full(len(scaled), _SMALLEST, jnp.int32), scaled)
     goal = jnp.maximum(top_k, 1).astype(jnp.float32)
-    kth = lax.cond(jnp.any(top_k > 0), lambda: largest(jnp.ones_like(mass), goal), lambda: all_of_them)
+    kth = where_any(top_k > 0, lambda: largest(jnp.ones_like(mass), goal))
     kth = jnp.where(top_k > 0, kth, _SMALLEST)
     mass = jnp.where(order >= kth[:, None], mass, 0.0)
-    nucleus = lax.cond(jnp.any(top_p < 1), lambda: largest(mass, top_p * mass.sum(axis=-1)), lambda: all_of_them)
+    nucleus = where_any(top_p < 1, lambda: largest(mass, top_p * mass.sum(axis=-1)))
     key = jnp.where(top_p < 1, nucleus, kth)
     return jnp.where(key == _SMALLEST, -jnp.inf, _unordered(key))
+
+
+def _largest_by_digits(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """Finds the largest key of at most 0 such that what is at least that large weighs `goal`, a digit in each pass."""
+    biased = lax.bitcast_convert_type(order, jnp.uint32) ^ jnp.uint32(1 << 31)  # as numbers without a sign
+    found = jnp.zeros(len(order), jnp.uint32)
+    for shift in range(32 - DIGIT_BITS, -1, -DIGIT_BITS):
+        bounds = [found + jnp.uint32(digit << shift) for digit in range(1, 1 << DIGIT_BITS)]
+        above = [jnp.where(biased >= bound[:, None], weights, 0.0) for bound in bounds]
+        # One reduction of all, which a GPU computes in one kernel.
+        sums = lax.reduce(above, [jnp.float32(0)] * len(above), _add_each, (1,))
+        reached = sum((one >= goal).astype(jnp.uint32) for one in sums)
+        found += reached << jnp.uint32(shift)
+    found = jnp.minimum(found, jnp.uint32(1 << 31))
+    return lax.bitcast_convert_type(found ^ jnp.uint32(1 << 31), jnp.int32)
+
+
+def _add_each(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
+    return [one + other for one, other in zip(a, b, strict=True)]
 
 
 def _ordered(x: jax.Array) -> jax.Array:

@@ -189,8 +189,10 @@ def test_257_tokens_cost_at_most_320_rows_by_default():
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_eight_sequences_of_2048_positions_take_at_most_20_programs(platform: str):
     settings = EngineConfig(max_seqs=8, kv_capacity=2048)
-    declared = plan_engine(settings, SMOLLM2, platform=platform, free_bytes=1 << 40).declared()
-    assert len(declared) <= 20
+    plan = plan_engine(settings, SMOLLM2, platform=platform, free_bytes=1 << 40)
+    # A GPU has two more that choose tokens for each of three numbers of rows, without branches.
+    more = 0 if platform == "cpu" else 2 * len(plan.buckets.decode_rows)
+    assert len(plan.declared()) <= 20 + more
 
 
 def test_steps_compute_at_most_a_fifth_more_token_rows_than_were_asked_for():

@@ -115,6 +115,7 @@ def programs(attention: str) -> dict[str, Callable[..., Any]]:
     context = ProgramContext(None, None, None, sampler.initial(SPEC), attention=attention)
     return {
         "sample": jax.jit(context.spread(sampler.sample, (), ())),
+        **{way: jax.jit(functools.partial(sampler.sample, way=way)) for way in sampler.WAYS[:-1]},
         "verify": jax.jit(context.spread(sampler.verify, (), ())),
         "configure": jax.jit(sampler.configure, static_argnames="vocab_size"),
         "score": jax.jit(functools.partial(score_processed, blocks=4)),
@@ -163,6 +164,38 @@ def test_every_option_chooses_what_its_definition_says(name: str, beside: str, p
         model = logits[0].astype(np.float64)
         assert raw == pytest.approx(model[token] - np.log(np.exp(model).sum()), abs=1e-4)
         assert np.asarray(found.top_ids)[0, :2].tolist() == np.argsort(-model, kind="stable")[:2].tolist()
+
+
+@pytest.mark.parametrize("beside", ["alone", "among eight"])
+def test_every_option_chooses_the_same_without_branches(beside: str, programs: dict[str, Callable[..., Any]]):
+    """In the first way that suffices for all rows of a step, as a GPU has it."""
+    every = [SlotSettings(seed=at, num_logprobs=at % 2 - 1, **one) for at, one in enumerate(EVERY_OPTION.values())]
+    batches = [[one] for one in every] if beside == "alone" else [every[:SLOTS], every[-SLOTS:]]
+    used = set()
+    for batch in batches:
+        state = configured(programs, batch)
+        way = max((one.way for one in batch), key=sampler.WAYS.index)
+        used.add(way)
+        rows = np.array([[at if at < len(batch) else NOBODY, 8] for at in range(SLOTS)], np.int32)
+        for seed in range(5):
+            _, wanted = programs["sample"](state, logits_of(seed), rows)
+            after, found = programs[way](state, logits_of(seed), rows)
+            for at, one in enumerate(batch):
+                token, *bits = np.asarray(found.packed)[at]
+                assert token == np.asarray(wanted.packed)[at, 0]
+                assert np.asarray(after.last_tokens)[at] == token
+                assert np.asarray(after.counts)[at, token] == np.asarray(state.counts)[at, token] + 1
+                if one.num_logprobs == 0:
+                    mine, theirs = (np.array(each, np.int32).view(np.float32) for each in (bits, wanted.packed[at, 1:]))
+                    np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
+    assert used == ({sampler.DRAW, sampler.FILTER} if beside == "alone" else {sampler.FILTER})
+
+
+def test_the_first_way_that_suffices_is_taken():
+    assert SlotSettings().way == SlotSettings(temperature=1.0, num_logprobs=0).way == sampler.DRAW
+    assert SlotSettings(top_p=0.5).way == sampler.DRAW  # greedy: nothing is filtered
+    assert SlotSettings(temperature=1.0, top_p=0.5).way == SlotSettings(bias={1: 1.0}).way == sampler.FILTER
+    assert SlotSettings(num_logprobs=1).way == sampler.BRANCHES
 
 
 @pytest.mark.parametrize("name", EVERY_OPTION)

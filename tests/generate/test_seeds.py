@@ -1,10 +1,12 @@
 """A seed gives the same text alone, in any batch, with a step in flight or not, in multi-step programs, preempted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ferrum_jax import LLM, SamplingParams
+from ferrum_jax.compile.sampler import WAYS
 from ferrum_jax.executor import ModelRunner
 from tests.generate.conftest import MakeRunner, crowded
 from tests.generate.test_request import letters
@@ -50,6 +52,20 @@ def test_without_a_step_in_flight(runner: ModelRunner, alone: list[list[int]]):
     assert llm.engine.scheduler._runs_ahead
     llm.engine.scheduler._runs_ahead = False
     assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == alone
+
+
+def test_in_the_ways_of_a_gpu(new_runner: MakeRunner, alone: list[list[int]], compiles: list[str]):
+    """Programs without branches, of which each step takes the first that suffices."""
+    runner = new_runner()
+    runner.plan = runner._pipeline.plan = replace(runner.plan, buckets=replace(runner.plan.buckets, sample_ways=WAYS))
+    runner.warmup()
+    compiles.clear()
+    with runner:
+        llm = LLM.from_model(runner, letters(), max_rows=8, chunk_tokens=24)
+        assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == alone
+        several = [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(PROMPTS, ALL, strict=True)]
+    assert several == alone
+    assert compiles == []
 
 
 def test_after_preemption(runner: ModelRunner, alone: list[list[int]], caplog: pytest.LogCaptureFixture):

@@ -1,5 +1,6 @@
 """Each filter against NumPy, in float64 and by its definition, of XLA's code and of the CPU's kernel."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +21,13 @@ SIZES = st.one_of(st.sampled_from([-np.inf, -30.0, 0.0, 1.0, 1.5]), st.floats(-1
 LOGITS = st.lists(SIZES, min_size=V, max_size=V).filter(lambda row: max(row) > -np.inf)  # ties and -inf are common
 
 
-@jax.jit
-def run(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames="has_branches")
+def run(
+    logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array, has_branches: bool = True
+) -> jax.Array:
     """Sets what a filter does not keep to -inf."""
     scaled = logits - logits.max(axis=-1, keepdims=True)
-    kept = scaled >= filter_threshold(scaled, top_k, top_p, min_p)[:, None]
+    kept = scaled >= filter_threshold(scaled, top_k, top_p, min_p, has_branches=has_branches)[:, None]
     return jnp.where(kept, logits, -jnp.inf)
 
 
@@ -42,13 +45,20 @@ def kept_by(row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float =
     return logits >= ranked[max(likely, 1) - 1]
 
 
-def apply(row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> NDArray[np.float32]:
+def apply(
+    row: list[float], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, *, has_branches: bool = True
+) -> NDArray[np.float32]:
     given = (jnp.array([row], jnp.float32), jnp.array([top_k], jnp.int32))
-    return np.asarray(run(*given, jnp.array([top_p], jnp.float32), jnp.array([min_p], jnp.float32)))[0]
+    given = *given, jnp.array([top_p], jnp.float32), jnp.array([min_p], jnp.float32)
+    return np.asarray(run(*given, has_branches=has_branches))[0]
 
 
 def check(row: list[float], **filters: Any) -> None:
-    found = apply(row, **filters)
+    for has_branches in (True, False):
+        _check(row, apply(row, **filters, has_branches=has_branches), filters)
+
+
+def _check(row: list[float], found: NDArray[np.float32], filters: dict[str, Any]) -> None:
     kept = found > -np.inf
     top_p, min_p = filters.get("top_p", 1.0), filters.get("min_p", 0.0)
     fewest = kept_by(row, **(filters | {"top_p": top_p if top_p >= 1 else top_p - SLACK, "min_p": min_p * (1 + SLACK)}))
