@@ -209,7 +209,9 @@ def _weak_scaling(records: Records) -> Figure:
 def _titled(figure: Figure, title: str, record: dict[str, Any]) -> Figure:
     """Writes above a figure what it shows, and the conditions of the record."""
     conditions = record["card"]
-    told = f"{conditions['model']}, {conditions['dtype']}, {conditions['cores']} cores of {conditions['processor']}"
+    platform, _, kind = conditions["device"].partition(" ")
+    machine = f"{conditions['cores']} cores of {conditions['processor']}" if platform == "cpu" else kind
+    told = f"{conditions['model']}, {conditions['dtype']}, {machine}"
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=13, color=INK)
     figure.text(0.01, 0.925, told + (" (smoke run)" if record["smoke"] else ""), fontsize=9, color="#555555", va="top")
     return figure

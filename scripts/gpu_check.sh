@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # What is to be known on a GPU, the most important first: scripts/gpu_check.sh [FOLDER for records and logs].
 # Each part has its own limit, and one that fails keeps none of the later ones from running. Needs the extras `test` and
-# `bench`, a JAX for CUDA and a torch for CUDA.
+# `bench`, a JAX for CUDA and a torch for CUDA. `kernels` and `compare` take five minutes together on an H200.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 out=${1:-bench/results}
 mkdir -p "$out"
-export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.6} # transformers needs the rest
 device=$(python -c 'import jax; print(jax.devices()[0].device_kind.lower().replace(" ", "-"))') || exit
 failed=0
 
@@ -26,14 +25,23 @@ part() { # part NAME SECONDS COMMAND…
 measure() { # measure BENCHMARK SECONDS MODEL OPTION…
   local name=$1 seconds=$2 model=$3
   shift 3
-  part "$name" "$seconds" python -m "bench.$name" --model "$model" --json "$out/$name-$model-$device.json" "$@"
+  part "$name" "$seconds" env "XLA_PYTHON_CLIENT_MEM_FRACTION=${fraction:-0.75}" \
+    python -m "bench.$name" --model "$model" --json "$out/$name-$model-$device.json" "$@"
+}
+tests() { # tests NAME SECONDS OPTION…: several processes on the one GPU, small programs that need no tuning
+  local name=$1 seconds=$2
+  shift 2
+  part "$name" "$seconds" env KERNELS=0 XLA_PYTHON_CLIENT_PREALLOCATE=false \
+    XLA_FLAGS="--xla_backend_optimization_level=3 --xla_gpu_autotune_level=0" pytest -q -n 8 "$@"
 }
 
-part kernels 300 pytest -q -m gpu
+tests kernels 180 -m gpu tests/ops
+fraction=0.42 measure compare 240 llama-3.1-8b --rounds 6 --most-rows 32 # transformers needs the rest
+part overhead 240 python -m bench.overhead --json "$out/overhead-tiny-$device.json"
+tests engine 540 tests/executor tests/generate
+fraction=0.42 measure requests 240 llama-3.1-8b --rounds 4
 measure attention 180 llama-3.1-8b
-measure compare 420 llama-3.1-8b --rounds 6
 measure layouts 240 llama-3.1-8b --rounds 6
 measure quantised 240 llama-3.1-8b --rounds 6
-part overhead 240 python -m bench.overhead --json "$out/overhead-tiny-$device.json"
-part suite 1500 pytest -q -x --deselect tests/test_documents.py
+tests suite 1500 -x --deselect tests/test_documents.py
 exit $failed

@@ -19,6 +19,7 @@ TABLES = [  # document, heading, the record under bench/results, its field in ea
     ("docs/benchmarks.md", "### AMD EPYC, AVX-512", "compare-smollm2-zen4.json", WITH_AIMS),
     ("docs/benchmarks.md", "### A newer AMD EPYC, AVX-512", "compare-smollm2-zen5.json", WITH_AIMS),
     ("docs/benchmarks.md", "### AMD EPYC, AVX2", "compare-smollm2-cpu.json", WITH_AIMS),
+    ("docs/benchmarks.md", "### Llama 3.1 8B", "compare-llama-3.1-8b-h200.json", WITH_AIMS[:6]),
 ]
 
 
