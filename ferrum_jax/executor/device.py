@@ -401,7 +401,7 @@ class DeviceState:
 def _to_host(array: jax.Array, *, is_pinned: bool) -> NDArray[Any]:
     """Copies an array to the host, if large by way of pinned memory, which a GPU writes five times as fast."""
     with jax.transfer_guard_device_to_host("allow"):
-        if is_pinned and array.nbytes >= PINNED_BYTES:
+        if is_pinned and array.nbytes >= PINNED_BYTES and array.is_fully_addressable:
             array = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
         return np.asarray(array)
 
