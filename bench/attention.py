@@ -40,7 +40,7 @@ class Load:
 
 
 LOADS = [Load(rows, 1, context) for context in (1024, 8192) for rows in (1, 8, 32)]
-LOADS += [Load(128, 1, 1024), Load(16, 128, 0), Load(16, 128, 6144)]
+LOADS += [Load(128, 1, 1024), Load(1, 1, 16384), Load(16, 128, 0), Load(16, 128, 6144)]
 SMOKE_LOADS = [Load(2, 1, 64), Load(2, 16, 32)]
 
 

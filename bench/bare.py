@@ -11,7 +11,7 @@ import numpy as np
 from bench.models import TOKEN
 from ferrum_jax.compile import multi_step, sampler
 from ferrum_jax.compile.multi_step import MultiStepKey
-from ferrum_jax.compile.sampler import ConfigureKey, SampleKey, SamplerSpec, SlotSettings
+from ferrum_jax.compile.sampler import BRANCHES, ConfigureKey, SampleKey, SamplerSpec, SlotSettings
 from ferrum_jax.compile.step import ProgramContext, StepKey, blank
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.executor.runner import ModelRunner
@@ -79,7 +79,9 @@ class BareStep:
     def sampled_at(self, context: int, settings: SlotSettings) -> Callable[[], Any]:
         """As `at` for decode rows, with the sampler chained on the logits: each row's token is chosen as asked for."""
         packed = self._pack(context, TOKEN)
-        sample = SampleKey(self._key.logit_rows).lower(self._context).compile()
+        is_gpu = next(iter(self._leaves[0].devices())).platform == "gpu"
+        way = settings.way if is_gpu else BRANCHES  # as the engine has it
+        sample = SampleKey(self._key.logit_rows, way).lower(self._context).compile()
         configure = ConfigureKey(self._sizes.capacity).lower(self._context).compile()
         for slot in range(self._key.decode_rows):
             self._sampler = configure(self._sampler, sampler.pack_settings(slot, settings, self._sizes))

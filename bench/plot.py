@@ -209,7 +209,7 @@ def _weak_scaling(records: Records) -> Figure:
 def _titled(figure: Figure, title: str, record: dict[str, Any]) -> Figure:
     """Writes above a figure what it shows, and the conditions of the record."""
     conditions = record["card"]
-    platform, _, kind = conditions["device"].partition(" ")
+    platform, _, kind = conditions["device"].partition(" ")  # as "gpu NVIDIA H200"
     machine = f"{conditions['cores']} cores of {conditions['processor']}" if platform == "cpu" else kind
     told = f"{conditions['model']}, {conditions['dtype']}, {machine}"
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=13, color=INK)

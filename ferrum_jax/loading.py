@@ -101,7 +101,8 @@ def load(
         progress: show bars on standard error while working.
         attention: its backend: `xla`, `cpu`, `triton` or `tpu`; the platform's own if None.
         layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
-            if None, `scanned` where the kernels for CPUs serve layers that are alike, else `checkpoint`.
+            if None, `scanned` where the kernels for CPUs serve layers that are alike, `fused` where `triton` attends
+            and what is joined has one format, else `checkpoint`.
         quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in
             the bits, groups and scales that a quantised checkpoint has it in; `auto`: in 16 bits, too, and only where
             the kernels for CPUs multiply it so; `none` dequantises those of folders and GGUF files. If None, it is
@@ -324,21 +325,22 @@ def with_defaults(
     if settings.layout is not None:
         return settings
     best = CHECKPOINT if is_divided else layout_for(source.config, chosen)
-    if best == SCANNED and not _can_stack(source, settings.quantize, dtype):
+    if best != CHECKPOINT and not _can_join(source, settings.quantize, dtype, best):
         best = CHECKPOINT
     return replace(settings, layout=best)
 
 
-def _can_stack(source: Checkpoint, quantize: str | None, dtype: str) -> bool:
-    """Whether all layers have their weights in the same formats, and kernels multiply with them.
+def _can_join(source: Checkpoint, quantize: str | None, dtype: str, layout: str) -> bool:
+    """Whether the weights that a layout joins have the same formats and, where it stacks them, kernels multiply so.
 
-    Otherwise they would be dequantised to be stacked, or copied out of the stack in every step.
+    Otherwise they would be dequantised to be joined, or copied out of the stack in every step.
     """
     try:
         formats = dict(_formats(source, quantize, dtype, CHECKPOINT) or source.formats)
     except FerrumError:  # `param_specs` reports it
         return False
-    return joinable(_multiplied(formats, source.config), source.config, SCANNED) == formats
+    served = _multiplied(formats, source.config) if layout == SCANNED else formats
+    return joinable(served, source.config, layout) == formats
 
 
 def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout: str) -> Formats:

@@ -1,6 +1,8 @@
 """Weights in the native quantisation of their checkpoint: the same numbers as dequantised, in less memory."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import ferrum_jax
 from ferrum_jax import EngineConfig, models
 from ferrum_jax.contract import DataType
 from ferrum_jax.contract.errors import ConfigError, InvalidFormatError, UnsupportedError
-from ferrum_jax.loading import open_checkpoint, param_specs
+from ferrum_jax.loading import open_checkpoint, param_specs, served_specs, with_defaults
 from ferrum_jax.models import specs
 from ferrum_jax.models.quantisation import formats_of
 from tests import tiny
@@ -112,6 +114,21 @@ def test_a_native_gguf_stands_for_the_numbers_of_its_blocks(kind: str, tmp_path:
     name = test_packed.LEFT_OUT
     expected = read_blocks(kind, drawn[name], shapes[name])
     np.testing.assert_allclose(found[name], expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("Q4_1", "fused"), ("Q8_0", "checkpoint")])
+def test_on_a_gpu_weights_are_joined_where_they_have_one_format(kind: str, layout: str, tmp_path: Path):
+    shapes = {name: leaf.shape for name, leaf in tiny.tensors(WIDE).items() if leaf.ndim == 2}
+    kinds = {name: kind if "v_proj" in name else "Q4_1" for name in shapes}
+    raw = {
+        name: (draw_blocks(kinds[name], shape, 0), GGMLQuantizationType[kinds[name]]) for name, shape in shapes.items()
+    }
+    source = open_checkpoint(write_gguf(tmp_path / "m.gguf", WIDE, raw=raw))
+    gpu: Any = SimpleNamespace(id=0, platform="gpu", device_kind="a GPU")
+    kept = with_defaults(EngineConfig(quantize="keep"), source, gpu)
+    assert kept.layout == layout
+    assert "qkv_proj" in served_specs(source, kept, gpu)["model"]["layers"][0]["self_attn"] or layout == "checkpoint"
+    assert with_defaults(EngineConfig(), source, gpu).layout == "fused"  # dequantised
 
 
 @pytest.mark.slow

@@ -294,12 +294,12 @@ class DeviceState:
             self._sampler, found = self._hosts.run(
                 lambda: run(state, outputs.logits, outputs.rows, *more), "sample", key, *more
             )
+            if self._platform != "cpu":  # before the next step stands in its way
+                with jax.transfer_guard_device_to_host("allow"):
+                    found.packed.copy_to_host_async()
         except jax.errors.JaxRuntimeError as problem:
             self.lose()
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
-        if self._platform != "cpu":  # before the next step stands in its way
-            with jax.transfer_guard_device_to_host("allow"):
-                found.packed.copy_to_host_async()
         return found
 
     def distributions(self, key: DistributionKey, outputs: StepOutputs) -> jax.Array:
@@ -402,7 +402,8 @@ def _to_host(array: jax.Array, *, is_pinned: bool) -> NDArray[Any]:
     """Copies an array to the host, if large by way of pinned memory, which a GPU writes five times as fast."""
     with jax.transfer_guard_device_to_host("allow"):
         if is_pinned and array.nbytes >= PINNED_BYTES and array.is_fully_addressable:
-            array = jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # no pinned memory is left
+                return np.asarray(jax.device_put(array, array.sharding.with_memory_kind("pinned_host")))
         return np.asarray(array)
 
 

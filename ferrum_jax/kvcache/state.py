@@ -227,20 +227,6 @@ def pages(kv: KvState[jax.Array]) -> Float[Array, "pages C KK H"]:
     return kv.k.reshape(-1, *kv.k.shape[2:])
 
 
-def read_positions(
-    kv: KvState[jax.Array], layer: int | Int[Array, ""], block_ids: Int[Array, "B T"], offsets: Int[Array, "B T"]
-) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """Copies single positions out of the pool; ids outside it read some other block.
-
-    Raises:
-        UnsupportedError: the KV's layout is not `positions`.
-    """
-    _check_layout(kv, "positions", "can be read by position")
-    assert kv.v is not None
-    k, v = (pool.at[layer, block_ids, offsets].get(mode="clip", wrap_negative_indices=False) for pool in (kv.k, kv.v))
-    return k, v
-
-
 def _check_layout(kv: KvState[jax.Array], wanted: Layout, what: str) -> None:
     if kv.layout != wanted:
         raise UnsupportedError(f"only a KV of layout {wanted} {what}, this one's is {kv.layout}")

@@ -86,7 +86,7 @@ def layout_for(cfg: ModelConfig, attention: str) -> str:
     The kernels for CPUs read a layer's weights in the stack of all: one loop then runs as fast as the layers one after
     the other, and compiles sooner. Elsewhere, and of latents' up-projections, XLA copies each layer's weights out of
     the stack in every step; with NEON also for products of more than 64 tokens, which was not measured. On a GPU, two
-    products in the place of five take 3 to 7 % off a step (docs/benchmarks.md).
+    products in the place of five take 5 to 7 % off a step of 1 and 32 rows (docs/benchmarks.md).
     """
     best = {"cpu": SCANNED, "triton": FUSED}.get(attention, CHECKPOINT)
     if cfg.latent is not None:

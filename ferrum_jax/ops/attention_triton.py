@@ -33,6 +33,7 @@ from ferrum_jax.ops.linear import precision
 SMALLEST_PART = 16  # numbers of a head: what a tensor core's product takes
 PROGRAMS = 528  # that a step should have: four for each of the 132 multiprocessors of an H100
 SMALLEST_SHARE = 256  # positions of a program: fewer are not worth merging
+MOST_MERGED = 1 << 14  # numbers of all shares of a row, which are merged in registers
 LOG2E = math.log2(math.e)
 
 
@@ -55,11 +56,11 @@ def attend_triton(
         _call, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=sinks is not None
     )
     sinks = jnp.zeros(q.shape[2], jnp.float32) if sinks is None else sinks.astype(jnp.float32)
-    return on_gpu(call, q, keys, values, rows.tables + first, rows.lengths, rows.counts, sinks)
+    return launch(call, q, keys, values, rows.tables + first, rows.lengths, rows.counts, sinks)
 
 
-def on_gpu(call: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Calls a function that launches kernels, with `interpret=True` where it runs on a CPU."""
+def launch(call: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Calls a function that launches kernels; where it runs on a CPU they are interpreted."""
     return lax.platform_dependent(
         *arrays, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
     )
@@ -97,7 +98,7 @@ def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, col
     return Tiles(
         rows=rows,
         keys=keys,
-        shares=max(1, min(PROGRAMS // programs, useful)),
+        shares=max(1, min(PROGRAMS // programs, useful, MOST_MERGED // width)),
         group=group,
         block=block_size,
         parts=_powers(width),

@@ -191,7 +191,7 @@ def _outputs(
 ) -> jax.Array:
     """Outputs of all choices, `[X, U, D]`, by tiles of up to `largest` rows, `at_once` of them in a step.
 
-    Unless this device `has_all` experts, one past its last stands for those of others, whose tiles are not computed.
+    Unless this device `has_all` experts, one past its last stands for those of others, whose outputs mean nothing.
     """
     num_experts = jax.tree.leaves(stacks)[0].shape[0]
     tiles = _tile(chosen, num_experts if has_all else num_experts + 1, largest, at_once)
@@ -215,7 +215,7 @@ def _outputs(
     xs: tuple[jax.Array, ...] = tiles.tokens, tiles.experts, tiles.is_used
     if at_once > 1:
         xs = tuple(leaf.reshape(-1, min(at_once, len(leaf)), *leaf.shape[1:]) for leaf in xs)
-    # Of one step alone some tile is used: a GPU need not ask.
+    # A single step is computed whether its tiles are used or not: to ask would make the host of a GPU wait.
     outs = run(*(leaf[0] for leaf in xs[:2])) if len(xs[0]) == 1 else lax.scan(step, None, xs)[1]
     rows = outs.reshape(-1, x.shape[1]).at[tiles.row_of_choice].get(mode="promise_in_bounds")
     return rows.reshape(*chosen.shape, -1)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.ops.attention_triton import on_gpu
+from ferrum_jax.ops.attention_triton import launch
 
 
 def rotate_and_write_triton(
@@ -38,16 +38,16 @@ def rotate_and_write_triton(
     num_blocks, block_size = state.num_blocks(kv), state.block_size(kv)
     line = (jnp.asarray(layer, jnp.int32) * num_blocks + block_ids) * block_size + offsets
     line = jnp.where(block_ids < num_blocks, line, -1)
-    every = jnp.concatenate([q, k, v], axis=1)  # which a fused projection has in this order already
+    qkv = jnp.concatenate([q, k, v], axis=1)  # which a fused projection has in this order already
     call = functools.partial(_call, kv_heads=k.shape[1])
-    q, keys, values = on_gpu(call, every, *rope, line, keys, values)
+    q, keys, values = launch(call, qkv, *rope, line, keys, values)
     assert kv.v is not None
     return q, replace(kv, k=keys.reshape(kv.k.shape), v=values.reshape(kv.v.shape))
 
 
 @functools.partial(jax.jit, static_argnames=("kv_heads", "interpret"))
 def _call(
-    every: Float[Array, "X heads H"],
+    qkv: Float[Array, "X heads H"],
     cos: Float[Array, "X 1 R2"],
     sin: Float[Array, "X 1 R2"],
     line: Int[Array, " X"],
@@ -58,24 +58,26 @@ def _call(
     interpret: bool,
 ) -> tuple[Float[Array, "X N H"], Float[Array, "R K H"], Float[Array, "R K H"]]:
     """Launches the kernel: a program has one token and one kv head with its query heads."""
-    tokens, heads, width = every.shape
+    tokens, heads, width = qkv.shape
     queries = heads - 2 * kv_heads
     return pl.pallas_call(
-        functools.partial(_kernel, kv_heads=kv_heads, group=queries // kv_heads, width=width, turned=2 * cos.shape[2]),
+        functools.partial(
+            _kernel, kv_heads=kv_heads, group=queries // kv_heads, width=width, rotary_dim=2 * cos.shape[2]
+        ),
         grid=(tokens, kv_heads),
         out_shape=(
-            jax.ShapeDtypeStruct((tokens, queries, width), every.dtype),
+            jax.ShapeDtypeStruct((tokens, queries, width), qkv.dtype),
             *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in (keys, values)),
         ),
         input_output_aliases={4: 1, 5: 2},
         compiler_params=triton.CompilerParams(num_warps=2, num_stages=1),
         interpret=interpret,
         name="rotate_and_write",
-    )(every, cos, sin, line, keys, values)
+    )(qkv, cos, sin, line, keys, values)
 
 
 def _kernel(
-    every_ref: Any,  # [X, N + K + K, H]: queries, keys and values
+    qkv_ref: Any,  # [X, N + K + K, H]: queries, keys and values
     cos_ref: Any,  # [X, 1, R / 2]
     sin_ref: Any,  # [X, 1, R / 2]
     line_ref: Any,  # [X]: of the pool; -1: the token is not written
@@ -88,9 +90,9 @@ def _kernel(
     kv_heads: int,
     group: int,
     width: int,
-    turned: int,
+    rotary_dim: int,
 ):
-    """Rotates the first `turned` numbers of a token's heads, and writes its key and value."""
+    """Rotates the first `rotary_dim` numbers of a token's heads, and writes its key and value."""
     del keys_in_ref, values_in_ref
     token, head = pl.program_id(0), pl.program_id(1)
     line = line_ref[token]
@@ -107,7 +109,7 @@ def _kernel(
         triton.store(target(column), value.astype(target(column).dtype), mask=mask)
 
     def rotate(source: Any, target: Any, mask: jax.Array) -> None:
-        half = turned // 2
+        half = rotary_dim // 2
         column = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
         there = column < half
         cos, sin = (triton.load(ref.at[token, 0, column], mask=there, other=0) for ref in (cos_ref, sin_ref))
@@ -115,23 +117,21 @@ def _kernel(
         first, second = (
             triton.load(source(at), mask=both, other=0).astype(jnp.float32) for at in (column, half + column)
         )
-        dtype = every_ref.dtype
-        for at, turned_part in ((column, first * cos - second * sin), (half + column, second * cos + first * sin)):
+        dtype = qkv_ref.dtype
+        for at, rotated in ((column, first * cos - second * sin), (half + column, second * cos + first * sin)):
             into = target(at)
-            triton.store(into, turned_part.astype(dtype).astype(into.dtype), mask=both)
-        if turned < width:
-            copy(source, target, turned, width - turned, mask)
+            triton.store(into, rotated.astype(dtype).astype(into.dtype), mask=both)
+        if rotary_dim < width:
+            copy(source, target, rotary_dim, width - rotary_dim, mask)
 
     rotate(
-        lambda column: every_ref.at[token, heads[:, None], column[None, :]],
+        lambda column: qkv_ref.at[token, heads[:, None], column[None, :]],
         lambda column: out_ref.at[token, heads[:, None], column[None, :]],
         inside[:, None],
     )
-    rotate(
-        lambda column: every_ref.at[token, key_at, column], lambda column: keys_ref.at[line, head, column], is_written
-    )
+    rotate(lambda column: qkv_ref.at[token, key_at, column], lambda column: keys_ref.at[line, head, column], is_written)
     copy(
-        lambda column: every_ref.at[token, key_at + kv_heads, column],
+        lambda column: qkv_ref.at[token, key_at + kv_heads, column],
         lambda column: values_ref.at[line, head, column],
         0,
         width,

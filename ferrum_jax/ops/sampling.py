@@ -2,10 +2,12 @@
 
 The order is: forbidden tokens and bias, penalties, temperature, top-k, top-p, min-p, draw. The draw is the Gumbel-max
 trick (Maddison et al. 2014, "A* Sampling", section 2) with noise that is a hash of (seed, position, token id) alone. So
-a row draws the same token whatever is beside it, in whatever program, and models that share a seed tend to agree.
+a row draws the same token whatever is beside it, in whatever program but for the rounding of sums, and models that
+share a seed tend to agree.
 
 Nothing sorts the vocabulary: the best `NUM_CANDIDATES` tokens decide a filter unless it keeps more than those, and then
-its threshold is found by bisection. Where a branch would make the host wait, on a GPU, it always is.
+its threshold is found by bisection. `filter_and_draw` has no branch, which on a GPU would make the host wait, and finds
+every threshold by digits.
 """
 
 from collections.abc import Callable
@@ -260,7 +262,7 @@ def filter_threshold(
     everything is computed that any row could need.
     """
     if not has_branches:
-        found = _bisected(scaled, top_k, top_p, has_branches=False)
+        found = _kept_from(scaled, top_k, top_p, _by_digits)
         return jnp.minimum(jnp.maximum(found, jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)), 0.0)
     if _has_kernel(scaled):
         nothing = jnp.zeros_like(top_k)
@@ -309,46 +311,46 @@ def _threshold(
     floor = jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)
     too_many = (has_k & ((top_k > num) | (least <= last))) | (has_p & (nucleus <= last))
     found = lax.cond(
-        jnp.any(too_many), lambda: jnp.where(too_many, _bisected(scaled, top_k, top_p), found), lambda: found
+        jnp.any(too_many), lambda: jnp.where(too_many, _kept_from(scaled, top_k, top_p, _bisect), found), lambda: found
     )
     is_inside = ((has_k | has_p) & ~too_many) | (floor > last)  # min-p may cut what is left down to candidates
     return jnp.minimum(jnp.maximum(found, floor), 0.0), is_inside
 
 
-def _bisected(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, *, has_branches: bool = True) -> jax.Array:
-    """Finds the threshold of top-k and top-p in a distribution of any breadth; -inf where both are off."""
+def _kept_from(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, find: Callable[..., jax.Array]) -> jax.Array:
+    """Finds the threshold of top-k and top-p in a distribution of any breadth; -inf where both are off.
+
+    `find` is given which rows ask, the keys of all scores, their weights, and a goal for each row. It returns the
+    largest key such that what is at least that large weighs the goal.
+    """
     scaled, top_k, top_p = vary_like((scaled, top_k, top_p), scaled, top_k, top_p)
     order = _ordered(scaled)
     mass = jnp.exp(scaled)
-
-    def largest(weights: jax.Array, goal: jax.Array) -> jax.Array:
-        """Finds the largest key such that what is at least that large weighs `goal`."""
-
-        def halve(_: int | jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            low, high = bounds
-            middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)  # rounded up, without overflow
-            reaches = jnp.where(order >= middle[:, None], weights, 0.0).sum(axis=-1) >= goal
-            return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle - 1)
-
-        if not has_branches:
-            return _largest_by_digits(order, weights, goal)
-        return lax.fori_loop(0, 32, halve, (all_of_them, jnp.zeros_like(all_of_them)))[0]
-
-    def where_any(asked: jax.Array, find: Callable[[], jax.Array]) -> jax.Array:
-        return lax.cond(jnp.any(asked), find, lambda: all_of_them) if has_branches else find()
-
-    all_of_them = vary_like(jnp.full(len(scaled), _SMALLEST, jnp.int32), scaled)
-    goal = jnp.maximum(top_k, 1).astype(jnp.float32)
-    kth = where_any(top_k > 0, lambda: largest(jnp.ones_like(mass), goal))
+    kth = find(top_k > 0, order, jnp.ones_like(mass), jnp.maximum(top_k, 1).astype(jnp.float32))
     kth = jnp.where(top_k > 0, kth, _SMALLEST)
     mass = jnp.where(order >= kth[:, None], mass, 0.0)
-    nucleus = where_any(top_p < 1, lambda: largest(mass, top_p * mass.sum(axis=-1)))
+    nucleus = find(top_p < 1, order, mass, top_p * mass.sum(axis=-1))
     key = jnp.where(top_p < 1, nucleus, kth)
     return jnp.where(key == _SMALLEST, -jnp.inf, _unordered(key))
 
 
-def _largest_by_digits(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
-    """Finds the largest key of at most 0 such that what is at least that large weighs `goal`, a digit in each pass."""
+def _bisect(asked: jax.Array, order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """Halves what lies between the smallest key and 0, unless no row asks."""
+
+    def halve(_: int | jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)  # rounded up, without overflow
+        reaches = jnp.where(order >= middle[:, None], weights, 0.0).sum(axis=-1) >= goal
+        return jnp.where(reaches, middle, low), jnp.where(reaches, high, middle - 1)
+
+    smallest = vary_like(jnp.full(len(order), _SMALLEST, jnp.int32), order)
+    bounds = smallest, jnp.zeros_like(smallest)
+    return lax.cond(jnp.any(asked), lambda: lax.fori_loop(0, 32, halve, bounds)[0], lambda: smallest)
+
+
+def _by_digits(asked: jax.Array, order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
+    """Finds some bits in each pass, whether a row asks or not."""
+    del asked
     biased = lax.bitcast_convert_type(order, jnp.uint32) ^ jnp.uint32(1 << 31)  # as numbers without a sign
     found = jnp.zeros(len(order), jnp.uint32)
     for shift in range(32 - DIGIT_BITS, -1, -DIGIT_BITS):
@@ -358,7 +360,7 @@ def _largest_by_digits(order: jax.Array, weights: jax.Array, goal: jax.Array) ->
         sums = lax.reduce(above, [jnp.float32(0)] * len(above), _add_each, (1,))
         reached = sum((one >= goal).astype(jnp.uint32) for one in sums)
         found += reached << jnp.uint32(shift)
-    found = jnp.minimum(found, jnp.uint32(1 << 31))
+    found = jnp.minimum(found, jnp.uint32(1 << 31))  # keys are at most 0
     return lax.bitcast_convert_type(found ^ jnp.uint32(1 << 31), jnp.int32)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-CARD = {"model": "tiny", "dtype": "float32", "cores": 2, "processor": "a processor"}
+CARD = {"model": "tiny", "dtype": "float32", "device": "cpu cpu", "cores": 2, "processor": "a processor"}
 TIMED = {"call_ms": 2.0, "call_p90_ms": 3.0, "floor_ms": 1.0, "operations": 40, "num_bytes": 20,
          "product_rate": 30_000, "read_rate": 20_000}  # fmt: skip
 COMPARED = {"ours_ms": 1.0, "floor_ms": 0.5, "transformers_ms": 2.0}

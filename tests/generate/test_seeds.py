@@ -3,11 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ferrum_jax import LLM, SamplingParams
-from ferrum_jax.compile.sampler import WAYS
+from ferrum_jax.compile.sampler import WAYS, SlotSettings
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.batch import SampledToken, ScheduledRow
+from tests.executor.conftest import CFG
 from tests.generate.conftest import MakeRunner, crowded
 from tests.generate.test_request import letters
 
@@ -58,9 +61,16 @@ def test_in_the_ways_of_a_gpu(new_runner: MakeRunner, alone: list[list[int]], co
     """Programs without branches, of which each step takes the first that suffices."""
     runner = new_runner()
     runner.plan = runner._pipeline.plan = replace(runner.plan, buckets=replace(runner.plan.buckets, sample_ways=WAYS))
-    runner.warmup()
-    compiles.clear()
     with runner:
+        runner.prepare("some", 3)
+        compiles.clear()
+        for settings in (SlotSettings(), SlotSettings(top_k=3, temperature=1.0), SlotSettings(num_logprobs=2)):
+            row = ScheduledRow("some", np.array([1], np.int32), runner.kv_len("some") or 0, SampledToken(settings))
+            assert runner.execute([row]).result()[0].token_id < CFG.vocab_size
+        assert compiles == []
+        runner.release("some")
+        runner.warmup()
+        compiles.clear()
         llm = LLM.from_model(runner, letters(), max_rows=8, chunk_tokens=24)
         assert [out.token_ids for out in llm.generate(PROMPTS, ALL)] == alone
         several = [llm.generate([prompt], one)[0].token_ids for prompt, one in zip(PROMPTS, ALL, strict=True)]

@@ -115,26 +115,20 @@ def test_a_sequence_is_gathered_in_the_order_of_its_positions(layout: Layout):
         np.testing.assert_array_equal(found, whole[1][[3, 0, 4]].reshape(-1, HEADS, WIDTH))
 
 
-def test_rows_of_heads_pages_and_positions_are_what_is_read():
+def test_rows_of_heads_and_pages_are_what_is_read():
     kv = full(replace(SPEC, layout="positions"))
     k, v = logical(kv)
     for found, whole in zip(state.rows_of_heads(kv), (k, v), strict=True):
         np.testing.assert_array_equal(found, whole.reshape(-1, HEADS, WIDTH))
-    ids, offsets = jnp.array([[4, 2]], jnp.int32), jnp.array([[0, 2]], jnp.int32)
-    for found, whole in zip(state.read_positions(kv, 1, ids, offsets), (k, v), strict=True):
-        np.testing.assert_array_equal(found, whole[1, [4, 2], [0, 2]][None])
     kv = full(replace(SPEC, layout="interleaved"))
     both = np.stack(logical(kv), axis=4).reshape(LAYERS * BLOCKS, BLOCK, 2 * HEADS, WIDTH)
     np.testing.assert_array_equal(state.pages(kv), both)
 
 
 def test_what_a_layout_cannot_show_is_unsupported():
-    ids = jnp.zeros((1, 1), jnp.int32)
     for layout in ("products", "interleaved"):
         with pytest.raises(UnsupportedError, match=layout):
             state.rows_of_heads(full(replace(SPEC, layout=layout)))
-        with pytest.raises(UnsupportedError, match=layout):
-            state.read_positions(full(replace(SPEC, layout=layout)), 0, ids, ids)
     with pytest.raises(UnsupportedError, match="positions"):
         state.pages(full(replace(SPEC, layout="positions")))
 

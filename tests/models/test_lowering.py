@@ -25,6 +25,7 @@ from ferrum_jax.models import family, specs
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.ops.attention import attend
 from ferrum_jax.ops.batch import Rows
+from ferrum_jax.ops.moe import swiglu_experts
 from ferrum_jax.ops.rope import rotations
 from tests import tiny
 from tests.tiers import by_default
@@ -124,6 +125,27 @@ def test_a_whole_step_lowers_for_cuda(key: StepKey):
     counts = {name: calls.count(name) for name in calls}  # one lowering for all layers
     assert counts == {"attend_paged": groups, "merge_shares": groups, "rotate_and_write": 1}
     assert len(re.findall(r"call @_call\w*\(", text)) == (groups + 1) * LAYERS
+
+
+def test_what_follows_a_step_on_a_gpu_has_no_branch_or_loop():
+    sizes = sampler.shapes(SamplerSpec(num_slots=4, vocab_size=CFG.vocab_size, capacity=64))
+    texts = {}
+    for way in sampler.WAYS:
+        call = functools.partial(sampler.sample, way=way)
+        texts[way] = lowered(call, "cuda", sizes, jax.ShapeDtypeStruct((4, CFG.vocab_size), jnp.float32), ints(4, 2))
+    has_any = {way: "stablehlo.case" in text or "stablehlo.while" in text for way, text in texts.items()}
+    assert has_any == {sampler.DRAW: False, sampler.FILTER: False, sampler.BRANCHES: True}
+
+
+def test_a_gpu_has_no_loop_over_experts_where_one_step_computes_all_tiles():
+    def numbers(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    shares = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+    few = [numbers(4, 48), ints(4, 3), shares, numbers(7, 28, 48), numbers(7, 28, 48), numbers(7, 48, 28)]
+    assert "stablehlo.while" not in lowered(swiglu_experts, "cuda", *few)
+    many = [numbers(64, 4096), ints(64, 3), shares.update(shape=(64, 3)), *(numbers(64, 4096, 4096),) * 3]
+    assert "stablehlo.while" in lowered(swiglu_experts, "cuda", *many)
 
 
 @pytest.mark.parametrize(

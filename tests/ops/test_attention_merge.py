@@ -40,7 +40,7 @@ def test_merging_any_division_of_the_positions_gives_the_whole(seed: int, cuts: 
     parts = [attention(scores[:, a:b], values[a:b]) for a, b in itertools.pairwise(edges)]
     outs, log_sums = (np.stack(side) for side in zip(*parts, strict=True))
     whole, _ = attention(scores, values)
-    # A log-sum near 60 is itself rounded to 4e-6, and what it weighs with it.
+    # A log-sum of base two near 90 is itself rounded to 4e-6, and so is what each of two parts weighs.
     np.testing.assert_allclose(merged(outs, log_sums), whole, rtol=0, atol=6 * TOLERANCE if spread > 1 else TOLERANCE)
 
 
