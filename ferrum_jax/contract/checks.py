@@ -137,10 +137,11 @@ def check_items(name: str, given: Any, kind: type[T]) -> list[T]:
 def check_rows(name: str, rows: Any, fields: str) -> list[tuple[Any, ...]]:
     """Returns the rows of a batch as tuples; `fields` are the names of a row's fields, divided by spaces."""
     listed, names = _as_list(name, rows), fields.split()
-    for at, row in enumerate(listed):
-        if not isinstance(row, (tuple, list)) or len(row) != len(names):
-            raise RequestValidationError(f"row {at} of {name} is {safe_repr(row)}, expected ({', '.join(names)})")
-    return [tuple(row) for row in listed]
+    if not ({tuple, list}.issuperset(map(type, listed)) and {len(names)}.issuperset(map(len, listed))):
+        for at, row in enumerate(listed):
+            if not isinstance(row, (tuple, list)) or len(row) != len(names):
+                raise RequestValidationError(f"row {at} of {name} is {safe_repr(row)}, expected ({', '.join(names)})")
+    return list(map(tuple, listed))
 
 
 def _as_list(name: str, given: Any) -> list[Any]:

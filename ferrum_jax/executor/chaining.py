@@ -15,6 +15,8 @@ from ferrum_jax.executor.batch import Distributions, Output, SampledToken, Targe
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.kvcache.sequences import SequenceTable
 
+WITH_SETTINGS = {SampledToken, VerifiedTokens, Distributions, TargetScores}  # outputs that may have some
+
 
 def has_settings(output: Output) -> bool:
     """True of an output that the settings of the row's slot decide."""
@@ -53,7 +55,8 @@ def chained_keys(
     outputs: Sequence[Output], plans: Sequence[StepPlan], buckets: Buckets, *, masked: bool
 ) -> list[ProgramKey]:
     """Returns the programs that follow on the steps' logits, and the one that tells the sampler how."""
-    kinds, with_settings = set(map(type, outputs)), any(map(has_settings, outputs))
+    kinds = set(map(type, outputs))
+    with_settings = bool(kinds & WITH_SETTINGS) and any(map(has_settings, outputs))
     keys: list[ProgramKey] = [ConfigureKey(buckets.kv_capacity)] if with_settings else []
     keys += [MaskKey(buckets.decode_rows[-1])] if masked else []
     for plan in plans:
@@ -99,7 +102,7 @@ def chain(
         sampled = device.sample(verify_key, outputs, masks)
     if Distributions in kinds:
         probabilities = device.distributions(DistributionKey(key.blocks, key.block_tokens), outputs)
-    if any(isinstance(one, TargetScores) and has_settings(one) for one in asked):
+    if TargetScores in kinds and any(isinstance(one, TargetScores) and has_settings(one) for one in asked):
         packed = np.zeros((key.blocks, 3 + 2 * key.block_tokens), np.int32)
         packed[:, 0] = len(table.table)  # nobody's slot
         for at, (row, one, piece) in enumerate(zip(wanted, asked, plan.blocks, strict=True)):

@@ -41,7 +41,7 @@ from ferrum_jax.executor.batch import (
     VerifiedTokens,
     WithCaptures,
 )
-from ferrum_jax.executor.chaining import chain, chained_keys, has_masks
+from ferrum_jax.executor.chaining import WITH_SETTINGS, chain, chained_keys, has_masks
 from ferrum_jax.executor.counters import PrefixCounters
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.interventions import BoundInterventions
@@ -55,7 +55,7 @@ from ferrum_jax.models.hooks import Point
 from ferrum_jax.ops.batch import Rows
 
 _ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # of outputs, those that need the last token's logits at most
-_WITH_SETTINGS = {SampledToken, VerifiedTokens, Distributions}
+_BY_SLOT = WITH_SETTINGS - {TargetScores}  # whose rows of logits the sampler reads
 _UNREAD = np.array([UNKNOWN], np.int32)
 
 
@@ -183,10 +183,12 @@ class Pipeline:
             self.settle()
         tokens = [_newest(live) if one is None else one for one, live in zip(given, lives, strict=True)]
         counts = list(map(len, tokens))
-        reusable = [
-            count - (type(one) is not NoOutput) if type(one) in _ONE_OUTPUT and not points else 0
-            for one, count, points in zip(outputs, counts, captures, strict=True)
-        ]
+        reusable = None
+        if self.table.prefixes is not None:
+            reusable = [
+                count - (type(one) is not NoOutput) if type(one) in _ONE_OUTPUT and not points else 0
+                for one, count, points in zip(outputs, counts, captures, strict=True)
+            ]
         uses = list(map(self.adapters.row_of, cache_ids)) if used else [NONE] * len(batch)
         changes = list(map(self.interventions.row_of, cache_ids)) if self.interventions.are_used else []
         bound = list(map(self.owner_of, cache_ids)) if used or changes else None
@@ -216,21 +218,9 @@ class Pipeline:
         for key in [*copy, *(one.key for _, one in recompute), *(one.key for one in plans), *chained]:
             self.programs.get(key)
         return PlannedBatch(
-            cache_ids,
-            outputs,
-            kinds,
-            counts,
-            reused,
-            tokens,
-            starts,
-            uses,
-            changes,
-            captures,
-            masked,
-            transaction,
-            plans,
-            recompute,
-        )
+            cache_ids, outputs, kinds, counts, reused, tokens, starts, uses, changes, captures, masked, transaction,
+            plans, recompute,
+        )  # fmt: skip
 
     def run(self, planned: "PlannedBatch | None") -> PendingStep:
         """Begins a batch that was planned, before anything else changed; raises DeviceError."""
@@ -249,7 +239,7 @@ class Pipeline:
                 planned.changes,
                 planned.captures,
             )
-            for live, one in zip(rows.lives, outputs, strict=True):
+            for live, one in zip(rows.lives, outputs, strict=True) if planned.kinds & WITH_SETTINGS else ():
                 if (settings := getattr(one, "settings", None)) is not None:
                     self.install_settings(live, settings)
             for at, plan in enumerate(planned.plans):
@@ -410,10 +400,13 @@ class Pipeline:
                 if key.outputs != "last" or start + size == len(tokens[row]):
                     wanted.append(row)
                     indices.append(key.decode_rows + at * key.block_tokens + size - 1)
-        asks = [type(outputs[row]) is not NoOutput for row in wanted]
-        indices, wanted = list(compress(indices, asks)), list(compress(wanted, asks))
-        lives, nobody = rows.lives, self.plan.max_seqs
-        slots = [lives[row].slot if type(outputs[row]) in _WITH_SETTINGS else nobody for row in wanted]
+        kinds = set(map(type, outputs))
+        if NoOutput in kinds:
+            asks = [type(outputs[row]) is not NoOutput for row in wanted]
+            indices, wanted = list(compress(indices, asks)), list(compress(wanted, asks))
+        lives, slots = rows.lives, (nobody := self.plan.max_seqs)
+        if kinds & _BY_SLOT:
+            slots = [lives[row].slot if type(outputs[row]) in _BY_SLOT else nobody for row in wanted]
         if key.outputs != "last":
             are_read = [type(outputs[row]) is Distributions for row in wanted]
             packed.block_slots[: len(wanted)] = np.where(are_read, untouched(np.array(slots), nobody), slots)

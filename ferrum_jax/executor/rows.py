@@ -159,15 +159,14 @@ def _placed(
     ids: Sequence[str],
     tokens: Sequence[NDArray[np.int32]],
     position: str,  # what `starts` are called
-    starts: Sequence[Any],
+    starts: list[Any],
     outputs: Sequence[Output],
     length: Length,
 ) -> list[ScheduledRow]:
-    found = [
-        start if type(start) is int and start == length(key) else check_position(key, position, start, length(key))
-        for key, start in zip(ids, starts, strict=True)
-    ]
-    return list(map(ScheduledRow, ids, tokens, found, outputs))
+    lengths = list(map(length, ids))
+    if not {int}.issuperset(map(type, starts)) or starts != lengths:
+        starts = [check_position(key, position, *one) for key, *one in zip(ids, starts, lengths, strict=True)]
+    return list(map(ScheduledRow, ids, tokens, starts, outputs))
 
 
 def _outputs(count: int, policies: Policies, vocab_size: int) -> list[Output]:

@@ -218,15 +218,17 @@ class SequenceTable:
         may_write = is_own and not self.needs_recompute(live)
         live.writable = min(len(live.blocks) * self.block_size, self.longest) if may_write else 0
 
-    def append(self, live: CachedSequence, tokens: Sequence[int]) -> None:
-        """Counts tokens as written, for which the sequence had room, and enters the blocks they fill."""
-        written, block = live.tokens, self.block_size
-        full = len(written) // block
-        written.extend(tokens)
-        if self.window_size:
-            live.evicted_before = max(live.evicted_before, len(written) - self.window_size)
-        if len(written) // block != full:
-            self.enter(live)
+    def append(self, lives: Sequence[CachedSequence], tokens: Sequence[Sequence[int]]) -> None:
+        """Counts tokens of each sequence as written, for which it had room, and enters the blocks they fill."""
+        block, window = self.block_size, self.window_size
+        for live, new in zip(lives, tokens, strict=True):
+            written = live.tokens
+            full = len(written) // block
+            written.extend(new)
+            if window:
+                live.evicted_before = max(live.evicted_before, len(written) - window)
+            if len(written) // block != full:
+                self.enter(live)
 
     def expect(self, live: CachedSequence, position: int) -> None:
         """Counts a token for `position` as chosen on the device; `resolve` says which one."""

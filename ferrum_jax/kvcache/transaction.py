@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,9 +145,7 @@ class KvTransaction:
             live.entries += row.hits
             table.pool.release(row.lost)
         counted = written if written is not None else [new.tolist() for new in self._tokens]
-        for live, tokens in zip(self.lives, counted, strict=True):
-            assert live is not None
-            table.append(live, tokens)
+        table.append(cast(list[CachedSequence], self.lives), counted)
         for row in self._changed:
             live = self.live(row.index)
             if written is not None:

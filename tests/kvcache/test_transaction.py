@@ -70,7 +70,7 @@ class Sharing(RuleBasedStateMachine):
         if live is not None and live.length < live.writable:
             block, inside = divmod(live.length, BLOCK)
             self.held[live.blocks[block], inside] = token
-            self.table.append(live, [token])
+            self.table.append([live], [[token]])
             self.tokens[key].append(token)
             assert len(live.entries) == live.length // BLOCK
 
