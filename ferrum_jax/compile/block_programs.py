@@ -33,7 +33,7 @@ class GatherKey:
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program."""
-        heads = WHOLE if context.kv.layout == "latent" else PartitionSpec(None, context.kv_axes)
+        heads = WHOLE if context.kv.layout in state.LATENTS else PartitionSpec(None, context.kv_axes)
         gather = context.spread(state.gather_sequence, (context.kv_specs, WHOLE, WHOLE), (heads, heads))
         return jax.jit(gather, out_shardings=context.readable).lower(context.kv, _ints(), _ints(self.table_columns))
 

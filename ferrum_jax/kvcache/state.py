@@ -6,6 +6,7 @@
 | `positions` | `[L, P, C, K, H]` | `[L, P, C, K, H]` | GPUs |
 | `interleaved` | `[L, P, C, 2K, H]`, each head's key before its value | the same array | TPUs |
 | `latent` | `[L, P, K, H, C]` | the same numbers | latent attention, where a value is its key |
+| `latent_rows` | `[L, P, C, K, H]` | the same numbers | the same on GPUs |
 
 `products`: both products of attention read a block as a plain matrix, with no transposition of what is cached.
 `positions`: a token's heads lie together, so that it is written as one run, and a head's H values are one run to a
@@ -29,7 +30,8 @@ from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.sharding.mesh import Placement
 
 Leaf = TypeVar("Leaf")
-Layout = Literal["products", "positions", "interleaved", "latent"]
+Layout = Literal["products", "positions", "interleaved", "latent", "latent_rows"]
+LATENTS = ("latent", "latent_rows")  # layouts of one array, whose values are its keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class CacheSpec:
     @property
     def bytes_per_layer(self) -> int:
         """Bytes that keys and values of one position take in one layer."""
-        arrays = 1 if self.layout == "latent" else 2
+        arrays = 1 if self.layout in LATENTS else 2
         return arrays * self.num_kv_heads * self.head_dim * np.dtype(self.dtype).itemsize
 
     @property
@@ -92,6 +94,7 @@ def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
         "positions": ((size, heads, width), (size, heads, width)),
         "interleaved": ((size, 2 * heads, width), None),
         "latent": ((heads, width, size), None),
+        "latent_rows": ((size, heads, width), None),
     }[spec.layout]
 
     def pools(num_layers: int, num_blocks: int, **windowed: Any) -> KvState[jax.ShapeDtypeStruct]:
@@ -110,7 +113,7 @@ def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
 
 def partitions(kv: KvState[Any], axes: tuple[str, ...]) -> KvState[PartitionSpec]:
     """How the KV is divided over mesh axes: by heads; a latent, which has one head, is whole on every device."""
-    head = {"products": 2, "latent": None}.get(kv.layout, 3)
+    head = None if kv.layout in LATENTS else 2 if kv.layout == "products" else 3
     spec = PartitionSpec() if head is None else PartitionSpec(*(None,) * head, axes)
     return jax.tree.map(lambda _: spec, kv)
 
@@ -170,8 +173,8 @@ def write(
         return pool.at[index].set(values.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
 
     across, along = (layer, block_ids, slice(None), slice(None), offsets), (layer, block_ids, offsets)
-    if kv.layout == "latent":
-        return replace(kv, k=put(kv.k, across, k))
+    if kv.layout in LATENTS:
+        return replace(kv, k=put(kv.k, across if kv.layout == "latent" else along, k))
     assert v is not None
     if kv.v is None:
         both = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [X, 2K, H]
@@ -199,7 +202,9 @@ def read(
     if kv.layout == "products":
         assert kv.v is not None
         return k, take(kv.v)
-    if kv.v is None:
+    if kv.layout == "latent_rows":
+        v = k
+    elif kv.v is None:
         k, v = k[..., 0::2, :], k[..., 1::2, :]  # [B, C, K, H]
     else:
         v = take(kv.v)
@@ -209,9 +214,14 @@ def read(
 def rows_of_heads(kv: KvState[jax.Array]) -> tuple[Float[Array, "R K H"], Float[Array, "R K H"]]:
     """Shows the pool of layout `positions` as R = L*P*C rows, (layer, block, offset) in that order, without a copy.
 
+    Of `latent_rows` both are the same array.
+
     Raises:
         UnsupportedError: the KV has another layout.
     """
+    if kv.layout == "latent_rows":
+        rows = kv.k.reshape(-1, *kv.k.shape[3:])
+        return rows, rows
     _check_layout(kv, "positions", "has rows of heads")
     assert kv.v is not None
     return kv.k.reshape(-1, *kv.k.shape[3:]), kv.v.reshape(-1, *kv.v.shape[3:])

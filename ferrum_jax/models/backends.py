@@ -14,12 +14,13 @@ from ferrum_jax.ops import native
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 WIDEST_HEAD = 256
+WIDEST_LATENT = 640
 
 
 def kv_layout(attention: str, cfg: ModelConfig) -> Layout:
     """Returns the KV layout that a backend reads."""
     if cfg.latent is not None:
-        return "latent"
+        return "latent_rows" if attention == "triton" else "latent"
     layouts: dict[str, Layout] = {"triton": "positions", "tpu": "interleaved"}
     return layouts.get(attention, "products")
 
@@ -109,7 +110,7 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
         return None
     if attention == "cpu":
         return obstacle_of_kernels(cfg, dtype)
-    if cfg.latent is not None:
+    if attention == "tpu" and cfg.latent is not None:
         return "the KV of this model holds latents"
     if attention == "tpu" and cfg.attention_sinks:
         return "the model has attention sinks, it has none"
@@ -117,9 +118,13 @@ def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block
         return f"attn_logit_softcapping is {cfg.attn_logit_softcapping}, it has no soft cap of scores"
     if attention == "triton" and importlib.util.find_spec("jax.experimental.pallas.triton") is None:
         return f"JAX {jax.__version__} has no Pallas for Triton"
-    width, step = cfg.head_dim, {"triton": 16, "tpu": 128}[attention]
-    if width % step or width > WIDEST_HEAD:
-        return f"head_dim is {width}, supported are multiples of {step} up to {WIDEST_HEAD}"
+    step = {"triton": 16, "tpu": 128}[attention]
+    if cfg.latent is not None:
+        name, width, widest = "a latent's width", cfg.latent.cached_dim, WIDEST_LATENT
+    else:
+        name, width, widest = "head_dim", cfg.head_dim, WIDEST_HEAD
+    if width % step or width > widest:
+        return f"{name} is {width}, supported are multiples of {step} up to {widest}"
     if attention == "triton":
         return f"kv_dtype is {kv_dtype}, supported are 16 and 32 bits" if jnp.dtype(kv_dtype).itemsize == 1 else None
     if dtype != "bfloat16":

@@ -53,8 +53,9 @@ def attend_triton(
     first = jnp.asarray(layer, jnp.int32) * state.num_blocks(kv)  # block of the layer, in the whole pool
     tiles = choose_tiles(q, state.num_kv_heads(kv), state.block_size(kv), rows.tables.shape[1])
     call = functools.partial(
-        _call, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=sinks is not None
-    )
+        _call, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=sinks is not None,
+        is_latent=kv.layout == "latent_rows",
+    )  # fmt: skip
     sinks = jnp.zeros(q.shape[2], jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     return launch(call, q, keys, values, rows.tables + first, rows.lengths, rows.counts, sinks)
 
@@ -90,7 +91,7 @@ def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, col
     batch, tokens, heads, width = q.shape
     group = heads // kv_heads
     exact, wide = q.dtype.itemsize == 4, width > 128
-    most = 16 if exact else 64 if wide else 128
+    most = 16 if exact or width > 256 else 64 if wide else 128
     rows = min(max(pl.next_power_of_2(tokens * group), SMALLEST_PART), most)
     keys = 32 if exact or wide else 64
     programs = pl.cdiv(tokens * group, rows) * kv_heads * batch
@@ -117,7 +118,9 @@ def _powers(width: int) -> tuple[tuple[int, int], ...]:
     return tuple(parts)
 
 
-@functools.partial(jax.jit, static_argnames=("tiles", "scale", "window", "softcap", "has_sinks", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("tiles", "scale", "window", "softcap", "has_sinks", "is_latent", "interpret")
+)
 def _call(
     q: Float[Array, "B T N H"],
     keys: Float[Array, "R K H"],
@@ -132,14 +135,16 @@ def _call(
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
+    is_latent: bool,
     interpret: bool,
 ) -> Float[Array, "B T N H"]:
     """Launches the kernel. A jit of its own, so that the layers of a step share one lowering."""
     batch, tokens, heads, width = q.shape
     kv_heads = heads // tiles.group
     kernel = functools.partial(
-        _kernel, tokens=tokens, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=has_sinks
-    )
+        _kernel, tokens=tokens, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=has_sinks,
+        is_latent=is_latent,
+    )  # fmt: skip
     out, log_sums = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(tokens * tiles.group, tiles.rows), kv_heads, batch * tiles.shares),
@@ -181,6 +186,7 @@ def _kernel(
     window: int | None,
     softcap: float | None,
     has_sinks: bool,
+    is_latent: bool,  # a value is its key, which is read once
 ):
     """Attends one tile of one kv head's queries to one share of the positions."""
     tile = pl.num_programs(0) - 1 - pl.program_id(0)  # late tokens see most: they go first
@@ -213,9 +219,8 @@ def _kernel(
             found = triton.load(ref.at[line[:, None], head, _columns(part)], mask=inside[:, None], other=0)
             return found.astype(queries[0].dtype)
 
-        scores = sum(
-            _product(query, read(k_ref, part).T, high) for query, part in zip(queries, tiles.parts, strict=True)
-        )
+        keys = [read(k_ref, part) for part in tiles.parts]
+        scores = sum(_product(query, key.T, high) for query, key in zip(queries, keys, strict=True))
         seen = inside[None, :] & (key_at[None, :] <= query_at[:, None])
         if window is not None:
             seen &= key_at[None, :] > query_at[:, None] - window
@@ -226,9 +231,10 @@ def _kernel(
         finite = jnp.where(new_best == -jnp.inf, 0.0, new_best)
         weights = jnp.exp2(scores - finite[:, None])
         keep = jnp.exp2(best - finite)
+        values = keys if is_latent else [read(v_ref, part) for part in tiles.parts]
         outs = [
-            out * keep[:, None] + _product(weights.astype(queries[0].dtype), read(v_ref, part), high)
-            for out, part in zip(outs, tiles.parts, strict=True)
+            out * keep[:, None] + _product(weights.astype(queries[0].dtype), value, high)
+            for out, value in zip(outs, values, strict=True)
         ]
         return new_best, total * keep + weights.sum(axis=1), *outs
 

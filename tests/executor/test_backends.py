@@ -15,6 +15,7 @@ from ferrum_jax.executor import ModelRunner, plan_engine
 from ferrum_jax.models.backends import kv_layout
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.sharding.devices import find_device
+from tests import tiny
 from tests.executor.conftest import CFG, poison
 
 WIDE = replace(CFG, head_dim=16)  # layer 0 has a window of 9, layer 1 none
@@ -91,6 +92,23 @@ def test_decoding_and_going_back_answer_as_xla_does(triton: ModelRunner, wide: P
         wanted, found = (runner.decode_n(runs) for runner in runners)
         assert [run.token_ids for run in found] == [run.token_ids for run in wanted]
     triton.reset()
+
+
+def test_latents_answer_as_the_cache_free_forward(forward: Forward):
+    config = tiny.CONFIGS["deepseek3"] | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "num_hidden_layers": 2}
+    cfg, params = tiny.ModelConfig.from_hf(config), tiny.tiny_params(config)
+    plan = plan_engine(ENGINE, cfg, platform="cpu", free_bytes=10**9)
+    cache = replace(plan.cache, attention="triton", layout=kv_layout("triton", cfg))
+    assert cache.layout == "latent_rows"
+    text = [7, 2, *PROMPTS["a"], 11]
+    wanted = np.asarray(forward(params, jnp.asarray([text], jnp.int32), cfg=cfg))[0]
+    with ModelRunner(params, cfg, replace(plan, cache=cache), device=find_device("cpu")) as runner:
+        poison(runner)
+        for at, stop in ((0, 10), (10, 15), (15, 16)):
+            found = runner.prefill("a", text[at:stop])
+            np.testing.assert_allclose(found, wanted[stop - 1], rtol=0, atol=TOLERANCE)
+        k, v = runner.kv_cache("a", 1)
+        np.testing.assert_array_equal(k, v)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ SPEC = CacheSpec(
 )
 
 
-layouts = st.sampled_from([layout for layout in get_args(Layout) if layout != "latent"])  # whose values are its keys
+layouts = st.sampled_from([one for one in get_args(Layout) if one not in state.LATENTS])  # whose values are its keys
 read_layer = jax.jit(state.read)
 write_layer = jax.jit(state.write)
 COUNT = 5  # tokens of a write

@@ -10,6 +10,7 @@ from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.executor import plan_engine
 from ferrum_jax.models.backends import choose_attention, kv_layout
 from ferrum_jax.ops import native
+from tests import tiny
 from tests.executor.conftest import CFG
 
 WIDE = replace(CFG, head_dim=128, num_attention_heads=8, num_key_value_heads=4)
@@ -41,6 +42,19 @@ def test_a_model_that_the_platforms_own_cannot_serve_gets_xla():
     assert choose(None, "tpu", cfg=replace(WIDE, head_dim=64)) == "xla"
     assert choose(None, "tpu", cfg=replace(WIDE, attn_logit_softcapping=50.0)) == "xla"
     assert choose(None, "gpu", cfg=replace(WIDE, attn_logit_softcapping=50.0, attention_sinks=True)) == "triton"
+
+
+@pytest.mark.parametrize(("rank", "rotated", "own"), [(512, 64, "triton"), (256, 32, "triton"), (6, 4, "xla")])
+def test_latents_have_a_kernel_on_a_gpu(rank: int, rotated: int, own: str):
+    model = tiny.model_config("deepseek2")
+    assert model.latent is not None
+    cfg = replace(model, latent=replace(model.latent, kv_lora_rank=rank, qk_rope_head_dim=rotated))
+    assert choose(None, "gpu", cfg=cfg) == own
+    assert kv_layout(own, cfg) == {"triton": "latent_rows", "xla": "latent"}[own]
+    assert choose(None, "tpu", cfg=cfg) == "xla"
+    if own == "xla":
+        with pytest.raises(UnsupportedError, match="a latent's width is 10, supported are multiples of 16 up to 640"):
+            choose("triton", "gpu", cfg=cfg)
     assert choose(None, "tpu", cfg=replace(WIDE, num_attention_heads=6, num_key_value_heads=3)) == "xla"
 
 

@@ -60,11 +60,11 @@ def test_what_is_written_as_a_latent_is_read_as_key_and_value():
     assert (state.num_blocks(kv), state.block_size(kv), state.num_kv_heads(kv)) == (3, 4, 1)
 
 
-def test_only_the_backend_that_reads_every_layout_serves_latents():
-    sizes = {"platform": "gpu", "dtype": "bfloat16", "kv_dtype": "bfloat16", "block_size": 128}
+def test_the_kernel_of_tpus_serves_no_latents():
+    sizes = {"platform": "tpu", "dtype": "bfloat16", "kv_dtype": "bfloat16", "block_size": 128}
     assert choose_attention(None, CFG, **sizes) == "xla"
     with pytest.raises(UnsupportedError, match="the KV of this model holds latents"):
-        choose_attention("triton", CFG, **sizes)
+        choose_attention("tpu", CFG, **sizes)
 
 
 def test_experts_are_chosen_within_the_best_groups():

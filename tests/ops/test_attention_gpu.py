@@ -52,6 +52,16 @@ def test_soft_caps_and_sinks_on_a_gpu(case: Case, softcap: float | None):
     check(replace(case, kv_heads=2, group=4, head_dim=64, dtype="bfloat16", softcap=softcap, window=200), sinks)
 
 
+@pytest.mark.parametrize("case", [DECODE, CHUNK], ids=["decode", "chunk"])
+@pytest.mark.parametrize(("width", "dtype"), [(576, "bfloat16"), (288, "float16"), (576, "float32")])
+def test_latents_on_a_gpu(case: Case, width: int, dtype: str):
+    case = replace(case, kv_heads=1, group=40, head_dim=width, dtype=dtype)
+    filled = fill(case, "latent_rows")
+    found = attend_jitted(filled.q, filled.kv, LAYER, filled.rows, scale=width**-0.5, window=None, backend="triton")
+    wanted = expected(case, replace(filled, values=filled.keys))
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=0, atol=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("turned", "width"), [(128, 128), (32, 80)])
 def test_one_kernel_rotates_and_writes_on_a_gpu(dtype: str, turned: int, width: int):

@@ -64,6 +64,19 @@ def test_soft_caps_and_sinks_are_those_of_xla_and_float64(case: Case, softcap: f
     check(replace(case, softcap=softcap, window=33), sinks)
 
 
+@pytest.mark.parametrize("case", [replace(DECODE, block=256, columns=9), CHUNK], ids=["shares", "chunk"])
+@pytest.mark.parametrize(("width", "dtype"), by_default([(80, "float32"), (576, "bfloat16")], (80, "float32")))
+def test_the_values_of_latents_are_their_keys(case: Case, width: int, dtype: str):
+    case = replace(case, kv_heads=1, group=5, head_dim=width, dtype=dtype)
+    rows, plain = fill(case, "latent_rows"), fill(case, "latent")
+    call = functools.partial(attend_jitted, scale=case.head_dim**-0.5, window=None)
+    found = np.asarray(call(rows.q, rows.kv, LAYER, rows.rows, backend="triton"), np.float32)
+    xla = np.asarray(call(plain.q, plain.kv, LAYER, plain.rows), np.float32)
+    tolerance = HALF_TOLERANCE.get(dtype, TOLERANCE)
+    np.testing.assert_allclose(found, xla, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(found, expected(case, replace(rows, values=rows.keys)), rtol=0, atol=tolerance)
+
+
 @one_case
 @pytest.mark.parametrize("head_dim", by_default([64, 80, 96, 128, 256], 80))
 def test_any_width_of_sixteens_is_cut_into_powers_of_two(case: Case, head_dim: int):
