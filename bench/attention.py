@@ -118,13 +118,13 @@ def _call(load: Load, cfg: ModelConfig, dtype: str, backend: str) -> Callable[[]
 
 
 def _work(load: Load, cfg: ModelConfig, dtype: str) -> Work:
-    """Two products for every pair of a token and a position it sees; keys and values read once a sequence."""
+    """Two products for every pair of a token and a position it sees; what is cached is read once a sequence."""
     sequences, tokens = (load.rows, 1) if load.tokens == 1 else (1, load.rows * load.tokens)
     pairs = tokens * load.context + tokens * (tokens + 1) // 2
     width = cfg.head_dim * jnp.dtype(dtype).itemsize
     return Work(
         operations=4 * sequences * pairs * cfg.num_attention_heads * cfg.head_dim,
-        num_bytes=2 * sequences * (load.context + tokens) * cfg.num_key_value_heads * width,
+        num_bytes=(1 if cfg.latent else 2) * sequences * (load.context + tokens) * cfg.num_key_value_heads * width,
     )
 
 

@@ -70,7 +70,9 @@ def main() -> None:
     programs: list[Any] = [plan.buckets.decode(rows) for rows in found.rows]
     programs += [plan.buckets.blocks(count, mixed=False) for count in found.blocks]
     programs += [SampleKey(rows, way) for rows in found.rows for way in plan.buckets.sample_ways]
-    table = Table("program", "kernels", "branches", "temporary MB", "aliased GB", "seconds", "most of them", box=None)
+    table = Table(
+        "program", "kernels", "branches and loops", "temporary MB", "aliased GB", "seconds", "most of them", box=None
+    )
     for key in programs:
         started = time.perf_counter()
         with use_abstract_mesh(mesh):
@@ -96,7 +98,7 @@ def _options() -> argparse.Namespace:
     reader.add_argument("--model", choices=CONFIGURATIONS, default="llama-3.1-8b")
     reader.add_argument("--layers", type=int, default=2, help="so many of the model's [2]")
     reader.add_argument("--layout", choices=LAYOUTS, help="of the parameters [the one they are served in]")
-    reader.add_argument("--quantise", help="int8 or float8_e4m3fn [bfloat16]")
+    reader.add_argument("--quantize", help="int8 or float8_e4m3fn [bfloat16]")
     reader.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="of decode steps [1 32]")
     reader.add_argument("--blocks", type=int, nargs="+", default=[16], help="of 128 tokens, of prompts' steps [16]")
     reader.add_argument("--capacity", type=int, default=8192, help="positions of a sequence [8192]")
@@ -109,7 +111,7 @@ def _context(cfg: ModelConfig, plan: Any, found: argparse.Namespace, place: Sing
 
     def make() -> Any:
         params = initialise(family(cfg).param_specs(cfg), jax.random.key(0), "bfloat16")
-        return lay_out(params if found.quantise is None else quantise(params, cfg, found.quantise), cfg, layout)
+        return lay_out(params if found.quantize is None else quantise(params, cfg, found.quantize), cfg, layout)
 
     def placed(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)

@@ -24,7 +24,7 @@ from ferrum_jax.sharding.mesh import WHOLE
 
 Leaf = TypeVar("Leaf")
 Way = Literal["branches", "draw", "filter"]
-BRANCHES: Way = "branches"  # no more than the rows need; a GPU's host waits to read what that is
+BRANCHES: Way = "branches"  # no more than the rows need; on a GPU the host waits to read what that is
 DRAW: Way = "draw"  # nothing is filtered, changed by penalties or masks, or reported beside the token's own
 FILTER: Way = "filter"  # all of that, but no alternatives
 WAYS = (DRAW, FILTER, BRANCHES)  # each does what those before it do

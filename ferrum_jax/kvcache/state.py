@@ -222,7 +222,7 @@ def rows_of_heads(kv: KvState[jax.Array]) -> tuple[Float[Array, "R K H"], Float[
     if kv.layout == "latent_rows":
         rows = kv.k.reshape(-1, *kv.k.shape[3:])
         return rows, rows
-    _check_layout(kv, "positions", "has rows of heads")
+    _check_layout(kv, "positions", "(or latent_rows) has rows of heads")
     assert kv.v is not None
     return kv.k.reshape(-1, *kv.k.shape[3:]), kv.v.reshape(-1, *kv.v.shape[3:])
 

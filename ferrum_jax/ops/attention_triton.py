@@ -5,9 +5,10 @@ Dao 2023, "FlashAttention-2", sections 3.1 and 3.3 (order of the loops, packing 
 4.1 (through the block table). Scores, softmax and accumulation are float32.
 
 A program has one row, one kv head, a tile of its G query heads' tokens and a share of the positions. It reads each key
-and value once for all G heads, so a step of one token reads `2 * K * H * itemsize` bytes a visible position and layer,
-which over the bandwidth is its floor: 0.5 GB for a row of Llama 3.1 8B at 4096 positions in bfloat16, 0.16 ms at 3.35
-TB/s. The pool itself is the kernel's operand and the layer an index into it: nothing of it is sliced or copied.
+and value once for the heads of its tile, which are all G but for latents: a step of one token then reads
+`2 * K * H * itemsize` bytes a visible position and layer, which over the bandwidth is its floor: 0.5 GB for a row of
+Llama 3.1 8B at 4096 positions in bfloat16, 0.16 ms at 3.35 TB/s. The pool itself is the kernel's operand and the layer
+an index into it: nothing of it is sliced or copied.
 
 Off a GPU the same kernel runs interpreted: exact and slow, for tests.
 """
@@ -33,7 +34,7 @@ from ferrum_jax.ops.linear import precision
 SMALLEST_PART = 16  # numbers of a head: what a tensor core's product takes
 PROGRAMS = 528  # that a step should have: four for each of the 132 multiprocessors of an H100
 SMALLEST_SHARE = 256  # positions of a program: fewer are not worth merging
-MOST_MERGED = 1 << 14  # numbers of all shares of a row, which are merged in registers
+MERGED = 1 << 12  # numbers of a row's shares that are merged at a time, in registers
 LOG2E = math.log2(math.e)
 
 
@@ -85,8 +86,8 @@ def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, col
     """Chooses the tiles for an H100; other cards since Ampere run the same ones.
 
     Keys and values on their way take `2 * stages * keys * H * itemsize` bytes of the 227 KB of shared memory (99 KB on
-    the smallest cards): 64 KB in bfloat16 at a width of 128. Float32 products have no tensor cores and hold their
-    operands in registers, of which more than 16 rows run out.
+    the smallest cards), half of that for latents: 64 KB in bfloat16 at a width of 128. Float32 products have no tensor
+    cores and hold their operands in registers, of which more than 16 rows run out.
     """
     batch, tokens, heads, width = q.shape
     group = heads // kv_heads
@@ -99,7 +100,7 @@ def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, col
     return Tiles(
         rows=rows,
         keys=keys,
-        shares=max(1, min(PROGRAMS // programs, useful, MOST_MERGED // width)),
+        shares=max(1, min(PROGRAMS // programs, useful)),
         group=group,
         block=block_size,
         parts=_powers(width),
@@ -301,18 +302,27 @@ def _merge_kernel(
     shares: int,
     parts: tuple[tuple[int, int], ...],
 ):
-    """Merges one row, all shares at once."""
-    row, share = pl.program_id(0), jnp.arange(pl.next_power_of_2(shares), dtype=jnp.int32)
-    log_sums = triton.load(log_sums_ref.at[share, row], mask=share < shares, other=-jnp.inf)
+    """Merges one row, some shares at a time."""
+    row = pl.program_id(0)
+
+    def log_sums_of(first: int, count: int) -> tuple[jax.Array, jax.Array]:
+        share = first + jnp.arange(count, dtype=jnp.int32)
+        return share, triton.load(log_sums_ref.at[share, row], mask=share < shares, other=-jnp.inf)
+
+    _, log_sums = log_sums_of(0, pl.next_power_of_2(shares))
     best = log_sums.max(axis=0)
-    weights = jnp.exp2(log_sums - jnp.where(best == -jnp.inf, 0.0, best))
-    total = weights.sum(axis=0)
+    best = jnp.where(best == -jnp.inf, 0.0, best)
+    total = jnp.exp2(log_sums - best).sum(axis=0)
     safe = jnp.where(total == 0, 1.0, total)
     for part in parts:
-        columns = _columns(part)
-        outs = triton.load(outs_ref.at[share[:, None], row, columns], mask=(weights > 0)[:, None], other=0)
-        merged = (outs * weights[:, None]).sum(axis=0) / safe
-        triton.store(out_ref.at[row, columns[0]], merged.astype(out_ref.dtype))
+        columns, merged = _columns(part), jnp.zeros(part[1], jnp.float32)
+        count = min(pl.next_power_of_2(shares), max(1, MERGED // part[1]))
+        for first in range(0, shares, count):
+            share, log_sums = log_sums_of(first, count)
+            weights = jnp.exp2(log_sums - best)
+            outs = triton.load(outs_ref.at[share[:, None], row, columns], mask=(weights > 0)[:, None], other=0)
+            merged += (outs * weights[:, None]).sum(axis=0)
+        triton.store(out_ref.at[row, columns[0]], (merged / safe).astype(out_ref.dtype))
 
 
 def _columns(part: tuple[int, int]) -> Int[Array, "1 size"]:

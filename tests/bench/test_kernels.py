@@ -28,7 +28,7 @@ def test_a_random_kv_is_the_same_in_every_layout_and_has_no_zeros():
         for layer in range(2):
             k, v = state.read(kv, layer, blocks)
             np.testing.assert_array_equal(k, keys[layer])
-            np.testing.assert_array_equal(v, k.swapaxes(2, 3) if layout == "latent" else values[layer])
+            np.testing.assert_array_equal(v, k.swapaxes(2, 3) if layout in state.LATENTS else values[layer])
 
 
 def test_a_machine_without_kernels_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch):

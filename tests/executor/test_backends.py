@@ -107,8 +107,7 @@ def test_latents_answer_as_the_cache_free_forward(forward: Forward):
         for at, stop in ((0, 10), (10, 15), (15, 16)):
             found = runner.prefill("a", text[at:stop])
             np.testing.assert_allclose(found, wanted[stop - 1], rtol=0, atol=TOLERANCE)
-        k, v = runner.kv_cache("a", 1)
-        np.testing.assert_array_equal(k, v)
+        assert [side.shape for side in runner.kv_cache("a", 1)] == [(16, 1, 48)] * 2
 
 
 @pytest.mark.slow

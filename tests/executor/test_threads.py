@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.answers import StepPart, read_part
 from ferrum_jax.executor.chaining import chain
+from ferrum_jax.executor.device import PINNED_BYTES, _to_host
 from tests.executor.conftest import Oracle
 
 
@@ -64,6 +66,17 @@ def fail_at_dispatch(params: object, kv: object, *_: object) -> object:
 def fail_when_fetched(params: object, kv: object, *_: object) -> object:
     logits = cast(jax.Array, Poisoned())
     return StepOutputs(logits=logits, rows=logits, captured={}), kv
+
+
+def test_without_pinned_memory_arrays_are_fetched_by_themselves(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object) -> object:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: injected")
+
+    large = jnp.arange(PINNED_BYTES)
+    monkeypatch.setattr(jax, "device_put", fail)
+    np.testing.assert_array_equal(_to_host(large, is_pinned=True), np.arange(PINNED_BYTES))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        jax.device_put(large)
 
 
 @pytest.mark.parametrize("fail", [fail_at_dispatch, fail_when_fetched])

@@ -41,6 +41,7 @@ def test_a_model_that_the_platforms_own_cannot_serve_gets_xla():
     assert choose(None, "gpu", cfg=CFG) == "xla"  # heads 10 wide
     assert choose(None, "tpu", cfg=replace(WIDE, head_dim=64)) == "xla"
     assert choose(None, "tpu", cfg=replace(WIDE, attn_logit_softcapping=50.0)) == "xla"
+    assert choose(None, "tpu", cfg=replace(WIDE, num_attention_heads=6, num_key_value_heads=3)) == "xla"
     assert choose(None, "gpu", cfg=replace(WIDE, attn_logit_softcapping=50.0, attention_sinks=True)) == "triton"
 
 
@@ -55,7 +56,6 @@ def test_latents_have_a_kernel_on_a_gpu(rank: int, rotated: int, own: str):
     if own == "xla":
         with pytest.raises(UnsupportedError, match="a latent's width is 10, supported are multiples of 16 up to 640"):
             choose("triton", "gpu", cfg=cfg)
-    assert choose(None, "tpu", cfg=replace(WIDE, num_attention_heads=6, num_key_value_heads=3)) == "xla"
 
 
 @pytest.mark.parametrize(("asked", "platform"), [("triton", "cpu"), ("tpu", "gpu"), ("triton", "tpu")])

@@ -12,7 +12,7 @@ import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.contract.errors import ConfigError, FerrumError, UnsupportedError
 from ferrum_jax.kvcache import state
-from ferrum_jax.kvcache.state import CacheSpec
+from ferrum_jax.kvcache.state import CacheSpec, Layout
 from ferrum_jax.models.backends import choose_attention
 from ferrum_jax.ops.moe import choose_in_groups
 from ferrum_jax.weights import orbax
@@ -46,9 +46,10 @@ def test_chunks_batches_mixed_steps_and_truncation_give_the_logits_of_one_forwar
             np.testing.assert_allclose(logits, expected[position], atol=TOLERANCE)
 
 
-def test_what_is_written_as_a_latent_is_read_as_key_and_value():
+@pytest.mark.parametrize("layout", state.LATENTS)
+def test_what_is_written_as_a_latent_is_read_as_key_and_value(layout: Layout):
     spec = CacheSpec(
-        num_layers=2, num_blocks=3, block_size=4, num_kv_heads=1, head_dim=6, dtype="float32", layout="latent"
+        num_layers=2, num_blocks=3, block_size=4, num_kv_heads=1, head_dim=6, dtype="float32", layout=layout
     )
     latents = jnp.arange(1, 13, dtype=jnp.float32).reshape(2, 1, 6)
     kv = state.write(state.empty(spec), 1, jnp.array([2, 3]), jnp.array([1, 0]), latents)  # the second is dropped

@@ -6,6 +6,7 @@ The sizes are those of Llama 3.1 8B's attention, with few layers and a small voc
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -81,6 +82,19 @@ def moved(text: str, least: int) -> list[str]:
         if operation and operation[1] in MOVES and sizes and max(sizes) >= least:
             found.append(line.strip())
     return found
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (2, 128)])
+def test_latents_lower_for_cuda_and_are_not_copied(rows: int, tokens: int):
+    spec = replace(cache("triton"), num_kv_heads=1, head_dim=576, layout="latent_rows")
+    group = Rows(tokens=ints(rows, tokens), lengths=ints(rows), counts=ints(rows), tables=ints(rows, COLUMNS))
+    call = functools.partial(attend, scale=0.1, window=None, backend="triton")
+    text = lowered(
+        call, "cuda", jax.ShapeDtypeStruct((rows, tokens, 128, 576), jnp.bfloat16), state.shapes(spec), ints(), group
+    )
+    shares = rows == 1  # of a long context, which are merged
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 1 + shares
+    assert not moved(text, BLOCKS * BLOCK * 576)
 
 
 @pytest.mark.parametrize("dtype", by_default(["bfloat16", "float16", "float32"], "bfloat16"))

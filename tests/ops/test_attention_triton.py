@@ -65,7 +65,9 @@ def test_soft_caps_and_sinks_are_those_of_xla_and_float64(case: Case, softcap: f
 
 
 @pytest.mark.parametrize("case", [replace(DECODE, block=256, columns=9), CHUNK], ids=["shares", "chunk"])
-@pytest.mark.parametrize(("width", "dtype"), by_default([(80, "float32"), (576, "bfloat16")], (80, "float32")))
+@pytest.mark.parametrize(
+    ("width", "dtype"), by_default([(80, "float32"), (576, "bfloat16"), (576, "float32")], (576, "float32"))
+)
 def test_the_values_of_latents_are_their_keys(case: Case, width: int, dtype: str):
     case = replace(case, kv_heads=1, group=5, head_dim=width, dtype=dtype)
     rows, plain = fill(case, "latent_rows"), fill(case, "latent")
