@@ -238,7 +238,7 @@ def test_parameters_at_hand_are_served_with_the_options_too(monkeypatch: pytest.
         return compile_it(lowered, **settings)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_and_note)
-    monkeypatch.setattr("ferrum_jax.executor.from_params.free_bytes", lambda _: 2**20)
+    monkeypatch.setattr("ferrum_jax.sharding.mesh.free_bytes", lambda _: 2**20)
     params = jax.device_put(tiny.tiny_params(tiny.CONFIGS["qwen3_tied"]))
     options = {"xla_cpu_enable_fast_math": False}
     engine = EngineConfig(memory_fraction=0.9, max_seqs=64, block_tokens=8, query_blocks=(1,), decode_rows=(1,))
