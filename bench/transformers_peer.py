@@ -4,8 +4,8 @@
 over two kinds of cache: `DynamicCache` grows by concatenation, `StaticCache` is written in place and attends to all of
 its capacity, which is set to what the row needs. On a GPU both of these, in the dtype of the weights, and the static
 cache in a CUDA graph, so that no kernel waits for Python: of the eager kernels, and with `torch.compile` of what lies
-between the products and the attention (norms, rotations, the feed-forward block), which fuses it. Compiling whole
-layers would fuse little more, and takes a minute for each number of rows. Needs the extra `reference`.
+between the products and the attention (norms, rotations, the feed-forward block), which fuses it. The whole model is
+not compiled: it would be anew for every number of rows. Needs the extra `reference`.
 """
 
 import inspect

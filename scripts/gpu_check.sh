@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What is to be known on a GPU, the most important first: scripts/gpu_check.sh [FOLDER for records and logs].
 # Each part has its own limit, and one that fails keeps none of the later ones from running. Needs the extras `test` and
-# `bench`, a JAX for CUDA and a torch for CUDA. `kernels` and `compare` take five minutes together on an H200.
+# `bench`, a JAX for CUDA and a torch for CUDA. `kernels` and `compare` take three minutes together on an H200.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

@@ -76,8 +76,7 @@ class SlotSettings:
         """The first of `WAYS` that suffices."""
         if self.num_logprobs > 0:
             return BRANCHES
-        is_filtered = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
-        return FILTER if is_filtered or self.is_adjusted else DRAW
+        return FILTER if sampling.is_filtered(self) or self.is_adjusted else DRAW
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ every threshold by digits.
 """
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import flax.struct
 import jax
@@ -86,21 +86,19 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
     def draw_unfiltered() -> tuple[jax.Array, jax.Array]:
         return draw(scores, inputs), unfiltered
 
-    def filter_and_draw() -> tuple[jax.Array, jax.Array]:
+    def draw_filtered() -> tuple[jax.Array, jax.Array]:
         scaled = _scaled(scores, inputs.temperature)
         among_best, threshold, is_among_best = _draw_from_best(scaled, inputs)
         threshold = jnp.where(is_filtered(inputs), threshold, -jnp.inf)
         is_among_best &= is_filtered(inputs)
 
         def draw_from_all() -> jax.Array:
-            kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
-            found = argmax(jnp.where(is_drawn[:, None], kept + _noise(scores, inputs), scores))
-            return jnp.where(is_among_best, among_best, found)
+            return jnp.where(is_among_best, among_best, _draw_from(scores, scaled, threshold, inputs))
 
         return lax.cond(jnp.all(is_among_best), lambda: among_best, draw_from_all), threshold
 
     which = jnp.any(is_drawn).astype(jnp.int32) + jnp.any(is_filtered(inputs)).astype(jnp.int32)
-    return lax.switch(which, (take_best, draw_unfiltered, filter_and_draw))
+    return lax.switch(which, (take_best, draw_unfiltered, draw_filtered))
 
 
 def filter_and_draw(
@@ -110,13 +108,22 @@ def filter_and_draw(
     scaled = _scaled(scores, inputs.temperature)
     threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p, has_branches=False)
     threshold = jnp.where(is_filtered(inputs), threshold, -jnp.inf)
+    return _draw_from(scores, scaled, threshold, inputs), threshold
+
+
+def _draw_from(
+    scores: jax.Array, scaled: jax.Array, threshold: jax.Array, inputs: SampleInputs[jax.Array]
+) -> jax.Array:
+    """Draws each row's token from those at or above its threshold; a row of temperature 0 takes the best."""
     kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
-    is_drawn = (inputs.temperature > 0)[:, None]
-    return argmax(jnp.where(is_drawn, kept + _noise(scores, inputs), scores)), threshold
+    return argmax(jnp.where((inputs.temperature > 0)[:, None], kept + _noise(scores, inputs), scores))
 
 
-def is_filtered(inputs: SampleInputs[jax.Array]) -> Bool[Array, " B"]:
-    """True of rows that are drawn from fewer than all tokens."""
+def is_filtered(inputs: Any) -> Any:
+    """True of rows that are drawn from fewer than all tokens.
+
+    `inputs` are `SampleInputs`, or anything with numbers by the same names: `[B]` of bool, or one.
+    """
     return (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
 
 
@@ -263,7 +270,7 @@ def filter_threshold(
     """
     if not has_branches:
         found = _kept_from(scaled, top_k, top_p, _by_digits)
-        return jnp.minimum(jnp.maximum(found, jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)), 0.0)
+        return jnp.minimum(jnp.maximum(found, _log_of(min_p)), 0.0)
     if _has_kernel(scaled):
         nothing = jnp.zeros_like(top_k)
         return native.choose(scaled, jnp.ones_like(top_p), top_k, top_p, min_p, nothing.astype(jnp.uint32), nothing)[1]
@@ -308,13 +315,17 @@ def _threshold(
     in_nucleus = in_top & ((before < (top_p * total)[:, None]) | (jnp.arange(num) == 0))
     nucleus = jnp.min(jnp.where(in_nucleus, ranked, jnp.inf), axis=-1)
     found = jnp.where(has_p, nucleus, least)
-    floor = jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)
+    floor = _log_of(min_p)
     too_many = (has_k & ((top_k > num) | (least <= last))) | (has_p & (nucleus <= last))
     found = lax.cond(
         jnp.any(too_many), lambda: jnp.where(too_many, _kept_from(scaled, top_k, top_p, _bisect), found), lambda: found
     )
     is_inside = ((has_k | has_p) & ~too_many) | (floor > last)  # min-p may cut what is left down to candidates
     return jnp.minimum(jnp.maximum(found, floor), 0.0), is_inside
+
+
+def _log_of(min_p: jax.Array) -> jax.Array:
+    return jnp.where(min_p > 0, jnp.log(min_p), -jnp.inf)
 
 
 def _kept_from(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, find: Callable[..., jax.Array]) -> jax.Array:
