@@ -10,17 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ferrum_jax.cli_options import (
-    CapacityOption,
-    DeviceOption,
-    DtypeOption,
-    LayoutOption,
-    MeshOption,
-    ModelArgument,
-    ModelOption,
-    QuantizeOption,
-    TokenizerOption,
-)
+from ferrum_jax import cli_options
 from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, IOError, UnsupportedError
 from ferrum_jax.conversation import chat, figures
 from ferrum_jax.serve.command import serve
@@ -49,7 +39,7 @@ def main() -> None:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model; - reads standard input")],
-    model: ModelOption = None,
+    model: cli_options.ModelOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Draw among the k best; 0 is off")] = 0,
@@ -62,13 +52,13 @@ def generate(
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message")] = None,
     chat: Annotated[bool, typer.Option("--chat/--raw", help="Use the model's chat template, if it has one")] = True,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    mesh: MeshOption = None,
-    kv_capacity: CapacityOption = None,
-    quantize: QuantizeOption = None,
-    layout: LayoutOption = None,
-    tokenizer: TokenizerOption = None,
+    dtype: cli_options.DtypeOption = None,
+    device: cli_options.DeviceOption = None,
+    mesh: cli_options.MeshOption = None,
+    kv_capacity: cli_options.CapacityOption = None,
+    quantize: cli_options.QuantizeOption = None,
+    layout: cli_options.LayoutOption = None,
+    tokenizer: cli_options.TokenizerOption = None,
     speculate: Annotated[
         int | None, typer.Option(help="Tokens to draft at a time, by looking up what followed the same words before")
     ] = None,
@@ -111,7 +101,7 @@ def generate(
 
 
 @app.command()
-def inspect(model: ModelArgument = None) -> None:
+def inspect(model: cli_options.ModelArgument = None) -> None:
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead, with_defaults
@@ -226,14 +216,14 @@ def plan(
 
 @app.command("compile")
 def compile_steps(
-    model: ModelArgument = None,
+    model: cli_options.ModelArgument = None,
     max_seqs: Annotated[int | None, typer.Option(help="Live sequences; `generate` has 1 [default: 8]")] = None,
-    kv_capacity: CapacityOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    mesh: MeshOption = None,
-    quantize: QuantizeOption = None,
-    layout: LayoutOption = None,
+    kv_capacity: cli_options.CapacityOption = None,
+    dtype: cli_options.DtypeOption = None,
+    device: cli_options.DeviceOption = None,
+    mesh: cli_options.MeshOption = None,
+    quantize: cli_options.QuantizeOption = None,
+    layout: cli_options.LayoutOption = None,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
     folder: Annotated[str | None, typer.Option(help="Folder of the compiled steps [default: the user's cache]")] = None,
@@ -282,8 +272,8 @@ def convert(
     model: Annotated[str, typer.Argument(help="Folder, .gguf file or Hugging Face id")],
     folder: Annotated[str, typer.Argument(help="The new folder")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16 [default: the model's]")] = None,
-    quantize: QuantizeOption = None,
-    tokenizer: TokenizerOption = None,
+    quantize: cli_options.QuantizeOption = None,
+    tokenizer: cli_options.TokenizerOption = None,
 ) -> None:
     """Write a model as an Orbax checkpoint, with its tokenizer."""
     from ferrum_jax import conversion

@@ -7,16 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ferrum_jax.cli_options import (
-    CapacityOption,
-    DeviceOption,
-    DtypeOption,
-    LayoutOption,
-    MeshOption,
-    ModelArgument,
-    QuantizeOption,
-    TokenizerOption,
-)
+from ferrum_jax import cli_options
 from ferrum_jax.contract.errors import FerrumError, UnsupportedError
 
 HELP = """/system TEXT  say what the model is told first; without a text, nothing
@@ -27,7 +18,7 @@ HELP = """/system TEXT  say what the model is told first; without a text, nothin
 
 
 def chat(
-    model: ModelArgument = None,
+    model: cli_options.ModelArgument = None,
     system: Annotated[str | None, typer.Option(help="System message")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most")] = 1024,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.7,
@@ -36,13 +27,13 @@ def chat(
     min_p: Annotated[float, typer.Option(help="Draw among tokens this likely relative to the best; 0 is off")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes draws repeatable")] = None,
-    kv_capacity: CapacityOption = None,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    mesh: MeshOption = None,
-    quantize: QuantizeOption = None,
-    layout: LayoutOption = None,
-    tokenizer: TokenizerOption = None,
+    kv_capacity: cli_options.CapacityOption = None,
+    dtype: cli_options.DtypeOption = None,
+    device: cli_options.DeviceOption = None,
+    mesh: cli_options.MeshOption = None,
+    quantize: cli_options.QuantizeOption = None,
+    layout: cli_options.LayoutOption = None,
+    tokenizer: cli_options.TokenizerOption = None,
     speculate: Annotated[int | None, typer.Option(help="Tokens to draft at a time, by prompt lookup")] = None,
 ) -> None:
     """Converse with a model, which keeps in mind what was said; /help lists the commands."""

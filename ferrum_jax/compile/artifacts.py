@@ -71,13 +71,7 @@ class Artifacts:
     """The compiled steps of one program in a folder of this user's."""
 
     def __init__(self, root: Path, facts: Facts, options: CompilerOptions = None):
-        """Reads and makes nothing yet.
-
-        Args:
-            root: folder of all programs.
-            facts: what this one's steps depend on, apart from JAX's settings and `options`.
-            options: of the compiler, with which every step is compiled.
-        """
+        """Reads and makes nothing yet; `facts` are all that steps depend on but JAX's settings and `options`."""
         self.root = root
         self.facts = facts | {"compiler_options": dict(options or ())}
         self._folder = PrivateFolder(root)

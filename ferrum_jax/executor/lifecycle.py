@@ -16,12 +16,7 @@ class Lifecycle:
     """
 
     def __init__(self, noun: str, is_lost: Callable[[], bool]):
-        """Begins Ready.
-
-        Args:
-            noun: what the object is called in errors.
-            is_lost: says, after an error, whether what is on the device is lost.
-        """
+        """Begins Ready; `is_lost` says, after an error, whether what is on the device is lost."""
         self.lock = threading.RLock()
         self.state = ExecutorState.Ready
         self.paused = ""  # why nothing may be called for now, though the state is Ready

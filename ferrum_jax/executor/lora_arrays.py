@@ -24,14 +24,7 @@ _OWN = {".down": 0, ".up": 1}
 def lay_out_arrays(tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, *, scale: float, index: int) -> ParamTree:
     """Returns the tree of `models.adapters.adapter_specs`: ranks padded with zeros, projections that lack are zero.
 
-    Args:
-        tree: PEFT's names to arrays, `base_model.model.….lora_A.weight` `[r, D]` and `…lora_B.weight` `[F, r]`; or the
-            tree of stacks that `models.forward(loras=…)` takes, or that of one adapter.
-        cfg: the model's.
-        spec: how large an adapter may be.
-        dtype: of the stacks.
-        scale: alpha / r, which `lora_B` or `up` is multiplied by.
-        index: which adapter of stacks.
+    Tree, scale and index are those of `ModelRunner.set_lora`.
 
     Raises:
         InvalidParameterError: the arrays are not those of an adapter of this model; the message lists where.

@@ -51,14 +51,10 @@ class _Run:
 
 
 def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool) -> Callable[[], list[DecodedRun]]:
-    """Returns a call that chooses up to `max_tokens` tokens of each run, in order.
+    """Returns a call that chooses up to `max_tokens` tokens of each run, in order; runs are of different sequences.
 
-    Whatever can refuse does so now; then nothing has changed.
-
-    Args:
-        pipeline: the runner's.
-        runs: of different sequences, which are live.
-        until_one_ends: stop all when a run of the same device call is over.
+    Whatever can refuse does so now; then nothing has changed. With `until_one_ends`, all runs of a device call stop
+    when one of them is over.
     """
     buckets, table = pipeline.plan.buckets, pipeline.table
     if not buckets.multi_step_tokens:

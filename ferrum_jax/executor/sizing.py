@@ -101,13 +101,7 @@ def plan_engine(
 
     Where no number of sequences, rows or blocks is given, an accelerator has as many sequences, 64 at most, as a half
     of its free memory (or `memory_fraction`) holds at full length; the other half is left for a draft or a trainer.
-
-    Args:
-        engine: what was asked for.
-        cfg: the model.
-        platform: `cpu`, `gpu` or `tpu`.
-        free_bytes: what the device, or each device of a mesh, has left for the KV, the parameters being there already.
-        division: of the model over the devices of a mesh.
+    `free_bytes` is what the device, or each device of a mesh, has left for the KV, the parameters being there already.
 
     Raises:
         ConfigError: sizes contradict each other or the model.

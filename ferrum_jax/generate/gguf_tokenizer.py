@@ -67,21 +67,13 @@ _LLAMA3 = ByteLevelRecipe(splits=(_LLAMA3_SPLIT,), ignores_merges=True, adds_bos
 PRE_TOKENIZERS: Mapping[str, ByteLevelRecipe] = {
     "dbrx": ByteLevelRecipe(splits=(_LLAMA3_SPLIT,)),
     "deepseek-v3": ByteLevelRecipe(splits=_DEEPSEEK3_SPLITS),
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
     "gpt-4o": ByteLevelRecipe(splits=(_O200K_SPLIT,)),
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "olmo": _GPT2,
-    "phi-2": _GPT2,
     "qwen2": ByteLevelRecipe(splits=(_QWEN2_SPLIT,), composes=True),
-    "refact": _STARCODER,
     "smaug-bpe": ByteLevelRecipe(splits=(_LLAMA3_SPLIT,)),
-    "smollm": _STARCODER,
-    "starcoder": _STARCODER,
     "tekken": ByteLevelRecipe(splits=(_TEKKEN_SPLIT,), ignores_merges=True, adds_bos=True),
+    **dict.fromkeys(("default", "gpt-2", "gpt2", "olmo", "phi-2"), _GPT2),
+    **dict.fromkeys(("refact", "smollm", "starcoder"), _STARCODER),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), _LLAMA3),
 }
 
 

@@ -9,7 +9,6 @@ from typing import Any, Self
 from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.intake import Intake
@@ -123,7 +122,7 @@ class LLM:
             if drafts is not None:
                 drafts.close()
             raise
-        self._engine = Engine(scheduler)
+        self.engine = Engine(scheduler)  # for those who submit requests themselves
         forms = FormCompiler(tokenizer, model.config.vocab_size)
         self._intake = Intake(model, tokenizer, scheduler.new_cache_id, forms)
 
@@ -136,18 +135,13 @@ class LLM:
         self.close()
 
     @property
-    def engine(self) -> Engine:
-        """The engine below, for those who submit requests themselves."""
-        return self._engine
-
-    @property
     def runner(self) -> ModelRunner:
         """The runner below, once what was aborted is freed.
 
         Raises:
             UnsupportedError: the model is none.
         """
-        self._engine.settle()
+        self.engine.settle()
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"this LLM runs a {type(self.model).__name__}, not a ModelRunner")
         return self.model
@@ -155,13 +149,13 @@ class LLM:
     @property
     def acceptance_rate(self) -> float:
         """Share of the drafted tokens that came to stand in an answer; 0 before there were any."""
-        speculator = self._engine.scheduler.speculator
+        speculator = self.engine.scheduler.speculator
         return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
 
     def warmup(self, *, progress: bool = True, load: bool = False, scores: bool = False) -> None:
         """Compiles everything that serving may need; options as of `ModelRunner.warmup`, which other models lack."""
-        self._engine.settle()
-        scheduler = self._engine.scheduler
+        self.engine.settle()
+        scheduler = self.engine.scheduler
         scheduler.backend.warmup(progress=progress, load=load, scores=scores, masks=self.tokenizer is not None)
         if scheduler.speculator is not None:
             scheduler.speculator.source.warmup(progress=progress)
@@ -171,7 +165,7 @@ class LLM:
 
         Answers that are being generated are recomputed and stay the same. Those that the failure ended stay failed.
         """
-        self._engine.call(self._engine.scheduler.reset)
+        self.engine.call(self.engine.scheduler.reset)
 
     def reset_prefix_cache(self) -> None:
         """Forgets every known prefix, between two steps; what runs goes on.
@@ -181,7 +175,7 @@ class LLM:
         """
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"prefixes are forgotten by a ModelRunner, not by a {type(self.model).__name__}")
-        self._engine.call(self.model.reset_prefix_cache)
+        self.engine.call(self.model.reset_prefix_cache)
 
     def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
         """Takes other weights as `ModelRunner.set_params` does, between two steps, also while requests run.
@@ -204,7 +198,7 @@ class LLM:
             RequestValidationError, InvalidParameterError, ResourceExhaustedError: as of `ModelRunner.set_params`;
                 nothing has changed.
         """
-        return self._engine.update(params_update(self.model, params, live))
+        return self.engine.update(params_update(self.model, params, live))
 
     def set_lora(self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, live: LivePolicy = "wait") -> int:
         """Takes an adapter's arrays as `ModelRunner.set_lora` does, between two steps, also while requests run.
@@ -213,13 +207,13 @@ class LLM:
         name had before, as of `set_params`; others go on. Returns the version that `weight_versions` names. Raises as
         `set_params` and `ModelRunner.set_lora`.
         """
-        return self._engine.update(lora_update(self.model, name, tree, live, scale=scale, index=index))
+        return self.engine.update(lora_update(self.model, name, tree, live, scale=scale, index=index))
 
     def close(self) -> None:
         """Ends every request, and frees the model, and the draft model if it was loaded with it."""
-        self._engine.close()
-        if self._engine.scheduler.speculator is not None:
-            self._engine.scheduler.speculator.source.close()
+        self.engine.close()
+        if self.engine.scheduler.speculator is not None:
+            self.engine.scheduler.speculator.source.close()
         if isinstance(self.model, ModelRunner):
             self.model.close()
 
@@ -365,7 +359,7 @@ class LLM:
             firsts = [first for first, *_ in groups]
             if sort:  # the longest first, so that rows of like length share steps
                 firsts.sort(key=lambda one: -len(one.prompt))
-            self._engine.submit(*firsts)
+            self.engine.submit(*firsts)
             for at, group in enumerate(groups if track is None else track(groups)):
                 for request in group:
                     while not request.is_done:
@@ -374,9 +368,9 @@ class LLM:
                         request.error.add_note(f"prompts[{at}] of {len(groups)}")
                         raise request.error
         except BaseException as problem:
-            self._engine.abort(*itertools.chain.from_iterable(groups))
+            self.engine.abort(*itertools.chain.from_iterable(groups))
             if isinstance(problem, FerrumError):
-                self._engine.settle()
+                self.engine.settle()
             raise
 
     def _finished(
@@ -387,14 +381,14 @@ class LLM:
         for request in indices:
             request.notify = lambda one: events.put(one) if one.is_done else None
         try:
-            self._engine.submit(*(first for first, *_ in groups))
+            self.engine.submit(*(first for first, *_ in groups))
             left = set(indices)
             while left:
                 if (request := events.get()) in left:
                     left.discard(request)
                     yield indices[request], request.output(return_error=return_errors)
         finally:
-            self._engine.abort(*indices)
+            self.engine.abort(*indices)
 
     def stream(
         self,
@@ -412,7 +406,7 @@ class LLM:
         The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
         """
         params = one_of(params, sampling_params)
-        return Stream(self._engine, self.request(prompt, params, lora_request, interventions, capture, priority))
+        return Stream(self.engine, self.request(prompt, params, lora_request, interventions, capture, priority))
 
     def request(
         self,
@@ -489,11 +483,4 @@ class LLM:
         tokenizer = self._intake.need_tokenizer()
         if tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
-        text = render_chat(
-            tokenizer.chat_template,
-            messages,
-            tools=tools,
-            bos_token=tokenizer.bos_token or "",
-            eos_token=tokenizer.eos_token or "",
-        )
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(tokenizer.render(messages, tools=tools), add_special_tokens=False)

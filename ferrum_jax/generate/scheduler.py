@@ -50,13 +50,7 @@ class Scheduler:
     """
 
     def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
-        """Gets ready.
-
-        Args:
-            model: what runs.
-            max_rows: sequences that run at a time.
-            chunk_tokens: tokens of prompts in one step.
-            drafts: whose proposals are verified, if any.
+        """Gets ready for steps of `max_rows` sequences and `chunk_tokens` tokens of prompts at most.
 
         Raises:
             UnsupportedError, ConfigError: drafts and model do not go together, as `Speculator` says.

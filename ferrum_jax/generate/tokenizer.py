@@ -9,11 +9,8 @@ from typing import Any, Self
 import tokenizers
 
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError, safe_repr
-from ferrum_jax.generate.gguf_tokenizer import (
-    build_gguf_tokenizer,
-    frame_with_specials,
-    named_token_id,
-)
+from ferrum_jax.generate.chat import render_chat
+from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, frame_with_specials, named_token_id
 from ferrum_jax.weights.folder import read_json, read_text
 from ferrum_jax.weights.gguf_file import GgufFile
 
@@ -138,6 +135,17 @@ class Tokenizer:
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError) as error:
             raise TokenizerError(f"ids must be integers from 0 to 2^32 - 1, found {ids!r:.80}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
+        """Returns a conversation as the default template lays it out, with what `render_chat` takes and raises.
+
+        Raises:
+            UnsupportedError: there is no such template.
+        """
+        if self.chat_template is None:
+            raise UnsupportedError("this model has no chat template")
+        marks = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        return render_chat(self.chat_template, messages, **marks, **options)
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the token as the vocabulary spells it, or None for an id that it does not have."""

@@ -17,7 +17,6 @@ from lm_eval.api.registry import register_model
 
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ConfigError, RequestValidationError, UnsupportedError, safe_repr
-from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.prompts import Prompt
@@ -108,15 +107,7 @@ class FerrumLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Lays a conversation out as the model's chat template does; without a prompt, its last message is open."""
-        if self.tokenizer.chat_template is None:
-            raise UnsupportedError("this model has no chat template")
-        text = render_chat(
-            self.tokenizer.chat_template,
-            chat_history,
-            add_generation_prompt=add_generation_prompt,
-            bos_token=self.tokenizer.bos_token or "",
-            eos_token=self.tokenizer.eos_token or "",
-        )
+        text = self.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()

@@ -14,12 +14,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, recycled: Callable[[int], None] = lambda _: None):
-        """Makes all blocks free.
-
-        Args:
-            num_blocks: size of the pool.
-            recycled: called with a kept block before it is handed out anew, when it is no longer kept.
-        """
+        """Makes all blocks free; `recycled` is called with a kept block before it is handed out anew."""
         self.num_blocks = num_blocks
         self.evictions = 0
         self._recycled = recycled

@@ -58,17 +58,7 @@ class SequenceTable:
         window_blocks: int = 0,
         window: int = 1,
     ):
-        """Makes all slots free.
-
-        Args:
-            max_seqs: slots.
-            kv_capacity: positions a sequence can reach.
-            block_size: positions.
-            num_blocks: of the pool.
-            prefixes: where full blocks are entered, if they are.
-            window_blocks: of each slot's sliding-window cache, 0 if there is none.
-            window: positions that a token sees there, itself included.
-        """
+        """Makes all slots free."""
         self.max_seqs = max_seqs
         self.kv_capacity = kv_capacity
         self.block_size = block_size
@@ -76,7 +66,7 @@ class SequenceTable:
         self.pool = BlockPool(num_blocks, self.forget)
         self.longest = min(kv_capacity, num_blocks * block_size)  # positions of a sequence that is alone
         self.window_size = window_blocks * block_size  # positions
-        self.window = window
+        self.window = window  # positions that a token sees there, itself included
         own = np.arange(max_seqs * window_blocks, dtype=np.int32).reshape(max_seqs, window_blocks)
         self.table = np.hstack([np.zeros((max_seqs, -(-kv_capacity // block_size)), np.int32), own])
         self._live: dict[str, CachedSequence] = {}

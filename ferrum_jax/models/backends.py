@@ -51,14 +51,7 @@ def choose_attention(
 ) -> str:
     """Returns the backend asked for, or the platform's default; `xla` if the default cannot serve the model.
 
-    Args:
-        asked: one of `ATTENTIONS`, or None.
-        cfg: the model.
-        platform: `cpu`, `gpu` or `tpu`.
-        dtype: of activations.
-        kv_dtype: of cached keys and values.
-        block_size: positions per KV block.
-        layout: of the parameters; `checkpoint` if None.
+    The layout is that of the parameters, `checkpoint` if None.
 
     Raises:
         ConfigError: the backend runs on other platforms, or there is none of this name.

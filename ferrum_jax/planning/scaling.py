@@ -46,13 +46,9 @@ class ScalingRow:
 
 
 def scale(deployment: Deployment, counts: Sequence[int], *, rows_per_device: int, widest: int) -> list[ScalingRow]:
-    """Times a decode step on each number of devices.
+    """Times a decode step on each number of devices; mesh and rows of the deployment are replaced.
 
-    Args:
-        deployment: model, machine and context; its mesh and rows are replaced.
-        counts: devices.
-        rows_per_device: sequences.
-        widest: devices that share one replica at most; more devices are more replicas.
+    At most `widest` devices share one replica; more devices are more replicas.
 
     Raises:
         ConfigError: more devices than the model can be divided over, or than anything known connects.

@@ -9,16 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ferrum_jax.cli_options import (
-    CapacityOption,
-    DeviceOption,
-    DtypeOption,
-    LayoutOption,
-    MeshOption,
-    ModelArgument,
-    QuantizeOption,
-    TokenizerOption,
-)
+from ferrum_jax import cli_options
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.serve.settings import DRAIN_SECONDS, MAX_BODY_BYTES, MAX_SECONDS, MAX_WAITING, ServerSettings
 
@@ -26,7 +17,7 @@ NEEDED = ("starlette", "uvicorn", "httptools", "pydantic", "prometheus_client")
 
 
 def serve(
-    model: ModelArgument = None,
+    model: cli_options.ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 is any that is free")] = 8000,
     served_model_name: Annotated[str, typer.Option(help="What clients call the model [default: its file's name]")] = "",
@@ -59,17 +50,17 @@ def serve(
         bool, typer.Option("--trainer-endpoints", help="Open /pause, /resume, /update_weights, /reset_prefix_cache")
     ] = False,
     max_seqs: Annotated[int | None, typer.Option(help="Answers that are generated at a time")] = None,
-    kv_capacity: CapacityOption = None,
+    kv_capacity: cli_options.CapacityOption = None,
     kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse what prompts have in common")] = True,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    mesh: MeshOption = None,
-    quantize: QuantizeOption = None,
-    layout: LayoutOption = None,
-    tokenizer: TokenizerOption = None,
+    dtype: cli_options.DtypeOption = None,
+    device: cli_options.DeviceOption = None,
+    mesh: cli_options.MeshOption = None,
+    quantize: cli_options.QuantizeOption = None,
+    layout: cli_options.LayoutOption = None,
+    tokenizer: cli_options.TokenizerOption = None,
     speculate: Annotated[int | None, typer.Option(help="Tokens to draft at a time, by prompt lookup")] = None,
     warmup: Annotated[bool, typer.Option(help="Compile everything before the first request")] = True,
 ) -> None:

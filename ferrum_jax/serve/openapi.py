@@ -22,22 +22,13 @@ class Endpoint(NamedTuple):
     body: type[BaseModel] | None = None
 
 
-_ERROR = {
+_FIELDS = {"message": "string", "type": "string", "param": ["string", "null"], "code": ["string", "null"]}
+_INNER = {
     "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
+    "required": list(_FIELDS),
+    "properties": {name: {"type": kind} for name, kind in _FIELDS.items()},
 }
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _INNER}}
 
 
 def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:

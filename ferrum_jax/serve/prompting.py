@@ -1,6 +1,5 @@
 """Prompts: texts to ids, conversations to ids by the chat template."""
 
-from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import ChatBody
@@ -48,15 +47,7 @@ def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
         if not isinstance(messages[-1]["content"], str):
             raise bad_request("continue_final_message needs a last message whose content is text", "messages")
         messages[-1]["content"] += _MARK
-    text = render_chat(
-        template,
-        messages,
-        tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        bos_token=tokenizer.bos_token or "",
-        eos_token=tokenizer.eos_token or "",
-        **variables,
-    )
+    text = tokenizer.render(messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **variables)
     if body.continue_final_message:
         at = text.rfind(_MARK.rstrip())
         if at < 0:

@@ -295,7 +295,7 @@ def test_callers_of_several_threads_share_steps_and_get_their_own_answers(monkey
         together.wait()
         return rollout.generate([prompt], greedy)
 
-    scheduler, steps = rollout.llm._engine.scheduler, []
+    scheduler, steps = rollout.llm.engine.scheduler, []
     step = scheduler.step
     monkeypatch.setattr(scheduler, "step", lambda: steps.append(step()))
     with ThreadPoolExecutor(len(prompts)) as pool:
