@@ -24,7 +24,7 @@ from ferrum_jax.ops import native
 from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
-from ferrum_jax.sharding.mesh import on_one
+from ferrum_jax.sharding.mesh import Placement
 from ferrum_jax.weights import hub
 from ferrum_jax.weights.huge_pages import Putter
 
@@ -94,8 +94,9 @@ def run(
         params = Putter(device)(lay_out(params, subject.config, layout))
     kept = None
     if artifacts is not None:
+        here = Placement((device,))
         kept = Artifacts(
-            artifacts, describe_program(subject.config, params, plan.cache, plan.sampler, plan.loras, on_one(device))
+            artifacts, describe_program(subject.config, params, plan.cache, plan.sampler, plan.loras, here)
         )
     return ModelRunner(params, subject.config, plan, device=device, strict=True, artifacts=kept)
 

@@ -158,7 +158,7 @@ def _load(
     hosts = Hosts.of(replicas, channel)
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     settings = with_defaults(settings, source, target, is_divided=placed.division is not None)
-    free = hosts.least(placed.free_bytes)
+    free = hosts.least(placed.placement.free_bytes())
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
     if early is not None:  # which takes as long as reading a small model, and needs another core
@@ -180,7 +180,7 @@ def _load(
         )
         return early if early is not None and early.facts == found.facts else found
 
-    free = hosts.least(placed.free_bytes if memory is None else max(0, free - taken))
+    free = hosts.least(placed.placement.free_bytes() if memory is None else max(0, free - taken))
     plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
     hosts.check_same("a model or settings", repr((cfg, plan, settings.dtype, settings.quantize, settings.layout)))
     ready = memory if memory is not None and memory.spec == plan.cache else None
@@ -275,7 +275,7 @@ def plan_ahead(
     check_compiler_options(settings.compiler_options, device)
     settings = with_defaults(settings, source, device, is_divided=placed.division is not None)
     taken = placed.num_bytes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
-    left = max(0, (placed.free_bytes if free is None else free) - taken)
+    left = max(0, (placed.placement.free_bytes() if free is None else free) - taken)
     return plan_engine(settings, source.config, platform=device.platform, free_bytes=left, division=placed.division)
 
 

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ferrum_jax import models
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.axes import RULES
+from ferrum_jax.models.specs import RULES, ParamTree
 from tests import tiny
 
 TOLERANCE = 2e-5  # of the largest number: float32 sums in another order

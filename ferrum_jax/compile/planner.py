@@ -70,7 +70,8 @@ def _plan_blocks(pieces: Sequence[Piece], singles: Sequence[Piece], buckets: Buc
     most = buckets.decode_rows[-1]
     while pieces:
         beside, singles = singles[:most], singles[most:]
-        taken = _choose(len(pieces), buckets, bool(beside))
+        sizes = buckets.mixed_blocks if beside else buckets.query_blocks
+        taken = _choose(len(pieces), buckets, sizes, buckets.query_blocks)
         steps.append(StepPlan(buckets.blocks(taken, mixed=bool(beside)), beside, pieces[:taken]))
         pieces = pieces[taken:]
     return steps + _decode_steps(singles, buckets)
@@ -127,7 +128,7 @@ def _plan_scores(counts: Sequence[int], rests: Sequence[int], buckets: Buckets) 
     ]
     steps = []
     while pieces:
-        taken = min(_choose_scores(len(pieces), buckets), len(pieces))
+        taken = _choose(len(pieces), buckets, buckets.score_blocks, buckets.score_blocks)
         steps.append(StepPlan(buckets.scores(choose_bucket(buckets.score_blocks, taken)), blocks=pieces[:taken]))
         pieces = pieces[taken:]
     short = plan_all_logits(rests, buckets)
@@ -143,29 +144,15 @@ def cost(key: StepKey, buckets: Buckets) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(count: int, buckets: Buckets, mixed: bool) -> int:
-    """Decides how many of `count` blocks the next step takes, so that all of them cost least."""
-    sizes = buckets.mixed_blocks if mixed else buckets.query_blocks
-    if count >= 2 * buckets.query_blocks[-1]:
+def _choose(count: int, buckets: Buckets, sizes: tuple[int, ...], later: tuple[int, ...]) -> int:
+    """Decides how many of `count` blocks a step of one of `sizes` takes, so that it and `later` ones cost least."""
+    if count >= 2 * later[-1]:
         return sizes[-1]
 
     def total(size: int) -> int:
-        left = max(0, count - size)
-        return cost(buckets.blocks(size, mixed=mixed), buckets) + _least(left, buckets, buckets.query_blocks)
+        return size * buckets.block_tokens + _least(max(0, count - size), buckets, later)
 
     return min(min(reversed(sizes), key=total), count)
-
-
-@functools.lru_cache(maxsize=4096)
-def _choose_scores(count: int, buckets: Buckets) -> int:
-    """Decides how many of `count` blocks the next step scores, so that all of them cost least."""
-    sizes = buckets.score_blocks
-    if count >= 2 * sizes[-1]:
-        return sizes[-1]
-    return min(
-        reversed(sizes),
-        key=lambda size: cost(buckets.scores(size), buckets) + _least(max(0, count - size), buckets, sizes),
-    )
 
 
 @functools.lru_cache(maxsize=4096)

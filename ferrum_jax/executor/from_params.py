@@ -24,7 +24,6 @@ from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.sharding.mesh import Placement, place_on_mesh
 from ferrum_jax.sharding.processes import telling
-from ferrum_jax.weights.foreign import path_of
 
 
 def from_params(
@@ -106,7 +105,7 @@ def from_params(
                 root, describe_program(cfg, own, plan.cache, plan.sampler, plan.loras, at), asked.compiler_options
             )
 
-        free = hosts.least(placed.free_bytes)
+        free = hosts.least(placed.placement.free_bytes())
         plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
         hosts.check_same("a model or settings", repr((cfg, plan)))
         how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
@@ -121,7 +120,7 @@ def from_params(
 def _no_parameters(tree: Any, cfg: ModelConfig) -> InvalidParameterError:
     """Says how a tree differs from that of a checkpoint, and what converts other trees."""
     wanted = {name: list(spec.shape) for name, spec in named_leaves(family(cfg).param_specs(cfg)).items()}
-    given = {path_of(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    given = {name: list(leaf.shape) for name, leaf in named_leaves(tree).items()}
     problems = listed(differences(given, wanted)) or "they are not nested dicts and lists"
     unknown = [name for name in given if name not in wanted][:3]
     problems += f"; there are {', '.join(unknown)}, …" if unknown else ""

@@ -9,7 +9,6 @@ It may be of the projections of attention and of feed-forward blocks without rou
 """
 
 # pyright: reportMissingImports=false
-import functools
 import inspect
 import itertools
 import sys
@@ -35,8 +34,8 @@ from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.integrations.tunix_lora import LORA, adapter_of, lora_scales
 from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, lay_out
-from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.weights.foreign import Rule, from_tree, path_of, plan
+from ferrum_jax.models.specs import ParamTree, name_of
+from ferrum_jax.weights.foreign import Rule, from_tree, plan
 from ferrum_jax.weights.name_tables import tunix_rules
 
 POSITIONS = 1 << 17  # that a sequence may reach: tunix's configurations name no limit
@@ -116,20 +115,15 @@ class FerrumRollout(base_rollout.BaseRollout):
         self._adapt: Any = jax.jit(self._adapted, out_shardings=sharding if alone else None)
         adapter = self._placed(self._adapt, lora) if lora else None
         runner = from_params(self._placed(self._convert, given), self._cfg, mesh=serving_mesh, engine=asked)
-        self._llm = LLM.from_model(runner)
+        self.llm = LLM.from_model(runner)  # for those who ask it more than tunix does
         try:
             if adapter is not None:
                 runner.set_lora(_ADAPTER, adapter)
             if warmup:
-                self._llm.warmup(progress=False)
+                self.llm.warmup(progress=False)
         except BaseException:
             self.close()
             raise
-
-    @property
-    def llm(self) -> LLM:
-        """The engine below, for those who ask it more than tunix does."""
-        return self._llm
 
     def generate(
         self,
@@ -160,7 +154,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         ids = [self._encode(prompt) for prompt in prompts]
         read = [[token for token in own if token != self.pad_id()] for own in ids]
         most, limit = max(map(len, ids)), rollout_config.max_tokens_to_generate
-        if most + limit > (capacity := self._llm.model.kv_capacity()):
+        if most + limit > (capacity := self.llm.model.kv_capacity()):
             raise InvalidParameterError(
                 f"a prompt has {most} tokens and its answer up to {limit}, a sequence {capacity}: set kv_cache_size"
             )
@@ -171,7 +165,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         seeds = draw.integers(1 << 32, size=len(groups)).tolist()
         each = [SamplingParams(**params, n=len(group), seed=seed) for group, seed in zip(groups, seeds, strict=True)]
         with self._gate.shared():
-            outs = self._llm.generate([group[0] for group in groups], each, lora_request=self._adapter)
+            outs = self.llm.generate([group[0] for group in groups], each, lora_request=self._adapter)
             padded, tokens = self._padded(ids, rollout_config), [np.asarray(out.token_ids, np.int32) for out in outs]
             logprobs, no_logits = None, cast(Any, None)  # of tunix's vLLM engine there are none either
             if rollout_config.return_logprobs:
@@ -218,9 +212,9 @@ class FerrumRollout(base_rollout.BaseRollout):
         adapter = self._placed(self._adapt, lora) if lora else None
         with self._gate.alone():
             if adapter is not None:
-                self._llm.set_lora(_ADAPTER, adapter)
+                self.llm.set_lora(_ADAPTER, adapter)
             if made is not None:
-                self._llm.set_params(made)
+                self.llm.set_params(made)
 
     def pad_id(self) -> int:
         """The token that pads prompts and answers."""
@@ -235,7 +229,7 @@ class FerrumRollout(base_rollout.BaseRollout):
 
     def close(self) -> None:
         """Frees the engine and its weights."""
-        self._llm.close()
+        self.llm.close()
 
     @property
     def _adapter(self) -> str | None:
@@ -243,7 +237,7 @@ class FerrumRollout(base_rollout.BaseRollout):
 
     def _placed(self, convert: Any, leaves: Mapping[str, jax.Array]) -> ParamTree:
         for path, leaf in leaves.items():
-            if leaf.sharding.memory_kind not in (None, _default_memory(leaf)):
+            if leaf.sharding.memory_kind not in (None, next(iter(leaf.devices())).default_memory().kind):
                 raise UnsupportedError(f"{path} lies in {leaf.sharding.memory_kind}: offload_to_cpu is not supported")
         made = convert(leaves)
         if len(self._devices) > 1 and self._serves_one:
@@ -324,7 +318,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         whole = [head + tail for head, tail in zip(heads, tails, strict=True)]
         starts = [max(len(head), 1) for head in heads]
         rows = [at for at, (ids, start) in enumerate(zip(whole, starts, strict=True)) if len(ids) > start]
-        scores = self._llm.score(
+        scores = self.llm.score(
             [whole[at][: starts[at]] for at in rows],
             [whole[at][starts[at] :] for at in rows],
             None if temperature in (0, 1) else SamplingParams(temperature=temperature),
@@ -467,11 +461,11 @@ def _gemma_fields(config: Any, module: Any) -> dict[str, Any]:
 def _leaves(params: Any) -> dict[str, jax.Array]:
     """Maps paths to the arrays of an `nnx.State`, those of parameters alone, or of any tree."""
     found = {}
-    is_variable = functools.partial(lambda kind, leaf: isinstance(leaf, kind), nnx.Variable)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)[0]:
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
+    for path, leaf in paths:
         if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
             continue
-        found[path_of(path)] = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        found[name_of(path)] = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
     return found
 
 
@@ -479,10 +473,6 @@ def _divided(leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dic
     """Returns LoRA's matrices, and the weights that they are added to."""
     lora = {path: leaf for path, leaf in leaves.items() if path.endswith(LORA)}
     return lora, {path: leaf for path, leaf in leaves.items() if path not in lora}
-
-
-def _default_memory(leaf: jax.Array) -> str:
-    return next(iter(leaf.devices())).default_memory().kind
 
 
 def _seed(seed: Any) -> list[int]:

@@ -11,7 +11,7 @@ so that a device finds its own queries, keys and values side by side. Everything
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
@@ -260,62 +260,48 @@ class Slices(Protocol):
         ...
 
 
-def _taken(leaf: Leaf, spec: Spec, division: Division, runs_of: Mapping[str, int] | None) -> Leaf:
-    """Takes one device's part of a leaf, at these coordinates of the mesh, or the leaf as it lies on the mesh."""
-
-    def runs(cut: Cut) -> Runs:
-        if runs_of is None:
-            return cut.whole
-        at = 0
-        for axis in cut.axes:
-            at = at * getattr(division, axis) + runs_of[axis]
-        return cut.parts[at]
-
+def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[Cut, int], Runs]) -> Leaf:
+    """Takes what `runs(cut, size)` names out of every dimension that is divided, of that size in the model."""
     if isinstance(spec, QuantisedWeight):
         if isinstance(leaf.values, Slices):
-            return QuantisedWeight(values=_taken(leaf.values, spec.values, division, runs_of))
-        *rows, columns = cuts(_weight_spec(spec), division)
+            return QuantisedWeight(values=_taken(leaf.values, spec.values, division, runs))
+        weight = _weight_spec(spec)
+        *rows, columns = cuts(weight, division)
         for dim, cut in enumerate(rows):
             if cut is not None:
-                leaf = jax.tree.map(lambda part, dim=dim, found=runs(cut): take(part, dim, found), leaf)
-        return leaf if columns is None else _take_columns(leaf, columns, runs(columns))
+                own = runs(cut, weight.shape[dim])
+                leaf = jax.tree.map(lambda part, dim=dim, own=own: take(part, dim, own), leaf)
+        return leaf if columns is None else _take_columns(leaf, columns, runs(columns, weight.shape[-1]))
     found = cuts(spec, division)
     if isinstance(leaf, Slices):
         sizes = zip(spec.shape, found, strict=True)
-        return leaf.read(tuple(((0, size),) if cut is None else runs(cut) for size, cut in sizes))
+        return leaf.read(tuple(((0, size),) if cut is None else runs(cut, size) for size, cut in sizes))
     for dim, cut in enumerate(found):
         if cut is not None:
-            leaf = take(leaf, dim, runs(cut))
+            leaf = take(leaf, dim, runs(cut, spec.shape[dim]))
     return leaf
 
 
 def part_of(leaf: Leaf, spec: Spec, division: Division, coordinates: Mapping[str, int]) -> Leaf:
     """Returns the part of a checkpoint's leaf that a device at these coordinates of the mesh holds."""
-    return _taken(leaf, spec, division, coordinates)
+
+    def part(cut: Cut, _: int) -> Runs:
+        at = 0
+        for axis in cut.axes:
+            at = at * getattr(division, axis) + coordinates[axis]
+        return cut.parts[at]
+
+    return _taken(leaf, spec, division, part)
 
 
 def on_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
     """Returns a checkpoint's leaf as it lies on the mesh: the devices' parts one after another."""
-    return _taken(leaf, spec, division, None)
+    return _taken(leaf, spec, division, lambda cut, _: cut.whole)
 
 
 def from_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
     """Undoes `on_mesh`; a quantised weight may have more scales than before, which give the same numbers."""
-    if isinstance(spec, QuantisedWeight):
-        weight = _weight_spec(spec)
-        *rows, columns = cuts(weight, division)
-        for dim, cut in enumerate(rows):
-            if cut is not None:
-                back = inverse(cut, weight.shape[dim])
-                leaf = jax.tree.map(lambda part, dim=dim, back=back: take(part, dim, back), leaf)
-        if columns is None:
-            return leaf
-        back = inverse(columns, weight.shape[-1])
-        return _take_columns(leaf, Cut(columns.axes, (back,)), back)
-    for dim, cut in enumerate(cuts(spec, division)):
-        if cut is not None:
-            leaf = take(leaf, dim, inverse(cut, spec.shape[dim]))
-    return leaf
+    return _taken(leaf, spec, division, inverse)
 
 
 def inverse(cut: Cut, size: int) -> Runs:

@@ -13,7 +13,7 @@ from ferrum_jax.config import ModelConfig
 from ferrum_jax.models import division as divided
 from ferrum_jax.models.division import Division, Leaf, Spec
 from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec, num_bytes, shapes
-from ferrum_jax.sharding.mesh import Placement, joined, on_one, place_on_mesh
+from ferrum_jax.sharding.mesh import Placement, joined, place_on_mesh
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class ModelPlacement:
     @classmethod
     def on_one(cls, device: Any) -> "ModelPlacement":
         """Places a model on one device."""
-        return cls(on_one(device))
+        return cls(Placement((device,)))
 
     def specs(self, specs: ParamTree) -> ParamTree:
         """Specs of the arrays as they lie on the devices."""
@@ -54,11 +54,6 @@ class ModelPlacement:
     def num_bytes(self, specs: ParamTree, dtype: str) -> int:
         """Bytes of the parameters on each device; `specs` are the undivided ones."""
         return num_bytes(specs if self.division is None else divided.specs_of_one(specs, self.division), dtype)
-
-    @property
-    def free_bytes(self) -> int:
-        """Memory that is free on the fullest device."""
-        return self.placement.free_bytes()
 
     def shardings(self, specs: ParamTree) -> ParamTree:
         """The sharding of every array, in a tree like the parameters; `specs` are the undivided ones."""
@@ -120,7 +115,7 @@ class ModelPlacement:
         process = jax.process_index()
         return [
             (device, dict(zip(mesh.axis_names, at, strict=True)))
-            for at, device in _enumerated(mesh.devices)
+            for at, device in np.ndenumerate(mesh.devices)
             if device.process_index == process
         ]
 
@@ -183,7 +178,3 @@ def _at(tree: Any, path: Any) -> Any:
     for key in path:
         tree = tree[getattr(key, "key", getattr(key, "idx", None))]
     return tree
-
-
-def _enumerated(devices: Any) -> list[tuple[tuple[int, ...], Any]]:
-    return [(at, devices[at]) for at in np.ndindex(devices.shape)]

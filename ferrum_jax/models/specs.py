@@ -10,12 +10,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ferrum_jax.config.engine import MESH_AXES
+from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.ops.quantised import QuantisedWeight
-from ferrum_jax.sharding.axes import RULES, partition
+from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
 ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes, quantised or not
+RULES: Mapping[str, str | None] = {  # the mesh axis of each logical axis, where a whole model is on a mesh
+    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "mlp_pairs"), MODEL),
+    "expert": EXPERT,
+    "fused": None,  # a division would separate the parts of fused products
+    **dict.fromkeys(("router", "latent", "embed", "sum", "head", "layer", "adapter", "rank", "group")),
+}
 
 
 @dataclass(frozen=True)
@@ -45,8 +53,8 @@ def is_weight_spec(leaf: Any) -> bool:
     return isinstance(leaf, (ParamSpec, QuantisedWeight))
 
 
-def named_leaves(tree: ParamTree) -> dict[str, Any]:
-    """Maps checkpoint names to leaves."""
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Maps checkpoint names to the leaves of any tree."""
     return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]}
 
 
@@ -57,8 +65,14 @@ def named_weights(specs: ParamTree) -> dict[str, Any]:
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """Joins a pytree path into a checkpoint name."""
-    return ".".join(str(getattr(key, kind)) for key in path for kind in ("key", "idx", "name") if hasattr(key, kind))
+    """Joins a pytree path by dots, as checkpoints name it; an `nnx.Variable` adds nothing to it."""
+    parts: list[str] = []
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"):
+            continue
+        own = next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind))
+        parts += map(str, own if isinstance(own, tuple) else [own])
+    return ".".join(parts)
 
 
 def from_names(specs: ParamTree, leaves: dict[str, Any]) -> ParamTree:
@@ -83,6 +97,37 @@ def shapes(specs: ParamTree, dtype: str) -> ParamTree:
 def shardings(specs: ParamTree, mesh: Mesh, rules: Mapping[str, str | None] = RULES) -> ParamTree:
     """Returns the sharding of every parameter on a mesh, for `jax.device_put` of the whole tree."""
     return map_specs(lambda name, spec: partition(name, spec.shape, spec.axes, mesh, rules), specs)
+
+
+def partition(
+    name: str,
+    shape: tuple[int, ...],
+    logical_axes: tuple[str, ...],
+    mesh: Mesh,
+    rules: Mapping[str, str | None] = RULES,
+) -> NamedSharding:
+    """Returns the sharding of one parameter on a mesh, given the logical axis of each of its dimensions.
+
+    It is for research code with a mesh of its own: serving divides models by models/division.py, which pads and copies.
+    `rules` name the mesh axis of each logical axis. None replicates, and so does `expert` or `model` on a mesh without.
+
+    Raises:
+        ConfigError: a rule is missing, names an axis that neither the mesh nor `MESH_AXES` has, or does not divide a
+            dimension.
+    """
+    axes = []
+    for size, logical in zip(shape, logical_axes, strict=True):
+        if logical not in rules:
+            raise ConfigError(f"{name}: no rule for the logical axis {logical!r}")
+        axis = rules[logical]
+        if axis not in mesh.shape:
+            if axis not in (None, *MESH_AXES):
+                raise ConfigError(f"{name}: {logical} goes to the axis {axis!r}, the mesh has {tuple(mesh.shape)}")
+            axis = None
+        if axis is not None and size % mesh.shape[axis]:
+            raise ConfigError(f"{name}: {logical} has {size}, which {mesh.shape[axis]} devices do not divide")
+        axes.append(axis)
+    return NamedSharding(mesh, PartitionSpec(*axes))
 
 
 def num_parameters(specs: ParamTree) -> int:

@@ -6,7 +6,7 @@ should have the quickest connection.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,32 +115,18 @@ def _same(array: jax.Array) -> jax.Array:
     return array
 
 
-def on_one(device: JaxDevice) -> Placement:
-    """Places a model on one device."""
-    return Placement((device,))
-
-
-def mesh_sizes(mesh: Mapping[str, int] | Mesh | None) -> dict[str, int]:
-    """Returns the size of every axis of `MESH_AXES`.
+def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> list[Placement]:
+    """Places the replicas of a model on a mesh: its own devices, or as many of the kind of `first` as it needs.
 
     Raises:
         ConfigError: it has an axis of another name, of more than one device.
+        DeviceError: there are fewer devices.
     """
     given = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
     others = {name: size for name, size in given.items() if name not in MESH_AXES and size != 1}
     if others:
         raise ConfigError(f"the mesh has the axes {others}, expected {', '.join(MESH_AXES[:-1])} or {MESH_AXES[-1]}")
-    return {name: given.get(name, 1) for name in MESH_AXES}
-
-
-def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> list[Placement]:
-    """Places the replicas of a model on a mesh: its own devices, or as many of the kind of `first` as it needs.
-
-    Raises:
-        ConfigError: an axis has another name.
-        DeviceError: there are fewer devices.
-    """
-    sizes = mesh_sizes(mesh)
+    sizes = {name: given.get(name, 1) for name in MESH_AXES}
     if isinstance(mesh, Mesh):
         names = [name for name in MESH_AXES if name in mesh.axis_names]
         order = [mesh.axis_names.index(name) for name in names]
@@ -166,10 +152,4 @@ def _devices(sizes: Mapping[str, int], first: JaxDevice) -> np.ndarray:
         raise DeviceError(
             f"the mesh {asked} needs {needed} devices, from {first} on there are {len(found)} of its kind{hint}"
         )
-    return _array(found[:needed]).reshape(tuple(sizes.values()))
-
-
-def _array(devices: Sequence[Any]) -> np.ndarray:
-    found = np.empty(len(devices), object)
-    found[:] = devices
-    return found
+    return np.array(found[:needed], object).reshape(tuple(sizes.values()))

@@ -19,7 +19,7 @@ from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, re
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, formats_of, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves, named_weights
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, map_specs, named_leaves, named_weights
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.huge_pages import Putter, stack_in_turn
@@ -152,12 +152,7 @@ def lay_out_on_host(
         return jax.tree.map(np.asarray, leaves.pop(name))
 
     laid, put = named_weights(specs), Putter(placed.placement.first)
-    return map_leaves(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name], put), recipes(cfg, layout))
-
-
-def map_leaves(function: Callable[[str, Any], Any], tree: ParamTree) -> ParamTree:
-    """Applies a function to the name and the value of every leaf."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: function(name_of(path), leaf), tree)
+    return map_specs(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name], put), recipes(cfg, layout))
 
 
 def check_tensors(

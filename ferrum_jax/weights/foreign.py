@@ -18,7 +18,7 @@ from ferrum_jax.contract.checks import check_no_problems, differences, listed
 from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, named_leaves
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves
 from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
 
 Sizes = dict[str, int]  # of axes, by letter
@@ -93,7 +93,7 @@ def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
         InvalidParameterError: leaves are missing, unknown or of a wrong shape: all of them in one message.
         ConfigError: a rule contradicts the model.
     """
-    leaves = _named(tree)
+    leaves = named_leaves(tree)
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     moves = plan(cfg, rules)
     problems = differences(_shapes(leaves), {move.path: list(move.theirs.shape) for move in moves})
@@ -130,8 +130,8 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
         raise ConfigError(f"the rules leave out a part of {listed(short, ', ')}")
     if like is None:
         return _nested(found)
-    check_no_problems("this tree has other leaves", differences(_shapes(_named(like)), shapes))
-    return jax.tree_util.tree_map_with_path(lambda path, _: found[path_of(path)], like)
+    check_no_problems("this tree has other leaves", differences(_shapes(named_leaves(like)), shapes))
+    return jax.tree_util.tree_map_with_path(lambda path, _: found[name_of(path)], like)
 
 
 def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
@@ -199,17 +199,6 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
     if left_out:
         raise ConfigError(f"the rules do not say where all of {listed(left_out, ', ')} is")
     return moves
-
-
-def path_of(path: tuple[Any, ...]) -> str:
-    """Joins a pytree path by dots; an `nnx.Variable` adds nothing to it."""
-    parts: list[str] = []
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"):
-            continue
-        own = next(getattr(key, kind) for kind in ("key", "idx", "name") if hasattr(key, kind))
-        parts += map(str, own if isinstance(own, tuple) else [own])
-    return ".".join(parts)
 
 
 def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
@@ -326,11 +315,6 @@ def _joined(pieces: Mapping[tuple[int, ...], Any], axis: int = 0) -> Any:
 def _stored_shape(spec: ParamSpec) -> list[int]:
     axes = spec.stored or range(len(spec.shape))
     return [spec.shape[axes.index(axis)] for axis in range(len(spec.shape))]
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {path_of(path): leaf for path, leaf in paths}
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:

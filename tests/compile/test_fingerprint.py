@@ -19,7 +19,7 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import family, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.sharding.devices import find_device
-from ferrum_jax.sharding.mesh import on_one, place_on_mesh
+from ferrum_jax.sharding.mesh import Placement, place_on_mesh
 from tests.executor.conftest import CFG
 
 CACHE = CacheSpec(num_layers=2, num_blocks=6, block_size=8, num_kv_heads=2, head_dim=10, dtype="float32")
@@ -34,7 +34,7 @@ def _facts(**changes: Any) -> Facts:
         "cache": CACHE,
         "slots": SLOTS,
         "loras": None,
-        "placement": on_one(find_device("cpu")),
+        "placement": Placement((find_device("cpu"),)),
     }
     return describe_program(**(given | changes))
 
@@ -69,7 +69,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "slots": {"slots": replace(SLOTS, num_slots=3)},
     "positions of a sequence": {"slots": replace(SLOTS, capacity=64)},
     "adapters": {"loras": LoraSpec(max_loras=1, max_rank=2)},
-    "device": {"placement": on_one(OtherDevice())},
+    "device": {"placement": Placement((OtherDevice(),))},
     "mesh": {"placement": place_on_mesh({"model": 2}, find_device("cpu"))[0]},
 }
 

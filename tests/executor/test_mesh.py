@@ -16,8 +16,7 @@ from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationE
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.models.layout import lay_out, layout_of
-from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.axes import RULES
+from ferrum_jax.models.specs import RULES, ParamTree
 from tests import tiny
 from tests.executor.conftest import CFG, REUSING, Oracle
 from tests.executor.test_everything import run_machine

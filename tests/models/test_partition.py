@@ -7,8 +7,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ferrum_jax.contract.errors import ConfigError
 from ferrum_jax.models import family
-from ferrum_jax.models.specs import named_leaves, shardings
-from ferrum_jax.sharding.axes import RULES, partition
+from ferrum_jax.models.specs import RULES, named_leaves, partition, shardings
 from tests import tiny
 
 # One device at every place: enough to say where things would lie.
