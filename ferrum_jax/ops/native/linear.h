@@ -339,16 +339,23 @@ inline float dot(const float* a, const float* b, int64_t count) {
   return total(sum);
 }
 
-// Widens a part of one row, of whole groups if it is packed: value * scale + offset.
+// Widens a part of one row, of whole groups if it is packed: value * scale + offset. Whole groups have a loop of their own,
+// whose length the compiler knows.
 template <class S, class O, int kSize>
 void widen_row(const Quantised<int8_t, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
-  for (int64_t at = from; at < from + count;) {
-    const int64_t g = at / w.size(), end = least((g + 1) * w.size(), from + count);
+  const auto widen_some = [&](int64_t g, int64_t inside, int64_t some) {
     const float scale = w.scale(n, g), offset = w.offset(n, g, scale);
-    const int8_t* p = w.at(n, 0);
-    for (; at + kLanes <= end; at += kLanes, to += kLanes) store(to, load(p + at) * scale + offset);
-    for (; at < end; at++, to++) *to = float(p[at]) * scale + offset;
-  }
+    const int8_t* p = w.at(n, g) + inside;
+    int64_t k = 0;
+    for (; k + kLanes <= some; k += kLanes) store(to + k, load(p + k) * scale + offset);
+    for (; k < some; k++) to[k] = float(p[k]) * scale + offset;
+    to += some;
+  };
+  const int64_t last = from + count;
+  int64_t g = from / w.size();
+  if (const int64_t inside = from % w.size()) widen_some(g++, inside, least(w.size() - inside, count));
+  for (; (g + 1) * w.size() <= last; g++) widen_some(g, 0, w.size());
+  if (g * w.size() < last) widen_some(g, 0, last - g * w.size());
 }
 template <class S, class O, int kSize>
 void widen_row(const Quantised<Nibbles, S, O, kSize>& w, int64_t n, int64_t from, int64_t count, float* to) {
