@@ -12,8 +12,8 @@ from ferrum_jax.compile.artifacts import Artifacts, artifacts_folder, check_comp
 from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.compile.program_cache import trim_heap
 from ferrum_jax.config import EngineConfig, ModelConfig
-from ferrum_jax.config.checks import check_flag
 from ferrum_jax.config.engine import CompilerOptions, MeshSizes
+from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.decoding import is_integer
 from ferrum_jax.contract.errors import ConfigError, FerrumError, NotFoundError, ResourceExhaustedError, safe_repr
 from ferrum_jax.contract.values import Device
@@ -111,8 +111,7 @@ def load(
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
     """
-    check_flag("strict", strict)
-    check_flag("progress", progress)
+    strict, progress = check_flag("strict", strict, ConfigError), check_flag("progress", progress, ConfigError)
     asked = EngineConfig(
         dtype=dtype,
         kv_dtype=kv_dtype,

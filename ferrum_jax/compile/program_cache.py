@@ -67,13 +67,6 @@ class ProgramCache:
         with self._together([key]):
             return self._build(key, late=self._warm)
 
-    def follow(self, keys: Iterable[Key], *, is_warmup: bool = False, load: bool = False) -> None:
-        """Does as the cache of another process does, whose `together` said so."""
-        if is_warmup:
-            self.warmup(keys, load=load)
-        else:
-            self.ensure(keys)
-
     def warmup(
         self, keys: Iterable[Key], track: Callable[[list[Key]], Any] | None = None, *, load: bool = False
     ) -> None:

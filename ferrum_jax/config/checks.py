@@ -26,10 +26,3 @@ def check_number(name: str, value: Any, *, above: float | None = 0.0) -> float:
         least = "a number" if above is None else f"more than {above:g}"
         raise ConfigError(f"{name} is {safe_repr(value)}, expected {least}, finite in float32")
     return float(value)
-
-
-def check_flag(name: str, value: Any) -> bool:
-    """Returns a setting that is True or False, or raises ConfigError."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {safe_repr(value)}, expected True or False")
-    return value

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
-from ferrum_jax.config.checks import check_flag, check_integer, check_number
+from ferrum_jax.config.checks import check_integer, check_number
+from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
@@ -28,7 +29,7 @@ def check_fields(config: Any, of: str = "", signed: Collection[str] = ()) -> Non
         elif float in kinds:
             check_number(name, value, above=None if field.name in signed else 0.0)
         elif bool in kinds:
-            check_flag(name, value)
+            object.__setattr__(config, field.name, check_flag(name, value, ConfigError))
         elif not isinstance(value, known := get_origin(kinds[0]) or kinds[0]):
             raise ConfigError(f"{name} is {safe_repr(value)}, expected a {known.__name__}")
 

@@ -7,7 +7,8 @@ from typing import Any, Self, cast
 
 import numpy as np
 
-from ferrum_jax.config.checks import LARGEST_COUNT, check_flag, check_integer, check_number
+from ferrum_jax.config.checks import LARGEST_COUNT, check_integer, check_number
+from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 LAYOUTS = ("checkpoint", "fused", "scanned")  # of parameters: models/layout.py
@@ -136,7 +137,7 @@ def _checked(name: str, value: Any) -> Any:
         if not sizes or sizes != sorted(set(sizes)):
             raise ConfigError(f"{name} is {safe_repr(value)}, expected ascending sizes of at least 1")
     elif name in ("prefix_cache", "window_kv"):
-        check_flag(name, value)
+        return check_flag(name, value, ConfigError)
     elif name in _NAMES:
         if not isinstance(value, str) or value not in _NAMES[name]:
             known = _NAMES[name]

@@ -113,7 +113,7 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> Exe
             parameter_memory=_num_bytes(params),
             activation_memory_per_token=_activation_bytes(cfg, params),
             kv_cache_memory_per_token=plan.cache.bytes_per_layer * len(placement.devices),
-            overhead_memory=_num_bytes(device.stacks),
+            overhead_memory=_num_bytes(device.adapters.stacks),
         ),
     )
 
@@ -124,7 +124,7 @@ def memory_usage(table: SequenceTable, plan: EnginePlan, device: DeviceState) ->
     The peak is the figure of this process's own devices where they keep one, and what is allocated elsewhere.
     """
     devices, own = device.placed.placement.devices, device.placed.placement.local
-    weights = _num_bytes(device.params) + _num_bytes(device.stacks)
+    weights = _num_bytes(device.params) + _num_bytes(device.adapters.stacks)
     block = plan.cache.bytes_per_position * plan.cache.block_size
     allocated = weights + len(devices) * plan.cache.num_bytes
     used = (table.pool.num_blocks - table.pool.num_free) * block + len(table.cache_ids) * plan.cache.window_bytes

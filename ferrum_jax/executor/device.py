@@ -206,11 +206,6 @@ class DeviceState:
             raise BackendError("the KV was lost in a failed step, reset() allocates it anew")
         return self._kv
 
-    @property
-    def stacks(self) -> ParamTree | None:
-        """The stacks of adapters, if there are any."""
-        return self.adapters.stacks
-
     def context(self) -> ProgramContext:
         """What programs are lowered for; raises ConfigError where JAX is set to compile nothing."""
         _check_jit()

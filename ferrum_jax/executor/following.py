@@ -69,7 +69,11 @@ def _do(message: Message, device: DeviceState, latest: Any) -> Any:
         case "free":
             device.free()
         case "build":
-            device.programs.follow(map(unpacked_key, facts["keys"]), **facts["how"])
+            keys, how = map(unpacked_key, facts["keys"]), facts["how"]
+            if how.get("is_warmup"):
+                device.programs.warmup(keys, load=how["load"])
+            else:
+                device.programs.ensure(keys)
         case _:
             raise ValueError(f"no command is called {message.op!r}")
     return latest

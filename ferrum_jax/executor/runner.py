@@ -128,10 +128,6 @@ class ModelRunner(Adaptable):
             check.check_batch(batch, self._vocab_size)
             return self._pipeline.run(self._pipeline.plan_batch(batch))
 
-    def collect(self, pending: PendingStep) -> list[Any]:
-        """Waits for a batch, as `pending.result()`."""
-        return pending.result()
-
     def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
         """Appends `tokens` (creating the sequence if it is unknown); returns the last one's logits, `[vocab]`."""
         with self._life.lock, self._life:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -163,8 +164,9 @@ class HostModel:
         self.model.warmup(progress=progress)
         self.sampler.warmup()
 
-    def execute(self, batch: ScheduledBatch) -> list[Any]:
-        """Runs a batch to its end; returns one answer per row."""
+    def execute(self, batch: ScheduledBatch) -> Future[list[Any]]:
+        """Runs a batch to its end; `result()` of what is returned is one answer per row."""
+        done: Future[list[Any]] = Future()
         answers: list[Any] = [None] * len(batch)
         advanced: list[ScheduledRow] = []
         verified = (VerifiedTokens, Distributions)
@@ -188,11 +190,8 @@ class HostModel:
                 with contextlib.suppress(FerrumError):  # of a model that is dead: its reset drops them
                     self.release(row.cache_id)
             raise
-        return answers
-
-    def collect(self, pending: list[Any]) -> list[Any]:
-        """Returns what `execute` gave."""
-        return pending
+        done.set_result(answers)
+        return done
 
     def kv_len(self, cache_id: str) -> int | None:
         """Positions of a sequence that this holds; None for an unknown id."""

@@ -179,8 +179,7 @@ class ModelDraft(DraftSource):
         """Reads what is new in each sequence; returns the answers of those that the model took."""
         items = [self._item(row) for row in rows]
         try:
-            pending: Any = self._backend.execute(items)
-            answers = self._backend.collect(pending)
+            answers = self._backend.execute(items).result()
         except ResourceExhaustedError:
             self.release(rows[-1].want.cache_id)  # who came last gives way
             for key in [row.want.cache_id for row in rows[:-1]]:

@@ -348,10 +348,6 @@ class Request:
         except Exception:  # noqa: BLE001  of any kind: it is the caller's
             _log.exception("notify of request %r failed", self.request_id)
 
-    def take_captured(self, points: dict[Point, NDArray[Any]]) -> None:
-        """Takes what was captured of its next tokens."""
-        self.captured.append(points)
-
     def captured_points(self, count: int) -> dict[Point, NDArray[Any]]:
         """Returns what was captured of its first `count` tokens."""
         return {point: np.concatenate([one[point] for one in self.captured])[:count] for point in self.capture}
@@ -381,7 +377,8 @@ class Request:
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
             weight_versions=self.versions[:count],
-            captured=self._all_captured() if reason is not None else {},
+            # of all tokens but the last, which was never read; of a request that failed, less
+            captured=self.captured_points(begin + count - 1) if self.captured and reason is not None else {},
             time_to_first_token=self.first_token_after,
             error=error,
             drafted=self.drafted,
@@ -397,10 +394,6 @@ class Request:
         text += "".join(new)
         self._joined = text, count + len(new)
         return text
-
-    def _all_captured(self) -> dict[Point, NDArray[Any]]:
-        """Returns what was captured of all tokens but the last, which was never read; of one that failed, less."""
-        return self.captured_points(len(self.prompt) + len(self.choices) - 1) if self.captured else {}
 
     def _finish(self, reason: FinishReason) -> None:
         if self.detokenizer is not None:

@@ -168,10 +168,8 @@ def generate_fn(
             out_specs=(by_row, of_kv),
             axis_names=set(axes),
         )
-    if mesh is None:
-        return compute(given)
     kept = PartitionSpec(None, rows) if kv is None else jax.tree.map(partition_of, kv)
-    return with_auto_axes(mesh, compute, given, out_specs=(PartitionSpec(rows), kept))
+    return with_auto_axes(compute, given, out_specs=(PartitionSpec(rows), kept), mesh=mesh)
 
 
 class _Arrays(NamedTuple):

@@ -213,7 +213,7 @@ class Scheduler:
     def _collect(self, step: _Step) -> None:
         """Reads a step and hands out what it gave."""
         try:
-            answers = self.backend.collect(step.pending)
+            answers = step.pending.result()
         except FerrumError as problem:
             for request in step.requests:
                 request.num_in_flight, request.has_scores_in_flight = 0, False
@@ -226,7 +226,7 @@ class Scheduler:
             if request not in self._running:
                 continue  # it ended with an earlier token, or was aborted
             if isinstance(answer, WithCaptures):
-                request.take_captured(answer.points)
+                request.captured.append(answer.points)
                 answer = answer.answer
             if isinstance(answer, TokenChoice):
                 request.append(answer, self.backend.params_version)

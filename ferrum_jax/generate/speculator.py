@@ -57,7 +57,7 @@ class Speculator:
             return []
         try:
             rows = [_row(request, draft) for request, draft in drafted]
-            answers = self._backend.collect(self._backend.execute(rows))
+            answers = self._backend.execute(rows).result()
             verdicts = [
                 _judge(request, draft, answer) for (request, draft), answer in zip(drafted, answers, strict=True)
             ]

@@ -39,7 +39,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import token_logprobs
-from ferrum_jax.sharding.types import explicit_mesh, partition_of, vary_alike, with_auto_axes
+from ferrum_jax.sharding.types import partition_of, vary_alike, with_auto_axes
 
 BLOCK = 256  # tokens whose logits are in memory at once, where no logits are returned
 
@@ -173,16 +173,13 @@ def run(
     def compute(given: _Arrays) -> tuple[jax.Array, dict[Point, jax.Array]]:
         return _compute(given, with_edits(changes, given.edits), cfg, points, first, attention, remat)
 
-    mesh = explicit_mesh(given)
-    if mesh is None:
-        return compute(given)
     row, position = (*partition_of(tokens), None, None)[:2]
     captured = {
         point: PartitionSpec(row, None, position) if point.name in ATTENTION else PartitionSpec(row, position)
         for point in points
     }
     return with_auto_axes(
-        mesh, compute, given, out_specs=(PartitionSpec(row, position if wanted is None else None), captured)
+        compute, given, out_specs=(PartitionSpec(row, position if wanted is None else None), captured)
     )
 
 
@@ -280,10 +277,7 @@ def log_probs(
             x, wanted = x[:, :-1], wanted[:, 1:]
         return _log_probs(params, x, wanted, cfg, block, float(temperature))
 
-    mesh = explicit_mesh(params, x, wanted)
-    if mesh is None:
-        return compute(params, x, wanted)
-    return with_auto_axes(mesh, compute, params, x, wanted, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
+    return with_auto_axes(compute, params, x, wanted, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
 
 
 def _log_probs(
@@ -351,7 +345,4 @@ def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> F
     def compute(params: ParamTree, x: jax.Array) -> jax.Array:
         return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)
 
-    mesh = explicit_mesh(params, x)
-    if mesh is None:
-        return compute(params, x)
-    return with_auto_axes(mesh, compute, params, x, out_specs=PartitionSpec(*partition_of(x)[: x.ndim - 1]))
+    return with_auto_axes(compute, params, x, out_specs=PartitionSpec(*partition_of(x)[: x.ndim - 1]))

@@ -63,12 +63,15 @@ def partition_of(array: Any) -> PartitionSpec:
     return jax.typeof(array).sharding.spec
 
 
-def with_auto_axes(mesh: AbstractMesh, function: Callable[..., T], *arguments: Any, out_specs: Any) -> T:
+def with_auto_axes(function: Callable[..., T], *arguments: Any, out_specs: Any, mesh: AbstractMesh | None = None) -> T:
     """Calls a function inside which the compiler divides what it computes, over the explicit axes of a mesh.
 
-    `out_specs` says how results are divided afterwards: one `PartitionSpec`, or a tree of them that is a prefix of
-    the function's.
+    The mesh is the caller's if None; where that has no explicit axes, the function is called as it is. `out_specs` says
+    how results are divided afterwards: one `PartitionSpec`, or a tree of them that is a prefix of the function's.
     """
+    mesh = explicit_mesh(*arguments) if mesh is None else mesh
+    if mesh is None:
+        return function(*arguments)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=is_partition)
     compute: Any = jax.sharding.auto_axes(function, axes=explicit_axes(mesh), out_sharding=shardings)
     return compute(*arguments)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import listed
+from ferrum_jax.contract.checks import differences, listed
 from ferrum_jax.contract.errors import InvalidFormatError
 from ferrum_jax.models.division import PADDING, Runs, Slices
 from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, recipes
@@ -162,14 +162,8 @@ def check_tensors(
     ignorable: Callable[[str], bool] = lambda _: False,
 ) -> None:
     """Raises one error that names every missing, unknown and wrongly shaped tensor of the checkpoint at `path`."""
-    problems = [f"{name} is missing" for name in wanted if name not in found]
-    problems += [
-        f"{name} has shape {list(found[name])}, expected {list(spec.shape)}"
-        for name, spec in wanted.items()
-        if name in found and tuple(found[name]) != spec.shape
-    ]
-    problems += [f"{name} is unknown" for name in found if name not in wanted and not ignorable(name)]
-    check_problems(path, problems)
+    given = {name: list(shape) for name, shape in found.items() if name in wanted or not ignorable(name)}
+    check_problems(path, differences(given, {name: list(spec.shape) for name, spec in wanted.items()}))
 
 
 def check_problems(path: Path, problems: Sequence[str]) -> None:

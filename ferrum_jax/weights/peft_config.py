@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ferrum_jax.config.checks import check_flag, check_integer, check_number
+from ferrum_jax.config.checks import check_integer, check_number
+from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 
 _READ = (
@@ -56,10 +57,11 @@ class PeftConfig:
             raise ConfigError(f"layers_to_transform is {layers!r}, which a pattern as target_modules excludes")
         if isinstance(targets, str) and targets.lower() == "all-linear":
             targets = r".*\.layers\..*"
+        rslora = config.get("use_rslora")
         return cls(
             r=check_integer("r", config.get("r"), 1),
             lora_alpha=check_number("lora_alpha", config.get("lora_alpha"), above=None),
-            use_rslora=config.get("use_rslora") is not None and check_flag("use_rslora", config["use_rslora"]),
+            use_rslora=rslora is not None and check_flag("use_rslora", rslora, ConfigError),
             target_modules=_names_or_pattern("target_modules", targets),
             exclude_modules=_names_or_pattern("exclude_modules", config.get("exclude_modules") or []),
             layers_to_transform=_layers(layers),

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ferrum_jax.config.checks import check_flag, check_integer
+from ferrum_jax.config.checks import check_integer
+from ferrum_jax.contract.checks import check_flag
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
 GPTQ, AWQ, WORDS, PLAIN, MXFP4 = "gptq", "awq", "words", "plain", "mxfp4"
@@ -83,8 +84,8 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
         packing=GPTQ,
         bits=_bits(config, "bits", (4, 8)),
         group_size=_group_size(config),
-        is_symmetric=check_flag("sym", config.get("sym", True)),
-        is_ordered=check_flag("desc_act", config.get("desc_act", False)),
+        is_symmetric=check_flag("sym", config.get("sym", True), ConfigError),
+        is_ordered=check_flag("desc_act", config.get("desc_act", False), ConfigError),
         zero_shift=1 if stored == "gptq" else 0,
     )
 
@@ -136,7 +137,7 @@ def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
         is_float=kind == "float",
         group_size=columns,
         block_rows=rows,
-        is_symmetric=check_flag("symmetric", weights.get("symmetric", True)),
+        is_symmetric=check_flag("symmetric", weights.get("symmetric", True), ConfigError),
     )
 
 
