@@ -7,10 +7,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ferrum_jax import contract as contract
+from ferrum_jax import errors as errors
 from ferrum_jax.contract import *  # noqa: F403
 from ferrum_jax.contract import IOError as IOError
 from ferrum_jax.contract import TimeoutError as TimeoutError
-from ferrum_jax.contract import errors as errors
 
 if TYPE_CHECKING:
     from ferrum_jax import models as models
@@ -58,6 +58,12 @@ _LAZY = {
     "load_params": "ferrum_jax.loading",
     "models": "ferrum_jax.models",
 }
+__all__ = [
+    "LLM", "AsyncLLM", "EngineConfig", "Interventions", "LlmExecutor", "LlmExecutorFactory", "LlmExecutorRegistry",
+    "ModelConfig", "ModelRunner", "SamplingParams", "Speculation", "Structured", "contract", "convert", "errors",
+    "from_hf_names", "from_params", "generate_fn", "kv_spec", "load", "load_params", "models",
+]  # fmt: skip
+__all__ += contract.__all__
 
 
 def __getattr__(name: str) -> Any:

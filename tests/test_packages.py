@@ -7,8 +7,8 @@ import ferrum_jax
 
 ROOT = Path(ferrum_jax.__file__).parent
 ORDER = [
-    "contract", "config", "progress", "sharding", "kvcache", "ops", "models", "weights", "compile", "executor",
-    "loading", "factory", "generate", "conversion", "integrations", "planning", "cli_options",
+    "contract", "errors", "config", "progress", "sharding", "kvcache", "ops", "models", "weights", "compile",
+    "executor", "loading", "factory", "generate", "conversion", "integrations", "planning", "cli_options",
     "serve", "conversation", "cli",
 ]  # fmt: skip
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

@@ -1,5 +1,9 @@
 import builtins
+import subprocess
+import sys
 
+import ferrum_jax
+from ferrum_jax import contract
 from ferrum_jax.contract import errors
 from ferrum_jax.contract.errors import FerrumError
 
@@ -52,3 +56,22 @@ def test_a_kind_says_who_is_to_blame_and_is_a_builtin_too():
 def test_exhaustion_carries_its_numbers():
     error = errors.ResourceExhaustedError("short", needed=3, free=1)
     assert (error.needed, error.free) == (3, 1)
+
+
+def test_the_errors_can_be_imported_by_their_public_name():
+    code = (
+        "import sys; from ferrum_jax.errors import RequestValidationError, TimeoutError; import ferrum_jax.errors; "
+        "from ferrum_jax.contract import errors; assert ferrum_jax.errors.FerrumError is errors.FerrumError; "
+        "assert ferrum_jax.errors.TimeoutError is errors.TimeoutError; assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    from ferrum_jax import errors as public
+
+    assert [name for name in dir(errors) if name.endswith("Error") and not hasattr(public, name)] == []
+
+
+def test_a_star_import_has_what_is_imported_when_first_asked_for():
+    names: dict[str, object] = {}
+    exec("from ferrum_jax import *", names)
+    wanted = {*ferrum_jax._LAZY, *contract.__all__, "errors"}
+    assert wanted - names.keys() == set()
