@@ -49,7 +49,7 @@ class ProgramCache:
         self._steps: dict[Key, jax.stages.Compiled] = {}
         self._held: dict[Key, Artifact] = {}  # verified by `warmup`, loaded when first asked for
         self._compile_seconds: dict[Key, float] = {}
-        self._load_seconds: dict[Key, float] = {}
+        self._load_seconds: dict[Key, float] = {}  # to find and to load it
         self._memory: dict[Key, dict[str, int]] = {}  # bytes, of what was loaded or asked for
         self._warm = False
         self._compiled_late = 0
@@ -116,20 +116,24 @@ class ProgramCache:
                 raise
 
     def stats(self) -> dict[str, Any]:
-        """Counts of `compile_stats()`; `steps` maps each step in memory to its seconds and bytes."""
+        """Counts of `compile_stats()`: a step is `compiled` here, or `loaded`; `steps` has its seconds and bytes.
+
+        A step that `warmup` has found on disk counts as loaded; `on_disk` are those that nobody has asked for yet.
+        """
         with self._lock:
-            seconds = self._compile_seconds | self._load_seconds
+            seconds = self._load_seconds | self._compile_seconds
             for key in self._steps.keys() - self._memory.keys():  # once each: XLA takes 10 ms to say it
                 self._memory[key] = memory_of(self._steps[key])
-            steps = {str(key): {"seconds": seconds[key]} | self._memory[key] for key in sorted(self._steps, key=str)}
+            memory = self._memory | {key: artifact.memory for key, artifact in self._held.items()}
+            ready = sorted(self._steps.keys() | self._held.keys(), key=str)
             return {
                 "compiled": len(self._compile_seconds),
-                "loaded": len(self._load_seconds),
+                "loaded": len(self._load_seconds.keys() - self._compile_seconds.keys()),
                 "on_disk": len(self._held),
                 "compile_seconds": sum(self._compile_seconds.values()),
                 "load_seconds": sum(self._load_seconds.values()),
                 "compiles_after_warmup": self._compiled_late,
-                "steps": steps,
+                "steps": {str(key): {"seconds": seconds[key]} | memory[key] for key in ready},
             }
 
     def _check_declared(self, key: Key) -> None:
@@ -138,8 +142,11 @@ class ProgramCache:
 
     def _make_sure(self, key: Key) -> None:
         """Finds a step on disk, or compiles it; what is on disk takes no more memory than there until it is used."""
+        started = time.perf_counter()
         artifact = None if self._artifacts is None else self._artifacts.find(repr(key))
-        if artifact is None:
+        if artifact is not None:
+            self._count_load(key, started)
+        else:
             executable, artifact = self._compile(key)
             if artifact is None:
                 self._keep(key, executable)
@@ -156,13 +163,17 @@ class ProgramCache:
             if executable is not None:
                 trim_heap()
                 assert artifact is not None
+                self._count_load(key, started)
                 with self._lock:
-                    self._load_seconds.setdefault(key, time.perf_counter() - started)
                     self._memory[key] = artifact.memory  # to ask XLA for it takes 25 MB for each step
                 return self._keep(key, executable)
         if late and self._strict and key not in self._compile_seconds:
             raise BackendError(f"step {key} on disk cannot be loaded, and strict mode compiles nothing after warmup")
         return self._keep(key, self._compile(key, late=late)[0])
+
+    def _count_load(self, key: Key, started: float) -> None:
+        with self._lock:
+            self._load_seconds[key] = self._load_seconds.get(key, 0.0) + time.perf_counter() - started
 
     def _compile(self, key: Key, *, late: bool = False) -> tuple[jax.stages.Compiled, Artifact | None]:
         if late:

@@ -428,7 +428,7 @@ class ModelRunner(Adaptable):
                 self._life.paused = ""
 
     def compile_stats(self) -> dict[str, Any]:
-        """Counts programs: compiled, loaded, on_disk (not yet loaded), their seconds, compiles_after_warmup, steps."""
+        """Counts programs: compiled, loaded (of which on_disk not yet used), seconds, compiles_after_warmup, steps."""
         with self._life.lock, self._life:
             return self._programs.stats()
 

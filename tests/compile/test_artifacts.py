@@ -74,9 +74,10 @@ def test_a_step_is_loaded_when_first_used_and_compiles_and_traces_nothing(kept: 
     cache = _cache(kept)
     compiles.clear()
     cache.warmup([ONE, TWO])
-    assert _counts(cache) == (0, 0, 2, 0)
+    assert _counts(cache) == (0, 2, 2, 0)
+    assert list(cache.stats()["steps"]) == sorted([str(ONE), str(TWO)])
     assert _run(cache, ONE) == expected[ONE]
-    assert _counts(cache) == (0, 1, 1, 0)
+    assert _counts(cache) == (0, 2, 1, 0)
     cache.ensure([ONE, TWO])
     assert _counts(cache) == (0, 2, 0, 0)
     assert _run(cache, TWO) == expected[TWO]
@@ -90,11 +91,14 @@ def test_a_first_start_has_in_memory_what_a_later_one_has(tmp_path: Path):
     cache = _cache(tmp_path / "artifacts", strict=True)
     cache.warmup([ONE, TWO])
     assert _counts(cache) == (2, 0, 2, 0)
-    assert cache.stats()["steps"] == {}
+    stats = cache.stats()
+    assert list(stats["steps"]) == sorted([str(ONE), str(TWO)])
+    assert stats["compile_seconds"] == pytest.approx(sum(step["seconds"] for step in stats["steps"].values()))
+    assert stats["steps"][str(TWO)]["alias_bytes"] == 2 * 5 * 4  # of what has not been loaded, too
     assert _run(cache, ONE) == _answer(ONE)
-    assert _counts(cache) == (2, 1, 1, 0)
+    assert _counts(cache) == (2, 0, 1, 0)
     cache.warmup([ONE, TWO], load=True)
-    assert _counts(cache) == (2, 2, 0, 0)
+    assert _counts(cache) == (2, 0, 0, 0)
     at_once = _cache(tmp_path / "others")
     at_once.warmup([ONE, TWO], load=True)
     assert _counts(at_once) == (2, 0, 0, 0)
@@ -175,14 +179,14 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_rebuilt(
     caplog.clear()
     cache = _cache(kept, strict=True)
     cache.warmup([ONE, TWO])
-    assert _counts(cache) == (1, 0, 2, 0)
+    assert _counts(cache) == (1, 1, 2, 0)
     assert len(caplog.messages) == 1
     assert "is built anew" in caplog.messages[0]
     assert _run(cache, ONE) == _answer(ONE)
     caplog.clear()
     again = _cache(kept)
     again.warmup([ONE, TWO])
-    assert _counts(again) == (0, 0, 2, 0)
+    assert _counts(again) == (0, 2, 2, 0)
     assert caplog.messages == []
 
 
@@ -281,7 +285,7 @@ def test_a_step_that_verifies_but_does_not_load_is_rebuilt_and_counted(
     with monkeypatch.context() as patch:
         patch.setattr(serialize_executable, "deserialize_and_load", fail)
         assert _run(lenient, ONE) == _answer(ONE)
-        assert _counts(lenient) == (1, 0, 1, 1)
+        assert _counts(lenient) == (1, 1, 1, 1)
         assert any("INTERNAL: no such symbol" in text for text in caplog.messages)
         with pytest.raises(BackendError, match="on disk cannot be loaded, and strict mode compiles nothing"):
             strict.get(ONE)
@@ -322,7 +326,7 @@ def test_strict_mode_refuses_what_warmup_did_not_declare_though_it_is_on_disk(ke
     lenient = _cache(kept)
     lenient.warmup([ONE])
     lenient.get(TWO)
-    assert _counts(lenient) == (0, 1, 1, 0)  # a load is no compilation
+    assert _counts(lenient) == (0, 2, 1, 0)  # a load is no compilation
 
 
 @pytest.mark.parametrize("which", ["root", "program", "file"])
@@ -406,7 +410,7 @@ def test_several_threads_keep_and_load_the_same_steps(tmp_path: Path, caplog: py
     assert caplog.messages == []
     last = _cache(tmp_path / "artifacts")
     last.warmup([ONE, TWO, THREE])
-    assert _counts(last) == (0, 0, 3, 0)
+    assert _counts(last) == (0, 3, 3, 0)
 
 
 def test_one_cache_asked_by_several_threads_stays_right(kept: Path):
@@ -419,7 +423,7 @@ def test_one_cache_asked_by_several_threads_stays_right(kept: Path):
     for thread in threads:
         thread.join()
     assert answers == [_answer(TWO)] * 8
-    assert _counts(cache) == (0, 1, 1, 0)
+    assert _counts(cache) == (0, 2, 1, 0)
 
 
 def test_clearing_removes_programs_and_nothing_else(kept: Path):
@@ -464,5 +468,5 @@ def test_what_came_out_of_jaxs_persistent_cache_is_not_kept_as_it_would_lack_its
     assert done.stdout.splitlines() == [
         f"(1, 0, 1, 0) 1 {answer}",
         f"(1, 0, 0, 0) 0 {answer}",
-        f"(0, 0, 1, 0) 1 {answer}",
+        f"(0, 1, 1, 0) 1 {answer}",
     ]
