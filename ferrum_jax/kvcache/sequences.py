@@ -105,15 +105,24 @@ class SequenceTable:
         return -(-positions // self.block_size)
 
     def check_capacity(self, cache_id: str, target: int) -> None:
-        """Raises RequestValidationError if a sequence cannot be so long, were it the only one."""
+        """Raises if a sequence cannot be so long, were it the only one.
+
+        Raises:
+            RequestValidationError: it is past the capacity of a sequence.
+            ResourceExhaustedError: the whole pool has not so many blocks.
+        """
         if target <= self.longest:
             return
         if target > self.kv_capacity:
             raise RequestValidationError(
                 f"{cache_id!r} needs {target} positions, its KV capacity is {self.kv_capacity}"
             )
-        pool = self.pool.num_blocks * self.block_size
-        raise RequestValidationError(f"{cache_id!r} needs {target} positions, the whole pool holds {pool}")
+        live, pool = self._live.get(cache_id), self.pool.num_blocks * self.block_size
+        raise ResourceExhaustedError(
+            f"{cache_id!r} needs {target} positions, the whole pool holds {pool}",
+            needed=self.num_blocks(target) - (0 if live is None else len(live.blocks)),
+            free=self.pool.num_free,
+        )
 
     def check_new_slots(self, cache_ids: Sequence[str]) -> None:
         """Raises ResourceExhaustedError if the ids (all different) that are unknown outnumber the free slots."""

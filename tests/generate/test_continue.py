@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
-from ferrum_jax.contract.errors import CancelledError, RequestValidationError
+from ferrum_jax.contract.errors import CancelledError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.generate.updates import params_update
@@ -83,7 +83,7 @@ def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):
         (SamplingParams(max_tokens=4), "complete with 4 tokens: length"),
         (SamplingParams(max_tokens=9, stop_token_ids=[done.token_ids[2]]), "complete with 4 tokens: stop"),
         (SamplingParams(max_tokens=9, logprobs=True), "has no logprobs"),
-        (SamplingParams(max_tokens=9, n=2), "n is 2, an answer that is continued takes n=1"),
+        (SamplingParams(temperature=1.0, max_tokens=9, n=2), "n is 2, an answer that is continued takes n=1"),
     ]
     for params, message in refused:
         with pytest.raises(RequestValidationError, match=message):
@@ -124,7 +124,7 @@ def test_answers_come_as_they_finish_and_say_which_they_are(runner: ModelRunner)
 
 def test_leaving_early_frees_what_the_others_hold(runner: ModelRunner):
     llm = LLM.from_model(runner, max_rows=4)
-    params = [SamplingParams(max_tokens=count, ignore_eos=True, n=4) for count in (40, 2, 40)]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True, temperature=1.0, n=4) for count in (40, 2, 40)]
     answers: Iterator[tuple[int, RequestOutput]] = llm.as_completed(PROMPTS, params)
     assert next(answers)[0] in range(4, 8)
     answers.close()  # type: ignore[attr-defined]
@@ -149,10 +149,27 @@ def test_errors_are_raised_or_come_as_outputs(new_runner: MakeRunner):
         llm = LLM.from_model(runner)
         found = dict(llm.as_completed(PROMPTS, params, return_errors=True))
         assert [found[at].finish_reason for at in range(3)] == ["length", "length", "error"]
-        assert isinstance(found[2].error, RequestValidationError)
-        with pytest.raises(RequestValidationError, match="the whole pool holds 24"):
+        assert isinstance(found[2].error, ResourceExhaustedError)
+        with pytest.raises(ResourceExhaustedError, match="the whole pool holds 24"):
             list(llm.as_completed(PROMPTS, params))
         assert is_empty(runner)
         llm.close()
         with pytest.raises(CancelledError):
             next(llm.as_completed(PROMPTS, params))
+
+
+@pytest.mark.parametrize("changes", [{}, {"multi_step_tokens": 4}], ids=str)
+def test_a_prompt_that_the_whole_pool_cannot_hold_fails_alone(changes: dict[str, int], new_runner: MakeRunner):
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (6, 1, 6)]
+    with new_runner(prefix_cache=True, kv_blocks=3, **changes) as runner:
+        llm = LLM.from_model(runner)
+        expected = llm.generate(PROMPTS[0], params[0])[0]
+        with pytest.raises(ResourceExhaustedError, match="the whole pool holds 24") as caught:
+            llm.generate([[1] * 30], params[1])
+        assert caught.value.needed is not None
+        assert caught.value.free is not None
+        assert caught.value.needed > caught.value.free
+        found = dict(llm.as_completed([PROMPTS[0], [1] * 30, PROMPTS[0]], params, return_errors=True))
+        assert isinstance(found[1].error, ResourceExhaustedError)
+        assert [found[at].token_ids for at in (0, 2)] == [expected.token_ids] * 2
+        assert is_empty(runner)

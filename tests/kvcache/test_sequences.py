@@ -235,3 +235,16 @@ def test_blocks_freed_last_are_handed_out_first():
     taken = pool.allocate(4)
     pool.release(taken)
     assert pool.allocate(1) == taken[:1]
+
+
+def test_a_sequence_beyond_the_whole_pool_is_short_of_blocks_and_one_beyond_its_capacity_is_refused():
+    table = SequenceTable(max_seqs=SLOTS, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=3)
+    _plan(table, {"a": 8}).apply()
+    with pytest.raises(ResourceExhaustedError, match="'a' needs 16 positions, the whole pool holds 15") as caught:
+        _plan(table, {"a": 16}, written=False)
+    assert (caught.value.needed, caught.value.free) == (2, 1)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        table.check_capacity("b", CAPACITY)
+    assert (caught.value.needed, caught.value.free) == (5, 1)
+    with pytest.raises(RequestValidationError, match=f"its KV capacity is {CAPACITY}"):
+        table.check_capacity("b", CAPACITY + 1)
