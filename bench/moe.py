@@ -26,6 +26,7 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.feed_forward import NAMES, mix_experts
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.ops import experts_triton
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.moe import route
 from ferrum_jax.planning.published import CONFIGURATIONS
@@ -56,7 +57,12 @@ def main() -> None:
 
 
 def _cache(cfg: ModelConfig, subject: Subject, rows: int) -> CacheSpec:
-    return cache_spec(cfg, num_blocks=2 * rows, block_size=BLOCK, dtype=subject.dtype)
+    attention = "triton" if _is_on_gpu() else "xla"
+    return cache_spec(cfg, num_blocks=2 * rows, block_size=BLOCK, dtype=subject.dtype, attention=attention)
+
+
+def _is_on_gpu() -> bool:
+    return find_device(None).platform == "gpu"
 
 
 def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[str, Any]:
@@ -101,7 +107,8 @@ def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[
 
 
 def _compiled(function: Callable[..., jax.Array], block: ParamTree, x: jax.Array) -> Callable[[], jax.Array]:
-    executable = jax.jit(function).lower(block, x).compile()
+    with experts_triton.kernels(_is_on_gpu()):  # as a step has it
+        executable = jax.jit(function).lower(block, x).compile()
     return lambda: executable(block, x)
 
 

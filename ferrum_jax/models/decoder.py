@@ -22,7 +22,7 @@ from ferrum_jax.models.projections import Lora
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.sliding_window import split_tables, window_tables
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
-from ferrum_jax.ops import native
+from ferrum_jax.ops import experts_triton, native
 from ferrum_jax.ops.batch import Batch, adapter_of_token, positions, slot_mapping
 from ferrum_jax.ops.linear import StackedWeight, uses, vocabulary_logits
 from ferrum_jax.ops.norm import rms_norm
@@ -205,7 +205,7 @@ class Family:
             self, cfg, context, window_context, ropes, rope_of_layer, adapted, capture, taps, remat, first_layer
         )
         layers = params["model"]["layers"]
-        with native.kernels(attention == "cpu"):
+        with native.kernels(attention == "cpu"), experts_triton.kernels(attention == "triton"):
             has_adapters = any(lora is not None for lora in adapted[0].values())
             is_special = bool(every) or has_adapters or window_context is not None
             if native.in_use() and isinstance(layers, dict) and is_special:  # else all layers do what one is to do

@@ -15,7 +15,6 @@ Off a GPU the same kernel runs interpreted: exact and slow, for tests.
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +29,8 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
+from ferrum_jax.ops.triton_launch import PROGRAMS, SMALLEST_PART, launch
 
-SMALLEST_PART = 16  # numbers of a head: what a tensor core's product takes
-PROGRAMS = 528  # that a step should have: four for each of the 132 multiprocessors of an H100
 SMALLEST_SHARE = 256  # positions of a program: fewer are not worth merging
 MERGED = 1 << 12  # numbers of a row's shares that are merged at a time, in registers
 LOG2E = math.log2(math.e)
@@ -59,13 +57,6 @@ def attend_triton(
     )  # fmt: skip
     sinks = jnp.zeros(q.shape[2], jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     return launch(call, q, keys, values, rows.tables + first, rows.lengths, rows.counts, sinks)
-
-
-def launch(call: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Calls a function that launches kernels; where it runs on a CPU they are interpreted."""
-    return lax.platform_dependent(
-        *arrays, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ferrum_jax.ops import native
+from ferrum_jax.ops import experts_triton, native
+from ferrum_jax.ops.experts_triton import TiledWeight
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, dequantise_weight, halves, is_packed, scaled
 
 FEW_TOKENS = 64  # from 2 up to here XLA's CPU products are faster with the weight as left operand
@@ -55,12 +56,14 @@ def precision(dtype: jnp.dtype) -> lax.Precision:
 
 def linear(
     x: Float[Array, "X D"],
-    weight: Float[Array, "F D"] | QuantisedWeight | StackedWeight | ChosenWeight,
+    weight: Float[Array, "F D"] | QuantisedWeight | StackedWeight | ChosenWeight | TiledWeight,
     bias: Float[Array, " F"] | Float[Array, "X F"] | None = None,
 ) -> Float[Array, "X F"]:
     """Computes `x @ weight.T + bias` in the dtype of `x`; quantised weights as `quantised_product` says."""
     if isinstance(weight, ChosenWeight):
         y = native.expert_product(x, weight.ids, weight.stack)
+    elif isinstance(weight, TiledWeight):
+        y = experts_triton.product(x, weight)
     else:
         y = _product(x, weight, x.dtype)
     return y if bias is None else y + bias

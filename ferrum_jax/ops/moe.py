@@ -2,10 +2,11 @@
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks", without capacity limits: no token is dropped.
 
-The tokens are sorted by expert and cut into tiles, each of a few rows of one expert. A CPU goes over the tiles in a
-loop, one expert's weights at a time; other devices gather the weights of many tiles and multiply them at once.
-`lax.ragged_dot` is the same in one operation, but on CPUs and NVIDIA GPUs XLA expands it to a product with every
-expert.
+The tokens are sorted by expert and cut into tiles, each of a few rows of one expert. In steps of many choices a GPU
+multiplies the tiles in a kernel (experts_triton.py), and a CPU all choices (ops/native), if the kernels read such
+weights. Otherwise a CPU goes over the tiles in a loop, one expert's weights at a time; other devices gather the weights
+of many tiles and multiply them at once. `lax.ragged_dot` is the same in one operation, but on CPUs and NVIDIA GPUs XLA
+expands it to a product with every expert.
 """
 
 import math
@@ -18,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ferrum_jax.ops import native
+from ferrum_jax.ops import experts_triton, native
+from ferrum_jax.ops.experts_triton import TiledWeight
 from ferrum_jax.ops.linear import ChosenWeight, StackedWeight, linear
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
 from ferrum_jax.ops.shards import local_ids
@@ -110,7 +112,8 @@ def weigh_experts(
         shares: the weight of each of them, float32.
         stacks: a tree of the weights of all experts, `[E, ...]`; any may be quantised.
         expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens. Where there
-            are kernels it is called once with all choices, and the weights are `ChosenWeight`s, which `linear` takes.
+            are kernels it is called once with all choices, and the weights are `ChosenWeight`s or `TiledWeight`s,
+            which `linear` takes.
         first: id of the first expert of the stacks, where other devices hold the others: those add nothing here.
     """
     weights = jax.tree.leaves(stacks, is_leaf=_is_weight)
@@ -118,6 +121,8 @@ def weigh_experts(
     matrices = [_stack_of(leaf) for leaf in weights if len(leaf.shape) == 3]
     if all(native.can_multiply(x, stack, native.MOST_ROWS // chosen.shape[1]) for stack in matrices):
         outs = _outputs_of_kernels(expert, x, chosen, stacks)
+    elif chosen.size > _tiles_at_once(stacks) and all(experts_triton.can_multiply(x, stack) for stack in matrices):
+        outs = _outputs_of_triton(expert, x, chosen, stacks, has_all=is_here is None).astype(jnp.float32)
     else:
         stacks = jax.tree.map(_alone, stacks, is_leaf=_is_weight)
         with native.kernels(False):  # they would need a copy of each expert's weights
@@ -146,28 +151,53 @@ def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks:
     def own(leaf: Any) -> Any:
         if len(leaf.shape) < 3:  # a bias is a row for each choice
             return _alone(leaf)[ids]
-        if not isinstance(leaf, StackedWeight):
-            return ChosenWeight(leaf, ids)
-        experts = leaf.shape[0]  # those of all layers lie one after another
-        every = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), leaf.stack)
-        # Another device's expert, `experts`, would be the next layer's first: it is not to be read in vain.
-        return ChosenWeight(every, jnp.where(ids < experts, ids + leaf.layer * experts, -1))
+        return ChosenWeight(*_of_all_layers(leaf, ids))
 
     outs = expert(jax.tree.map(own, stacks, is_leaf=_is_weight), jnp.repeat(x, chosen.shape[1], axis=0))
     return outs.reshape(*chosen.shape, -1)
 
 
+def _of_all_layers(leaf: Any, ids: jax.Array) -> tuple[Any, jax.Array]:
+    """Returns a stack of experts, and ids in it: those of all layers lie one after another in some."""
+    if not isinstance(leaf, StackedWeight):
+        return leaf, ids
+    experts = leaf.shape[0]
+    every = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), leaf.stack)
+    # Another device's expert, `experts`, would be the next layer's first: it is not to be read in vain.
+    return every, jnp.where((ids >= 0) & (ids < experts), ids + leaf.layer * experts, -1)
+
+
+def _outputs_of_triton(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, has_all: bool) -> jax.Array:
+    """Outputs of all choices, `[X, U, D]`: tiles of one expert each are the rows of the products."""
+    num_experts = jax.tree.leaves(stacks, is_leaf=_is_weight)[0].shape[0]
+    tiles = _tile(chosen, num_experts + (not has_all), experts_triton.LEAST_ROWS, experts_triton.MOST_ROWS, at_once=1)
+    ids = jnp.where(tiles.is_used & (tiles.experts < num_experts), tiles.experts, -1)
+
+    def own(leaf: Any) -> Any:
+        if len(leaf.shape) < 3:  # a bias is a row for each token of a tile
+            return jnp.repeat(_alone(leaf)[ids], tiles.tokens.shape[1], axis=0)
+        return TiledWeight(*_of_all_layers(leaf, ids))
+
+    rows = x.at[tiles.tokens.ravel()].get(mode="promise_in_bounds")
+    outs = expert(jax.tree.map(own, stacks, is_leaf=_is_weight), rows)
+    return outs.at[tiles.row_of_choice].get(mode="promise_in_bounds").reshape(*chosen.shape, -1)
+
+
 def _outputs_of_tiles(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, has_all: bool) -> jax.Array:
     """Outputs of all choices, `[X, U, D]`, by tiles of one expert each."""
-    size = max(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(stacks, is_leaf=is_quantised))
     outputs = partial(_outputs, expert, has_all=has_all)
     return lax.platform_dependent(
         x,
         chosen,
         stacks,
         cpu=partial(outputs, largest=CPU_TILE, at_once=1),
-        default=partial(outputs, largest=TILE, at_once=max(2, GATHERED // size)),
+        default=partial(outputs, largest=TILE, at_once=_tiles_at_once(stacks)),
     )
+
+
+def _tiles_at_once(stacks: Any) -> int:
+    """Tiles whose weights are gathered at a time. XLA's code for GPUs multiplies tiles of one row without a copy."""
+    return max(2, GATHERED // max(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(stacks, is_leaf=_is_weight)))
 
 
 def clamped_swiglu(
@@ -194,7 +224,7 @@ def _outputs(
     Unless this device `has_all` experts, one past its last stands for those of others, whose outputs mean nothing.
     """
     num_experts = jax.tree.leaves(stacks)[0].shape[0]
-    tiles = _tile(chosen, num_experts if has_all else num_experts + 1, largest, at_once)
+    tiles = _tile(chosen, num_experts if has_all else num_experts + 1, 1, largest, at_once)
     if not has_all:
         tiles = tiles._replace(
             experts=jnp.minimum(tiles.experts, num_experts - 1), is_used=tiles.is_used & (tiles.experts < num_experts)
@@ -221,13 +251,13 @@ def _outputs(
     return rows.reshape(*chosen.shape, -1)
 
 
-def _tile(chosen: jax.Array, num_experts: int, largest: int, at_once: int) -> _Tiles:
+def _tile(chosen: jax.Array, num_experts: int, least: int, largest: int, at_once: int) -> _Tiles:
     """Plans as many tiles as the worst load needs, or more to make full steps; those past the real load are not used.
 
-    A tile has as many rows as the power of two above what an expert gets on average, up to `largest`.
+    A tile has as many rows as the power of two above what an expert gets on average, from `least` to `largest`.
     """
     choices = chosen.size
-    size = min(1 << (choices // num_experts).bit_length(), largest)
+    size = min(max(1 << (choices // num_experts).bit_length(), least), largest)
     most = min(choices, choices // size + num_experts)
     most = -(-most // min(at_once, most)) * min(at_once, most)
     mine, index = chosen.ravel(), jnp.arange(most, dtype=jnp.int32)

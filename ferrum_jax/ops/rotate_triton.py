@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
-from ferrum_jax.ops.attention_triton import launch
+from ferrum_jax.ops.triton_launch import launch
 
 
 def rotate_and_write_triton(
