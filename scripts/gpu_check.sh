@@ -38,6 +38,7 @@ tests() { # tests NAME SECONDS OPTION…: several processes on the one GPU, smal
 tests kernels 180 -m gpu tests/ops
 fraction=0.42 measure compare 240 llama-3.1-8b --rounds 6 --most-rows 32 # transformers needs the rest
 part overhead 240 python -m bench.overhead --json "$out/overhead-tiny-$device.json"
+part moe 180 python -m bench.moe --json "$out/moe-qwen3-30b-a3b-$device.json"
 tests engine 540 tests/executor tests/generate
 fraction=0.42 measure requests 240 llama-3.1-8b --rounds 4
 measure attention 180 llama-3.1-8b
