@@ -81,8 +81,13 @@ def check_mask(mask: Any, vocab_size: int) -> NDArray[np.bool_]:
     return allowed
 
 
-def check_policy(policy: LogitsReturnPolicy, vocab_size: int) -> LogitsReturnPolicy:
-    """Returns a policy whose mask allows a token and whose penalised ids are in the vocabulary."""
+def check_policy(policy: LogitsReturnPolicy | type[LogitsReturnPolicy], vocab_size: int) -> LogitsReturnPolicy:
+    """Returns a policy whose mask allows a token and whose penalised ids are in the vocabulary.
+
+    One of the two classes itself stands for its instance without arguments.
+    """
+    if policy is FullLogits or policy is GreedyArgmax:
+        return policy()
     if isinstance(policy, FullLogits):
         return policy
     if not isinstance(policy, GreedyArgmax):

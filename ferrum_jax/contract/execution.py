@@ -327,17 +327,17 @@ class ExecutorRegistry(abc.ABC):
         """Adds an executor; a name that is taken is AlreadyExists."""
 
     @abc.abstractmethod
-    def get(self, name: str) -> ModelExecutor:
-        """Returns the executor of a name; an unknown name is NotFound."""
+    def get(self, name: str) -> ModelExecutor | None:
+        """Returns the executor of a name, or None."""
 
     @abc.abstractmethod
-    def remove(self, name: str) -> ModelExecutor:
-        """Removes an executor, still running, and returns it; an unknown name is NotFound."""
+    def remove(self, name: str) -> ModelExecutor | None:
+        """Removes an executor, still running, and returns it; None for an unknown name."""
 
     @abc.abstractmethod
     def list_names(self) -> list[str]:
         """Names in the order they were registered."""
 
     @abc.abstractmethod
-    def get_metrics(self, name: str) -> ExecutorMetrics:
-        """Returns the metrics of the executor of a name; an unknown name is NotFound."""
+    def get_metrics(self, name: str) -> ExecutorMetrics | None:
+        """Returns the metrics of the executor of a name, or None."""

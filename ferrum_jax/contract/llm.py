@@ -29,7 +29,15 @@ class DecoderOnlyLLM(abc.ABC):
     Logits come back as NumPy float32 on the host. A subclass must provide `config`, `prefill`, `decode` and
     `release`; everything else has a default that is either correct on top of those four or a clear refusal.
     The class holds no state. An error leaves every sequence as it was.
+
+    Attributes:
+        state: where the model is in its life, to be read in every state. Like the next one it is no property, so that a
+            subclass may use the name for something else: what is no `ExecutorState` counts as Ready.
+        loop_tokens: tokens per row and call for which `decode_n` is quickest; 0 where the model has no such thing.
     """
+
+    state: ExecutorState = ExecutorState.Ready
+    loop_tokens: int = 0
 
     @property
     @abc.abstractmethod
@@ -71,21 +79,23 @@ class DecoderOnlyLLM(abc.ABC):
     ) -> list[Logits | int]:
         """As `decode_batch`, each row answering as its policy asks: `[vocab]` logits or a token id."""
         check_policy_count(len(batch), policies)
-        for policy in policies:
-            check_policy(policy, self.config.vocab_size)
+        policies = [check_policy(policy, self.config.vocab_size) for policy in policies]
         logits = self.decode_batch(batch)
         return [choose(check_logits(self, row), policy) for row, policy in zip(logits, policies, strict=True)]
 
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends `tokens` and returns `[n, vocab]`: row i is the distribution after token i.
 
-        The default decodes token by token from the cache's end, which needs `kv_len`.
+        The default decodes token by token from the cache's end, which needs a `kv_len`; an id that this does not know
+        begins with a prefill of its first token.
         """
         check_tokens(cache_id, tokens, self.config.vocab_size)
         start = self.kv_len(cache_id)
-        if start is None:
+        if start is None and type(self).kv_len is DecoderOnlyLLM.kv_len:
             raise UnsupportedError(f"{type(self).__name__} does not know where {cache_id!r} ends, so it cannot verify")
-        return np.stack([check_logits(self, self.decode(cache_id, token, start + i)) for i, token in enumerate(tokens)])
+        rows = [self.prefill(cache_id, tokens[:1])] if start is None else []
+        rows += [self.decode(cache_id, tokens[i], (start or 0) + i) for i in range(len(rows), len(tokens))]
+        return np.stack([check_logits(self, row) for row in rows])
 
     def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
         """As `forward_verify` for several sequences, in order; the default runs them one by one."""
@@ -133,8 +143,7 @@ class DecoderOnlyLLM(abc.ABC):
     ) -> list[Logits | int | None]:
         """As `unified_forward`, each final row answering as its policy asks."""
         check_policy_count(len(items), policies)
-        for policy in policies:
-            check_policy(policy, self.config.vocab_size)
+        policies = [check_policy(policy, self.config.vocab_size) for policy in policies]
         if not self.unified_forward_can_return_full_logits():
             raise UnsupportedError(f"{type(self).__name__} has no unified forward with logits to choose from")
         rows = self.unified_forward(items)
@@ -150,11 +159,6 @@ class DecoderOnlyLLM(abc.ABC):
         with `until_one_ends`, all end with the first that does.
         """
         raise UnsupportedError(f"{type(self).__name__} decodes token by token")
-
-    @property
-    def loop_tokens(self) -> int:
-        """Tokens per row and call for which `decode_n` is quickest; 0 where the model has no such thing."""
-        return 0
 
     def unified_forward_can_return_full_logits(self) -> bool:
         """True if final rows of `unified_forward` return `[vocab]` logits; False: only greedy policies are served.
@@ -223,11 +227,6 @@ class DecoderOnlyLLM(abc.ABC):
     def lora_metrics_snapshot(self) -> Mapping[str, Any] | None:
         """Counters of LoRA; None where the model keeps none."""
         return None
-
-    @property
-    def state(self) -> ExecutorState:
-        """Where the model is in its life; answers in every state."""
-        return ExecutorState.Ready
 
     def model_info(self) -> ModelInfo | None:
         """Identity and size; None where the model does not know."""

@@ -40,12 +40,16 @@ class DataType(enum.Enum):
 
 @dataclass(frozen=True)
 class Device:
-    """Where something runs: `cpu`, `cuda:N`, `tpu:N` or `rocm:N`."""
+    """Where something runs: `cpu`, `cuda:N`, `tpu:N` or `rocm:N`; `kind` may be given as such a text, as to `parse`."""
 
     kind: str
     index: int = 0
 
     def __post_init__(self):
+        if isinstance(self.kind, str) and ":" in self.kind and self.index == 0:
+            given = Device.parse(self.kind)
+            object.__setattr__(self, "kind", given.kind)
+            object.__setattr__(self, "index", given.index)
         if not isinstance(self.kind, str) or self.kind not in ("cpu", "cuda", "tpu", "rocm"):
             raise InvalidParameterError(f"device kind {safe_repr(self.kind)}: expected cpu, cuda, tpu or rocm")
         if isinstance(self.index, bool) or not isinstance(self.index, int) or self.index < 0:

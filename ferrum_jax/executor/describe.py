@@ -43,8 +43,8 @@ def runtime_config(cfg: ModelConfig) -> LlmRuntimeConfig:
     )
 
 
-def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> ModelInfo:
-    """Identity and size of a model as it was loaded; `max_sequence_length` is what it was loaded for.
+def model_info(name: str, cfg: ModelConfig, device: DeviceState) -> ModelInfo:
+    """Identity and size of a model as it was loaded; `max_sequence_length` is the model's own.
 
     `dtype` is that of most of its parameters; scales of quantised weights are no parameters.
     """
@@ -61,7 +61,7 @@ def model_info(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceStat
         num_heads=cfg.num_attention_heads,
         num_kv_heads=cfg.num_key_value_heads,
         vocab_size=cfg.vocab_size,
-        max_sequence_length=plan.kv_capacity,
+        max_sequence_length=cfg.max_seq_len,
         dtype=_DTYPES[sizes.most_common(1)[0][0]],
         device=contract_device(device.placed.placement.first),
     )

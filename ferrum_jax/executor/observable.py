@@ -87,7 +87,7 @@ class Observable(DecoderOnlyLLM):
     def model_info(self) -> ModelInfo:
         """Identity and size of the model as it was loaded."""
         with self._life.lock, self._life:
-            return describe.model_info(self.name, self.model_config, self.plan, self._device)
+            return describe.model_info(self.name, self.model_config, self._device)
 
     def describe(self) -> dict[str, Any]:
         """Which code computes the steps (`attention`, `kernels`), in what dtypes, and what weights and KV take."""

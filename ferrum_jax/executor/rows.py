@@ -179,7 +179,7 @@ def _outputs(count: int, policies: Policies, vocab_size: int) -> list[Output]:
 
 def _output(policy: LogitsReturnPolicy, vocab_size: int) -> Output:
     """Checks a policy; returns what its row wants."""
-    check_policy(policy, vocab_size)
+    policy = check_policy(policy, vocab_size)
     if isinstance(policy, FullLogits):
         return LAST_LOGITS
     mask, penalty = policy.token_mask, policy.repetition_penalty

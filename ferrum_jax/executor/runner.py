@@ -95,7 +95,7 @@ class ModelRunner(Adaptable):
         self.close()
 
     @property
-    def state(self) -> ExecutorState:
+    def state(self) -> ExecutorState:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Ready, Error or Shutdown; Initializing while the KV is freed."""
         state = self._life.state
         return ExecutorState.Initializing if state is ExecutorState.Ready and self._life.paused else state
@@ -260,7 +260,7 @@ class ModelRunner(Adaptable):
             return multi_step.plan(self._pipeline, runs, until_one_ends=until_one_ends)()
 
     @property
-    def loop_tokens(self) -> int:
+    def loop_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Tokens that one device call of `decode_n` chooses for each row; 0 where there are no such programs."""
         return self.plan.buckets.multi_step_tokens
 

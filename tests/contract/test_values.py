@@ -88,7 +88,7 @@ def test_a_dtype_knows_its_size_and_whether_it_is_quantized(kind: str, size: flo
 
 @pytest.mark.parametrize("text", ["cpu", "cuda:1", "tpu:0", "rocm:3"])
 def test_a_device_is_read_back_as_it_is_written(text: str):
-    assert str(Device.parse(text)) == text
+    assert str(Device.parse(text)) == str(Device(text)) == text
 
 
 @pytest.mark.parametrize("text", ["gpu", "cuda:x", "", "cpu:1", "cuda:-1"])

@@ -3,6 +3,8 @@
 A model of four methods has only its sizes. What it does not report is 0 or empty here, never a guess.
 """
 
+import inspect
+
 from ferrum_jax.contract.answers import check_kind
 from ferrum_jax.contract.execution import AttentionType, ExecutorCapabilities, ExecutorMemoryUsage, MemoryRequirements
 from ferrum_jax.contract.llm import DecoderOnlyLLM
@@ -14,6 +16,13 @@ UNKNOWN_MEMORY = ExecutorMemoryUsage(allocated_bytes=0, used_bytes=0, peak_bytes
 def overrides(model: DecoderOnlyLLM, *methods: str) -> bool:
     """True if the model's class has one of the contract's optional methods of its own."""
     return any(getattr(type(model), name) is not getattr(DecoderOnlyLLM, name) for name in methods)
+
+
+def warm_quietly(model: DecoderOnlyLLM) -> None:
+    """Warms a model up without a progress bar, where it has any."""
+    parameters = inspect.signature(model.warmup).parameters.values()
+    takes_progress = any(one.name == "progress" or one.kind is one.VAR_KEYWORD for one in parameters)
+    model.warmup(progress=False) if takes_progress else model.warmup()
 
 
 def model_info(model: DecoderOnlyLLM) -> ModelInfo:
@@ -61,7 +70,7 @@ def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities
         attention_mechanisms=(attention,) if info.num_heads else (),
         supports_dynamic_batching=overrides(model, "decode_batch"),
         supports_continuous_batching=overrides(model, "unified_forward"),
-        supports_speculative_decoding=overrides(model, "forward_verify"),
+        supports_speculative_decoding=True,  # token by token where the model has no better
         supports_tensor_parallelism=False,
         supports_pipeline_parallelism=False,
         supported_dtypes=(info.dtype,),

@@ -60,7 +60,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         self._meter = Meter(self._capabilities.max_batch_size)
         self._worker = CallWorker(self._table, self._meter)
         self._memory = description.UNKNOWN_MEMORY
-        self._warm = warm or partial(model.warmup, progress=False)
+        self._warm = warm or partial(description.warm_quietly, model)
         self._close = close or (lambda: None)
 
     def info(self) -> ModelInfo:
@@ -77,7 +77,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         Ready and Busy, where calls queue, are both `is_ready`; a warm-up is Initializing. Memory is as of the last
         time this was asked while no call ran; zeros where the model reports none.
         """
-        state = self._meter.state if self._model.state is ExecutorState.Ready else self._model.state
+        state = self._meter.state if self._table.state is ExecutorState.Ready else self._table.state
         if self._table.is_closed:
             state = ExecutorState.Shutdown
         prefill, decode = self._meter.tallies["prefill"], self._meter.tallies["decode"]
@@ -230,13 +230,11 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
             self._table.release(check_cache_id(cache_id))
 
     def truncate_kv_for_cache_id(self, cache_id: str, new_len: int) -> None:
-        """Rolls back a sequence of this executor; an unknown id, or a length past its end, is no error."""
+        """Rolls back a sequence of the model; an unknown id, or a length past its end, is no error."""
         length = check_int("new_len", new_len, 0)
         self._table.check_ready()
         with self._table.held():
-            sequence = self._table.find(check_cache_id(cache_id))
-            if sequence is not None:
-                self._table.truncate(sequence, length)
+            self._table.truncate_by_id(check_cache_id(cache_id), length)
 
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions."""
@@ -274,9 +272,9 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
             return check_kind(model, "lora_metrics_snapshot", model.lora_metrics_snapshot(), Mapping)
 
     def supports_native_unified_decode(self) -> bool:
-        """True if the model's class has a unified forward of its own."""
+        """True if the model's class has a unified forward of its own, which was never Unsupported so far."""
         self._table.check_ready()
-        return description.overrides(self._model, "unified_forward")
+        return description.overrides(self._model, "unified_forward") and not self._table.lacks_unified
 
     def optimal_batch_size(self) -> int:
         """Live sequences and, where the model counts blocks, those that a free block could begin.
@@ -291,4 +289,4 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     def supports_batch_size(self, batch_size: int) -> bool:
         """True from 1 to `max_batch_size`: those run as one call of the model, larger ones may take several."""
         self._table.check_ready()
-        return 1 <= check_int("batch_size", batch_size, 0) <= self._capabilities.max_batch_size
+        return 1 <= check_int("batch_size", batch_size, -(2**63)) <= self._capabilities.max_batch_size

@@ -195,9 +195,7 @@ def _find(table: SequenceTable, row: RowRequest) -> TrackedSequence | None:
     if row.handle is not None:
         sequence = current_sequence(row.handle, table)
     elif row.name is not None:
-        sequence = table.find(row.name)
-        if sequence is None:
-            table.check_new_id(row.name)
+        sequence = table.find_or_adopt(row.name)
     start = 0 if sequence is None else sequence.length
     end = start + len(row.tokens)
     if row.offset is not None:
@@ -219,9 +217,10 @@ def _unified(table: SequenceTable, rows: Sequence[RowRequest]) -> bool:
     model, policies = table.model, [row.policy for row in rows]
     items = [(row.sequence.cache_id, row.tokens, row.sequence.length, row.is_final) for row in rows]
     wanted = [row.policy if row.is_final else None for row in rows]
+    if FullLogits() in wanted and not model.unified_forward_can_return_full_logits():
+        table.unsupported_fallback_calls += 1
+        return False
     try:
-        if FullLogits() in wanted and not model.unified_forward_can_return_full_logits():
-            raise UnsupportedError(f"{type(model).__name__} has no unified forward with full logits")
         if all(isinstance(policy, FullLogits) for policy in policies):
             answers = model.unified_forward(items)
         else:
@@ -231,6 +230,7 @@ def _unified(table: SequenceTable, rows: Sequence[RowRequest]) -> bool:
             table.lora_fallback_calls += 1
         else:
             table.unsupported_fallback_calls += 1
+            table.lacks_unified = True
         return False
     _take_answers(table, rows, answers, wanted)
     return True

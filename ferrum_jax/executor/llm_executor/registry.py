@@ -1,9 +1,8 @@
 """Executors by name, for a process that serves several models."""
 
 import threading
-from collections.abc import Callable
 
-from ferrum_jax.contract.errors import AlreadyExistsError, NotFoundError, RequestValidationError, safe_repr
+from ferrum_jax.contract.errors import AlreadyExistsError, RequestValidationError, safe_repr
 from ferrum_jax.contract.execution import ExecutorMetrics, ExecutorRegistry, ModelExecutor
 
 
@@ -25,25 +24,22 @@ class LlmExecutorRegistry(ExecutorRegistry):
                 raise AlreadyExistsError(f"an executor named {name!r} is registered already")
             self._executors[name] = executor
 
-    def get(self, name: str) -> ModelExecutor:
-        """Returns the executor of a name; an unknown name is NotFound."""
-        return self._found(name, self._executors.__getitem__)
+    def get(self, name: str) -> ModelExecutor | None:
+        """Returns the executor of a name, or None."""
+        with self._mutex:
+            return self._executors.get(name) if isinstance(name, str) else None
 
-    def remove(self, name: str) -> ModelExecutor:
-        """Removes an executor, still running, and returns it; an unknown name is NotFound."""
-        return self._found(name, self._executors.pop)
+    def remove(self, name: str) -> ModelExecutor | None:
+        """Removes an executor, still running, and returns it; None for an unknown name."""
+        with self._mutex:
+            return self._executors.pop(name, None) if isinstance(name, str) else None
 
     def list_names(self) -> list[str]:
         """Names in the order they were registered."""
         with self._mutex:
             return list(self._executors)
 
-    def get_metrics(self, name: str) -> ExecutorMetrics:
-        """Returns the metrics of the executor of a name; an unknown name is NotFound."""
-        return self.get(name).metrics()
-
-    def _found(self, name: str, take: Callable[[str], ModelExecutor]) -> ModelExecutor:
-        with self._mutex:
-            if not isinstance(name, str) or name not in self._executors:
-                raise NotFoundError(f"no executor is named {safe_repr(name)}, registered are {list(self._executors)}")
-            return take(name)
+    def get_metrics(self, name: str) -> ExecutorMetrics | None:
+        """Returns the metrics of the executor of a name, or None."""
+        found = self.get(name)
+        return None if found is None else found.metrics()

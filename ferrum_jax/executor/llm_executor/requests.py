@@ -1,5 +1,6 @@
 """From what a caller passes to checked rows of tokens. Nothing here knows a sequence's length."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -198,10 +199,12 @@ def read_options(label: str, metadata: Any) -> Options:
 def _read_adapter(label: str, name: Any, path: Any) -> ActiveLoraAdapter | None:
     if name is None and path is None:
         return None
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
     if not (isinstance(name, str) and isinstance(path, str) and name and path):
         raise RequestValidationError(
             f"{label}: {LORA_ADAPTER} is {safe_repr(name)} and {LORA_PATH} is {safe_repr(path)}, expected both or "
-            "neither, as strings"
+            "neither, a string and a path"
         )
     return ActiveLoraAdapter(name=name, path=path)
 
@@ -220,7 +223,7 @@ def _read_input(label: str, given: PrefillInput | DecodeInput, vocab_size: int) 
 
 
 def _check_policy(row: RowRequest, policy: LogitsReturnPolicy, vocab_size: int) -> LogitsReturnPolicy:
-    check_policy(policy, vocab_size)
+    policy = check_policy(policy, vocab_size)
     if row.options.full_logits and not isinstance(policy, FullLogits):
         raise RequestValidationError(f"{row.label}: {FULL_LOGITS} contradicts the policy {type(policy).__name__}")
     return policy

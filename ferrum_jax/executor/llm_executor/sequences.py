@@ -16,6 +16,7 @@ from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotRequest, KvSlotReservation
 from ferrum_jax.contract.values import Device
+from ferrum_jax.executor.llm_executor.description import overrides
 
 _OWN_ID = re.compile(r"llm-(cache|forward)-\d+")
 
@@ -28,6 +29,7 @@ class TrackedSequence:
     length: int = 0  # positions
     adapter: ActiveLoraAdapter | None = None
     is_known: bool = False  # the model itself has returned a length for it
+    is_adopted: bool = False  # the model held positions of it before this executor did
     version: int = 0  # counts changes of the length
 
 
@@ -48,6 +50,7 @@ class SequenceTable:
         self.is_closed = False  # refuses every later caller
         self.unsupported_fallback_calls = 0  # the unified forward is Unsupported, or has no logits
         self.lora_fallback_calls = 0  # a batch with adapters is Unsupported
+        self.lacks_unified = False  # the model's unified forward was Unsupported, adapters aside
         self._live: dict[str, TrackedSequence] = {}
         self._numbers = {"cache": itertools.count(), "forward": itertools.count()}
         self._num_waits = 0
@@ -71,24 +74,37 @@ class SequenceTable:
     def check_ready(self) -> None:
         """As `check_open`, and raises the error of a model that is not Ready."""
         self.check_open()
-        if self.model.state is not ExecutorState.Ready:
+        if self.state is not ExecutorState.Ready:
             self.model.kv_capacity()
 
+    @property
+    def state(self) -> ExecutorState:
+        """The model's state; Ready where that is something else of the model's author."""
+        state = self.model.state
+        return state if isinstance(state, ExecutorState) else ExecutorState.Ready
+
     def release_all(self) -> None:
-        """Releases every sequence, as far as the model still can."""
-        for cache_id in list(self._live):
+        """Releases every sequence that was begun here, as far as the model still can."""
+        for cache_id in [cache_id for cache_id, sequence in self._live.items() if not sequence.is_adopted]:
             with contextlib.suppress(FerrumError):
                 self.release(cache_id)
 
     def reset(self) -> None:
         """Resets the model and forgets every sequence; ids are not reused."""
         self.model.reset()
+        for sequence in self._live.values():
+            sequence.is_adopted = False
         self.release_all()  # a model need not implement `reset`
         self._live.clear()
 
     def create(self, cache_id: str | None = None, kind: str = "cache") -> TrackedSequence:
         """Begins an empty sequence under the caller's id, or under a new id `llm-<kind>-<number>`."""
-        return self._add(TrackedSequence(self._new_id(kind) if cache_id is None else cache_id))
+        return self.track(TrackedSequence(self._new_id(kind) if cache_id is None else cache_id))
+
+    def track(self, sequence: TrackedSequence) -> TrackedSequence:
+        """Counts a sequence as live here."""
+        self._live[sequence.cache_id] = sequence
+        return sequence
 
     def find(self, cache_id: str) -> TrackedSequence | None:
         """Returns a live sequence with its length as of now, or None."""
@@ -112,12 +128,20 @@ class SequenceTable:
             raise RequestValidationError(f"{cache_id!r}: the sequence was released, its handles are stale")
         return sequence
 
-    def check_new_id(self, cache_id: str) -> None:
-        """Raises RequestValidation for an id under which no sequence can begin."""
+    def find_or_adopt(self, cache_id: str) -> TrackedSequence | None:
+        """As `find`; of positions that the model alone knows of, a sequence to `track`. None: the id is free.
+
+        Raises:
+            RequestValidationError: an executor has had the id, and it is no sequence of this one.
+        """
+        if (sequence := self.find(cache_id)) is not None:
+            return sequence
         if _OWN_ID.fullmatch(cache_id):
             raise RequestValidationError(f"{cache_id!r} is no live sequence, and ids of this form are never reused")
-        if self.model.kv_len(cache_id) is not None:
-            raise RequestValidationError(f"{cache_id!r} is a sequence of the model that this executor did not begin")
+        length = self.model.kv_len(cache_id)
+        if length is None or not check_length(self.model, "kv_len", length):
+            return None
+        return TrackedSequence(cache_id, length, is_known=True, is_adopted=True)
 
     def advance(self, sequence: TrackedSequence, num_tokens: int) -> None:
         """Counts tokens that the model has appended."""
@@ -133,10 +157,10 @@ class SequenceTable:
     def forget(self, sequence: TrackedSequence) -> None:
         """Releases a sequence that was begun in vain.
 
-        Of a caller's own id, of which the model says that it holds nothing, what the caller has bound to it stays.
+        Of a caller's own id, of which the model says that it holds nothing, what the caller has taken for it stays.
         """
-        key, tells_lengths = sequence.cache_id, type(self.model).kv_len is not DecoderOnlyLLM.kv_len
-        if sequence.adapter is None and not _OWN_ID.fullmatch(key) and tells_lengths and self.model.kv_len(key) is None:
+        key, tells_lengths = sequence.cache_id, overrides(self.model, "kv_len")
+        if sequence.adapter is None and not _OWN_ID.fullmatch(key) and tells_lengths and not self.model.kv_len(key):
             self._live.pop(key, None)
         else:
             self.release(key)
@@ -148,11 +172,19 @@ class SequenceTable:
             sequence.length = new_len
             sequence.version += 1
 
+    def truncate_by_id(self, cache_id: str, new_len: int) -> None:
+        """As `truncate`, of a sequence that the model may have without this executor; an unknown id is no error."""
+        sequence = self.find(cache_id)
+        if sequence is not None:
+            self.truncate(sequence, new_len)
+        elif overrides(self.model, "truncate_kv") or (self.model.kv_len(cache_id) or 0) > new_len:
+            self.model.truncate_kv(cache_id, new_len)
+
     def fork(self, sequence: TrackedSequence) -> TrackedSequence:
         """Copies a sequence under a new id; both share blocks until either writes."""
         cache_id = self._new_id("cache")
         self.model.fork(sequence.cache_id, cache_id)
-        return self._add(TrackedSequence(cache_id, sequence.length, sequence.adapter))
+        return self.track(TrackedSequence(cache_id, sequence.length, sequence.adapter))
 
     def count(self) -> int:
         """Returns how many sequences are live."""
@@ -160,12 +192,12 @@ class SequenceTable:
 
     def reserve(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation | None:
         """Makes positions writable, all or nothing; an id without a sequence gets an empty one."""
-        new = {request.cache_id for request in requests if self.find(check_cache_id(request.cache_id)) is None}
-        for cache_id in new:
-            self.check_new_id(cache_id)
+        ids = dict.fromkeys(check_cache_id(request.cache_id) for request in requests)
+        found = {cache_id: self.find_or_adopt(cache_id) for cache_id in ids}
         reservation = self.model.reserve_kv_slots(requests)
-        for cache_id in new if reservation is not None else ():
-            self.create(cache_id)
+        if reservation is not None:
+            for cache_id, sequence in found.items():
+                self.track(sequence or TrackedSequence(cache_id))
         return check_kind(self.model, "reserve_kv_slots", reservation, KvSlotReservation)
 
     def cache_metrics(self) -> dict[str, Any]:
@@ -182,14 +214,10 @@ class SequenceTable:
         }
         return {**counters, "decode_batch": batches, "executor_model_lock": lock}
 
-    def _add(self, sequence: TrackedSequence) -> TrackedSequence:
-        self._live[sequence.cache_id] = sequence
-        return sequence
-
     def _new_id(self, kind: str) -> str:
-        """Returns the next id of a kind that no other caller of the model uses."""
+        """Returns the next id of a kind of which no other caller of the model has positions."""
         ids = (f"llm-{kind}-{number}" for number in self._numbers[kind])
-        return next(cache_id for cache_id in ids if self.model.kv_len(cache_id) is None)
+        return next(cache_id for cache_id in ids if cache_id not in self._live and not self.model.kv_len(cache_id))
 
 
 @dataclass(eq=False)
@@ -225,7 +253,7 @@ class UndoLog:
     def record(self, sequence: TrackedSequence) -> TrackedSequence:
         """Records a sequence before the call changes it."""
         self._entries.append(_Before(sequence, sequence.length, sequence.adapter))
-        return sequence
+        return self.table.track(sequence)
 
     def seal(self) -> bool:
         """Ends the call: a later `undo` leaves alone whatever has changed since. True if it was abandoned before."""

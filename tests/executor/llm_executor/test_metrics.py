@@ -89,7 +89,7 @@ def test_the_models_state_shows(runner: ModelRunner):
         is_failed = False
 
         @property
-        def state(self) -> ExecutorState:
+        def state(self) -> ExecutorState:  # pyright: ignore[reportIncompatibleVariableOverride]
             return ExecutorState.Error if self.is_failed else ExecutorState.Ready
 
         def memory_usage(self) -> ExecutorMemoryUsage:
