@@ -39,7 +39,7 @@ from ferrum_jax.contract.errors import (
 )
 from ferrum_jax.executor.adapters import Adapters, call
 from ferrum_jax.executor.sizing import context_of
-from ferrum_jax.executor.weights import brought_to, check_like_specs, check_same_shapes, laid_out_like
+from ferrum_jax.executor.weights import brought_to, check_like_specs, check_same_shapes, laid_out_like, served_shapes
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.placement import ModelPlacement
@@ -49,6 +49,7 @@ from ferrum_jax.sharding.mesh import Placement
 T = TypeVar("T")
 EMPTY_KV = "empty KV"  # what the program that makes it is kept as
 PINNED_BYTES = 1 << 16  # from which on the way by pinned memory pays
+DONATED = "the served parameters were donated to another function: call set_params with the new ones"
 
 
 class KvMemory:
@@ -151,7 +152,13 @@ class DeviceState:
         self._guarded(self.take_params, "take_params")
 
     def _keep_params(self, params: ParamTree) -> None:
-        self.params, self._leaves = params, jax.tree.leaves(params)
+        self.params, self._leaves, self._shapes = params, jax.tree.leaves(params), served_shapes(params)
+
+    def check_params_live(self) -> None:
+        """Raises RequestValidationError where a trainer's function, say, has taken the arrays of a parameter."""
+        for leaf in self._leaves:  # 200 take 6 µs
+            if leaf.is_deleted():
+                raise RequestValidationError(DONATED)
 
     def check_params(self, params: ParamTree) -> ParamTree:
         """Returns other parameters as they are to lie on the devices; for several processes, as they are.
@@ -164,16 +171,16 @@ class DeviceState:
         """
         if self._specs is None:
             params = brought_to(self.placed.placement.first, params)
-            params = laid_out_like(self.params, params, self._cfg)
-            check_same_shapes(params, self.params)
+            params = laid_out_like(self._shapes, params, self._cfg)
+            check_same_shapes(params, self._shapes)
             return params
-        check_like_specs(params, self._specs, self.params)
+        check_like_specs(params, self._specs, self._shapes)
         if self._hosts.are_several:
             if not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params)):
                 raise UnsupportedError("these weights lie on devices of several processes: give process 0 all of them")
             return params
         params = self.placed.divide(params, self._specs)
-        check_same_shapes(params, self.params)
+        check_same_shapes(params, self._shapes)
         return params
 
     def put_param(self, at: int, parts: Sequence[NDArray[Any]]) -> None:
@@ -276,6 +283,10 @@ class DeviceState:
                 outputs, self._kv = begin()
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
+        except RuntimeError as problem:  # of an array that is deleted, since the batch was planned
+            if any(leaf.is_deleted() for leaf in self._leaves):
+                raise DeviceError(DONATED) from problem
+            raise
         return outputs
 
     def sample(

@@ -59,6 +59,7 @@ def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool)
     buckets, table = pipeline.plan.buckets, pipeline.table
     if not buckets.multi_step_tokens:
         raise UnsupportedError("this engine has no multi-step programs: set multi_step_tokens in its EngineConfig")
+    pipeline.device.check_params_live()
     pipeline.settle()  # penalties and recomputing need every token
     checked = [_check_run(run, pipeline) for run in check_items("runs", runs, DecodeRun)]
     check_distinct(run.cache_id for run in checked)

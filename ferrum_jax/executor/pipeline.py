@@ -174,6 +174,7 @@ class Pipeline:
         """Checks and plans a batch, and has its programs ready; raises as `execute`, and nothing has changed."""
         if not batch:
             return None
+        self.device.check_params_live()
         while len(self._pending) >= MOST_IN_FLIGHT:
             self.collect(self._pending[0])
         cache_ids, given, starts, outputs, captures = zip(*batch, strict=True)

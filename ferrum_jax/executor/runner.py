@@ -371,7 +371,8 @@ class ModelRunner(Adaptable):
         from device to device. Weights of another layout (models/layout.py) are copied into that which is served, by a
         program that the first such call compiles; on a mesh that divides the model they are refused. Steps need no
         compilation. Every known prefix is forgotten, and `params_version` goes up
-        by one. It may be called while the KV is freed.
+        by one. It may be called while the KV is freed, and when a trainer's function has been given
+        those that are there as donated arguments: until then, every step is a RequestValidationError.
 
         Args:
             params: the weights.

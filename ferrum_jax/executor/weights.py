@@ -19,8 +19,22 @@ from ferrum_jax.sharding.mesh import joined
 _convert = jax.jit(lay_out, static_argnames=("cfg", "layout"))
 
 
+def served_shapes(params: ParamTree) -> ParamTree:
+    """Shape, dtype and place of every array of a tree, which stay known when the arrays are donated or deleted."""
+
+    def describe(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type)
+
+    return jax.tree.map(describe, params)
+
+
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
-    """Raises InvalidParameter unless two trees differ in nothing but values, naming what does."""
+    """Raises InvalidParameter unless two trees differ in nothing but values, naming what does.
+
+    `instead_of` are arrays, or their `served_shapes`.
+    """
     given, there = (
         {name: _described(leaf) for name, leaf in named_leaves(tree).items()} for tree in (params, instead_of)
     )
@@ -121,16 +135,16 @@ def _shapes_of(params: ParamTree) -> dict[str, str]:
 
 def _described(leaf: object) -> str:
     found = _shape_and_dtype(leaf)
-    if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return found
-    return f"{found} on {', '.join(sorted(str(device) for device in leaf.devices()))}"
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or leaf.sharding is None:
+        return found
+    return f"{found} on {', '.join(sorted(str(device) for device in leaf.sharding.device_set))}"
 
 
 def _shape_and_dtype(leaf: object) -> str:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return f"{leaf.dtype}{list(leaf.shape)}"
-    if not isinstance(leaf, jax.Array):
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return f"a {type(leaf).__name__}"
-    if leaf.is_deleted():
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
         return "an array that was donated or deleted"
     return f"{'a weakly typed ' * leaf.weak_type}{leaf.dtype}{list(leaf.shape)}"

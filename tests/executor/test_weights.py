@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ferrum_jax import LlmExecutor, models
+from ferrum_jax import LLM, LlmExecutor, models
 from ferrum_jax.config import LAYOUTS
 from ferrum_jax.contract import ExecutorState
-from ferrum_jax.contract.errors import CancelledError, InvalidParameterError, RequestValidationError
+from ferrum_jax.contract.errors import CancelledError, DeviceError, InvalidParameterError, RequestValidationError
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.executor.from_params import from_params
 from ferrum_jax.generate.rollout import kv_spec
@@ -250,3 +250,62 @@ def test_weights_of_every_layout_pass_a_guard_and_none_is_copied_while_a_sequenc
                 with pytest.raises(RequestValidationError, match="release them before"):
                     runner.set_params(own)
             runner.release("a")
+
+
+def _trained(params: ParamTree) -> ParamTree:
+    """A trainer's step, which takes over the memory of the parameters it is given."""
+    step = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf * 1.1, tree), donate_argnums=0)
+    return jax.block_until_ready(step(params))
+
+
+def test_a_trainer_may_donate_the_parameters_and_set_the_new_ones(
+    runner: ModelRunner, params: ParamTree, others: ParamTree, oracle_of: OracleOf
+):
+    mine = jax.tree.map(jnp.copy, params)
+    expected = oracle_of(others)(TOKENS)[-1]
+    runner.set_params(mine)
+    runner.prefill("a", TOKENS)
+    new = _trained(mine)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
+    message = "the served parameters were donated to another function: call set_params with the new ones"
+    for call in (
+        lambda: runner.decode("a", 3, 20),
+        lambda: runner.prefill("b", TOKENS),
+        lambda: LLM.from_model(runner).generate([TOKENS]),
+    ):
+        with pytest.raises(RequestValidationError, match=message):
+            call()
+    assert (runner.state, runner.kv_len("a"), runner.kv_len("b")) == (ExecutorState.Ready, len(TOKENS), None)
+    assert runner.memory_usage().allocated_bytes > 0
+    with pytest.raises(InvalidParameterError, match="an array that was donated or deleted, expected float32"):
+        runner.set_params(mine, keep_sequences=True)
+    runner.release("a")
+    runner.set_params(new)
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
+
+
+def test_some_parameters_that_are_donated_between_plan_and_step_are_named_and_a_reset_helps(
+    runner: ModelRunner, params: ParamTree, monkeypatch: pytest.MonkeyPatch, oracle: Oracle
+):
+    mine = jax.tree.map(jnp.copy, params)
+    runner.set_params(mine)
+    mine["model"]["norm"]["weight"].delete()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner._device, "check_params_live", lambda: None)  # as if it had come too early
+        with pytest.raises(DeviceError, match="were donated to another function"):
+            runner.prefill("a", TOKENS)
+    runner.reset()
+    runner.set_params(params)
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [None, "fused", "scanned"])
+def test_new_parameters_in_the_trainers_layout_follow_those_it_donated(
+    layout: str | None, params: ParamTree, others: ParamTree, oracle_of: OracleOf
+):
+    mine = jax.tree.map(jnp.copy, params if layout is None else lay_out(params, CFG, layout))
+    with from_params(mine, CFG, engine=NARROW) as runner:
+        new = _trained(mine)
+        runner.set_params(lay_out(new, CFG, "checkpoint"))  # converted, while those served are gone
+        wanted = oracle_of(others)(TOKENS)[-1]
+        np.testing.assert_allclose(runner.prefill("a", TOKENS), wanted, rtol=0, atol=1e-4)
