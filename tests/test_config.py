@@ -595,6 +595,7 @@ def test_a_pool_holds_every_sequence_at_full_length_where_both_are_given():
     with pytest.raises(ResourceExhaustedError, match=f"21 blocks takes {needed:,} bytes") as caught:
         planned(max_seqs=3, kv_capacity=100, block_size=16, memory_fraction=1.0, free_bytes=needed + sampler - 1)
     assert (caught.value.needed, caught.value.free) == (21, 20)
+    assert "hold 20: ask for fewer max_seqs, a smaller kv_capacity" in str(caught.value)
 
 
 def test_the_default_capacity_is_the_models_maximum_up_to_4096():
@@ -617,6 +618,27 @@ def test_a_default_pool_is_clamped_to_what_is_free():
         planned(free_bytes=2 * block + sampler - 1)
 
 
+def test_a_pool_that_free_memory_decides_is_the_same_with_a_little_more_or_less_of_it():
+    block, sampler = planned().cache.block_size * POSITION, planned().sampler.num_bytes
+
+    def pool(blocks: float, **engine: Any) -> int:
+        free = int(blocks * block) + sampler
+        return planned(free_bytes=free, memory_fraction=1.0, **engine).cache.num_blocks
+
+    assert {pool(blocks) for blocks in (104, 105, 106.7, 111.9)} == {104}
+    assert [pool(blocks) for blocks in (9, 16, 17, 143, 255, 256, 300)] == [9, 16, 16, 128, 240, 256, 256]
+    assert pool(21, kv_capacity=17 * 128, max_seqs=None) == 20
+    assert pool(17, kv_capacity=17 * 128) == 17  # a sequence of full length fits
+    assert pool(105, kv_blocks=103) == 103
+    assert planned(kv_capacity=4096, max_seqs=3, block_size=16).cache.num_blocks == 3 * 256
+    with pytest.raises(ResourceExhaustedError, match=r"ask for fewer kv_blocks$"):
+        pool(10, kv_blocks=11)
+    with pytest.raises(ResourceExhaustedError, match=r"0\.0001 of .* bytes hold 0: ask for a smaller block_size or "):
+        planned(free_bytes=10**6 + sampler, memory_fraction=0.0001)
+    with pytest.raises(ResourceExhaustedError, match=r"hold 16: ask for a smaller kv_capacity$"):
+        pool(16, kv_capacity=17 * 128)
+
+
 @pytest.mark.parametrize(("sequences", "expected"), [(10_000, 64), (40, 32), (20, 16), (9, 8)])
 def test_by_default_a_gpu_serves_as_many_sequences_as_its_free_memory_holds(sequences: int, expected: int):
     one = 4096 * POSITION // 2  # bytes of the KV of a sequence in bfloat16
@@ -634,7 +656,7 @@ def test_by_default_a_gpu_serves_as_many_sequences_as_its_free_memory_holds(sequ
 def test_more_memory_may_be_taken_of_a_gpu_and_as_much_as_is_said():
     block, sampler = 128 * POSITION // 2, planned().sampler.num_bytes
     free = 100 * block + sampler
-    assert planned(platform="gpu", free_bytes=free).cache.num_blocks == 85
+    assert planned(platform="gpu", free_bytes=free).cache.num_blocks == 80  # of 85, with four significant bits
     assert planned(platform="gpu", free_bytes=free, memory_fraction=0.3).cache.num_blocks == 30
     assert planned(platform="gpu").cache.dtype == "bfloat16"
     assert planned(platform="cpu").cache.dtype == "float32"

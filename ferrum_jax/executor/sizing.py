@@ -41,6 +41,7 @@ DEFAULT_SEQUENCES = 8
 ACCELERATOR_SEQUENCES = (64, 32, 16)  # by default, the most whose KV fits into a half of what is free
 DEFAULT_CAPACITY = 4096  # positions
 DEFAULT_BLOCK = 128  # positions
+POOL_BITS = 4  # significant bits of a number of blocks that free memory decides
 VERIFY_TOKENS = 8  # of the small blocks whose every token has logits
 LOGIT_TOKENS = 64  # of a long row whose every token has logits, in one step
 
@@ -101,6 +102,8 @@ def plan_engine(
 
     Where no number of sequences, rows or blocks is given, an accelerator has as many sequences, 64 at most, as a half
     of its free memory (or `memory_fraction`) holds at full length; the other half is left for a draft or a trainer.
+    A pool that holds fewer blocks than its sequences could fill, because no more fit, has `POOL_BITS` significant bits:
+    a later start with a little more or less free memory has the same sizes, and finds its programs on disk.
     `free_bytes` is what the device, or each device of a mesh, has left for the KV, the parameters being there already.
 
     Raises:
@@ -170,7 +173,7 @@ def _plan_sizes(
     if for_blocks < 0:
         raise ResourceExhaustedError(
             f"sliding-window caches of {window_blocks} blocks for {max_seqs} sequences take {windows_bytes:,} bytes; "
-            f"{fraction:.0%} of {free_bytes:,} bytes are free for them: ask for fewer max_seqs",
+            f"{fraction:.2g} of {free_bytes:,} bytes are free for them: ask for fewer max_seqs",
             needed=windows_bytes,
             free=int(free_bytes * fraction),
         )
@@ -182,12 +185,12 @@ def _plan_sizes(
     if num_blocks > affordable:
         if asked or affordable < (1 if engine.kv_capacity is None else columns):
             raise ResourceExhaustedError(
-                f"a KV of {num_blocks} blocks takes {num_blocks * block_bytes:,} bytes; {fraction:.0%} of the "
-                f"{free_bytes:,} free bytes hold {affordable}",
+                f"a KV of {num_blocks} blocks takes {num_blocks * block_bytes:,} bytes; {fraction:.2g} of the "
+                f"{free_bytes:,} free bytes hold {affordable}: ask for {_smaller_pool(engine, fraction)}",
                 needed=num_blocks,
                 free=affordable,
             )
-        num_blocks = affordable
+        num_blocks = max(_rounded_down(affordable), 1 if engine.kv_capacity is None else columns)
     if engine.kv_capacity is None:
         capacity = min(capacity, num_blocks * block_size)
     return EnginePlan(
@@ -202,6 +205,23 @@ def _plan_sizes(
         loras=loras,
         spec_tokens=engine.spec_tokens or 0,
     )
+
+
+def _rounded_down(blocks: int) -> int:
+    """Clears all but the first `POOL_BITS` bits of a number: at most an eighth of it."""
+    rest = max(0, blocks.bit_length() - POOL_BITS)
+    return blocks >> rest << rest
+
+
+def _smaller_pool(engine: EngineConfig, fraction: float) -> str:
+    """Says which settings make a pool fit."""
+    if engine.kv_blocks is not None:
+        less = "fewer kv_blocks"
+    elif engine.kv_capacity is None:
+        less = "a smaller block_size"  # one block is too large
+    else:
+        less = f"{'fewer max_seqs, ' * (engine.max_seqs is not None)}a smaller kv_capacity"
+    return f"{less} or a larger memory_fraction" if fraction < 1 else less
 
 
 def plan_beside(
