@@ -4,15 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+import jax
+
 from ferrum_jax.config.checks import LARGEST_COUNT, check_integer
 from ferrum_jax.config.components import ExpertsConfig, LatentConfig, RopeScaling, check_fields
 from ferrum_jax.config.families import read_fields
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
 
+@jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of one model, in Hugging Face's names."""
+    """The architecture of one model, in Hugging Face's names; static as an argument of a function under `jit`."""
 
     model_type: str
     vocab_size: int
@@ -124,7 +127,9 @@ class ModelConfig:
             ConfigError: a field is missing, has the wrong type, or contradicts another.
         """
         if not isinstance(config, Mapping):
-            raise ConfigError(f"a configuration is a {type(config).__name__}, expected a mapping")
+            raise ConfigError(
+                f"a configuration is a {type(config).__name__}, expected a mapping: of transformers', config.to_dict()"
+            )
         try:
             return cls(**read_fields(config))
         except (TypeError, ValueError, ArithmeticError, RuntimeError) as wrong:

@@ -1,16 +1,14 @@
 """Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`, under a mesh of any kind."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ferrum_jax.config import ATTENTIONS, DTYPES, ModelConfig
@@ -30,12 +28,14 @@ from ferrum_jax.models.hooks import (
     with_edits,
 )
 from ferrum_jax.models.registry import family
+from ferrum_jax.models.sequences import check_range
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import SampleInputs, sample
 from ferrum_jax.sharding.types import explicit_axes, explicit_mesh, partition_of, vary_alike, with_auto_axes
 
+SEEDS = 'jax.random.bits(key, (B,), "uint32") draws them'
 BLOCK = 128  # positions, of a KV that is made here
 Leaf = TypeVar("Leaf")
 
@@ -126,18 +126,25 @@ def generate_fn(
         InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks; a token is not in
             the vocabulary, or a length outside its row, which inside `jit` nobody can tell: there both are undefined.
     """
+    if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
+        raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")
+    if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable):
+        raise InvalidParameterError(f"stop_ids is {safe_repr(stop_ids)}, expected several token ids, such as (2,)")
     tokens, lengths, seeds = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(seeds, jnp.uint32)
     if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:
         raise InvalidParameterError(
             f"tokens have shape {list(tokens.shape)}, lengths {list(lengths.shape)}, seeds {list(seeds.shape)}: "
-            "expected [B, T], [B] and [B] of at least 1 each"
+            f"expected [B, T], [B] and [B] of at least 1 each ({SEEDS})"
         )
-    if type(sampling) is not Sampling:  # of SamplingParams, stop ids and limits would go unheeded
-        raise InvalidParameterError(f"sampling is a {type(sampling).__name__}, expected a Sampling")
+    if type(sampling) is not Sampling:
+        raise InvalidParameterError(
+            f"sampling is a {type(sampling).__name__}, expected a Sampling: max_tokens, seeds and stop_ids are "
+            "arguments, and there are no other settings here"
+        )
     if not is_integer(max_tokens) or max_tokens < 1:
         raise InvalidParameterError(f"max_tokens is {safe_repr(max_tokens)}, expected an integer of at least 1")
-    _check_range("lengths", lengths, 1, tokens.shape[1])
-    _check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
+    check_range("lengths", lengths, 1, tokens.shape[1])
+    check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape
     changes = check_interventions(interventions, cfg)
     if steering is not None:
@@ -261,17 +268,3 @@ def _check_blocks(kv: KvState[jax.Array] | None, rows: int, positions: int, part
         raise InvalidParameterError(f"{rows} rows of {positions} positions need {needed} KV blocks, there are {found}")
     if found % parts:
         raise InvalidParameterError(f"{found} KV blocks cannot be divided over {parts} devices, as the rows are")
-
-
-def _check_range(name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None) -> None:
-    """Raises InvalidParameter for values out of bounds, up to each row's length, where there are values yet."""
-    if isinstance(values, Tracer) or isinstance(lengths, Tracer):
-        return
-    found = np.asarray(values)
-    if not np.issubdtype(found.dtype, np.integer):
-        raise InvalidParameterError(f"{name} are {found.dtype}, expected integers")
-    wrong = (found < least) | (found > most)
-    if lengths is not None:
-        wrong &= np.arange(found.shape[1]) < np.asarray(lengths)[:, None]
-    if wrong.any():
-        raise InvalidParameterError(f"{name} have {found[wrong][0]}, expected {least} to {most}")

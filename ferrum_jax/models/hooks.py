@@ -124,10 +124,7 @@ NO_TAPS = Taps()
 def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: jax.Array | None) -> jax.Array:
     if not isinstance(intervention, Edit):
         assert positions is not None
-        y = jnp.asarray(intervention(x, positions))
-        if y.shape != x.shape:
-            raise InvalidParameterError(f"the function at {point.name!r} returns {list(y.shape)} of {list(x.shape)}")
-        return y.astype(x.dtype)
+        return _returned(point, intervention(x, positions), x.shape).astype(x.dtype)
     for name, leaf in (("scale", intervention.scale), ("add", intervention.add)):
         if leaf is None:
             continue
@@ -139,6 +136,19 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
         if not jnp.issubdtype(x.dtype, jnp.floating) and jnp.issubdtype(leaf.dtype, jnp.floating):
             raise InvalidParameterError(f"{name} at {point.name!r} is {leaf.dtype}, expected integers")
     return edited(x, intervention)
+
+
+def _returned(point: Point, found: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Returns what a function at a point has returned, one number for all of an array as an array of it."""
+    try:
+        y = jnp.asarray(found)
+    except (TypeError, ValueError):
+        raise InvalidParameterError(
+            f"the function at {point.name!r} returns {safe_repr(found)}, expected an array {list(shape)}"
+        ) from None
+    if y.shape not in ((), shape):
+        raise InvalidParameterError(f"the function at {point.name!r} returns {list(y.shape)} of {list(shape)}")
+    return jnp.broadcast_to(y, shape)
 
 
 def edited(x: jax.Array, edit: Edit[Any]) -> jax.Array:
@@ -189,9 +199,12 @@ def _layers(name: str, given: object, most: int) -> list[int]:
 def check_points(given: object, cfg: ModelConfig, first_layer: int = 0) -> tuple[Point, ...]:
     """Returns hook points, each once, in order; raises as `check_point`. A layer None stands for every layer that runs.
 
-    Layers before `first_layer` do not run: InvalidParameterError for their points.
+    A point `(name, layer)` alone is as a list of it. Layers before `first_layer` do not run: InvalidParameterError for
+    their points.
     """
-    if isinstance(given, (str, bytes, Point)) or not isinstance(given, Iterable):
+    if isinstance(given, tuple) and _parse(given) is not None:
+        given = [given]
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise InvalidParameterError(f"capture is {safe_repr(given)}, expected points such as ('resid_post', 3)")
     points: set[Point] = set()
     for one in given:
@@ -326,11 +339,7 @@ def _of_tokens(point: Point, intervention: Intervention, batch: int, length: int
 
         def change(x: jax.Array, positions: jax.Array) -> jax.Array:
             rows = intervention(x.reshape(batch, length, *x.shape[1:]), positions.reshape(batch, length))
-            if rows.shape != (batch, length, *x.shape[1:]):
-                raise InvalidParameterError(
-                    f"the function at {point.name!r} returns {list(rows.shape)} of {[batch, length, *x.shape[1:]]}"
-                )
-            return rows.reshape(x.shape)
+            return _returned(point, rows, (batch, length, *x.shape[1:])).reshape(x.shape)
 
         return change
     tail = 1 if point.name not in _HEADS else 2  # axes of one token

@@ -113,7 +113,7 @@ def run(
 
     Args:
         params: the model's, in any layout.
-        tokens: token ids; the logits of ids outside the vocabulary are undefined.
+        tokens: token ids; inside `jit`, where nobody can tell, the logits of ids outside the vocabulary are undefined.
         cfg: the model's.
         capture: hook points, such as `("z", 3)`, `("resid_post", None)` for all layers, or `blocks.3.attn.hook_z`;
             static under `jit`. What is captured is what goes on: after the interventions there.
@@ -136,9 +136,9 @@ def run(
             weights give, so that little is computed twice. On a CPU it saves most in the layout `scanned`.
 
     Raises:
-        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are not
-            integers, a hook point is unknown or lies before `first_layer`, or that is none of the layers or has no
-            `inputs_embeds`.
+        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are no
+            ids of the vocabulary, a hook point is unknown or lies before `first_layer`, or that is none of the layers
+            or has no `inputs_embeds`.
         UnsupportedError: this model has no such hook point.
     """
     if not isinstance(remat, bool) and remat != "products":
@@ -150,6 +150,8 @@ def run(
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise InvalidParameterError(f"tokens are {tokens.dtype}, expected integers")
+    if inputs_embeds is None:
+        check_range("tokens", tokens, 0, cfg.vocab_size - 1)
     if (loras is None) != (adapters is None):
         raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
     batch, length = tokens.shape
@@ -235,7 +237,7 @@ def log_probs(
     cfg: ModelConfig,
     *,
     targets: Int[Array, "B T"] | None = None,
-    temperature: float = 1.0,
+    temperature: float | Float[Array, ""] | Float[Array, " B"] = 1.0,
     block: int = BLOCK,
     **options: Any,
 ) -> Float[Array, "B R"]:
@@ -249,17 +251,18 @@ def log_probs(
         tokens: token ids.
         cfg: the model's.
         targets: the tokens whose log-probabilities these are, each given all tokens of its row up to its own place.
-        temperature: that logits are divided by, a positive number.
+            All are ids of the vocabulary: mask padding in what is returned, not here by -100.
+        temperature: that logits are divided by, a positive number for all rows or one for each. Arrays may be traced,
+            and other values of them compile nothing.
         block: tokens, of all rows together, whose logits are in memory at once; at least one of each row.
         **options: those of `run` but `capture` and `logits`.
 
     Raises:
-        InvalidParameterError: as `run`, `targets` have another shape or are no integers, there is no next token, or
-            the temperature is no positive number.
+        InvalidParameterError: as `run`, `targets` have another shape or are no ids of the vocabulary, there is no next
+            token, or the temperature is no positive number.
     """
     tokens, is_next = jnp.asarray(tokens), targets is None
-    if not is_real(temperature) or not 0 < temperature < math.inf:
-        raise InvalidParameterError(f"temperature is {safe_repr(temperature)}, expected a positive number")
+    temperature = _check_temperature(temperature, tokens)
     if block < 1:
         raise InvalidParameterError(f"block is {block}, expected at least 1 token")
     last = Point("resid_post", cfg.num_hidden_layers - 1)
@@ -270,22 +273,27 @@ def log_probs(
     check_shape("targets", wanted, "[B, T]", tokens.shape)
     if not jnp.issubdtype(wanted.dtype, jnp.integer):
         raise InvalidParameterError(f"targets are {wanted.dtype}, expected integers")
+    if not is_next:
+        check_range("targets", wanted, 0, cfg.vocab_size - 1, hint=": mask padding in what log_probs returns")
 
-    def compute(params: ParamTree, x: jax.Array, wanted: jax.Array) -> jax.Array:
-        params, x, wanted = vary_alike(params, x, wanted)
+    def compute(params: ParamTree, x: jax.Array, wanted: jax.Array, divisor: Any) -> jax.Array:
+        params, x, wanted, divisor = vary_alike(params, x, wanted, divisor)
         if is_next:
             x, wanted = x[:, :-1], wanted[:, 1:]
-        return _log_probs(params, x, wanted, cfg, block, float(temperature))
+        return _log_probs(params, x, wanted, cfg, block, temperature if divisor is None else divisor)
 
-    return with_auto_axes(compute, params, x, wanted, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
+    divisor = None if isinstance(temperature, float) else temperature
+    return with_auto_axes(compute, params, x, wanted, divisor, out_specs=PartitionSpec(*partition_of(tokens)[:1]))
 
 
 def _log_probs(
-    params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelConfig, block: int, temperature: float
+    params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelConfig, block: int, temperature: float | jax.Array
 ) -> jax.Array:
     """Log-probabilities of `targets` `[B, T]` after states `[B, T, D]` of the last layer."""
     batch, length = targets.shape
     size = min(length, max(1, block // batch))  # positions of each row in a block, so that a mesh divides rows
+    if not isinstance(temperature, float):
+        temperature = jnp.repeat(jnp.broadcast_to(temperature, batch), size)[:, None]  # [B * size, 1]
 
     @jax.checkpoint
     def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -298,6 +306,36 @@ def _log_probs(
     blocks = [leaf.reshape(batch, -1, size, *leaf.shape[2:]).swapaxes(0, 1) for leaf in (x, targets)]
     found = jax.lax.map(of_block, tuple(blocks))  # [blocks, B, size]
     return found.swapaxes(0, 1).reshape(batch, -1)[:, :length]
+
+
+def _check_temperature(given: Any, tokens: jax.Array) -> float | jax.Array:
+    """Returns a temperature, a number as a float and arrays `[]` or `[B]` in float32."""
+    if is_real(given) and 0 < given < math.inf:
+        return float(given)
+    if not isinstance(given, (jax.Array, np.ndarray)) or given.shape not in ((), tokens.shape[:1]):
+        raise InvalidParameterError(f"temperature is {safe_repr(given)}, expected a positive number, or [B] of them")
+    if not isinstance(given, Tracer) and not np.all((np.asarray(given) > 0) & (np.asarray(given) < math.inf)):
+        raise InvalidParameterError(f"temperature is {safe_repr(given)}, expected positive numbers")
+    return jnp.asarray(given).astype(jnp.float32)
+
+
+def check_range(
+    name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None, hint: str = ""
+) -> None:
+    """Raises InvalidParameterError for integers out of bounds, up to each row's length, where there are values yet.
+
+    Values of other processes' devices are not looked at.
+    """
+    if isinstance(values, Tracer) or isinstance(lengths, Tracer) or not values.is_fully_addressable:
+        return
+    found = np.asarray(values)
+    if not np.issubdtype(found.dtype, np.integer):
+        raise InvalidParameterError(f"{name} are {found.dtype}, expected integers")
+    wrong = (found < least) | (found > most)
+    if lengths is not None:
+        wrong &= np.arange(found.shape[1]) < np.asarray(lengths)[:, None]
+    if wrong.any():
+        raise InvalidParameterError(f"{name} have {found[wrong][0]}, expected {least} to {most}{hint}")
 
 
 def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> int | jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences, listed
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves
@@ -140,8 +140,14 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     Experts may be whole or stored one by one. A head that is the embeddings, and rotary tables, are left out.
 
     Raises:
-        InvalidParameterError: tensors are missing, unknown or of a wrong shape: all of them in one message.
+        InvalidParameterError: tensors are missing, unknown or of a wrong shape, all of them in one message; or they are
+            PyTorch's.
     """
+    for name, leaf in flat.items():
+        if type(leaf).__module__.partition(".")[0] == "torch":
+            raise InvalidParameterError(
+                f"{name} is a torch.{type(leaf).__name__}: give arrays, jnp.asarray(t.detach().float().numpy())"
+            )
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     needless = {name for name in flat if name.endswith("rotary_emb.inv_freq")}
     needless |= {"lm_head.weight"} if cfg.tie_word_embeddings else set()

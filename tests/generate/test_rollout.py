@@ -113,6 +113,9 @@ def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
         ({"lengths": changed(LENGTHS, 0, 8)}, "lengths have 8, expected 1 to 7"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens is True"),
+        ({"seeds": jax.random.key(0)}, r"seeds are a PRNG key, expected uint32 \[B\]: jax.random.bits"),
+        ({"sampling": SamplingParams()}, "sampling is a SamplingParams, expected a Sampling: max_tokens, seeds"),
+        ({"stop_ids": 5}, "stop_ids is 5, expected several token ids"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict, message: str, params: ParamTree):

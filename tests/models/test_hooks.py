@@ -246,7 +246,6 @@ def test_generation_follows_the_interventions_of_each_row():
     [
         ("mistral", {"capture": [("zz", 0)]}, InvalidParameterError, "is no hook point, expected such as"),
         ("mistral", {"capture": ["blocks.0.hook_z"]}, InvalidParameterError, "is no hook point"),
-        ("mistral", {"capture": ("z", 0)}, InvalidParameterError, "is no hook point"),
         ("mistral", {"capture": [("z", 3)]}, InvalidParameterError, "the layer is 3, expected 0 to 2"),
         ("mistral", {"capture": [("z", True)]}, InvalidParameterError, "is no hook point"),
         ("mistral", {"capture": 5}, InvalidParameterError, "capture is 5, expected points"),
@@ -286,6 +285,12 @@ def test_generation_follows_the_interventions_of_each_row():
             "the function at 'z' returns",
         ),
         (
+            "mistral",
+            {"interventions": {("z", 0): lambda z, _: None}},
+            InvalidParameterError,
+            r"the function at 'z' returns None, expected an array \[2, 13, ",
+        ),
+        (
             "qwen3_moe",
             {"interventions": {("expert_indices", 0): Edit(add=np.float32(1))}},
             InvalidParameterError,
@@ -303,3 +308,12 @@ def test_points_and_interventions_that_cannot_be_are_refused(name: str, asked: d
     params, cfg = model(name)
     with pytest.raises(error, match=message):
         models.run(params, tokens_of(name), cfg, **asked)
+
+
+def test_one_point_is_as_a_list_of_it_and_one_number_as_an_array_of_it():
+    params, cfg = model("mistral")
+    asked: Any = {"capture": ("z", 1), "interventions": {("z", 1): lambda z, _: 0.5}}
+    _, seen = models.run(params, tokens_of("mistral"), cfg, **asked)
+    ((point, found),) = seen.items()
+    assert point == ("z", 1)
+    assert (found == 0.5).all()

@@ -230,3 +230,36 @@ def test_what_gradients_recompute_changes_no_gradient_and_takes_less_memory(layo
         assert kept is not None
         assert less is not None
         assert less.temp_size_in_bytes < 0.8 * kept.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_a_temperature_may_be_an_argument_of_a_program(shape: tuple[int, ...], compiles: list[str]):
+    params, cfg = model("qwen3")
+    tokens = tokens_of("qwen3")
+    given = jax.jit(lambda t: models.log_probs(params, tokens, cfg, temperature=t))
+    found = given(jnp.full(shape, 0.7, jnp.float32))
+    agree(found, models.log_probs(params, tokens, cfg, temperature=0.7))
+    warm = jnp.asarray(np.linspace(0.5, 2.0, 4, dtype=np.float32) if shape else np.float32(2.0))
+    compiles.clear()
+    found = given(warm)
+    assert not compiles
+    for at, temperature in enumerate(np.broadcast_to(warm, 4)):
+        own = models.log_probs(params, tokens[at : at + 1], cfg, temperature=float(temperature))
+        agree(found[at : at + 1], own)
+    slope = jax.grad(lambda t: models.log_probs(params, tokens, cfg, temperature=t).sum())(jnp.float32(0.7))
+    assert np.isfinite(slope)
+    assert slope
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_ids_and_temperatures_out_of_range_are_refused_where_they_are_known():
+    params, cfg = model("qwen3")
+    tokens, most = tokens_of("qwen3"), cfg.vocab_size - 1
+    with pytest.raises(InvalidParameterError, match=f"tokens have 99, expected 0 to {most}"):
+        models.forward(params, tokens.at[1, 2].set(99), cfg)
+    with pytest.raises(InvalidParameterError, match=f"targets have -100, expected 0 to {most}: mask padding"):
+        models.log_probs(params, tokens, cfg, targets=tokens.at[0, 0].set(-100))
+    wrongs: list[Any] = [0, -1.0, np.inf, "hot", jnp.zeros(4), jnp.array([1.0, 1.0, 1.0, -1.0]), jnp.ones(3)]
+    for wrong in wrongs:
+        with pytest.raises(InvalidParameterError, match=r"temperature is .*, expected"):
+            models.log_probs(params, tokens, cfg, temperature=wrong)

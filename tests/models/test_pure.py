@@ -175,3 +175,16 @@ def test_tokens_of_no_row_or_no_column_are_refused():
     for shape in ((1, 0), (0, 4)):
         with pytest.raises(InvalidParameterError, match=re.escape(f"shape {list(shape)}")):
             models.forward(params, jnp.zeros(shape, jnp.int32), cfg)
+
+
+def test_a_configuration_is_static_wherever_it_is_an_argument():
+    (params, cfg), tokens = model_of("one_layer"), tokens_of("one_layer")
+    expected = run(params, tokens, cfg)
+    np.testing.assert_array_equal(jax.jit(models.forward)(params, tokens, cfg), expected)
+    np.testing.assert_array_equal(jax.jit(models.forward, static_argnames="cfg")(params, tokens, cfg=cfg), expected)
+    jitted = jax.jit(jax.grad(log_probability))(params, tokens, cfg)
+    for a, b in zip(
+        jax.tree.leaves(jitted), jax.tree.leaves(jax.grad(log_probability)(params, tokens, cfg)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
+    assert jax.tree.leaves(cfg) == []

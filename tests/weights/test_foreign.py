@@ -211,3 +211,12 @@ def test_all_that_is_wrong_with_named_tensors_is_in_one_message():
         "these are not the tensors of this llama: lm_head.weight is missing; "
         "model.norm.weight has shape [47], expected [48]; extra is unknown"
     )
+
+
+def test_tensors_of_pytorch_are_refused_with_what_to_give():
+    class Tensor:
+        shape = (48,)
+
+    Tensor.__module__ = "torch"
+    with pytest.raises(InvalidParameterError, match=r"model.norm.weight is a torch.Tensor: give arrays, jnp.asarray"):
+        from_hf_names({"model.norm.weight": Tensor()}, LLAMA)
