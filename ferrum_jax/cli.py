@@ -56,6 +56,7 @@ def generate(
     device: cli_options.DeviceOption = None,
     mesh: cli_options.MeshOption = None,
     kv_capacity: cli_options.CapacityOption = None,
+    memory_fraction: cli_options.MemoryOption = None,
     quantize: cli_options.QuantizeOption = None,
     layout: cli_options.LayoutOption = None,
     tokenizer: cli_options.TokenizerOption = None,
@@ -81,8 +82,8 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     console = Console(stderr=True)
-    settings = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
-    settings |= {"quantize": quantize, "layout": layout}
+    settings: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
+    settings |= {"quantize": quantize, "layout": layout, "memory_fraction": memory_fraction}
     with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
         templated = chat and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
         if system is not None and not templated:
@@ -105,6 +106,7 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
     """Show a model's architecture and sizes, and what would be compiled for it."""
     from ferrum_jax.config import EngineConfig
     from ferrum_jax.loading import open_checkpoint, param_specs, plan_ahead, with_defaults
+    from ferrum_jax.models.backends import fallback_reason
     from ferrum_jax.models.placement import ModelPlacement
     from ferrum_jax.models.registry import family
     from ferrum_jax.models.specs import named_leaves, num_bytes, num_parameters
@@ -136,9 +138,11 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
         "RoPE": f"theta {cfg.rope_theta:g}, " + (cfg.rope_scaling.rope_type if cfg.rope_scaling else "no scaling"),
         "longest sequence": f"{cfg.max_seq_len:,} positions",
         "device": f"{device.platform}:{device.id} {device.device_kind}",
+        "weights": f"layout {settings.layout}, quantize {settings.quantize}",
     }
     if plan is not None:
         rows |= {
+            "attention by": plan.cache.attention if (why := fallback_reason(settings, cfg, device)) is None else why,
             "KV per position": f"{plan.cache.bytes_per_position:,} bytes in {plan.cache.dtype}",
             "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, "
             f"{plan.cache.num_bytes / 1e6:,.0f} MB",

@@ -10,9 +10,13 @@ QuantizeOption = Annotated[
 ]
 ModelArgument = Annotated[str | None, typer.Argument(help="Folder, .gguf file or Hugging Face id")]
 DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda:0, tpu:0, …")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0, …")]
 MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, such as model=4,data=2")]
 CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
+MemoryOption = Annotated[
+    float | None,
+    typer.Option(help="Share of the free device memory that the KV may take [default: a half]"),
+]
 LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="Folder or .gguf file of a tokenizer, where the model's own will not do")

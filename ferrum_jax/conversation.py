@@ -28,6 +28,7 @@ def chat(
     repetition_penalty: Annotated[float, typer.Option(help="1 is off")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes draws repeatable")] = None,
     kv_capacity: cli_options.CapacityOption = None,
+    memory_fraction: cli_options.MemoryOption = None,
     dtype: cli_options.DtypeOption = None,
     device: cli_options.DeviceOption = None,
     mesh: cli_options.MeshOption = None,
@@ -52,7 +53,7 @@ def chat(
     )
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
-    settings |= {"quantize": quantize, "layout": layout, "prefix_cache": True}
+    settings |= {"quantize": quantize, "layout": layout, "prefix_cache": True, "memory_fraction": memory_fraction}
     with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: use `ferrum-jax generate`")

@@ -173,7 +173,7 @@ def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):
     text = " ".join(out.split())
     for says in (
         "family llama", "1 of width 48, feed-forward 72", "8 heads of 20, 2 key/value heads", "theta 500000",
-        "[tiny]", "longest sequence 160 positions", "steps", "D8 P0x0",
+        "[tiny]", "longest sequence 160 positions", "steps", "D8 P0x0", "weights layout", "quantize", "attention by",
     ):  # fmt: skip
         assert says in text
     count = sum(tensor.size for tensor in tiny.tensors(CONFIG).values())

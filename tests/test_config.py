@@ -485,7 +485,7 @@ BAD_SETTINGS: list[tuple[str, Any]] = [
     ("memory_fraction", float("nan")), ("memory_fraction", "half"), ("prefix_cache", "off"), ("dtype", "int8"),
     ("kv_dtype", "float64"), ("decode_rows", ()), ("query_blocks", (2, 1)), ("verify_blocks", (4, 4)),
     ("verify_blocks", (0, 1)), ("verify_tokens", (4, 8)), ("block_tokens", 0),
-    ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)), ("quantize", "fp8"), ("quantize", 8),
+    ("decode_rows", (1.5, 2)), ("decode_rows", ("a",)), ("quantize", "fp4"), ("quantize", 8),
     *(("compiler_options", value) for value in (
         "xla", True, 1, ("xla",), ("ab", "cd"), (("a", 1, 2),), (("a", 1), ("a", 2)), {"": 1}, {1: 1}, {"a\n": 1},
         {"a": None}, {"a": [1]}, {"a": b"1"}, [["a", None]],
@@ -503,6 +503,7 @@ ENVIRONMENT: dict[str, tuple[str, str, Any, str]] = {
     "FERRUM_KV_CAPACITY": ("512", "kv_capacity", 512, "0"),
     "FERRUM_KV_MAX_BLOCKS": ("64", "kv_blocks", 64, "many"),
     "FERRUM_PAGED_MAX_SEQS": (" 3 ", "max_seqs", 3, "-3"),
+    "FERRUM_MEMORY_FRACTION": ("0.8", "memory_fraction", 0.8, "1.5"),
     "FERRUM_PREFIX_CACHE": ("0", "prefix_cache", False, "no"),
     "FERRUM_KV_DTYPE": ("bf16", "kv_dtype", "bfloat16", "int8"),
     "FERRUM_DTYPE": ("FP32", "dtype", "float32", ""),

@@ -130,6 +130,8 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             raise ConfigError(f"{name} is {safe_repr(value)}, expected a name such as 'float32'")
         value = _DTYPE_OF.get(value.lower(), value.lower())
+    if name == "quantize" and value == "fp8":
+        value = _DTYPE_OF[value]
     if name in _COUNTS:
         check_integer(name, value, *_COUNTS[name])
     elif name in ("decode_rows", "query_blocks", "verify_blocks"):
@@ -197,6 +199,7 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "FERRUM_KV_CAPACITY": ("kv_capacity", int),
     "FERRUM_KV_MAX_BLOCKS": ("kv_blocks", int),
     "FERRUM_PAGED_MAX_SEQS": ("max_seqs", int),
+    "FERRUM_MEMORY_FRACTION": ("memory_fraction", float),
     "FERRUM_PREFIX_CACHE": ("prefix_cache", _flag),
     "FERRUM_WINDOW_KV": ("window_kv", _flag),
     "FERRUM_KV_DTYPE": ("kv_dtype", str),

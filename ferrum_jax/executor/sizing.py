@@ -27,7 +27,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
-from ferrum_jax.models.backends import cache_spec, choose_attention
+from ferrum_jax.models.backends import cache_spec, choose_attention, settle_attention
 from ferrum_jax.models.division import Division, specs_of_one
 from ferrum_jax.models.layout import SCANNED
 from ferrum_jax.models.placement import ModelPlacement
@@ -239,6 +239,8 @@ def plan_beside(
     their temporary memory, and the pool is planned again in what is left; artifacts know it from an earlier start.
     """
     given = {"platform": placed.placement.first.platform, "division": placed.division}
+    own = cfg if placed.division is None else placed.division.local
+    engine = settle_attention(engine, own, placed.placement.first, warn=True)
     plan = plan_engine(engine, cfg, **given, free_bytes=free_bytes)
     if 2 * plan.cache.num_bytes <= free_bytes:
         return plan

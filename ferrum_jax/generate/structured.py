@@ -163,7 +163,7 @@ class FormCompiler:
             import llguidance  # an extra
         except ImportError as problem:
             raise UnsupportedError(
-                'structured output needs llguidance: pip install "ferrum-jax[structured]"'
+                "structured output needs the package llguidance, the extra `structured`"
             ) from problem
         kind, text = structured.definition
         if kind == "json_schema":

@@ -1,20 +1,26 @@
 """The attention backend that serves a model on a device, and the KV layout it reads."""
 
 import importlib.util
+import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.config import ATTENTIONS, ModelConfig
+from ferrum_jax.config import ATTENTIONS, EngineConfig, ModelConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.kvcache.state import CacheSpec, Layout
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, SCANNED, layout_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.ops import native
+from ferrum_jax.sharding.devices import JaxDevice, default_dtype
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 WIDEST_HEAD = 256
 WIDEST_LATENT = 640
+OWN = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}  # the backend made for a platform
+
+_log = logging.getLogger(__name__)
 
 
 def kv_layout(attention: str, cfg: ModelConfig) -> Layout:
@@ -58,20 +64,45 @@ def choose_attention(
         UnsupportedError: it cannot serve these dtypes or sizes.
     """
     if asked is None:
-        own = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}.get(platform, "xla")
-        one_window = _takes_window(own, cfg, layout)
-        return own if one_window and _obstacle(own, cfg, dtype, kv_dtype, block_size) is None else "xla"
+        own = OWN.get(platform, "xla")
+        return own if _obstacle(own, cfg, dtype, kv_dtype, block_size, layout) is None else "xla"
     if asked not in ATTENTIONS:
         raise ConfigError(f"attention is {safe_repr(asked)}, expected {', '.join(ATTENTIONS[:-1])} or {ATTENTIONS[-1]}")
     where = {"xla": PLATFORMS, "cpu": ("cpu",), "triton": ("gpu",), "tpu": ("tpu",)}[asked]
     if platform not in where:
         raise ConfigError(f"attention {asked!r} runs on {' and '.join(where)}, this device is a {platform}")
-    obstacle = _obstacle(asked, cfg, dtype, kv_dtype, block_size)
-    if not _takes_window(asked, cfg, layout):
-        obstacle = "the layers have different windows, which one loop over them (layout 'scanned') cannot tell it"
+    obstacle = _obstacle(asked, cfg, dtype, kv_dtype, block_size, layout)
     if obstacle is not None:
         raise UnsupportedError(f"attention {asked!r}: {obstacle}; attention 'xla' serves every model")
     return asked
+
+
+def settle_attention(
+    settings: EngineConfig, cfg: ModelConfig, device: JaxDevice, *, warn: bool = False
+) -> EngineConfig:
+    """Fills in `xla` as the attention where a GPU's or TPU's own kernel cannot serve a model; may log a warning."""
+    obstacle = fallback_reason(settings, cfg, device)
+    if obstacle is None:
+        return settings
+    if warn:
+        _log.warning("%s", obstacle)
+    return replace(settings, attention="xla")
+
+
+def fallback_reason(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> str | None:
+    """Says why attention on this GPU or TPU falls back to XLA's code; None where it does not or was asked to."""
+    own = OWN.get(device.platform)
+    if settings.attention is not None or own not in ("triton", "tpu"):
+        return None
+    dtype = settings.dtype or default_dtype(device)
+    block_size = settings.block_size or min(128, settings.kv_capacity or 128)
+    obstacle = _obstacle(own, cfg, dtype, settings.kv_dtype or dtype, block_size, settings.layout)
+    capability = str(getattr(device, "compute_capability", ""))  # "7.5"; of AMD's GPUs a name
+    if (major := capability.partition(".")[0]).isdecimal() and int(major) < 8:
+        obstacle = f"compute capability {capability}, it was made for 8.0 (Ampere) and later"
+    if obstacle is None:
+        return None
+    return f"attention {own!r} cannot serve this: {obstacle}; XLA's code is used, which is many times slower"
 
 
 def layout_for(cfg: ModelConfig, attention: str) -> str:
@@ -97,10 +128,14 @@ def _takes_window(attention: str, cfg: ModelConfig, layout: str | None) -> bool:
     return attention in ("xla", "cpu") or layout != SCANNED or len(set(cfg.layer_windows)) == 1
 
 
-def _obstacle(attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block_size: int) -> str | None:
+def _obstacle(
+    attention: str, cfg: ModelConfig, dtype: str, kv_dtype: str, block_size: int, layout: str | None
+) -> str | None:
     """Returns why a backend cannot serve a model; None if it can."""
     if attention == "xla":
         return None
+    if not _takes_window(attention, cfg, layout):
+        return "the layers have different windows, which one loop over them (layout 'scanned') cannot tell it"
     if attention == "cpu":
         return obstacle_of_kernels(cfg, dtype)
     if attention == "tpu" and cfg.latent is not None:

@@ -9,11 +9,13 @@ def describe(found: Estimate) -> dict[str, str]:
     taken = sum(found.parameters.values())
     kinds = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in found.parameters.items())
     temporaries = "not lowered" if found.temporary_bytes is None else show_bytes(found.temporary_bytes)
+    # of a GPU, JAX takes 75 % unless this says otherwise
+    reserved = f"; set XLA_PYTHON_CLIENT_MEM_FRACTION={at.memory_share:g}" if machine.platform == "gpu" else ""
     lines = {
         "model": f"{at.subject.name}, weights in {at.subject.weights}, activations in {at.subject.dtype}",
         "devices": f"{at.data * at.devices} x {machine.name}, {at.mesh}; {show_bytes(found.usable_bytes)} of "
         f"{show_bytes(machine.memory_bytes)} usable, {machine.memory_rate / 1e12:.2f} TB/s, "
-        f"{machine.bf16_rate / 1e12:,.0f} TFLOP/s",
+        f"{machine.bf16_rate / 1e12:,.0f} TFLOP/s{reserved}",
         "parameters": f"{show_bytes(taken)} a device: {kinds}",
         "temporaries": f"{temporaries} a device",
         "KV": f"{show_bytes(found.kv_bytes_per_sequence)} a device for each sequence of {at.context:,} positions "

@@ -51,6 +51,7 @@ def serve(
     ] = False,
     max_seqs: Annotated[int | None, typer.Option(help="Answers that are generated at a time")] = None,
     kv_capacity: cli_options.CapacityOption = None,
+    memory_fraction: cli_options.MemoryOption = None,
     kv_blocks: Annotated[int | None, typer.Option(help="Blocks of the KV")] = None,
     prefix_cache: Annotated[bool, typer.Option(help="Reuse what prompts have in common")] = True,
     max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
@@ -68,7 +69,8 @@ def serve(
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise UnsupportedError(
-            f"serving needs {', '.join(missing)}, which is not installed: pip install 'ferrum-jax[serve]'"
+            f"serving needs {', '.join(missing)}, which is not installed: they are the extra `serve`, as in "
+            "pip install -e '.[serve]'"
         )
     settings = ServerSettings(
         model=served_model_name,
@@ -93,6 +95,7 @@ def serve(
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     sizes: dict[str, Any] = {"max_seqs": max_seqs, "kv_capacity": kv_capacity, "kv_blocks": kv_blocks}
     sizes |= {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "prefix_cache": prefix_cache}
+    sizes |= {"memory_fraction": memory_fraction}
     sizes |= {"dtype": dtype, "device": device, "mesh": mesh, "quantize": quantize, "layout": layout}
     with LLM(model, tokenizer=tokenizer, speculation=speculation, **sizes) as llm, bind(host, port) as bound:
         server = Server(llm, settings)

@@ -47,7 +47,7 @@ class GgufFile:
 
 def _read(path: Path) -> "GGUFReader":
     if importlib.util.find_spec("gguf") is None:
-        raise UnsupportedError(f"{path}: reading GGUF needs the gguf package: pip install 'ferrum-jax[gguf]'")
+        raise UnsupportedError(f"{path}: reading GGUF needs the package gguf, the extra `gguf`")
     from gguf import GGUFReader
 
     class PlainReader(GGUFReader):

@@ -1,6 +1,7 @@
 """Which backend of attention a model gets, and what is said where it cannot have the one it asked for."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from ferrum_jax.config import ATTENTIONS, EngineConfig
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.executor import plan_engine
-from ferrum_jax.models.backends import choose_attention, kv_layout
+from ferrum_jax.executor.sizing import plan_beside
+from ferrum_jax.models.backends import choose_attention, kv_layout, settle_attention
 from ferrum_jax.ops import native
 from tests import tiny
 from tests.executor.conftest import CFG
@@ -133,3 +135,47 @@ def test_one_loop_over_layers_of_different_windows_is_xlas():
     assert choose(None, "gpu", layout="scanned") == "xla"
     with pytest.raises(UnsupportedError, match=r"different windows, which one loop .* attention 'xla' serves"):
         choose("triton", "gpu", layout="scanned")
+
+
+def device(platform: str, **more: Any) -> Any:
+    return SimpleNamespace(id=0, platform=platform, device_kind="any", memory_stats=dict, **more)
+
+
+@pytest.mark.parametrize(
+    ("given", "cfg", "place", "why"),
+    [
+        ({}, WIDE, device("gpu", compute_capability="9.0"), None),
+        ({}, WIDE, device("gpu", compute_capability="gfx942"), None),
+        ({}, WIDE, device("gpu", compute_capability="7.5"), "compute capability 7.5"),
+        ({}, CFG, device("gpu"), "head_dim is 10"),
+        ({"kv_dtype": "fp8"}, WIDE, device("gpu"), "kv_dtype is float8_e4m3fn"),
+        ({"attention": "xla"}, CFG, device("gpu"), None),
+        ({"attention": "triton"}, WIDE, device("gpu", compute_capability="7.5"), None),
+        ({"dtype": "float32"}, WIDE, device("tpu"), "dtype is float32"),
+        ({"dtype": "float16"}, CFG, device("cpu"), None),
+    ],
+)
+def test_an_accelerator_that_falls_back_to_xla_says_so(
+    given: dict[str, Any], cfg: Any, place: Any, why: str | None, caplog: pytest.LogCaptureFixture
+):
+    settings = EngineConfig(**given)
+    found = settle_attention(settings, cfg, place, warn=True)
+    if why is None:
+        assert found == settings
+        assert not caplog.records
+        return
+    assert found.attention == "xla"
+    (record,) = caplog.records
+    own = {"gpu": "triton", "tpu": "tpu"}[place.platform]
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith(f"attention '{own}' cannot serve this: {why}")
+    assert record.getMessage().endswith("XLA's code is used, which is many times slower")
+
+
+def test_a_plan_beside_parameters_warns_once(caplog: pytest.LogCaptureFixture):
+    placed: Any = SimpleNamespace(
+        division=None, placement=SimpleNamespace(first=device("gpu", compute_capability="7.0"))
+    )
+    plan = plan_beside({}, EngineConfig(max_seqs=1), WIDE, placed=placed, free_bytes=10**12)
+    assert plan.cache.attention == "xla"
+    assert len(caplog.records) == 1

@@ -29,6 +29,7 @@ def test_plan_prints_what_is_needed_and_what_limits_it(run: Run, config: Path):
     ):  # fmt: skip
         assert says in text
     assert "not lowered" not in text
+    assert "TFLOP/s; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 " in text
 
 
 def test_plan_prints_one_json_object_instead(run: Run, config: Path):

@@ -28,7 +28,7 @@ CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 37, "num_hidden
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    with pytest.raises(UnsupportedError, match=r"serving needs uvicorn.*pip install 'ferrum-jax\[serve\]'"):
+    with pytest.raises(UnsupportedError, match=r"needs uvicorn.*the extra `serve`, as in pip install -e '.\[serve\]'"):
         serve()
 
 
