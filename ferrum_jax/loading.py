@@ -1,10 +1,13 @@
 """From a path to a running model."""
 
+import inspect
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -24,7 +27,7 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.executor.sizing import DEFAULT_BLOCK, EnginePlan, plan_beside, plan_engine
 from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models import specs
-from ferrum_jax.models.backends import choose_attention, layout_for
+from ferrum_jax.models.backends import choose_attention, layout_for, settle_attention
 from ferrum_jax.models.layout import CHECKPOINT, SCANNED, joinable, layout_specs
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, choose_formats, quantised_specs
@@ -39,11 +42,25 @@ from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
+from ferrum_jax.weights.hub import resolve
 from ferrum_jax.weights.huge_pages import Putter
 from ferrum_jax.weights.safetensors_file import check_regular
 
 ModelPath = str | os.PathLike[str]
 Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@.+)?")
+_OURS = {  # by vLLM's name
+    "model": "path, the first argument",
+    "tensor_parallel_size": 'mesh={"model": n}',
+    "data_parallel_size": 'mesh={"data": n}',
+    "max_model_len": "kv_capacity",
+    "max_num_seqs": "max_seqs",
+    "max_num_batched_tokens": "max_step_tokens",
+    "gpu_memory_utilization": "memory_fraction, a share of the free memory",
+    "quantization": "quantize",
+    "enable_prefix_caching": "prefix_cache",
+    "kv_cache_dtype": "kv_dtype",
+}
 
 
 def load(
@@ -78,7 +95,8 @@ def load(
     follows process 0 until the runner is closed or process 0 ends, and then raises SystemExit(0).
 
     Args:
-        path: a Hugging Face folder, a `.gguf` file, or an Orbax checkpoint; or one that `open_checkpoint` opened.
+        path: a Hugging Face folder or id `org/name`, a `.gguf` file, or an Orbax checkpoint; or one that
+            `open_checkpoint` opened.
         dtype: of weights and activations; float32 on CPU and bfloat16 elsewhere if None.
         kv_dtype: of cached keys and values; `dtype` if None. `float8_e4m3fn` (or `fp8`) has 3 bits of mantissa and
             no scales: what is beyond 448 becomes that.
@@ -112,7 +130,8 @@ def load(
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
     """
     strict, progress = check_flag("strict", strict, ConfigError), check_flag("progress", progress, ConfigError)
-    asked = EngineConfig(
+    settings = _asked(
+        engine,
         dtype=dtype,
         kv_dtype=kv_dtype,
         attention=attention,
@@ -124,17 +143,43 @@ def load(
         memory_fraction=memory_fraction,
         max_step_tokens=max_step_tokens,
         layout=layout,
-        max_loras=_unless_zero(max_loras),
-        max_lora_rank=_unless_zero(max_lora_rank),
-        artifacts=os.fspath(artifacts) if isinstance(artifacts, os.PathLike) else artifacts,
+        max_loras=max_loras,
+        max_lora_rank=max_lora_rank,
+        artifacts=artifacts,
         quantize=quantize,
-        mesh=None if isinstance(mesh, jax.sharding.Mesh) else mesh,
+        mesh=mesh,
     )
-    settings = asked.joined(engine).over_environment()
     wanted = mesh if isinstance(mesh, jax.sharding.Mesh) else settings.mesh_sizes
     channel = processes.join(wanted)
     with telling(channel):
         return _load(path, settings, device, wanted, channel, strict=strict, progress=progress)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Checks the keyword arguments of a later `load`, before a model is looked for.
+
+    Raises:
+        ConfigError: `load` has no such argument, or no engine can have its value.
+    """
+    known, own = inspect.signature(load).parameters, {field.name for field in fields(EngineConfig)}
+    for name in sorted(settings.keys() - known.keys()):
+        hint = f"it is called {_OURS[name]}, here" if name in _OURS else f"known are {', '.join(list(known)[1:])}"
+        if name in own:
+            hint = f"give engine=EngineConfig({name}=...)"
+        raise ConfigError(f"there is no setting {name!r}: {hint}")
+    _asked(settings.get("engine"), **{name: value for name, value in settings.items() if name in own})
+
+
+def _asked(engine: EngineConfig | None, **given: Any) -> EngineConfig:
+    """Joins settings given as arguments with those of `engine` and of the environment."""
+    for name in ("max_loras", "max_lora_rank"):
+        if is_integer(count := given.get(name)) and count == 0:
+            given[name] = None
+    if isinstance(folder := given.get("artifacts"), os.PathLike):
+        given["artifacts"] = os.fspath(folder)
+    if isinstance(given.get("mesh"), jax.sharding.Mesh):
+        given["mesh"] = None
+    return EngineConfig(**given).joined(engine).over_environment()
 
 
 def _load(
@@ -149,7 +194,7 @@ def _load(
 ) -> ModelRunner:
     """Loads a model once all settings are known, in every process."""
     target = find_device(device)
-    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    source = path if isinstance(path, Checkpoint) else open_checkpoint(_on_disk(path, progress))
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
     replicas = place_on_mesh(mesh, target)
     if device is not None and isinstance(mesh, jax.sharding.Mesh) and target != replicas[0].first:
@@ -234,12 +279,21 @@ def load_params(
 ) -> tuple[ParamTree, ModelConfig]:
     """Reads a checkpoint into a plain tree of arrays, named as there if so laid out, and its configuration.
 
+    It has a path or is a Hugging Face id, as for `load`.
+
     With `quantize`, as for `load`, matrices are `QuantisedWeight`s in that tree.
     """
     target = find_device(device)
     settings = EngineConfig(dtype=dtype, layout=layout, quantize=quantize)
-    source = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    source = path if isinstance(path, Checkpoint) else open_checkpoint(_on_disk(path, progress))
     return _read(source, settings, ModelPlacement.on_one(target), progress)
+
+
+def _on_disk(path: ModelPath, progress: bool) -> ModelPath:
+    """Returns the path of a model; that of its download for a Hugging Face id that is no path."""
+    if isinstance(path, str) and _HUB_ID.fullmatch(path) and not path.endswith(".gguf") and not os.path.lexists(path):
+        return resolve(path, progress=progress)
+    return path
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
@@ -273,6 +327,7 @@ def plan_ahead(
     device = placed.placement.first
     check_compiler_options(settings.compiler_options, device)
     settings = with_defaults(settings, source, device, is_divided=placed.division is not None)
+    settings = settle_attention(settings, source.config if placed.division is None else placed.division.local, device)
     taken = placed.num_bytes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
     left = max(0, (placed.placement.free_bytes() if free is None else free) - taken)
     return plan_engine(settings, source.config, platform=device.platform, free_bytes=left, division=placed.division)
@@ -311,7 +366,7 @@ def with_defaults(
     settings = settings.over(EngineConfig(dtype=default_dtype(device)))
     dtype = settings.dtype or default_dtype(device)
     chosen = choose_attention(
-        settings.attention,
+        settle_attention(settings, source.config, device).attention,
         source.config,
         platform=device.platform,
         dtype=dtype,
@@ -422,7 +477,3 @@ def _ignorable(name: str, cfg: ModelConfig) -> bool:
     """Rotary tables, a head that is the embeddings, and layers of DeepSeek V3 that guess a second token."""
     guesses = cfg.model_type == "deepseek_v3" and name.startswith(f"model.layers.{cfg.num_hidden_layers}.")
     return guesses or name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")
-
-
-def _unless_zero(count: int) -> int | None:
-    return None if is_integer(count) and count == 0 else count

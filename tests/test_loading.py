@@ -135,8 +135,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[FerrumError], str]] = {
     "an unknown dtype": ({"dtype": "int4"}, ConfigError, "dtype is 'int4'"),
     "a dtype that is no name": ({"dtype": np.float32}, ConfigError, "expected a name"),
     "an unknown dtype of the cache": ({"kv_dtype": "fp4"}, ConfigError, "kv_dtype is 'fp4'"),
-    "a device that is none": ({"device": "gpu:0"}, InvalidParameterError, "'gpu:0'"),
+    "a device that is none": ({"device": "npu:0"}, InvalidParameterError, "'npu:0'"),
     "a second cpu": ({"device": "cpu:1"}, InvalidParameterError, "the cpu device has no index"),
+    "a GPU that is not there": ({"device": "gpu"}, DeviceError, "device gpu"),
     "a device that is not there": ({"device": "tpu:0"}, DeviceError, "tpu:0"),
     "a device past the last": ({"device": Device("rocm", 7)}, DeviceError, "rocm:7"),
     "no sequences": ({"max_seqs": 0}, ConfigError, "max_seqs is 0"),
@@ -272,3 +273,29 @@ def test_a_failed_reading_leaves_no_kv_and_no_thread(folder: Path, monkeypatch: 
         ferrum_jax.load(folder, **SMALL)
     assert [leaf.shape for leaf in jax.live_arrays() if leaf.ndim == 5 and id(leaf) not in before] == []
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("kv")] == []
+
+
+def test_a_hugging_face_id_is_resolved_and_a_path_is_not(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[str] = []
+
+    def resolve(model: str, *, progress: bool) -> Path:
+        asked.append(model)
+        return folder
+
+    monkeypatch.setattr(loading, "resolve", resolve)
+    monkeypatch.chdir(folder.parent)
+    assert ferrum_jax.load_params("org/name@v1")[1].model_type == "qwen3"
+    with ferrum_jax.load("org/name", **SMALL) as runner:
+        assert runner.plan.max_seqs == 2
+    assert asked == ["org/name@v1", "org/name"]
+    (folder.parent / "org").mkdir()
+    (folder.parent / "org" / "name").symlink_to(folder)
+    ferrum_jax.load_params("org/name")
+    for path in ("./org/other", "org/deeper/other", "org/model.gguf", "other"):
+        with pytest.raises(NotFoundError):
+            ferrum_jax.load_params(path)
+    assert len(asked) == 2
+
+
+def test_weights_of_8_bits_have_a_short_name():
+    assert EngineConfig(quantize="fp8") == EngineConfig(quantize="float8_e4m3fn")

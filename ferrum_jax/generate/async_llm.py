@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 
 from ferrum_jax.contract.errors import AlreadyExistsError, CancelledError
 from ferrum_jax.generate.llm import LLM
-from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of
+from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of, params_of_one
 from ferrum_jax.generate.prompts import Prompt
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
@@ -66,7 +66,8 @@ class AsyncLLM:
             CancelledError: it is closed, or the request was aborted.
             FerrumError: the prompt is refused, or the request failed.
         """
-        loop, changed, params = asyncio.get_running_loop(), asyncio.Event(), one_of(params, sampling_params)
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+        params = params_of_one(one_of(params, sampling_params), "`AsyncLLM.as_completed` gives several")
         asked = prompt, params, lora_request, interventions, capture, priority
         request = await self._tokenise(self.llm.request, *asked)
         if request_id is not None:
@@ -100,6 +101,7 @@ class AsyncLLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
@@ -111,7 +113,7 @@ class AsyncLLM:
         Leaving the iterator early, a cancellation or an error aborts the others.
         """
         loop, done = asyncio.get_running_loop(), asyncio.Queue[Request]()
-        asked = prompts, params, lora_request, interventions, capture, priority
+        asked = prompts, one_of(params, sampling_params), lora_request, interventions, capture, priority
         groups = await self._tokenise(self.llm._groups, *asked)
         indices = {request: at for at, request in enumerate(itertools.chain.from_iterable(groups))}
 

@@ -23,6 +23,10 @@ SECONDS = 5.0  # of one rendering
 MEMORY = 1 << 30  # bytes of the whole process
 LARGEST_TEXT = 1 << 26  # characters
 LARGEST_SOURCE = 1 << 20  # characters
+_MARK = "\u27e6end of the final message\u27e7 "  # ends in a space, which only a template that trims takes away
+TEMPLATE_OWN = frozenset({
+    "template", "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"
+})  # fmt: skip
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # older and newer names of one field
 
 
@@ -31,6 +35,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     bos_token: str = "",
     eos_token: str = "",
@@ -44,6 +49,8 @@ def render_chat(
         template: the Jinja source.
         messages: each a mapping with `role` and `content`; the content may be missing beside `tool_calls`.
         add_generation_prompt: end with what introduces the assistant's answer.
+        continue_final_message: end where the content of the last message does, so that the answer goes on there; what
+            the template puts after it is left out, and spaces at its end where the template trims them.
         tools: JSON schemas of the functions that the model may call.
         bos_token: what the template sees under this name.
         eos_token: the same.
@@ -55,9 +62,15 @@ def render_chat(
     """
     if len(template) > LARGEST_SOURCE:
         raise TokenizerError(f"the chat template has {len(template):,} characters, at most {LARGEST_SOURCE:,} are read")
-    variables = {name: _copied(value, name) for name, value in extra.items()}
+    variables, copied = {name: _copied(value, name) for name, value in extra.items()}, _copy_messages(messages)
+    if continue_final_message:
+        if add_generation_prompt:
+            raise RequestValidationError("continue_final_message needs add_generation_prompt=False")
+        if not copied or not isinstance(copied[-1].get("content"), str):
+            raise RequestValidationError("continue_final_message needs a last message whose content is text")
+        copied[-1]["content"] += _MARK
     variables |= {
-        "messages": _copy_messages(messages),
+        "messages": copied,
         "tools": None if tools is None else _copy_tools(tools),
         "documents": variables.get("documents"),
         "add_generation_prompt": add_generation_prompt,
@@ -67,7 +80,13 @@ def render_chat(
     answer = _RENDERER.answer(pickle.dumps((template, variables, SECONDS, MEMORY, LARGEST_TEXT)))
     if "error" in answer:
         raise TokenizerError(f"the chat template {answer['error']}")
-    return answer["text"]
+    text = answer["text"]
+    if not continue_final_message:
+        return text
+    at = text.rfind(_MARK.rstrip())
+    if at < 0:
+        raise RequestValidationError("the chat template leaves out the last message, which cannot be continued")
+    return text[:at] if text[at:].startswith(_MARK) else text[:at].rstrip()
 
 
 _OUT_OF_TIME = (1,) if sys.platform == "win32" else (-signal.SIGALRM,)  # statuses of chat_sandbox.py's alarm

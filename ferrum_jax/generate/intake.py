@@ -2,7 +2,7 @@
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.interventions import Interventions, check_each
 from ferrum_jax.executor.rows import check_settings
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.chat import TEMPLATE_OWN
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, check_fits
 from ferrum_jax.generate.prompts import as_adapters, as_ids, as_priorities
@@ -20,6 +21,8 @@ from ferrum_jax.generate.stops import StopWatcher
 from ferrum_jax.generate.structured import FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.hooks import ATTENTION, Point, check_points, check_supported
+
+RAISE = "load with a larger one (kv_capacity=, --kv-capacity or FERRUM_KV_CAPACITY)"
 
 
 class Treatment(NamedTuple):
@@ -79,6 +82,23 @@ class Intake:
             raise UnsupportedError("this LLM has no tokenizer: pass token ids")
         return self.tokenizer
 
+    def conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """Returns the token ids of a conversation; options are those of `render_chat`."""
+        tokenizer, variables = self.need_tokenizer(), dict(chat_template_kwargs or {})
+        if tokenizer.chat_template is None:
+            raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
+        if own := ", ".join(sorted(TEMPLATE_OWN & variables.keys())):
+            raise RequestValidationError(f"chat_template_kwargs has {own}, which are no variables to be given there")
+        text = tokenizer.render(messages, tools=tools, **variables, **options)
+        return tokenizer.encode(text, add_special_tokens=False)
+
     def ids(self, prompt: Any, *, is_first: bool = True) -> list[int]:
         """Returns a prompt's token ids, checked; only the first text of a sequence gets special tokens."""
         if isinstance(prompt, str):
@@ -117,7 +137,7 @@ class Intake:
         if not ids:
             raise RequestValidationError("a prompt needs at least one token, this one has none")
         if len(ids) > capacity:
-            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}")
+            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}: {RAISE}")
         stop_ids, bad_words = self._forbidden(params) if first is None else (first.stop_ids, first.bad_words)
         room = capacity - len(ids) + 1  # the last token is never read
         if params.min_tokens > room:
@@ -176,7 +196,7 @@ class Intake:
             )
         needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
         if needed > capacity:
-            raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}")
+            raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}: {RAISE}")
         if params is not None and not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"scores under parameters need a ModelRunner, not a {type(self.model).__name__}")
         given = SamplingParams() if params is None else params

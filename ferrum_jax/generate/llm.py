@@ -28,7 +28,7 @@ from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.structured import FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
-from ferrum_jax.loading import load, open_checkpoint
+from ferrum_jax.loading import check_settings, load, open_checkpoint
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
@@ -62,6 +62,7 @@ class LLM:
         """
         if speculation is not None:
             settings["engine"] = speculation.settle(settings.get("engine"))
+        check_settings(settings)
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
         if tokenizer is not None:
             read = load_tokenizer(os.fspath(tokenizer))
@@ -90,6 +91,8 @@ class LLM:
         speculation: Speculation | None = None,
     ) -> Self:
         """Generates with any `DecoderOnlyLLM`; without a tokenizer, prompts are token ids and texts stay empty.
+
+        Without one no end of sequence is known either: give `SamplingParams.stop_token_ids`.
 
         `max_rows` sequences run at a time, and `chunk_tokens` tokens of prompts go into one step: as many as a
         `ModelRunner` has slots and as its largest step takes, 8 and 512 of any other model. Two LLMs of one model take
@@ -271,6 +274,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
@@ -282,6 +286,7 @@ class LLM:
         Every output comes with the index that it has in what `generate` returns. They start with the first one that is
         asked for; a loop that ends early, or an error, aborts the others.
         """
+        params = one_of(params, sampling_params)
         groups = self._groups(prompts, params, lora_request, interventions, capture, priority)
         requests = list(itertools.chain.from_iterable(groups))
         return self._finished(groups, {one: at for at, one in enumerate(requests)}, return_errors)
@@ -452,17 +457,26 @@ class LLM:
         *,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> Any:
-        """Answers a conversation by the model's chat template with a `RequestOutput`; a list of them with a list."""
+        """Answers a conversation by the model's chat template with a `RequestOutput`; a list of them with a list.
+
+        `continue_final_message` lets the answer go on where the last message ends, with `add_generation_prompt=False`;
+        `chat_template_kwargs` are further variables of the template, such as `enable_thinking`.
+        """
         params = one_of(params, sampling_params)
         is_batch = bool(messages) and all(isinstance(one, (list, tuple)) for one in messages)
         conversations: Any = messages if is_batch else [messages]
-        prompts = [self.chat_prompt(one, tools=tools) for one in conversations]
+        how: Any = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        how |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        prompts = [self.chat_prompt(one, **how) for one in conversations]
         if not is_batch:
             params = params_of_one(params)  # pyright: ignore[reportArgumentType]
         outs = self.generate(
@@ -476,11 +490,6 @@ class LLM:
         )
         return outs if is_batch else outs[0]
 
-    def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> list[int]:
-        """Returns the token ids of a conversation up to where the assistant answers."""
-        tokenizer = self._intake.need_tokenizer()
-        if tokenizer.chat_template is None:
-            raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
-        return tokenizer.encode(tokenizer.render(messages, tools=tools), add_special_tokens=False)
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Returns the token ids of a conversation up to where the assistant answers; options are those of `chat`."""
+        return self._intake.conversation(messages, **options)

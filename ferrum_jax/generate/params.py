@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import MAX_BIAS, MAX_STOP_IDS
 from ferrum_jax.contract.decoding import Sampling, check_setting, is_integer, is_real
-from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, safe_repr
+from ferrum_jax.contract.errors import (
+    FerrumError,
+    InvalidParameterError,
+    RequestValidationError,
+    UnsupportedError,
+    safe_repr,
+)
 from ferrum_jax.generate.structured import Structured
 from ferrum_jax.ops.sampling import MAX_TOP_LOGPROBS
 
@@ -53,8 +59,8 @@ class SamplingParams(Sampling):
         prompt_logprobs: the same for the prompt's tokens, all of which are then computed, known prefix or not.
         structured: the form of the answer: JSON of a schema, a regular expression, a grammar or choices. It ends where
             nothing may follow, so not with `min_tokens` or `ignore_eos`. Extra `structured`.
-        n: how many answers to draw; the prompt is read once, where there is room. Answer i has the seed `seed + i`,
-            modulo 2^32.
+        n: how many answers to draw, at a temperature above 0 if more than one; the prompt is read once, where there is
+            room. Answer i has the seed `seed + i`, modulo 2^32.
     """
 
     presence_penalty: float = 0.0
@@ -94,6 +100,11 @@ class SamplingParams(Sampling):
         check("min_tokens", lambda x: is_integer(x) and x >= 0, "an integer of at least 0")
         check("structured", lambda x: isinstance(x, Structured | None), "a Structured or None")
         check("n", lambda x: is_integer(x) and x >= 1, "an integer of at least 1")
+        if self.n > 1 and self.temperature == 0:
+            raise InvalidParameterError(
+                f"n is {self.n} and temperature is 0, which gives the same answer {self.n} times: give a temperature "
+                "above 0, such as 1.0, or n=1"
+            )
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             check(name, lambda x: isinstance(x, bool), "True or False")
         for name in ("logprobs", "prompt_logprobs"):
@@ -170,11 +181,11 @@ def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, coun
     return each
 
 
-def params_of_one(given: SamplingParams | None) -> SamplingParams:
+def params_of_one(given: SamplingParams | None, hint: str = "`LLM.generate` gives several") -> SamplingParams:
     """Returns the params of a single answer; raises RequestValidationError where they ask for several."""
     (params,) = params_of_each([SamplingParams() if given is None else given], 1)
     if params.n != 1:
-        raise RequestValidationError(f"n is {params.n}: `generate` gives several answers, this call gives one")
+        raise RequestValidationError(f"n is {params.n}, but this call gives one answer: {hint}")
     return params
 
 
@@ -234,6 +245,7 @@ class RequestOutput:
     preemptions: int = 0
     request_id: str = ""
     prompt: str | None = field(default=None, repr=False)  # the text, where one was given
+    num_answers: int = 1  # that its prompt was to have, `n`
 
     @property
     def finished(self) -> bool:
@@ -242,7 +254,14 @@ class RequestOutput:
 
     @property
     def outputs(self) -> list["RequestOutput"]:
-        """This answer as the only one of a list, for code that was written for vLLM."""
+        """This answer as the only one of a list, for code that was written for vLLM.
+
+        Raises:
+            UnsupportedError: there are several answers to the prompt, each an output of its own.
+        """
+        if self.num_answers > 1:
+            n = self.num_answers
+            raise UnsupportedError(f"`generate` returns n={n} outputs per prompt, in order: group them by {n}")
         return [self]
 
 

@@ -386,6 +386,7 @@ class Request:
             preemptions=self.preemptions,
             request_id=self.request_id,
             prompt=self.text_prompt,
+            num_answers=params.n,
         )
 
     def _text_so_far(self) -> str:

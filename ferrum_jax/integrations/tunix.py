@@ -131,7 +131,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         rollout_config: base_rollout.RolloutConfig,
         **kwargs: Any,
     ) -> base_rollout.RolloutOutput:
-        """Answers prompts under one version of the weights; equal ones that follow each other are read once.
+        """Answers prompts under one version of the weights; equal ones in a row are read once.
 
         Prompts are padded on the left to `max_prompt_length`, or the next power of two where one is longer. An answer
         keeps the token that ended it; its text does not have it. The pad token is never drawn, unless it ends an
@@ -160,7 +160,9 @@ class FerrumRollout(base_rollout.BaseRollout):
             )
         ends = list(rollout_config.eos_tokens or [self.eos_id()])
         params = self._sampling(rollout_config, ends)
-        groups = [list(group) for _, group in itertools.groupby(read)]
+        groups = [[one] for one in read]
+        if params["temperature"] > 0:
+            groups = [list(group) for _, group in itertools.groupby(read)]
         draw = np.random.default_rng([*_seed(rollout_config.seed), next(self._calls)])
         seeds = draw.integers(1 << 32, size=len(groups)).tolist()
         each = [SamplingParams(**params, n=len(group), seed=seed) for group, seed in zip(groups, seeds, strict=True)]

@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ferrum_jax.generate.chat import TEMPLATE_OWN
 from ferrum_jax.generate.structured import Structured
 from ferrum_jax.serve.errors import bad_request
 from ferrum_jax.serve.schema import Body, Count, FieldError, Items, Sampled
 
 MAX_MESSAGES = 4096  # of one request
 MAX_TOOLS = 1024
-TEMPLATE_OWN = {"template", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token"}
 NOT_SERVED = (
     "audio", "function_call", "functions", "prediction", "web_search_options", "verbosity", "moderation",
 )  # fmt: skip

@@ -5,7 +5,6 @@ from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import ChatBody
 from ferrum_jax.serve.errors import bad_request
 
-_MARK = "\u27e6end of the final message\u27e7 "  # ends in a space, which only a template that trims takes away
 TOO_LONG = "context_length_exceeded"
 
 
@@ -24,11 +23,7 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
 
 
 def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
-    """Returns the ids of the conversation of a request.
-
-    With `continue_final_message` it ends where the content of the last message does, so that the answer goes on there;
-    what the template puts after it is left out, and spaces at its end where the template trims them.
-    """
+    """Returns the ids of the conversation of a request."""
     tokenizer = tokenizer_of(llm)
     template, messages = tokenizer.chat_template, [message.rendered() for message in body.messages]
     if template is None:
@@ -46,11 +41,7 @@ def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
             raise bad_request("continue_final_message needs add_generation_prompt=false", "continue_final_message")
         if not isinstance(messages[-1]["content"], str):
             raise bad_request("continue_final_message needs a last message whose content is text", "messages")
-        messages[-1]["content"] += _MARK
-    text = tokenizer.render(messages, tools=tools, add_generation_prompt=body.add_generation_prompt, **variables)
-    if body.continue_final_message:
-        at = text.rfind(_MARK.rstrip())
-        if at < 0:
-            raise bad_request("the chat template leaves out the last message, which cannot be continued", "messages")
-        text = text[:at] if text[at:].startswith(_MARK) else text[:at].rstrip()
+    for name in ("add_generation_prompt", "continue_final_message"):
+        variables[name] = getattr(body, name)
+    text = tokenizer.render(messages, tools=tools, **variables)
     return check_length(tokenizer.encode(text, add_special_tokens=body.add_special_tokens), most)

@@ -1,5 +1,6 @@
 """The machine's devices: by name, with their free memory and the dtype that suits them."""
 
+import re
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,7 +28,10 @@ class JaxDevice(Protocol):
 
 
 def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
-    """The JAX device of a name; for None JAX's default device, as `jax.default_device` and its setting have it."""
+    """The JAX device of a name; for None JAX's default device, as `jax.default_device` and its setting have it.
+
+    A device `gpu` is one of NVIDIA's, `cuda`.
+    """
     if device is None:
         return _default_device()
     if isinstance(device, JaxDevice):
@@ -35,7 +39,7 @@ def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
     if not isinstance(device, (str, Device)):
         raise InvalidParameterError(f"device is {safe_repr(device)}, expected a name, a Device or one of JAX's")
     try:
-        wanted = device if isinstance(device, Device) else Device.parse(device)
+        wanted = device if isinstance(device, Device) else Device.parse(re.sub(r"^gpu(?=:|$)", "cuda", device))
         found = jax.local_devices(backend=wanted.kind)
     except RuntimeError as problem:
         raise DeviceError(f"device {device}: {problem}") from None

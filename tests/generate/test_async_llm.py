@@ -212,3 +212,17 @@ def test_closing_ends_what_runs():
             await anext(AsyncLLM(inner).generate([1], PARAMS))
 
     asyncio.run(main())
+
+
+def test_parameters_have_both_names_in_all_calls_and_one_answer_says_which_gives_several():
+    llm, model = made()
+
+    async def main() -> None:
+        outs = [out async for _, out in llm.as_completed([[1]], sampling_params=PARAMS)]
+        assert outs[-1].token_ids == answer(model, [1], 8)
+        several = SamplingParams(temperature=1.0, n=2)
+        with pytest.raises(RequestValidationError, match=r"n is 2, but this call gives one .*AsyncLLM.as_completed"):
+            await anext(llm.generate([1], several))
+
+    asyncio.run(main())
+    assert [out.token_ids for _, out in llm.llm.as_completed([[1]], sampling_params=PARAMS)] == [answer(model, [1], 8)]

@@ -128,7 +128,7 @@ def test_an_llm_goes_on_from_the_text_of_the_prompt():
     model.next_token = lambda last, position: b
     llm = LLM.from_model(model, tokenizer)
     for prompt, text in (([a], " b b"), ([end, a, end], " b b"), ([end], "b b")):
-        outs = llm.generate([prompt], SamplingParams(max_tokens=2, n=2))
+        outs = llm.generate([prompt], SamplingParams(temperature=1.0, top_k=1, max_tokens=2, n=2))
         assert [out.text for out in outs] == [text, text]
         (first,) = llm.generate([prompt], SamplingParams(max_tokens=1))
         (continued,) = llm.generate([first], SamplingParams(max_tokens=2))

@@ -72,7 +72,7 @@ def test_bad_words_become_tokens_once_for_all_answers_to_a_prompt(monkeypatch: p
         return encode(self, text, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
-    group = llm.group(ONE + OTHER, SamplingParams(n=3, seed=5, bad_words=[ONE, OTHER + ONE, ONE]))
+    group = llm.group(ONE + OTHER, SamplingParams(n=3, temperature=1.0, seed=5, bad_words=[ONE, OTHER + ONE, ONE]))
     assert len(encoded) == 1 + 2 * 3
     for at, request in enumerate(group):
         assert request.bad_words == [[0], [1, 0]]

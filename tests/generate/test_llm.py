@@ -17,6 +17,7 @@ import pytest
 from ferrum_jax import LLM, EngineConfig, SamplingParams
 from ferrum_jax.contract.errors import (
     CancelledError,
+    ConfigError,
     DeviceError,
     FerrumError,
     InternalError,
@@ -327,7 +328,7 @@ def test_a_stream_that_was_collected_is_in_nobodys_way(runner: ModelRunner):
 
 def test_interrupts_at_any_time_leave_nothing_behind_and_concern_nobody_else():
     llm, model = counting(max_rows=2)
-    params = SamplingParams(max_tokens=3, n=2)
+    params = SamplingParams(temperature=1.0, max_tokens=3, n=2)
     llm.generate(PROMPTS[:2], params)
     draw = random.Random(0)
 
@@ -451,7 +452,7 @@ def test_what_is_no_row_of_logits_is_an_error_of_the_model(given: Any):
 
 def test_copies_that_are_refused_are_no_end():
     model, prompts = SummingLLM(), [[1, 2], [3], [4]]
-    params = [SamplingParams(max_tokens=3, n=n) for n in (2, 1, 2)]
+    params = [SamplingParams(temperature=1.0, top_k=1, max_tokens=3, n=n) for n in (2, 1, 2)]
     expected = LLM.from_model(SummingLLM()).generate(prompts, params)
 
     def fork(cache_id: str, new_cache_id: str) -> NoReturn:
@@ -654,3 +655,62 @@ def test_the_real_model_names_paris_and_streams_what_it_says(smollm2_path: Path)
         assert len(pieces) > 4
         assert llm.runner.kv_slot_capacity_snapshot().free_blocks == llm.runner.plan.cache.num_blocks
         assert llm.runner.compile_stats()["compiled"] == 4  # two steps, and the sampler of one row and of two
+
+
+def test_the_list_of_a_single_answer_is_refused_where_there_are_several():
+    llm, _ = counting()
+    outs = llm.generate([[1], [2]], [SamplingParams(max_tokens=2), SamplingParams(temperature=1.0, max_tokens=2, n=3)])
+    assert outs[0].outputs == [outs[0]]
+    for out in outs[1:]:
+        with pytest.raises(UnsupportedError, match="n=3 outputs per prompt, in order: group them by 3"):
+            _ = out.outputs
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "org/name"}, "no setting 'model': it is called path, the first argument, here"),
+        ({"tensor_parallel_size": 2}, r'it is called mesh=\{"model": n\}, here'),
+        ({"max_model_len": 64}, "it is called kv_capacity, here"),
+        ({"window_kv": False}, r"give engine=EngineConfig\(window_kv=...\)"),
+        ({"trust_remote_code": True}, "no setting 'trust_remote_code': known are dtype, kv_dtype"),
+        ({"max_seqs": 0}, "max_seqs is 0"),
+        ({"max_seqs": 2, "engine": EngineConfig(max_seqs=3)}, "max_seqs is 2 as an argument and 3"),
+    ],
+)
+def test_settings_are_refused_before_a_model_is_looked_for(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ferrum_jax.generate.llm.resolve", lambda *_, **__: pytest.fail("a model was looked for"))
+    with pytest.raises(ConfigError, match=message):
+        LLM(**settings)
+
+
+def test_a_prompt_that_is_too_long_says_what_to_raise():
+    with pytest.raises(RequestValidationError, match=r"kv_capacity=, --kv-capacity or FERRUM_KV_CAPACITY"):
+        counting(capacity=4)[0].generate([[1] * 5])
+
+
+def test_a_chat_passes_on_how_the_template_is_rendered():
+    tokenizer = replace(
+        letters(),
+        chat_templates={
+            "default": "{{ mark }}{% for one in messages %}{{ one.content }}d{% endfor %}"
+            "{% if add_generation_prompt %}e{% endif %}"
+        },
+    )
+    llm, messages = LLM.from_model(CountingLLM(), tokenizer), [{"role": "user", "content": "ab"}]
+    params = SamplingParams(max_tokens=1)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "abde"),
+        ({"add_generation_prompt": False}, "abd"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "ab"),
+        ({"chat_template_kwargs": {"mark": "f"}}, "fabde"),
+    ]
+    for options, text in cases:
+        assert llm.chat_prompt(messages, **options) == spell(text)
+        assert llm.chat(messages, params, **options).prompt_token_ids == spell(text)
+    with pytest.raises(RequestValidationError, match="continue_final_message needs add_generation_prompt=False"):
+        llm.chat(messages, params, continue_final_message=True)
+    with pytest.raises(RequestValidationError, match="chat_template_kwargs has messages, which are no variables"):
+        llm.chat(messages, params, chat_template_kwargs={"messages": []})

@@ -62,3 +62,9 @@ def test_one_stop_text_is_as_a_tuple_of_one():
 def test_the_defaults_are_greedy():
     params = SamplingParams()
     assert (params.temperature, params.repetition_penalty, params.num_logprobs) == (0.0, 1.0, -1)
+
+
+def test_several_answers_need_a_temperature():
+    with pytest.raises(InvalidParameterError, match="n is 8 and temperature is 0, which gives the same answer 8 times"):
+        SamplingParams(n=8)
+    assert SamplingParams(n=8, temperature=1.0).n == 8

@@ -229,11 +229,11 @@ def test_answers_for_which_there_is_no_room_come_later(max_rows: int, runner: Mo
 @pytest.mark.slow
 def test_several_answers_of_a_model_that_cannot_fork_or_drafts(runner: ModelRunner):
     counting = CountingLLM()
-    outs = LLM.from_model(counting).generate([[1, 2], [3]], SamplingParams(max_tokens=4, n=3))
+    outs = LLM.from_model(counting).generate([[1, 2], [3]], SamplingParams(temperature=1.0, top_k=1, max_tokens=4, n=3))
     assert [out.token_ids for out in outs] == [answer(counting, [1, 2], 4)] * 3 + [answer(counting, [3], 4)] * 3
     runner.reset()
     drafting = LLM.from_model(runner, max_rows=4, speculation=Speculation(num_tokens=2))
-    outs = drafting.generate(PROMPTS[:2], replace(ALL, temperature=0.0, n=2))
+    outs = drafting.generate(PROMPTS[:2], replace(ALL, temperature=1.0, top_k=1, n=2))
     plain = LLM.from_model(runner, max_rows=4).generate(PROMPTS[:2], replace(ALL, temperature=0.0))
     assert [out.token_ids for out in outs] == [plain[0].token_ids] * 2 + [plain[1].token_ids] * 2
     assert [out.prompt_logprobs for out in outs[:2]] == [plain[0].prompt_logprobs] * 2
@@ -246,10 +246,10 @@ def test_what_fails_while_a_prompt_is_read_fails_all_its_answers(runner: ModelRu
     runner.reset()
     llm = LLM.from_model(runner, max_rows=1)
     monkeypatch.setattr(runner, "execute", short)
-    outs = llm.generate([[1, 2, 3]], SamplingParams(n=3), return_errors=True)
+    outs = llm.generate([[1, 2, 3]], SamplingParams(temperature=1.0, n=3), return_errors=True)
     assert [out.finish_reason for out in outs] == ["error"] * 3
     with pytest.raises(ResourceExhaustedError, match="no block") as caught:
-        llm.generate([[5, 6]], SamplingParams(n=2))
+        llm.generate([[5, 6]], SamplingParams(temperature=1.0, n=2))
     assert caught.value.__notes__ == ["prompts[0] of 1"]
 
 
@@ -257,7 +257,7 @@ def test_n_is_refused_where_it_makes_no_sense(llm: LLM):
     with pytest.raises(InvalidParameterError, match="n is 0"):
         SamplingParams(n=0)
     with pytest.raises(RequestValidationError, match="n is 2"):
-        llm.stream([1], SamplingParams(n=2))
+        llm.stream([1], SamplingParams(temperature=1.0, n=2))
 
 
 def test_the_longest_are_scored_first_and_scores_come_in_the_callers_order(

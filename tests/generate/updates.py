@@ -91,9 +91,10 @@ class Traffic:
             after = [draw.randrange(CFG.vocab_size) for _ in range(draw.randint(1, 9))]
             group = [self.llm._intake.scored(prompt, after)]
         else:
+            temperature, n = draw.choice([(0.0, 1), (1.0, 1), (1.0, 3), (1.0, 8)])
             params = SamplingParams(
-                max_tokens=draw.randint(1, 12), temperature=draw.choice([0.0, 1.0]), seed=draw.randrange(2**32),
-                logprobs=True, prompt_logprobs=draw.random() < 0.3, n=draw.choice([1, 1, 3, 8]), ignore_eos=True,
+                max_tokens=draw.randint(1, 12), temperature=temperature, seed=draw.randrange(2**32),
+                logprobs=True, prompt_logprobs=draw.random() < 0.3, n=n, ignore_eos=True,
             )  # fmt: skip
             group = self.llm._intake.group(prompt, params, Treatment())
         self.requests += group

@@ -279,7 +279,7 @@ def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
         assert "ferrum:" in text
         before = figures(http)
         prompt = "metrics prompt of more than one block"
-        for more in ({}, {"stream": True}, {"n": 2}):
+        for more in ({}, {"stream": True}, {"n": 2, "temperature": 1.0}):
             body = ASK | {"prompt": prompt, "ignore_eos": True} | more
             assert http.post("/v1/completions", json=body).status_code == 200
         assert http.post("/v1/completions", json=ASK | {"n": 0}).status_code == 400

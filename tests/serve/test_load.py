@@ -78,7 +78,7 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_again(held: Scripted):
         error = found.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
         assert "at most 3 may" in error["message"]
-        impossible = http.post("/v1/completions", json=ASK | {"n": 4})
+        impossible = http.post("/v1/completions", json=ASK | {"n": 4, "temperature": 1.0})
         assert impossible.status_code == 400
         assert "at most 3" in impossible.json()["error"]["message"]
         assert http.get("/health").status_code == 200
@@ -118,7 +118,7 @@ def test_of_those_who_wait_the_most_urgent_is_served_first(held: Scripted):
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row_within_a_step(held: Scripted, stream: bool):
     with serving(held, max_waiting=0) as (server, _):
-        body = json.dumps(LONG | {"stream": stream, "n": 2}).encode()
+        body = json.dumps(LONG | {"stream": stream, "n": 2, "temperature": 1.0}).encode()
         with socket.create_connection((server.host, server.port), timeout=SECONDS) as raw:
             head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             raw.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -196,7 +196,7 @@ def test_a_client_that_does_not_read_is_left_after_its_time(monkeypatch: pytest.
     monkeypatch.setattr(generation, "UNREAD_SECONDS", 0.2)
     model = Scripted()
     model.says("x" * 3000)
-    body = json.dumps(LONG | {"stream": True, "n": 2, "logprobs": 20}).encode()
+    body = json.dumps(LONG | {"stream": True, "n": 2, "temperature": 1.0, "logprobs": 20}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     with serving(model, max_seconds=1, trainer_endpoints=True) as (server, http), socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -257,7 +257,7 @@ def test_a_form_that_takes_long_to_compile_holds_up_only_its_like(monkeypatch: p
 
     monkeypatch.setattr(FormCompiler, "compile", slow)
     llm = LLM.from_model(SummingLLM(vocab_size=37, capacity=256), json_letters(37))
-    form = ASK | {"structured_outputs": {"regex": "[a-c]{3}"}, "n": 3}
+    form = ASK | {"structured_outputs": {"regex": "[a-c]{3}"}, "n": 3, "temperature": 1.0}
     with (
         running(llm, ServerSettings(model="tiny", drain_seconds=1)) as server,
         httpx.Client(base_url=server.url, timeout=SECONDS, trust_env=False) as http,

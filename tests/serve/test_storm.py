@@ -36,7 +36,7 @@ def sane(draw: random.Random) -> dict[str, Any]:
         "seed": draw.randrange(9),
         "n": draw.choice([1, 1, 1, 3]),
     }
-    body["temperature"] = draw.choice([0, 0.7, 1.0])
+    body["temperature"] = draw.choice([0, 0.7, 1.0] if body["n"] == 1 else [0.7, 1.0])
     more = {
         "top_k": draw.randint(1, 9), "top_p": draw.uniform(0.1, 1), "min_p": draw.random(), "ignore_eos": True,
         "stop": draw.choice("aeiou"), "logit_bias": {str(draw.randrange(37)): draw.uniform(-5, 5)},
