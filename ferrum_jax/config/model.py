@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import jax
-
 from ferrum_jax.config.checks import LARGEST_COUNT, check_integer
 from ferrum_jax.config.components import ExpertsConfig, LatentConfig, RopeScaling, check_fields
 from ferrum_jax.config.families import read_fields
 from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
 
-@jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The architecture of one model, in Hugging Face's names; static as an argument of a function under `jit`."""

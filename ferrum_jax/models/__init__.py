@@ -28,6 +28,7 @@ from ferrum_jax.ops.quantised import QuantisedWeight as QuantisedWeight
 from ferrum_jax.ops.quantised import quantise_weight
 
 config_from_hf = ModelConfig.from_hf
+jax.tree_util.register_static(ModelConfig)  # here: `config` imports no JAX
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, quantize: str | None = None) -> ParamTree:
