@@ -4,13 +4,15 @@ FROM python:3.13-slim
 RUN apt-get update \
   && apt-get install --yes --no-install-recommends g++ \
   && rm -rf /var/lib/apt/lists/* \
-  && useradd --create-home ferrum
+  && useradd --create-home --uid 1000 ferrum
 WORKDIR /src
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY ferrum_jax ferrum_jax
 RUN pip install --no-cache-dir ".[demo,serve]"
 USER ferrum
 WORKDIR /home/ferrum
+# Mount points, which Docker would make as root's, parents included. A new volume takes their owner.
+RUN mkdir -p .cache/ferrum_jax .cache/huggingface
 EXPOSE 8000
 HEALTHCHECK --start-period=300s CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["ferrum-jax", "serve"]

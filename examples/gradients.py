@@ -18,15 +18,15 @@ prompt, answer = "The capital of France is", " Paris"
 ids = jnp.array([tokenizer.encode(prompt) + tokenizer.encode(answer)])
 
 
-@jax.jit
-def logprob(embeddings: jax.Array) -> jax.Array:
+@jax.jit  # the parameters are an argument: closed over, they would be constants of the program
+def logprob(embeddings: jax.Array, params: models.specs.ParamTree) -> jax.Array:
     """Log-probability of the last token, given the embeddings of all."""
     logits = models.forward(params, ids, cfg, inputs_embeds=embeddings)
     return jax.nn.log_softmax(logits[0, -2])[ids[0, -1]]
 
 
 embeddings = params["model"]["embed_tokens"]["weight"][ids]  # [1, T, D]
-value, gradient = jax.value_and_grad(logprob)(embeddings)
+value, gradient = jax.value_and_grad(logprob)(embeddings, params)
 norms = jnp.linalg.norm(gradient[0], axis=-1)
 print(f"log p({answer!r} | {prompt!r}) = {value:.3f}")
 for token, norm in zip(ids[0, :-1].tolist(), norms.tolist(), strict=False):

@@ -114,6 +114,7 @@ def test_generate_prints_the_answer_and_then_the_figures_apart(run: Run, folder:
         assert (code, out) == (0, sampled.partition(sampled[4:7])[0] + "\n")
         assert "stop" in err
         assert loaded == [("m", {"dtype": "float32", "device": "cpu", "kv_capacity": 32, "max_seqs": 1,
+                                    "mesh": None, "memory_fraction": None,
                                     "quantize": "int8", "layout": "fused", "tokenizer": "t",
                                     "speculation": Speculation(num_tokens=2)})]  # fmt: skip
 
@@ -165,6 +166,13 @@ def test_a_corrupted_model_is_one_line_that_names_the_file(run: Run, folder: Pat
     gguf = tmp_path / "broken.gguf"
     gguf.write_bytes(b"GGUF" + b"\x00" * 50)
     refused(run("inspect", gguf), "InvalidFormat", "broken.gguf")
+
+
+def test_the_share_of_memory_is_an_option_of_what_loads_a_model(run: Run, folder: Path):
+    for command in (("generate", "cab", "-m"), ("chat",), ("serve",)):
+        refused(
+            run(*command, folder, "--memory-fraction", "1.5"), "Config", "memory_fraction is 1.5, expected at most 1"
+        )
 
 
 def test_inspect_shows_the_architecture_and_the_plan(run: Run, folder: Path):
