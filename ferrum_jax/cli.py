@@ -223,6 +223,7 @@ def compile_steps(
     model: cli_options.ModelArgument = None,
     max_seqs: Annotated[int | None, typer.Option(help="Live sequences; `generate` has 1 [default: 8]")] = None,
     kv_capacity: cli_options.CapacityOption = None,
+    memory_fraction: cli_options.MemoryOption = None,
     dtype: cli_options.DtypeOption = None,
     device: cli_options.DeviceOption = None,
     mesh: cli_options.MeshOption = None,
@@ -253,6 +254,7 @@ def compile_steps(
     settings = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
     settings |= {"quantize": quantize, "layout": layout}
     sizes: dict[str, Any] = {"max_seqs": max_seqs, "max_loras": max_loras, "max_lora_rank": max_lora_rank}
+    sizes |= {"memory_fraction": memory_fraction}
     with LLM(model, **settings, **sizes, artifacts=str(root)) as llm:
         store, started = llm.runner.artifacts, time.perf_counter()
         assert store is not None

@@ -169,7 +169,7 @@ def test_a_corrupted_model_is_one_line_that_names_the_file(run: Run, folder: Pat
 
 
 def test_the_share_of_memory_is_an_option_of_what_loads_a_model(run: Run, folder: Path):
-    for command in (("generate", "cab", "-m"), ("chat",), ("serve",)):
+    for command in (("generate", "cab", "-m"), ("chat",), ("serve",), ("compile",)):
         refused(
             run(*command, folder, "--memory-fraction", "1.5"), "Config", "memory_fraction is 1.5, expected at most 1"
         )

@@ -124,7 +124,7 @@ def test_on_a_gpu_weights_are_joined_where_they_have_one_format(kind: str, layou
         name: (draw_blocks(kinds[name], shape, 0), GGMLQuantizationType[kinds[name]]) for name, shape in shapes.items()
     }
     source = open_checkpoint(write_gguf(tmp_path / "m.gguf", WIDE, raw=raw))
-    gpu: Any = SimpleNamespace(id=0, platform="gpu", device_kind="a GPU")
+    gpu: Any = SimpleNamespace(id=0, platform="gpu", device_kind="a GPU", memory_stats=dict)
     kept = with_defaults(EngineConfig(quantize="keep"), source, gpu)
     assert kept.layout == layout
     assert "qkv_proj" in served_specs(source, kept, gpu)["model"]["layers"][0]["self_attn"] or layout == "checkpoint"

@@ -15,7 +15,7 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
-from ferrum_jax.contract.llm import VerifyRow
+from ferrum_jax.contract.llm import DecoderOnlyLLM, VerifyRow
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant, PromptLookup
 from ferrum_jax.generate.model_draft import Drawing, ModelDraft
 from ferrum_jax.generate.scheduler import Scheduler
@@ -247,8 +247,10 @@ def test_a_model_that_cannot_roll_back_is_refused():
 
 
 def test_a_model_that_cannot_verify_says_so_rather_than_going_on_without():
-    model = UnifiedRollingLLM()
-    model.kv_len = lambda cache_id: None
+    class Lengthless(UnifiedRollingLLM):
+        kv_len = DecoderOnlyLLM.kv_len
+
+    model = Lengthless()
     engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=right(model))
     requests = [request(engine, [1, 2], 9), request(engine, [1], 9)]
     finish(engine, requests)

@@ -44,6 +44,8 @@ def test_the_default_device_is_the_one_that_jax_was_told(monkeypatch: pytest.Mon
     cpu = jax.local_devices(backend="cpu")[0]
     monkeypatch.setattr(jax, "local_devices", local_devices)
     assert find_device(None).device_kind == "first"
+    assert find_device("gpu").device_kind == find_device("gpu:0").device_kind == "cuda"
+    assert asked.pop() == asked.pop() == "cuda"
     with jax.default_device(cpu):
         assert find_device(None) is cpu
     with jax.default_device("cpu"):
@@ -60,7 +62,7 @@ def test_a_containers_limit_bounds_what_is_free(monkeypatch: pytest.MonkeyPatch)
     assert free_bytes(find_device("cpu")) <= psutil.virtual_memory().total
 
 
-@pytest.mark.parametrize("name", ["", "gpu", "cpu:1", "cuda:-1", "CPU", "cuda:0:0"])
+@pytest.mark.parametrize("name", ["", "npu", "gpus", "cpu:1", "cuda:-1", "CPU", "cuda:0:0"])
 def test_a_name_that_names_no_device_is_refused(name: str):
     with pytest.raises(InvalidParameterError):
         find_device(name)
