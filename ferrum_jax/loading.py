@@ -163,7 +163,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     """
     known, own = inspect.signature(load).parameters, {field.name for field in fields(EngineConfig)}
     for name in sorted(settings.keys() - known.keys()):
-        hint = f"it is called {_OURS[name]}, here" if name in _OURS else f"known are {', '.join(list(known)[1:])}"
+        hint = f"here it is {_OURS[name]}" if name in _OURS else f"known are {', '.join(list(known)[1:])}"
         if name in own:
             hint = f"give engine=EngineConfig({name}=...)"
         raise ConfigError(f"there is no setting {name!r}: {hint}")

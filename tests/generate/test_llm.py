@@ -669,9 +669,9 @@ def test_the_list_of_a_single_answer_is_refused_where_there_are_several():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"model": "org/name"}, "no setting 'model': it is called path, the first argument, here"),
-        ({"tensor_parallel_size": 2}, r'it is called mesh=\{"model": n\}, here'),
-        ({"max_model_len": 64}, "it is called kv_capacity, here"),
+        ({"model": "org/name"}, "no setting 'model': here it is path, the first argument"),
+        ({"tensor_parallel_size": 2}, r'here it is mesh=\{"model": n\}'),
+        ({"max_model_len": 64}, "here it is kv_capacity"),
         ({"window_kv": False}, r"give engine=EngineConfig\(window_kv=...\)"),
         ({"trust_remote_code": True}, "no setting 'trust_remote_code': known are dtype, kv_dtype"),
         ({"max_seqs": 0}, "max_seqs is 0"),
