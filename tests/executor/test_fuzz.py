@@ -58,7 +58,8 @@ def _books(scene: Scene) -> Any:
     """Everything that a refused call must leave as it was."""
     runner = scene.runner
     table = runner._pipeline.table
-    lengths = {key: (one.length, one.adapter) for key, one in scene.executor._table._live.items()}
+    tracked = scene.executor._table._live  # what was released behind its back is forgotten when it is asked for
+    lengths = {key: (one.length, one.adapter) for key, one in tracked.items() if table.get(key) is not None}
     rows = [
         (key, one.slot, list(one.tokens), list(one.blocks))
         for key in table.cache_ids
