@@ -15,7 +15,7 @@ MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, su
 CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
 MemoryOption = Annotated[
     float | None,
-    typer.Option(help="Share of the free memory that the KV may take [default: a half; on a GPU with --max-seqs 0.85]"),
+    typer.Option(help="Share of the free memory that the KV may take [default: a half; on a GPU or TPU up to 0.85]"),
 ]
 LayoutOption = Annotated[str | None, typer.Option(help="Of the parameters: checkpoint, fused or scanned")]
 TokenizerOption = Annotated[

@@ -60,6 +60,8 @@ _OURS = {  # by vLLM's name
     "quantization": "quantize",
     "enable_prefix_caching": "prefix_cache",
     "kv_cache_dtype": "kv_dtype",
+    "num_speculative_tokens": "speculation=Speculation(num_tokens=n)",
+    "speculative_config": "speculation=Speculation(...)",
 }
 
 

@@ -283,7 +283,7 @@ class DeviceState:
                 outputs, self._kv = begin()
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
-        except RuntimeError as problem:  # of an array that is deleted, since the batch was planned
+        except (RuntimeError, ValueError) as problem:  # of an array that is deleted, since the batch was planned
             if any(leaf.is_deleted() for leaf in self._leaves):
                 raise DeviceError(DONATED) from problem
             raise
@@ -402,6 +402,11 @@ class DeviceState:
         except jax.errors.JaxRuntimeError as problem:
             self.lose()
             raise DeviceError(f"the device failed: {problem}") from problem
+        except (RuntimeError, ValueError) as problem:
+            if not any(leaf.is_deleted() for leaf in self._leaves):
+                raise
+            self.lose()
+            raise DeviceError(DONATED) from problem
 
 
 def _to_host(array: jax.Array, *, is_pinned: bool) -> NDArray[Any]:

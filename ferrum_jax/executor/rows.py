@@ -183,7 +183,9 @@ def _output(policy: LogitsReturnPolicy, vocab_size: int) -> Output:
     if isinstance(policy, FullLogits):
         return LAST_LOGITS
     mask, penalty = policy.token_mask, policy.repetition_penalty
-    if mask is None and (penalty is None or not len(penalty.token_ids)):
+    if penalty is not None and not len(penalty.token_ids):
+        penalty = None
+    if mask is None and penalty is None:
         return _GREEDY
     return SampledToken(
         SlotSettings(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError
+from ferrum_jax.contract.checks import check_flag
+from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.interventions import Interventions, check_each
@@ -82,21 +83,43 @@ class Intake:
             raise UnsupportedError("this LLM has no tokenizer: pass token ids")
         return self.tokenizer
 
+    @property
+    def kv_capacity(self) -> int:
+        """Positions that a sequence can reach; no more than the whole pool has, where that is known."""
+        capacity = self.model.kv_capacity()
+        if not isinstance(self.model, ModelRunner):
+            return capacity
+        cache = self.model.plan.cache
+        return min(capacity, cache.num_blocks * cache.block_size)
+
+    @property
+    def _hint(self) -> str:
+        """What allows longer sequences, if anything does."""
+        return f": {RAISE}" if self.kv_capacity < self.model.config.max_seq_len else ", as long as the model allows"
+
     def conversation(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
     ) -> list[int]:
         """Returns the token ids of a conversation; options are those of `render_chat`."""
-        tokenizer, variables = self.need_tokenizer(), dict(chat_template_kwargs or {})
+        tokenizer, variables = self.need_tokenizer(), {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+            given = safe_repr(variables)
+            raise RequestValidationError(f"chat_template_kwargs is {given}, expected variables of the template by name")
+        prompts = check_flag("add_generation_prompt", add_generation_prompt)
+        goes_on = check_flag("continue_final_message", continue_final_message)
         if tokenizer.chat_template is None:
             raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
         if own := ", ".join(sorted(TEMPLATE_OWN & variables.keys())):
             raise RequestValidationError(f"chat_template_kwargs has {own}, which are no variables to be given there")
-        text = tokenizer.render(messages, tools=tools, **variables, **options)
+        text = tokenizer.render(
+            messages, tools=tools, add_generation_prompt=prompts, continue_final_message=goes_on, **variables
+        )
         return tokenizer.encode(text, add_special_tokens=False)
 
     def ids(self, prompt: Any, *, is_first: bool = True) -> list[int]:
@@ -136,8 +159,8 @@ class Intake:
         ids, capacity = self.ids(prompt), self.model.kv_capacity()
         if not ids:
             raise RequestValidationError("a prompt needs at least one token, this one has none")
-        if len(ids) > capacity:
-            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}: {RAISE}")
+        if len(ids) > (longest := self.kv_capacity):
+            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {longest}{self._hint}")
         stop_ids, bad_words = self._forbidden(params) if first is None else (first.stop_ids, first.bad_words)
         room = capacity - len(ids) + 1  # the last token is never read
         if params.min_tokens > room:
@@ -194,9 +217,9 @@ class Intake:
             raise RequestValidationError(
                 f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{note}"
             )
-        needed, capacity = len(before) + len(after) - 1, self.model.kv_capacity()  # the last token is never read
+        needed, capacity = len(before) + len(after) - 1, self.kv_capacity  # the last token is never read
         if needed > capacity:
-            raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}: {RAISE}")
+            raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}{self._hint}")
         if params is not None and not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"scores under parameters need a ModelRunner, not a {type(self.model).__name__}")
         given = SamplingParams() if params is None else params

@@ -60,9 +60,9 @@ class LLM:
                 the engine's `spec_tokens` or `FERRUM_SPEC_N` says how many, and nobody otherwise.
             **settings: as for `ferrum_jax.load`.
         """
+        check_settings(settings)
         if speculation is not None:
             settings["engine"] = speculation.settle(settings.get("engine"))
-        check_settings(settings)
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
         if tokenizer is not None:
             read = load_tokenizer(os.fspath(tokenizer))
@@ -491,5 +491,5 @@ class LLM:
         return outs if is_batch else outs[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Returns the token ids of a conversation up to where the assistant answers; options are those of `chat`."""
+        """Returns the token ids of a conversation up to where the assistant answers, laid out by `chat`'s options."""
         return self._intake.conversation(messages, **options)

@@ -220,17 +220,18 @@ def _unified(table: SequenceTable, rows: Sequence[RowRequest]) -> bool:
     if FullLogits() in wanted and not model.unified_forward_can_return_full_logits():
         table.unsupported_fallback_calls += 1
         return False
+    is_plain = all(isinstance(policy, FullLogits) for policy in policies)
     try:
-        if all(isinstance(policy, FullLogits) for policy in policies):
+        if is_plain:
             answers = model.unified_forward(items)
         else:
             answers = model.unified_forward_with_logits_policy(items, policies)
     except UnsupportedError:
-        if overrides(model, "unified_forward") and any(row.sequence.adapter for row in rows):
+        if overrides(model, "unified_forward") and any(row.sequence.may_be_adapted for row in rows):
             table.lora_fallback_calls += 1
         else:
             table.unsupported_fallback_calls += 1
-            table.lacks_unified = True
+            table.lacks_unified |= is_plain
         return False
     _take_answers(table, rows, answers, wanted)
     return True
@@ -249,7 +250,7 @@ def _decode_batch(table: SequenceTable, rows: Sequence[RowRequest]) -> None:
             else:
                 answers = model.decode_batch(batch)
         except UnsupportedError:
-            if len(rows) == 1 or not any(row.sequence.adapter for row in rows):
+            if len(rows) == 1 or not any(row.sequence.may_be_adapted for row in rows):
                 raise
             table.lora_fallback_calls += 1
         else:

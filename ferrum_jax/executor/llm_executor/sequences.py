@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import re
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,13 @@ class TrackedSequence:
     adapter: ActiveLoraAdapter | None = None
     is_known: bool = False  # the model itself has returned a length for it
     is_adopted: bool = False  # the model held positions of it before this executor did
+    knows_adapter: bool = True  # False: a call of the model may have bound it to one
     version: int = 0  # counts changes of the length
+
+    @property
+    def may_be_adapted(self) -> bool:
+        """False where it certainly runs without an adapter."""
+        return self.adapter is not None or not self.knows_adapter
 
 
 class SequenceTable:
@@ -129,7 +136,7 @@ class SequenceTable:
         return sequence
 
     def find_or_adopt(self, cache_id: str) -> TrackedSequence | None:
-        """As `find`; of positions that the model alone knows of, a sequence to `track`. None: the id is free.
+        """As `find`; of what the model alone knows of, a sequence to `track`. None: the id is free.
 
         Raises:
             RequestValidationError: an executor has had the id, and it is no sequence of this one.
@@ -138,10 +145,10 @@ class SequenceTable:
             return sequence
         if _OWN_ID.fullmatch(cache_id):
             raise RequestValidationError(f"{cache_id!r} is no live sequence, and ids of this form are never reused")
-        length = self.model.kv_len(cache_id)
-        if length is None or not check_length(self.model, "kv_len", length):
+        if self._is_free(cache_id):
             return None
-        return TrackedSequence(cache_id, length, is_known=True, is_adopted=True)
+        length = check_length(self.model, "kv_len", self.model.kv_len(cache_id))
+        return TrackedSequence(cache_id, length, is_known=True, is_adopted=length > 0, knows_adapter=False)
 
     def advance(self, sequence: TrackedSequence, num_tokens: int) -> None:
         """Counts tokens that the model has appended."""
@@ -160,7 +167,7 @@ class SequenceTable:
         Of a caller's own id, of which the model says that it holds nothing, what the caller has taken for it stays.
         """
         key, tells_lengths = sequence.cache_id, overrides(self.model, "kv_len")
-        if sequence.adapter is None and not _OWN_ID.fullmatch(key) and tells_lengths and not self.model.kv_len(key):
+        if sequence.adapter is None and not _OWN_ID.fullmatch(key) and tells_lengths and self.model.kv_len(key) is None:
             self._live.pop(key, None)
         else:
             self.release(key)
@@ -215,9 +222,14 @@ class SequenceTable:
         return {**counters, "decode_batch": batches, "executor_model_lock": lock}
 
     def _new_id(self, kind: str) -> str:
-        """Returns the next id of a kind of which no other caller of the model has positions."""
+        """Returns the next id of a kind that no other caller of the model uses."""
         ids = (f"llm-{kind}-{number}" for number in self._numbers[kind])
-        return next(cache_id for cache_id in ids if cache_id not in self._live and not self.model.kv_len(cache_id))
+        return next(cache_id for cache_id in ids if self._is_free(cache_id))
+
+    def _is_free(self, cache_id: str) -> bool:
+        """True of an id that the model does not know; some models say 0 of any such id, where they should say None."""
+        length = self.model.kv_len(cache_id)
+        return length is None or (length == 0 and self.model.kv_len(f"unknown-{secrets.token_hex(8)}") == 0)
 
 
 @dataclass(eq=False)
@@ -279,7 +291,7 @@ class UndoLog:
             for entry in entries:
                 with contextlib.suppress(FerrumError):
                     self._roll_back(entry.sequence, entry.length)
-            rebound = [entry for entry in entries if entry.length is not None]
+            rebound = [entry for entry in entries if entry.length is not None and entry.sequence.knows_adapter]
             rebound = [entry for entry in rebound if entry.sequence.adapter != entry.adapter]
             for entry in rebound:  # all of them first, so that the adapters they had can be loaded again
                 self._bind(entry.sequence, None)
