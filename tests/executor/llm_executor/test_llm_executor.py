@@ -300,6 +300,20 @@ def test_a_refused_call_leaves_what_is_bound_to_an_id_that_it_was_to_begin(execu
     assert runner._pipeline.interventions.of("x") is bound
 
 
+def test_two_executors_of_one_model_never_have_the_same_id(executor: LlmExecutor, runner: ModelRunner):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    run(executor.truncate_kv(handle, 0))
+    other = LlmExecutor(runner)
+    assert run(other.prefill(prompt(SECOND))).kv_cache.cache_id != handle.cache_id
+
+
+def test_a_refused_call_leaves_a_prepared_id_its_slot(executor: LlmExecutor, runner: ModelRunner):
+    runner.prepare("y", 8)
+    with pytest.raises(ResourceExhaustedError):
+        run(executor.unified_decode(batch(item("y", FIRST, 0), *(item(f"z{at}", SECOND, 0) for at in range(4)))))
+    assert runner.kv_len("y") == 0
+
+
 def test_metrics_of_the_cache_count_waits_for_the_model(executor: LlmExecutor):
     run(executor.prefill(prompt(FIRST)))
     metrics = executor.cache_metrics_snapshot()
