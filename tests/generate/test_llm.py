@@ -687,7 +687,7 @@ def test_settings_are_refused_before_a_model_is_looked_for(
 
 
 def test_a_prompt_that_is_too_long_says_what_to_raise():
-    with pytest.raises(RequestValidationError, match=r"kv_capacity=, --kv-capacity or FERRUM_KV_CAPACITY"):
+    with pytest.raises(RequestValidationError, match="5 tokens, the KV capacity is 4, as long as the model allows"):
         counting(capacity=4)[0].generate([[1] * 5])
 
 
