@@ -26,7 +26,7 @@ from ferrum_jax.kvcache.state import CacheSpec
 from ferrum_jax.models.backends import cache_spec
 from ferrum_jax.models.feed_forward import NAMES, mix_experts
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.ops import experts_triton
+from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import linear
 from ferrum_jax.ops.moe import route
 from ferrum_jax.planning.published import CONFIGURATIONS
@@ -107,7 +107,7 @@ def _measure(subject: Subject, batch: int, probes: Probes, rounds: int) -> dict[
 
 
 def _compiled(function: Callable[..., jax.Array], block: ParamTree, x: jax.Array) -> Callable[[], jax.Array]:
-    with experts_triton.kernels(_is_on_gpu()):  # as a step has it
+    with kernels("triton" if _is_on_gpu() else "xla"):  # as a step has it
         executable = jax.jit(function).lower(block, x).compile()
     return lambda: executable(block, x)
 

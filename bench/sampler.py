@@ -16,6 +16,7 @@ from bench.floor import Work
 from bench.machine import Probes, ceilings, make_probes, measure
 from bench.timing import Contestant, alternate
 from ferrum_jax.ops import native, sampling
+from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.sampling import SampleInputs
 
 ROWS = (1, 8)
@@ -74,7 +75,7 @@ def _ways(name: str, rows: int, vocab_size: int) -> Iterator[tuple[str, Callable
     for way, use in {"xla": False, "kernel": True}.items():
         if use and (jax.default_backend() != "cpu" or native.instruction_set() is None):
             continue
-        with native.kernels(use):
+        with kernels("cpu" if use else "xla"):
             compiled = jax.jit(lambda *given: run(*given)).lower(scores, inputs).compile()
         yield way, lambda compiled=compiled: compiled(scores, inputs)
 

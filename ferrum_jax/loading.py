@@ -157,15 +157,15 @@ def load(
         return _load(path, settings, device, wanted, channel, strict=strict, progress=progress)
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Checks the keyword arguments of a later `load`, before a model is looked for.
+def check_settings(settings: Mapping[str, Any], *beside: str) -> None:
+    """Checks the keyword arguments of a later `load`, before a model is looked for; its caller knows others `beside`.
 
     Raises:
         ConfigError: `load` has no such argument, or no engine can have its value.
     """
     known, own = inspect.signature(load).parameters, {field.name for field in fields(EngineConfig)}
     for name in sorted(settings.keys() - known.keys()):
-        hint = f"here it is {_OURS[name]}" if name in _OURS else f"known are {', '.join(list(known)[1:])}"
+        hint = f"here it is {_OURS[name]}" if name in _OURS else f"known are {', '.join([*beside, *list(known)[1:]])}"
         if name in own:
             hint = f"give engine=EngineConfig({name}=...)"
         raise ConfigError(f"there is no setting {name!r}: {hint}")
@@ -293,9 +293,10 @@ def load_params(
 
 def _on_disk(path: ModelPath, progress: bool) -> ModelPath:
     """Returns the path of a model; that of its download for a Hugging Face id that is no path."""
-    if isinstance(path, str) and _HUB_ID.fullmatch(path) and not path.endswith(".gguf") and not os.path.lexists(path):
-        return resolve(path, progress=progress)
-    return path
+    if not isinstance(path, str) or not _HUB_ID.fullmatch(path) or path.endswith(".gguf") or os.path.lexists(path):
+        return path
+    is_of_a_folder = os.path.isdir(path.partition("/")[0])  # that is here: a model in it is missing
+    return path if is_of_a_folder else resolve(path, progress=progress)
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:

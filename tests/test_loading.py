@@ -297,5 +297,10 @@ def test_a_hugging_face_id_is_resolved_and_a_path_is_not(folder: Path, monkeypat
     assert len(asked) == 2
 
 
-def test_weights_of_8_bits_have_a_short_name():
-    assert EngineConfig(quantize="fp8") == EngineConfig(quantize="float8_e4m3fn")
+def test_a_missing_model_in_a_folder_that_is_here_is_not_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "trained").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFoundError, match="trained/step_100 does not exist"):
+        ferrum_jax.load("trained/step_100")

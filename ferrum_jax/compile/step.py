@@ -27,8 +27,9 @@ from ferrum_jax.models.division import Division
 from ferrum_jax.models.hooks import Captured, Point
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.ops import native, sampling
+from ferrum_jax.ops import sampling
 from ferrum_jax.ops.batch import Batch, Rows
+from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.shards import WHOLE as WHOLE_SHARDS
 from ferrum_jax.ops.shards import Shards
 from ferrum_jax.sharding.mesh import WHOLE, Placement
@@ -59,7 +60,7 @@ class ProgramContext:
         """
 
         def traced(*arrays: Any) -> Any:
-            with native.kernels(self.attention == "cpu"):
+            with kernels(self.attention):
                 return function(*arrays)
 
         named = function.func if isinstance(function, functools.partial) else function

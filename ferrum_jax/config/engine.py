@@ -130,8 +130,6 @@ def _checked(name: str, value: Any) -> Any:
         if not isinstance(value, str):
             raise ConfigError(f"{name} is {safe_repr(value)}, expected a name such as 'float32'")
         value = _DTYPE_OF.get(value.lower(), value.lower())
-    if name == "quantize" and value == "fp8":
-        value = _DTYPE_OF[value]
     if name in _COUNTS:
         check_integer(name, value, *_COUNTS[name])
     elif name in ("decode_rows", "query_blocks", "verify_blocks"):

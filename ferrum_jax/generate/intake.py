@@ -23,7 +23,7 @@ from ferrum_jax.generate.structured import FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.models.hooks import ATTENTION, Point, check_points, check_supported
 
-RAISE = "load with a larger one (kv_capacity=, --kv-capacity or FERRUM_KV_CAPACITY)"
+RAISE = "load with a larger one (kv_capacity=, --kv-capacity or FERRUM_KV_CAPACITY; more kv_blocks, if it was set)"
 
 
 class Treatment(NamedTuple):
@@ -156,11 +156,11 @@ class Intake:
         former = prompt if isinstance(prompt, RequestOutput) else None
         if former is not None:
             prompt = former.prompt_token_ids
-        ids, capacity = self.ids(prompt), self.model.kv_capacity()
+        ids, capacity = self.ids(prompt), self.kv_capacity
         if not ids:
             raise RequestValidationError("a prompt needs at least one token, this one has none")
-        if len(ids) > (longest := self.kv_capacity):
-            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {longest}{self._hint}")
+        if len(ids) > capacity:
+            raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}{self._hint}")
         stop_ids, bad_words = self._forbidden(params) if first is None else (first.stop_ids, first.bad_words)
         room = capacity - len(ids) + 1  # the last token is never read
         if params.min_tokens > room:

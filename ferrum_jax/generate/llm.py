@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from ferrum_jax.contract.errors import FerrumError, RequestValidationError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, FerrumError, RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource
@@ -60,8 +60,10 @@ class LLM:
                 the engine's `spec_tokens` or `FERRUM_SPEC_N` says how many, and nobody otherwise.
             **settings: as for `ferrum_jax.load`.
         """
-        check_settings(settings)
+        check_settings(settings, "tokenizer", "speculation")
         if speculation is not None:
+            if not isinstance(speculation, Speculation):
+                raise ConfigError(f"speculation is {safe_repr(speculation)}, expected a Speculation")
             settings["engine"] = speculation.settle(settings.get("engine"))
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
         if tokenizer is not None:

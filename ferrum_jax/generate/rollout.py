@@ -128,7 +128,7 @@ def generate_fn(
     """
     if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
         raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")
-    if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable):
+    if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable) or getattr(stop_ids, "ndim", 1) != 1:
         raise InvalidParameterError(f"stop_ids is {safe_repr(stop_ids)}, expected several token ids, such as (2,)")
     tokens, lengths, seeds = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(seeds, jnp.uint32)
     if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:

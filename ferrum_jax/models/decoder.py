@@ -22,8 +22,8 @@ from ferrum_jax.models.projections import Lora
 from ferrum_jax.models.rotary import frequencies_of_layers
 from ferrum_jax.models.sliding_window import split_tables, window_tables
 from ferrum_jax.models.specs import ParamSpec, ParamTree, norm_specs
-from ferrum_jax.ops import experts_triton, native
 from ferrum_jax.ops.batch import Batch, adapter_of_token, positions, slot_mapping
+from ferrum_jax.ops.kernel_use import are_used, kernels
 from ferrum_jax.ops.linear import StackedWeight, uses, vocabulary_logits
 from ferrum_jax.ops.norm import rms_norm
 from ferrum_jax.ops.quantised import activation_dtype, is_quantised, rows_of
@@ -205,10 +205,10 @@ class Family:
             self, cfg, context, window_context, ropes, rope_of_layer, adapted, capture, taps, remat, first_layer
         )
         layers = params["model"]["layers"]
-        with native.kernels(attention == "cpu"), experts_triton.kernels(attention == "triton"):
+        with kernels(attention):
             has_adapters = any(lora is not None for lora in adapted[0].values())
             is_special = bool(every) or has_adapters or window_context is not None
-            if native.in_use() and isinstance(layers, dict) and is_special:  # else all layers do what one is to do
+            if are_used("cpu") and isinstance(layers, dict) and is_special:  # else all layers do what one is to do
                 layers = [_layer_of(layers, jnp.int32(index)) for index in range(cfg.num_hidden_layers)]
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
             head = functools.partial(self.head, params, cfg=cfg, shards=shards)
@@ -305,7 +305,7 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
     """
     if step.window_context is not None:
         raise UnsupportedError("stacked layers share one cache, this KV has a sliding-window cache for some of them")
-    cfg, capture, by_kernels = step.cfg, step.capture, native.in_use()
+    cfg, capture, by_kernels = step.cfg, step.capture, are_used("cpu")
     has_one_window = len(set(cfg.layer_windows)) == 1
     windows = jnp.asarray([NO_WINDOW if window is None else window for window in cfg.layer_windows], jnp.int32)
     stacks = [{name: lora[0] for name, lora in adapted.items() if lora is not None} for adapted in step.adapted]

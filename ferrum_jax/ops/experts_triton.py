@@ -6,10 +6,7 @@ that tiles of one expert find its weights in the cache. Gale et al. 2022, "MegaB
 such tiles. It is written in Pallas and compiled by Triton, as attention_triton.py, and runs interpreted off a GPU.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.triton_launch import PROGRAMS, SMALLEST_PART, launch
 
 LEAST_ROWS, MOST_ROWS = SMALLEST_PART, 128  # of a tile
@@ -30,8 +28,6 @@ SHARED, MOST_STAGES = (
     6,
 )  # bytes of operands on their way, of the 99 KB that the smallest cards have; parts of them
 
-_in_use = ContextVar("ferrum_jax_experts_triton", default=False)
-
 
 @dataclass(frozen=True)
 class TiledWeight:
@@ -41,19 +37,9 @@ class TiledWeight:
     experts: jax.Array  # int32 [tiles]; -1: the rows of a tile mean nothing
 
 
-@contextlib.contextmanager
-def kernels(use: bool) -> Iterator[None]:
-    """A context in which what is traced uses the kernel where it can, or does not: it has no gradients."""
-    token = _in_use.set(use)
-    try:
-        yield
-    finally:
-        _in_use.reset(token)
-
-
 def can_multiply(x: jax.Array, stack: Any) -> bool:
     """Whether the kernel is to be used for a stack of weights: those of 16 bits that are as x is."""
-    return _in_use.get() and isinstance(stack, jax.Array) and stack.dtype == x.dtype and x.dtype.itemsize == 2
+    return are_used("triton") and isinstance(stack, jax.Array) and stack.dtype == x.dtype and x.dtype.itemsize == 2
 
 
 def product(x: Float[Array, "X D"], weight: TiledWeight) -> Float[Array, "X F"]:

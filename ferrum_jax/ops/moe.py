@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from ferrum_jax.ops import experts_triton, native
 from ferrum_jax.ops.experts_triton import TiledWeight
+from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import ChosenWeight, StackedWeight, linear
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
 from ferrum_jax.ops.shards import local_ids
@@ -125,7 +126,7 @@ def weigh_experts(
         outs = _outputs_of_triton(expert, x, chosen, stacks, has_all=is_here is None).astype(jnp.float32)
     else:
         stacks = jax.tree.map(_alone, stacks, is_leaf=_is_weight)
-        with native.kernels(False):  # they would need a copy of each expert's weights
+        with kernels("xla"):  # they would need a copy of each expert's weights
             outs = _outputs_of_tiles(expert, x, chosen, stacks, has_all=is_here is None).astype(jnp.float32)
     if is_here is not None:
         outs = jnp.where(is_here[..., None], outs, 0.0)

@@ -20,6 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from ferrum_jax.ops import native
+from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.sharding.types import vary_like
 
 Leaf = TypeVar("Leaf")
@@ -295,7 +296,7 @@ def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[A
 
 def _has_kernel(scores: jax.Array) -> bool:
     """Whether a CPU's kernels are to be used, and read such scores."""
-    return native.in_use() and scores.ndim == 2 and scores.dtype == jnp.float32
+    return are_used("cpu") and scores.ndim == 2 and scores.dtype == jnp.float32
 
 
 def _threshold(

@@ -1,5 +1,6 @@
 """Prompts: texts to ids, conversations to ids by the chat template."""
 
+from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import ChatBody
@@ -43,5 +44,8 @@ def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
             raise bad_request("continue_final_message needs a last message whose content is text", "messages")
     for name in ("add_generation_prompt", "continue_final_message"):
         variables[name] = getattr(body, name)
-    text = tokenizer.render(messages, tools=tools, **variables)
+    try:
+        text = tokenizer.render(messages, tools=tools, **variables)
+    except RequestValidationError as problem:  # of a template that leaves out what is to be continued
+        raise bad_request(str(problem), "messages") from None
     return check_length(tokenizer.encode(text, add_special_tokens=body.add_special_tokens), most)

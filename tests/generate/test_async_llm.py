@@ -214,7 +214,7 @@ def test_closing_ends_what_runs():
     asyncio.run(main())
 
 
-def test_parameters_have_both_names_in_all_calls_and_one_answer_says_which_gives_several():
+def test_parameters_have_both_names_in_as_completed_too_and_one_answer_says_which_gives_several():
     llm, model = made()
 
     async def main() -> None:

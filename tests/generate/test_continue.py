@@ -147,11 +147,13 @@ def test_errors_are_raised_or_come_as_outputs(new_runner: MakeRunner):
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 2, 30)]
     with new_runner(prefix_cache=True, kv_blocks=3) as runner:
         llm = LLM.from_model(runner)
+        runner.prefill("mine", [1])  # two blocks are left
         found = dict(llm.as_completed(PROMPTS, params, return_errors=True))
         assert [found[at].finish_reason for at in range(3)] == ["length", "length", "error"]
         assert isinstance(found[2].error, ResourceExhaustedError)
-        with pytest.raises(ResourceExhaustedError, match="the whole pool holds 24"):
+        with pytest.raises(ResourceExhaustedError, match="blocks"):
             list(llm.as_completed(PROMPTS, params))
+        runner.release("mine")
         assert is_empty(runner)
         llm.close()
         with pytest.raises(CancelledError):
@@ -159,7 +161,9 @@ def test_errors_are_raised_or_come_as_outputs(new_runner: MakeRunner):
 
 
 @pytest.mark.parametrize("changes", [{}, {"multi_step_tokens": 4}], ids=str)
-def test_a_prompt_that_the_whole_pool_cannot_hold_fails_alone(changes: dict[str, int], new_runner: MakeRunner):
+def test_what_the_whole_pool_cannot_hold_is_refused_at_once_or_ends_there(
+    changes: dict[str, int], new_runner: MakeRunner
+):
     params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (6, 1, 6)]
     with new_runner(prefix_cache=True, kv_blocks=3, **changes) as runner:
         llm = LLM.from_model(runner)
@@ -169,4 +173,6 @@ def test_a_prompt_that_the_whole_pool_cannot_hold_fails_alone(changes: dict[str,
             llm.generate([[1] * 30], params[1])
         assert len([*stream]) <= len(expected.token_ids)
         assert stream.output().token_ids == expected.token_ids
+        longest = llm.generate(PROMPTS[2], SamplingParams(max_tokens=30, ignore_eos=True))[0]
+        assert (longest.finish_reason, len(longest.token_ids)) == ("length", 24 - 20 + 1)  # the last is never read
         assert is_empty(runner)

@@ -673,7 +673,7 @@ def test_the_list_of_a_single_answer_is_refused_where_there_are_several():
         ({"tensor_parallel_size": 2}, r'here it is mesh=\{"model": n\}'),
         ({"max_model_len": 64}, "here it is kv_capacity"),
         ({"window_kv": False}, r"give engine=EngineConfig\(window_kv=...\)"),
-        ({"trust_remote_code": True}, "no setting 'trust_remote_code': known are dtype, kv_dtype"),
+        ({"trust_remote_code": True}, "no setting 'trust_remote_code': known are tokenizer, speculation, dtype"),
         ({"max_seqs": 0}, "max_seqs is 0"),
         ({"max_seqs": 2, "engine": EngineConfig(max_seqs=3)}, "max_seqs is 2 as an argument and 3"),
     ],
@@ -684,6 +684,12 @@ def test_settings_are_refused_before_a_model_is_looked_for(
     monkeypatch.setattr("ferrum_jax.generate.llm.resolve", lambda *_, **__: pytest.fail("a model was looked for"))
     with pytest.raises(ConfigError, match=message):
         LLM(**settings)
+
+
+def test_speculation_of_another_kind_is_refused_before_a_model_is_looked_for():
+    wrong: Any = 3
+    with pytest.raises(ConfigError, match="speculation is 3"):
+        LLM("nowhere", speculation=wrong)
 
 
 def test_a_prompt_that_is_too_long_says_what_to_raise():

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from ferrum_jax.ops import native
+from ferrum_jax.ops.kernel_use import kernels
 
 needs_kernels = pytest.mark.skipif(native.instruction_set() is None, reason=f"no kernels: {native.library()}")
 
@@ -14,5 +15,5 @@ needs_kernels = pytest.mark.skipif(native.instruction_set() is None, reason=f"no
 def with_kernels(request: pytest.FixtureRequest) -> Iterator[bool]:
     """Whether what the tests of a module trace uses the kernels."""
     jax.clear_caches()
-    with native.kernels(request.param):
+    with kernels("cpu" if request.param else "xla"):
         yield request.param

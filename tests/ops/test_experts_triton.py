@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ferrum_jax import ModelConfig, models
 from ferrum_jax.ops import experts_triton, moe
 from ferrum_jax.ops.experts_triton import TiledWeight
+from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.linear import StackedWeight, linear
 from ferrum_jax.ops.moe import swiglu_experts, weigh_experts
 from ferrum_jax.ops.quantised import quantise_weight
@@ -60,7 +61,7 @@ def run(
 ) -> jax.Array:
     def function(*arrays: Any) -> jax.Array:
         x, chosen, shares, gate, up, down = arrays
-        with experts_triton.kernels(True):
+        with kernels("triton"):
             return swiglu_experts(x, chosen, shares, gate, up, down, None if first is None else jnp.int32(first))
 
     assert "multiply_experts" in str(jax.make_jaxpr(function)(x, chosen, shares, *own))
@@ -104,7 +105,7 @@ def test_an_expert_may_have_biases():
     bias = jnp.asarray(rng.standard_normal((EXPERTS, MODEL)), "bfloat16")
 
     def function(x: jax.Array, stacks: tuple[jax.Array, jax.Array]) -> jax.Array:
-        with experts_triton.kernels(True):
+        with kernels("triton"):
             return weigh_experts(x, chosen, shares, stacks, lambda own, rows: linear(rows, *own))
 
     found = jax.jit(function)(x, (weight, bias))
@@ -130,7 +131,7 @@ def test_products_of_any_size_and_tiles_of_no_expert(inputs: int, outputs: int, 
 
 def test_the_weights_of_few_choices_are_gathered():
     x, chosen, shares = tokens(1, "bfloat16")
-    with experts_triton.kernels(True):
+    with kernels("triton"):
         made = jax.make_jaxpr(swiglu_experts)(x, chosen, shares, *(one[0] for one in weights("bfloat16")))
     assert "multiply_experts" not in str(made)
 
@@ -138,7 +139,7 @@ def test_the_weights_of_few_choices_are_gathered():
 def test_it_takes_weights_of_sixteen_bits_alone_and_only_where_it_is_asked_for():
     x, stack = jnp.zeros((4, MODEL), "bfloat16"), weights("bfloat16")[0][0]
     assert not experts_triton.can_multiply(x, stack)
-    with experts_triton.kernels(True):
+    with kernels("triton"):
         assert experts_triton.can_multiply(x, stack)
         assert not experts_triton.can_multiply(x.astype("float16"), stack)
         assert not experts_triton.can_multiply(x.astype("float32"), stack.astype("float32"))

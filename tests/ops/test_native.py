@@ -17,6 +17,7 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import Layout
 from ferrum_jax.ops import native, sampling
 from ferrum_jax.ops.attention_cpu import attend_cpu, write_cpu
+from ferrum_jax.ops.kernel_use import are_used, kernels
 from ferrum_jax.ops.linear import StackedWeight
 from ferrum_jax.ops.moe import swiglu_experts
 from ferrum_jax.ops.quantised import QuantisedWeight, pack, quantise_weight
@@ -117,7 +118,7 @@ def test_experts_in_a_stack_of_layers_are_those_of_their_layer(first: int | None
 
     @jax.jit
     def mix(gate: Any, up: Any, down: Any) -> jax.Array:
-        with native.kernels(True):
+        with kernels("cpu"):
             return swiglu_experts(x, chosen, jnp.ones(chosen.shape), gate, up, down, start)
 
     for layer in range(3):
@@ -522,7 +523,7 @@ def test_many_threads_at_once_get_each_their_own_numbers():
 def test_what_has_no_kernel_is_left_to_xla():
     x, weight = jnp.ones((2, 8)), jnp.ones((4, 8))
     assert not native.can_multiply(x, weight)  # not in a serving step
-    with native.kernels(True):
+    with kernels("cpu"):
         assert native.can_multiply(x, weight)
         assert not native.can_multiply(x.astype(jnp.bfloat16), weight)
         assert native.can_multiply(jnp.ones((65, 8)), weight) == (native.instruction_set() != "neon")
@@ -532,6 +533,6 @@ def test_what_has_no_kernel_is_left_to_xla():
         for dtype in (jnp.bfloat16, jnp.float32):
             scores = jax.jit(sampling.logsumexp).lower(x.astype(dtype)).as_text()
             assert ("ferrum_logsumexp" in scores) == (dtype == jnp.float32)
-        with native.kernels(False):
+        with kernels("xla"):
             assert not native.can_multiply(x, weight)
-    assert not native.in_use()
+    assert not are_used("cpu")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ferrum_jax.ops import native, sampling
+from ferrum_jax.ops import sampling
+from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.sampling import SampleInputs
 from tests.ops.conftest import needs_kernels
 
@@ -21,7 +22,7 @@ KEPT = 8192  # tokens between two scores, as in choose.h
 
 @jax.jit
 def by_kernel(scores: Any, inputs: Any) -> Any:
-    with native.kernels(True):
+    with kernels("cpu"):
         return sampling.choose(scores, inputs)
 
 
@@ -101,6 +102,6 @@ def test_a_row_is_chosen_as_alone():
 def test_only_serving_programs_have_the_kernel(function: Any):
     scores, inputs = jnp.ones((ROWS, 61)), jax.device_put(inputs_of(1.0, top_p=0.9))
     for use in (False, True):
-        with native.kernels(use):
+        with kernels("cpu" if use else "xla"):
             lowered = jax.jit(lambda *given: function(*given)).lower(scores, inputs).as_text()
         assert ("ferrum_choose" in lowered) == use

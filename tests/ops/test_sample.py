@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ferrum_jax.ops import native
+from ferrum_jax.ops.kernel_use import kernels
 from ferrum_jax.ops.sampling import Choice, SampleInputs, argmax, best, likeliest, penalise_repetition, sample
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
@@ -196,7 +196,7 @@ def test_sampling_is_the_same_row_by_row_under_vmap():
     def one(row: jax.Array, mine: SampleInputs[jax.Array]) -> Choice[jax.Array]:
         return jax.tree.map(lambda leaf: leaf[0], sample(row[None], jax.tree.map(lambda leaf: leaf[None], mine)))
 
-    with native.kernels(False):  # they have no batching rule
+    with kernels("xla"):  # they have no batching rule
         mapped = jax.jit(jax.vmap(one))(logits, asked)
     whole = run(logits, asked)
     np.testing.assert_array_equal(whole.token_ids, mapped.token_ids)

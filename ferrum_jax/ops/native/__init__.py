@@ -11,17 +11,15 @@ serves.
 They have neither gradients nor batching rules: steps use them, research functions do not.
 """
 
-import contextlib
-import contextvars
 import ctypes
 import functools
 import hashlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.native.build import LIBRARY, PROBLEM, digest_sources, unsupported
 from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 from ferrum_jax.sharding.types import vary_like
@@ -36,7 +34,6 @@ SPAN = 256  # positions of a row of one token that are computed together
 TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write", "ferrum_choose"
 TARGETS += "ferrum_logsumexp", "ferrum_best"
 FLOATS = "float32", "bfloat16", "float16"
-_in_use = contextvars.ContextVar("ferrum_jax kernels", default=False)
 
 
 @functools.cache
@@ -78,21 +75,6 @@ def digest() -> str | None:
     return None if instruction_set() is None else hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
 
 
-@contextlib.contextmanager
-def kernels(use: bool) -> Iterator[None]:
-    """A context in which what is traced uses the kernels where it can, or does not."""
-    token = _in_use.set(use)
-    try:
-        yield
-    finally:
-        _in_use.reset(token)
-
-
-def in_use() -> bool:
-    """Whether what is traced now uses the kernels where they can."""
-    return _in_use.get()
-
-
 def reads(values: str, inputs: int) -> bool:
     """Whether the kernels multiply by values of a dtype (`uint4`: two a byte) with so many inputs, scaled in groups."""
     return values in FLOATS or (values in ("int8", "uint4") and inputs <= MOST_INPUTS)
@@ -100,7 +82,7 @@ def reads(values: str, inputs: int) -> bool:
 
 def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_rows: int | None = None) -> bool:
     """Whether there is a kernel for `x @ weight.T`, or for a stack of weights, and it is to be used."""
-    if not in_use() or x.dtype != jnp.float32 or not has_kernel(weight):
+    if not are_used("cpu") or x.dtype != jnp.float32 or not has_kernel(weight):
         return False
     if most_rows is None:
         most_rows = FEW_ROWS if instruction_set() == "neon" else MOST_ROWS
@@ -137,7 +119,7 @@ def product(x: jax.Array, weight: jax.Array | QuantisedWeight, layer: jax.Array 
 
 def can_widen(x: jax.Array, weight: QuantisedWeight) -> bool:
     """Whether a weight is to be widened by a kernel for a product of many tokens, which is XLA's."""
-    return in_use() and x.dtype == jnp.float32 and len(weight.shape) == 2 and has_kernel(weight)
+    return are_used("cpu") and x.dtype == jnp.float32 and len(weight.shape) == 2 and has_kernel(weight)
 
 
 def widen(weight: QuantisedWeight, x: jax.Array) -> jax.Array:
