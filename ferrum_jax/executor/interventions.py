@@ -171,8 +171,22 @@ def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[
             own = edit if point.layer is not None else jax.tree.map(lambda leaf, at=layer: leaf[at], edit)
             for leaf in jax.tree.leaves(own):
                 _check_leaf(point, leaf, shape, dtype)
-            found[Point(point.name, layer)] = own
+            at = Point(point.name, layer)
+            found[at] = _both(found[at], own) if at in found else own
     return found
+
+
+def _both(first: Edit[NDArray[Any]], second: Edit[NDArray[Any]]) -> Edit[NDArray[Any]]:
+    """Returns one edit that does what two do one after the other."""
+    scales = [one.scale for one in (first, second) if one.scale is not None]
+    adds = [first.add, second.add]
+    if first.add is not None and second.scale is not None:
+        adds[0] = np.where(second.scale == 0, np.zeros_like(first.add), first.add * second.scale)
+    given = [one for one in adds if one is not None]
+    return Edit(
+        scale=np.multiply(*scales) if len(scales) == 2 else next(iter(scales), None),
+        add=np.add(*given) if len(given) == 2 else next(iter(given), None),
+    )
 
 
 def check_each(given: Any, count: int, cfg: ModelConfig) -> list[Interventions | None]:

@@ -15,7 +15,7 @@ The points and their names are those of TransformerLens (Nanda and Bloom 2022), 
 | `router_logits` | `[X, E]` | logits of a mixture's router |
 | `expert_indices`, `expert_weights` | int32, float32 `[X, U]` | the experts each token goes through, and their shares |
 
-X are all tokens of a step; in `models.run` every X is `[B, T]`. Replaced `expert_indices` keep the router's own shares
+Functions at `attn_scores` are given -1e30 where unseen. X are all tokens of a step; in `models.run` every X is `[B, T]`. Replaced `expert_indices` keep the router's own shares
 of those experts, so that a trainer that replays a sampler's routes still has the router's gradients.
 """
 
@@ -277,6 +277,7 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
     for at, intervention in given.items():
         point = check_point(at, cfg)
         if isinstance(intervention, Edit):
+            intervention = Edit(*(_numbers(point, name, getattr(intervention, name)) for name in ("scale", "add")))
             points = [point]
             for leaf in jax.tree.leaves(intervention) if point.layer is None else ():
                 if jnp.ndim(leaf) == 0 or len(leaf) != cfg.num_hidden_layers:
@@ -295,6 +296,19 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
                 raise InvalidParameterError(f"interventions have {one.name!r} of layer {one.layer} twice")
             checked[one] = cast(Intervention, intervention)
     return checked
+
+
+def _numbers(point: Point, name: str, given: Any) -> Any:
+    """Returns what an edit has, an array of what is neither one nor a number."""
+    if given is None or isinstance(given, (jax.Array, np.ndarray, np.generic, int, float)):
+        return given
+    try:
+        array = np.asarray(given)
+    except (TypeError, ValueError):  # of rows that differ in length
+        array = np.asarray(None)
+    if array.dtype.kind not in "biuf":
+        raise InvalidParameterError(f"{name} at {point.name!r} is {safe_repr(given)}, expected an array of numbers")
+    return array
 
 
 def edits_of(interventions: Mapping[Point, Intervention]) -> tuple[Edit[Any] | None, ...]:

@@ -28,6 +28,7 @@ from ferrum_jax.ops.linear import precision
 from ferrum_jax.ops.rope import rotate
 
 NEW_BLOCK = 128  # queries of a row without a cache that attend together
+UNSEEN = -1e30  # a score that the softmax makes 0
 MOST_BLOCKS = 16  # of such a row: longer ones have larger blocks, so that the program stays small
 
 Change = Callable[[jax.Array, jax.Array], jax.Array]  # of an array [B, N, T, S], given positions [B, T]
@@ -148,7 +149,7 @@ def attend_dense(
     Keys and values are those of positions 0 to S - 1 of each row. Scores are those after scale and soft cap, -inf at
     positions that a token does not see, where weights are 0. Padding tokens see nothing. Of sinks the weights lack what
     falls to them. `on_scores` and `on_weights` change both, given the positions of the tokens, `[B, T]`; what is not
-    seen stays so.
+    seen stays so, and is `UNSEEN` in the scores that they are given, as a gradient of -inf times a factor is no number.
     """
     batch, tokens, heads, _ = q.shape
     high, groups = precision(q.dtype), heads // k.shape[2]
@@ -165,10 +166,9 @@ def attend_dense(
     if window is not None:
         seen &= key_at > at[..., None] - window
     seen = seen[:, None]
-    scores = jnp.where(seen, scores, -jnp.inf)
     if on_scores is not None:
-        scores = jnp.where(seen, on_scores(scores, at), -jnp.inf)
-    finite = jnp.where(seen, scores, -1e30)
+        scores = on_scores(jnp.where(seen, scores, UNSEEN), at)
+    scores, finite = (jnp.where(seen, scores, unseen) for unseen in (-jnp.inf, UNSEEN))
     if sinks is not None:
         column = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, None, None], (*scores.shape[:3], 1))
         finite = jnp.concatenate([finite, column], axis=-1)

@@ -133,6 +133,9 @@ def test_a_fork_and_a_capture_are_changed_alike(runner: ModelRunner, changed: Or
     [
         ({("z", 9): Edit()}, InvalidParameterError, "the layer is 9"),
         ({("z", 0): Edit(add=np.zeros(3))}, RequestValidationError, r"'z' has shape \[3\], expected one token's"),
+        ({("z", 0): Edit(add=[0.0, 1.0, 2.0])}, RequestValidationError, r"'z' has shape \[3\], expected one token's"),
+        ({("z", 0): Edit(add=[HEADS, HEADS[0]])}, InvalidParameterError, "expected an array of numbers"),
+        ({("z", 0): Edit(scale={"a": 1.0})}, InvalidParameterError, "expected an array of numbers"),
         ({("z", 0): lambda x, _: x}, UnsupportedError, "is a function"),
         ({("pattern", 0): Edit(scale=np.float32(0))}, UnsupportedError, "has no edits of single tokens"),
     ],
@@ -143,6 +146,16 @@ def test_what_cannot_be_bound_is_refused(runner: ModelRunner, oracle: Oracle, gi
     close(runner.prefill("a", TOKENS), oracle(TOKENS)[-1])
     with pytest.raises(RequestValidationError, match="'a' has 20 tokens, which were computed without"):
         runner.set_interventions("a", STEER)
+
+
+@pytest.mark.parametrize("second", [Edit(add=HEADS), Edit(scale=np.float32(0.5)), replace_with(HEADS), Edit()])
+def test_edits_of_one_layer_and_of_all_are_done_in_their_order(runner: ModelRunner, params: ParamTree, second: Edit):
+    all_layers = Edit(scale=np.full((CFG.num_hidden_layers, 1, 1), 0.7), add=np.stack([HEADS + 1, HEADS - 1]))
+    for edits in ({("z", None): all_layers, ("z", 1): second}, {("z", 1): second, ("z", None): all_layers}):
+        runner.set_interventions("a", edits)
+        expected = models.forward(params, jnp.asarray([TOKENS]), CFG, interventions=edits, logits="last")[0, 0]
+        close(runner.prefill("a", TOKENS), expected)
+        runner.release("a")
 
 
 def test_as_many_sequences_as_there_are_slots_can_be_changed(runner: ModelRunner):

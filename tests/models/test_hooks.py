@@ -180,6 +180,23 @@ def test_a_replaced_value_hides_nan_and_other_values_compile_nothing(compiles: l
     assert float(jnp.abs(found[1] - found[2]).max()) > 1e-3
 
 
+@pytest.mark.parametrize("point", ["attn_scores", "pattern"])
+def test_gradients_of_attention_that_is_scaled_are_its_slope(point: str):
+    """Also where tokens are not seen, whose scores are no numbers to multiply."""
+    params, cfg = model("phi3")
+    tokens = tokens_of("phi3")
+
+    def loss(scale: jax.Array, is_edit: bool) -> jax.Array:
+        change = Edit(scale=scale) if is_edit else lambda x, _: x * scale
+        return models.log_probs(params, tokens, cfg, interventions={(point, 1): change}).sum()
+
+    slopes = [jax.jit(jax.grad(partial(loss, is_edit=is_edit)))(jnp.float32(1.2)) for is_edit in (True, False)]
+    value = jax.jit(partial(loss, is_edit=True))
+    step = (value(jnp.float32(1.25)) - value(jnp.float32(1.15))) / 0.1
+    np.testing.assert_allclose(slopes, step, rtol=1e-2)
+    assert abs(step) > 1e-3
+
+
 @pytest.mark.parametrize("remat", by_default([False, True], False))
 def test_gradients_reach_interventions_embeddings_and_parameters(remat: bool):
     """Against differences of the loss, whichever layers are computed again; and as over a paged KV."""
