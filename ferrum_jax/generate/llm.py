@@ -23,7 +23,7 @@ from ferrum_jax.generate.params import (
 from ferrum_jax.generate.prompts import Prompt, as_prompts
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
-from ferrum_jax.generate.speculation import DEFAULT_TOKENS, Speculation, make_drafts
+from ferrum_jax.generate.speculation import Speculation, make_drafts
 from ferrum_jax.generate.stream import Stream
 from ferrum_jax.generate.structured import FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
@@ -106,7 +106,7 @@ class LLM:
         if chunk_tokens is None:
             chunk_tokens = 512 if runner is None else runner.plan.buckets.max_step_tokens * runner.num_replicas
         made = cls.__new__(cls)
-        tokens = 0 if speculation is None else speculation.asked_tokens or DEFAULT_TOKENS
+        tokens = 0 if speculation is None else speculation.tokens_for(model)
         drafts = make_drafts(speculation or Speculation(), model, tokens, max_rows)
         made._setup(model, tokenizer, max_rows, chunk_tokens, drafts)
         return made

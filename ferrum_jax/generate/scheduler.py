@@ -176,11 +176,14 @@ class Scheduler:
             self._collect(now)
 
     def _handle(self, problem: FerrumError, requests: list[Request], rows: list[ScheduledRow]) -> None:
-        """Ends what an error concerns: the one request of a batch, or all where the model is at fault."""
-        self._resynchronise()
+        """Ends what an error concerns: the one request of a batch, or all where the model is at fault.
+
+        One whose sequence somebody else has dropped begins anew, if it has come further since that happened last.
+        """
+        gone = self._resynchronise()
         if not problem.is_client_error:
             self._fail([*self._running], problem)
-        elif len(requests) == 1:
+        elif len(requests) == 1 and not (requests[0] in gone and requests[0].comes_further()):
             self._fail(requests, problem)
         else:
             self._run_singly(requests, rows)
@@ -449,16 +452,19 @@ class Scheduler:
             return True
         return request.cache_id in problem.cache_ids or self.model.replica_of(request.cache_id) == problem.replica
 
-    def _resynchronise(self, *, failed: bool = False) -> None:
-        """Restarts requests of which the model does not hold what they think it does."""
+    def _resynchronise(self, *, failed: bool = False) -> set[Request]:
+        """Restarts requests of which the model does not hold what they think; returns those of which it has nothing."""
+        gone: set[Request] = set()
         for request in list(self._running):
             try:
                 length = -1 if failed else self.backend.kv_len(request.cache_id) or 0
             except FerrumError:  # of a model that has failed; its reset drops everything
                 length = -1
             if length != request.num_read:
+                gone |= {request} if length == 0 else set()
                 self._release(request.cache_id)
                 request.restart()
+        return gone
 
     def _leave(self, request: Request) -> None:
         self._room = self.max_rows

@@ -64,15 +64,29 @@ class Speculation:
         return replace(asked, spec_tokens=mine or found or DEFAULT_TOKENS)
 
 
+    def tokens_for(self, target: DecoderOnlyLLM) -> int:
+        """Returns how many tokens to draft at a time where no settings of a model say it."""
+        most = DEFAULT_TOKENS
+        if isinstance(target, ModelRunner):
+            most = max(1, min(most, target.plan.buckets.verify_tokens - 1))
+        return self.asked_tokens or most
+
+
 def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: int, max_rows: int) -> DraftSource | None:
     """Makes what drafts for a target, a model being loaded for it if need be; None if no tokens are to be drafted.
 
     Raises:
+        ConfigError: the target's steps do not verify so many tokens.
         FerrumError: the draft cannot be loaded, or makes no sense for this target.
     """
     draft, drawing = speculation.draft, speculation.drawing
     if num_tokens == 0:
         return None
+    if isinstance(target, ModelRunner) and num_tokens >= (most := target.plan.buckets.verify_tokens):
+        raise ConfigError(
+            f"{num_tokens} tokens are to be drafted at a time, expected at most {most - 1}: steps of this model verify "
+            f"{most} tokens of a sequence; load it with verify_tokens={num_tokens + 1}, and block_tokens at least as large"
+        )
     if isinstance(draft, DraftSource):
         return draft
     if isinstance(draft, DecoderOnlyLLM):

@@ -600,6 +600,23 @@ def test_a_reset_drops_every_sequence_and_brings_a_failed_model_back(
     assert is_empty(runner)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_requests_go_on_after_somebody_elses_reset(
+    llm: LLM, runner: ModelRunner, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    params, execute, calls = SamplingParams(max_tokens=COUNT), runner.execute, []
+    expected = llm.generate(IDS[:count], params)
+
+    def reset_once(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) == 4:
+            runner.reset()
+        return execute(batch)
+
+    monkeypatch.setattr(runner, "execute", reset_once)
+    assert [out.token_ids for out in llm.generate(IDS[:count], params)] == [out.token_ids for out in expected]
+
+
 def test_warmup_leaves_nothing_to_compile(runner: ModelRunner, compiles: list[str]):
     llm = LLM.from_model(runner, max_rows=2)
     llm.warmup()

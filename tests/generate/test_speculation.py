@@ -146,6 +146,9 @@ def test_preparing_makes_sure_of_what_verifying_needs_and_leaves_no_trace(
     ensure, get = programs.ensure, programs.get
     monkeypatch.setattr(programs, "ensure", lambda keys: (prepared.update(keys := list(keys)), ensure(keys))[1])
     monkeypatch.setattr(programs, "get", lambda key: (used.add(key), get(key))[1])
+    most = drafting.plan.buckets.verify_tokens
+    with pytest.raises(ConfigError, match=f"expected at most {most - 1}: .* load it with verify_tokens={most + 1}"):
+        LLM.from_model(drafting, speculation=Speculation(num_tokens=most))
     llm = LLM.from_model(drafting, max_rows=1, speculation=Speculation(num_tokens=3))
     llm.prepare([1, 2], SamplingParams(temperature=1.0))
     assert is_empty(drafting)
@@ -232,6 +235,8 @@ def test_what_makes_no_sense_is_refused(folder: Path, tmp_path: Path):
         Speculation(num_tokens=3).settle(EngineConfig(spec_tokens=5))
     with pytest.raises(NotFoundError, match="nowhere"):
         LLM(folder, speculation=Speculation(draft=tmp_path / "nowhere"), **SIZES)
+    with pytest.raises(ConfigError, match="16 tokens are to be drafted at a time, expected at most 15"):
+        LLM(folder, speculation=Speculation(num_tokens=16), **SIZES)
     with pytest.raises(UnsupportedError, match="CountingLLM cannot roll its KV back"):
         LLM.from_model(CountingLLM(), speculation=Speculation())
     with pytest.raises(ConfigError, match="vocabulary of 7 tokens, the target one of 23"):
