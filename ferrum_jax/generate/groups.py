@@ -20,7 +20,7 @@ def fork_from_group(request: Request, running: Iterable[Request], backend: Backe
         if one.group == request.group and one.can_share(position) and is_current(one, backend):
             try:
                 backend.fork(one.cache_id, request.cache_id)
-                if one.num_read > position:
+                if backend.kv_len(request.cache_id) != position:  # more than `num_read`, while scores are in flight
                     backend.truncate_kv(request.cache_id, position)
             except FerrumError as problem:
                 if not problem.is_client_error and not isinstance(problem, ResourceExhaustedError):

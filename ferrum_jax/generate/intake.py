@@ -85,12 +85,8 @@ class Intake:
 
     @property
     def kv_capacity(self) -> int:
-        """Positions that a sequence can reach; no more than the whole pool has, where that is known."""
-        capacity = self.model.kv_capacity()
-        if not isinstance(self.model, ModelRunner):
-            return capacity
-        cache = self.model.plan.cache
-        return min(capacity, cache.num_blocks * cache.block_size)
+        """Positions that a sequence can reach."""
+        return capacity_of(self.model)
 
     @property
     def _hint(self) -> str:
@@ -272,3 +268,12 @@ class Intake:
                 if ids and max(ids) < self.model.config.vocab_size:
                     found[tuple(ids)] = None
         return list(map(list, found))
+
+
+def capacity_of(model: DecoderOnlyLLM) -> int:
+    """Returns the positions that a sequence can reach; no more than the whole pool has, where that is known."""
+    capacity = model.kv_capacity()
+    if not isinstance(model, ModelRunner):
+        return capacity
+    cache = model.plan.cache
+    return min(capacity, cache.num_blocks * cache.block_size)

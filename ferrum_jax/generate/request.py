@@ -246,6 +246,12 @@ class Request:
             self.top_logprobs.append(dict(choice.alternatives))
         self.choices.append(choice)  # last: who counts these finds the rest
         is_stop = token in self.stop_ids
+        is_own = token in (self.params.stop_token_ids or ())  # the caller's, which may end what is not complete
+        if is_stop and self.form is not None and not is_own and not self.form.may_end:
+            self.error = RequestValidationError(
+                f"the form of the answer has a text that spells the special token {token}, which ends answers"
+            )
+            return
         if self.detokenizer is not None and (self.params.include_stop_str_in_output or not is_stop):
             self._watch(self.detokenizer.push(token))
         if is_stop:

@@ -18,13 +18,13 @@ from typing import Any
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import SampledToken, ScheduledRow, TargetScores, TokenChoice, WithCaptures
-from ferrum_jax.executor.replicas import ReplicatedRunner
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.groups import fork_from_group, take_over
 from ferrum_jax.generate.host_model import Backend, HostModel
 from ferrum_jax.generate.request import Request, own_copy
 from ferrum_jax.generate.rows import next_row, only_decodes, runs_of
+from ferrum_jax.generate.shortage import Shortage
 from ferrum_jax.generate.speculator import Speculator
 from ferrum_jax.generate.updates import Update
 from ferrum_jax.generate.waiting import WaitingLine
@@ -61,7 +61,7 @@ class Scheduler:
         self._runs_ahead = self.backend.can_run_ahead and drafts is None and not model.loop_tokens
         self.max_rows = max_rows
         self._room = max_rows  # rows admitted; fewer after the KV ran short, until a request ends
-        self._short: set[int | None] = set()  # replicas that take no more requests, until one of theirs ends
+        self._shortage = Shortage(model)
         self._chunk_tokens = chunk_tokens
         self._waiting = WaitingLine()
         self._running: dict[Request, None] = {}  # in the order in which they joined
@@ -116,7 +116,7 @@ class Scheduler:
         for request in self._running:
             request.restart()
         self._room = self.max_rows
-        self._short.clear()
+        self._shortage.clear()
         if self.speculator is not None:
             self.speculator.source.reset()
 
@@ -390,35 +390,21 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        self._reopen()
+        self._shortage.reopen(self._running)
         while self._waiting and len(self._running) < self._room:
             request = next((one for one in self._waiting if not self._is_held(one)), None)
-            if request is None or not self._has_room(request):
+            if request is None or not self._shortage.leaves_room(request, self._running):
                 return
             self._waiting.remove(request)
             self._running[request] = None
-            fork_from_group(request, self._running, self.backend)
-
-    def _reopen(self) -> None:
-        """Lets replicas take requests again on which none is running that could end."""
-        if self._short and isinstance(self.model, ReplicatedRunner):
-            homes = {self.model.replica_of(one.cache_id) for one in self._running}
-            if None not in homes:  # what is on no replica yet may be going to one of these
-                self._short &= homes
-
-    def _has_room(self, request: Request) -> bool:
-        """Whether a request may join; of several replicas, none that ran short takes another until one there ends."""
-        if not isinstance(self.model, ReplicatedRunner) or not self._running:
-            return True
-        joining = [one for one in self._running if self.model.replica_of(one.cache_id) is None]  # has no blocks yet
-        return self.model.keep_from(self._short, [len(one.tokens) for one in (*joining, request)])
+            fork_from_group(request, (one for one in self._running if not self._shortage.is_at(one)), self.backend)
 
     def _make_room(self, problem: ResourceExhaustedError) -> None:
         """Preempts the least urgent request, of those the one that joined last, or fails it if it is alone.
 
         One that had read nothing yet was never admitted, and is not counted as preempted.
         """
-        rivals = [one for one in self._running if self._competes(one, problem)] or [*self._running]
+        rivals = [one for one in self._running if self._shortage.competes(one, problem)] or [*self._running]
         last = max(reversed(rivals), key=attrgetter("priority"))
         if len(rivals) == 1:
             self._resynchronise()
@@ -429,7 +415,7 @@ class Scheduler:
         if problem.replica is None:
             self._room = len(self._running)
         else:
-            self._short.add(problem.replica)
+            self._shortage.add(problem.replica)
         if last.num_read:
             level = logging.DEBUG if last.preemptions else logging.INFO
             _log.log(
@@ -445,12 +431,6 @@ class Scheduler:
         self._release(last.cache_id)
         last.restart()
         self._resynchronise()
-
-    def _competes(self, request: Request, problem: ResourceExhaustedError) -> bool:
-        """Whether a request wants of the KV what is short: of several replicas, what is on the same one."""
-        if problem.replica is None or not isinstance(self.model, ReplicatedRunner):
-            return True
-        return request.cache_id in problem.cache_ids or self.model.replica_of(request.cache_id) == problem.replica
 
     def _resynchronise(self, *, failed: bool = False) -> set[Request]:
         """Restarts requests of which the model does not hold what they think; returns those of which it has nothing."""
@@ -468,8 +448,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         self._room = self.max_rows
-        if isinstance(self.model, ReplicatedRunner):
-            self._short.discard(self.model.replica_of(request.cache_id))
+        self._shortage.ends(request)
         self._release(request.cache_id)
         del self._running[request]
 

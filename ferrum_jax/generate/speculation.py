@@ -63,7 +63,6 @@ class Speculation:
         found = asked.over(EngineConfig.from_environment()).spec_tokens
         return replace(asked, spec_tokens=mine or found or DEFAULT_TOKENS)
 
-
     def tokens_for(self, target: DecoderOnlyLLM) -> int:
         """Returns how many tokens to draft at a time where no settings of a model say it."""
         most = DEFAULT_TOKENS
@@ -85,7 +84,7 @@ def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: in
     if isinstance(target, ModelRunner) and num_tokens >= (most := target.plan.buckets.verify_tokens):
         raise ConfigError(
             f"{num_tokens} tokens are to be drafted at a time, expected at most {most - 1}: steps of this model verify "
-            f"{most} tokens of a sequence; load it with verify_tokens={num_tokens + 1}, and block_tokens at least as large"
+            f"{most} tokens of a sequence; load it with verify_tokens={num_tokens + 1}, block_tokens at least as large"
         )
     if isinstance(draft, DraftSource):
         return draft

@@ -91,6 +91,11 @@ class AnswerForm:
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
+    def may_end(self) -> bool:
+        """True where the answer is complete as it is."""
+        return self._matcher.is_accepting()
+
+    @property
     def everything(self) -> Mask:
         """The mask of every token."""
         return np.full(-(-self._size // 32), -1, np.int32)

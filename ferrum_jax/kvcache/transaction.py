@@ -91,8 +91,17 @@ class KvTransaction:
                 if row.reusable:
                     row.hits = self._match(table.prefixes, row)
         self._count_blocks(rows)
-        resting = {_block(entry) for row in rows for entry in row.hits if not self._holders(entry)}
-        table.pool.check_enough_free(self.num_new_blocks, len(rows), len(resting))
+        if self.num_new_blocks + self._num_resting > table.pool.num_free:
+            for row in rows:  # a block that a sequence has begun is freed for a known one only when the step is begun
+                if row.length % table.block_size:
+                    row.hits = ()
+            self._count_blocks(rows)
+        table.pool.check_enough_free(self.num_new_blocks, len(rows), self._num_resting)
+
+    @property
+    def _num_resting(self) -> int:
+        """Known blocks that nobody holds and that are taken again."""
+        return len({_block(entry) for row in self._changed for entry in row.hits if not self._holders(entry)})
 
     @property
     def num_new_blocks(self) -> int:
@@ -202,6 +211,7 @@ class KvTransaction:
         sharers = dict(Counter([_block(entry) for row in rows for entry in row.hits]))
         pool, size = self._table.pool, self._table.block_size
         for row in rows:
+            row.copies = row.overwrites = False
             blocks, length = () if row.live is None else row.live.blocks, row.length
             at, inside = divmod(length, size)
             held = max(len(blocks), at + len(row.hits)) if row.hits else len(blocks)

@@ -15,8 +15,9 @@ The points and their names are those of TransformerLens (Nanda and Bloom 2022), 
 | `router_logits` | `[X, E]` | logits of a mixture's router |
 | `expert_indices`, `expert_weights` | int32, float32 `[X, U]` | the experts each token goes through, and their shares |
 
-Functions at `attn_scores` are given -1e30 where unseen. X are all tokens of a step; in `models.run` every X is `[B, T]`. Replaced `expert_indices` keep the router's own shares
-of those experts, so that a trainer that replays a sampler's routes still has the router's gradients.
+Functions at `attn_scores` are given -1e30 where unseen. X are all tokens of a step; in `models.run` every X is
+`[B, T]`. Replaced `expert_indices` keep the router's own shares of those experts, so that a trainer that replays a
+sampler's routes still has the router's gradients.
 """
 
 import re

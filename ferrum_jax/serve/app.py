@@ -139,7 +139,7 @@ def _card(service: Service, name: str) -> dict[str, object]:
         "owned_by": "ferrum_jax",
         "root": service.name if path is None else path,
         "parent": None if path is None else service.name,
-        "max_model_len": service.llm.model.kv_capacity(),
+        "max_model_len": service.capacity,
     }
 
 

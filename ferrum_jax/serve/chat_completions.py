@@ -144,9 +144,14 @@ class _Reader:
             self._parsed.take([event])
             told.append(event)
         if reason is not None:
-            self._reason = "tool_calls" if reason == "stop" and self._parsed.calls else reason
+            self._reason = "tool_calls" if reason == "stop" and self._has_whole_calls() else reason
             self._service.count_answer(self.choice, reason)
         return told
+
+    def _has_whole_calls(self) -> bool:
+        """Whether there are calls, and no stop text has cut off the last one."""
+        calls = self._parsed.calls
+        return bool(calls) and (not self.choice.request.watcher.found or calls[-1].is_whole)
 
     def whole(self) -> dict[str, Any]:
         """Writes all of it."""

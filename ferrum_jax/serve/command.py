@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,14 +83,14 @@ def serve(
         drain_seconds=drain_seconds,
         allow_origins=tuple(allow_origin or ()),
         tool_parser=tool_parser,
-        adapters=dict(map(_named_folder, adapter or ())),
+        adapters=_named_folders(adapter or ()),
         adapter_root=adapter_root,
         trainer_endpoints=trainer_endpoints,
         quantize=quantize,
     )
     from ferrum_jax.generate.llm import LLM
     from ferrum_jax.generate.speculation import Speculation
-    from ferrum_jax.serve.server import Server, bind
+    from ferrum_jax.serve.server import Server, bind, url_of
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
@@ -103,7 +104,7 @@ def serve(
             llm.warmup()
         gc.collect()
         gc.freeze()  # all answers wait while a collection walks through what there is
-        print(f"{server.service.name} on http://{host}:{bound.getsockname()[1]}", file=sys.stderr, flush=True)
+        print(f"{server.service.name} on {url_of(host, bound.getsockname()[1])}", file=sys.stderr, flush=True)
         server.run([bound])
 
 
@@ -111,16 +112,24 @@ def _keys_in(path: Path | None) -> list[str]:
     if path is None:
         return []
     try:
-        keys = path.read_text(encoding="utf-8").split()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as problem:
         raise ConfigError(f"the API keys in {path} cannot be read: {problem}") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    if wrong := [str(at) for at, line in enumerate(lines, start=1) if len(line.split()) > 1]:
+        raise ConfigError(f"{path} has spaces within a key, in line {', '.join(wrong)}: each line is one key")
     if not keys:
         raise ConfigError(f"{path} has no API key, so that anybody could call: leave out --api-key-file for that")
     return keys
 
 
-def _named_folder(given: str) -> tuple[str, str]:
-    name, _, folder = given.partition("=")
-    if not name or not folder:
-        raise ConfigError(f"--adapter is {given!r}, expected NAME=FOLDER")
-    return name, folder
+def _named_folders(given: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in given:
+        name, _, folder = one.partition("=")
+        if not name or not folder:
+            raise ConfigError(f"--adapter is {one!r}, expected NAME=FOLDER")
+        if name in found:
+            raise ConfigError(f"--adapter names {name!r} twice, for {found[name]} and {folder}")
+        found[name] = folder
+    return found

@@ -1,6 +1,7 @@
 """`/v1/completions`: texts or token ids in, texts and token ids out."""
 
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -88,7 +89,9 @@ class _Writer:
 
     def __init__(self, service: Service, body: CompletionBody, choice: Choice, prompt: str | list[int]):
         self._service, self._body, self._choice, self._prompt = service, body, choice, prompt
-        self._logprobs = TextLogprobs(service.vocabulary, by_id=body.return_tokens_as_token_ids)
+        self._logprobs = TextLogprobs(
+            service.vocabulary, by_id=body.return_tokens_as_token_ids, has_special=not body.skip_special_tokens
+        )
 
     def whole(self) -> dict[str, Any]:
         """Writes all of it."""
@@ -105,20 +108,26 @@ class _Writer:
         """Writes what is new, None where a client would see nothing of it."""
         body, request = self._body, self._choice.request
         _, is_first, text, tokens, reason = piece
-        if is_first and body.echo:
-            text = self._echo() + text
+        echo = self._echo() if is_first and body.echo else None
+        if echo is not None:
+            text = echo + text
         elif not text and reason is None and body.logprobs is None and not body.return_token_ids:
             return None
         told: dict[str, Any] = {"index": self._choice.index, "text": text, "logprobs": None, "finish_reason": reason}
         if body.logprobs is not None:
             entries: list[Any] = []
-            if is_first and body.echo:
+            if echo is not None:
                 top = self._top(body.logprobs)
                 entries.append((request.prompt[0], None, None))
-                for at, (token, score) in enumerate(zip(request.prompt[1:], request.scores, strict=True)):
-                    entries.append((token, score, top[at] if top else None))
+                # An answer that was ended before has not all scores.
+                entries += itertools.zip_longest(request.prompt[1:], request.scores, top)
             entries += [(one.token_id, one.logprob, dict(one.alternatives)) for one in tokens]
-            told["logprobs"] = self._logprobs.report(entries, with_top=body.logprobs > 0)
+            told["logprobs"] = self._logprobs.report(
+                entries,
+                with_top=body.logprobs > 0,
+                echo=echo or "",
+                num_echoed=0 if echo is None else len(request.prompt),
+            )
         if body.return_token_ids:
             told["token_ids"] = [one.token_id for one in tokens]
             if is_first:

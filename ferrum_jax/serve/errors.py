@@ -102,7 +102,8 @@ def from_engine(problem: FerrumError) -> ApiError:
     if isinstance(problem, ResourceExhaustedError):
         return unavailable(str(problem), code="resource_exhausted")
     if isinstance(problem, CancelledError):
-        return unavailable("the request was ended, as the server stops or the engine was reset", code="cancelled")
+        why = "by a pause, an update of weights, a reset, or as the server stops"
+        return unavailable(f"the request was ended: {why}", code="cancelled")
     if problem.is_client_error or isinstance(problem, (InvalidParameterError, TokenizerError, InvalidFormatError)):
         return bad_request(str(problem))
     return ApiError(500, f"the engine failed: {problem.kind} error", code="engine_error")

@@ -82,7 +82,7 @@ def check_room(service: Service, ids: Sequence[int], max_tokens: int | None) -> 
     """Raises a 400 where prompt and answer together are longer than a sequence can be."""
     if max_tokens is None:
         return
-    capacity = service.llm.model.kv_capacity()
+    capacity = service.capacity
     room = capacity - len(ids) + 1  # the last token is never read
     if max_tokens > room:
         raise bad_request(

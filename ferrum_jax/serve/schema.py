@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ferrum_jax.compile.sampler import MAX_BIAS
+from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.structured import Structured
 from ferrum_jax.serve.errors import ApiError, bad_request
@@ -82,7 +83,10 @@ class StructuredOutputs(Body):
 
     def form(self) -> Structured:
         """Returns it as the engine takes it."""
-        return Structured(**self.model_dump(by_alias=True, exclude_none=True))
+        try:
+            return Structured(**self.model_dump(by_alias=True, exclude_none=True))
+        except InvalidParameterError as problem:
+            raise bad_request(str(problem), "structured_outputs") from None
 
 
 def _check_bias(given: Any) -> Any:

@@ -75,7 +75,12 @@ class RunningServer:
     @property
     def url(self) -> str:
         """Where it is."""
-        return f"http://{self.host}:{self.port}"
+        return url_of(self.host, self.port)
+
+
+def url_of(host: str, port: int) -> str:
+    """Returns the URL of a server; an IPv6 address goes in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def bind(host: str, port: int) -> socket.socket:

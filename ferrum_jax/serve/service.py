@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -10,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ferrum_jax.contract.errors import FerrumError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, FerrumError, UnsupportedError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
+from ferrum_jax.generate.intake import capacity_of
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.loading import load_params, open_checkpoint
@@ -35,8 +38,8 @@ class Service:
         """Takes a model, which stays the caller's to close.
 
         Raises:
-            ConfigError: the settings name a format of tools that there is not.
-            FerrumError: an adapter cannot be loaded.
+            ConfigError: the settings name a format of tools that there is not, or an adapter as the model.
+            FerrumError: an adapter cannot be loaded, and none is.
         """
         self.llm = llm
         self.settings = settings
@@ -50,9 +53,15 @@ class Service:
         self.adapters: dict[str, str] = {}  # paths by name
         self.live: set[Answers] = set()  # that run
         self.callers: set[Caller] = set()  # who wait for answers
-        for name, path in settings.adapters.items():
-            self.runner.load_lora(name, path)
-            self.adapters[name] = path
+        if self.name in settings.adapters:
+            raise ConfigError(f"an adapter is called {self.name!r}, as the model itself: give it another name")
+        try:
+            for name, path in settings.adapters.items():
+                self.runner.load_lora(name, path)
+                self.adapters[name] = path
+        except BaseException:
+            self._drop_adapters()
+            raise
         self._pool = ThreadPoolExecutor(2, "serve")
         self._slow = ThreadPoolExecutor(2, "serve-slow")
         self._wakeups: Wakeups | None = None
@@ -61,6 +70,9 @@ class Service:
         """Ends the threads of `run`, and drops the adapters."""
         self._pool.shutdown(cancel_futures=True)
         self._slow.shutdown(cancel_futures=True)
+        self._drop_adapters()
+
+    def _drop_adapters(self) -> None:
         for name in self.adapters:
             with contextlib.suppress(FerrumError):  # of a model that was closed or has failed
                 self._unload(name)
@@ -97,9 +109,14 @@ class Service:
         return ActiveLoraAdapter(name=model, path="")
 
     @property
+    def capacity(self) -> int:
+        """Positions that a sequence can reach."""
+        return capacity_of(self.llm.model)
+
+    @property
     def most_prompt_tokens(self) -> int:
         """Tokens of a prompt at most."""
-        own = self.llm.model.kv_capacity()
+        own = self.capacity
         return own if self.settings.max_prompt_tokens is None else min(own, self.settings.max_prompt_tokens)
 
     def count_answer(self, choice: Choice, reason: str) -> None:
@@ -164,10 +181,17 @@ class Service:
         return await self.run(lambda: self.llm.set_params(params, live=live), waits=True)
 
     def _read_weights(self, path: str) -> Any:
-        served = self.runner.describe()
-        source = open_checkpoint(path)
-        if source.config.model_type != served["model_type"]:
-            raise bad_request(f"{path} is a {source.config.model_type}, a {served['model_type']} is served", "path")
+        served, source = self.runner.describe(), open_checkpoint(path)
+        own, given = (
+            config.reaching(self.runner.kv_capacity(), at_most=True)
+            for config in (self.runner.model_config, source.config)
+        )
+        if differences := [
+            f"{name} is {getattr(given, name)} there, {getattr(own, name)} of the model that is served"
+            for name in (field.name for field in dataclasses.fields(own) if field.name != "dtype")
+            if not _are_like(getattr(given, name), getattr(own, name))
+        ]:
+            raise bad_request(f"{path} is another model: {'; '.join(differences)}", "path")
         params, _ = load_params(
             source,
             served["dtype"],
@@ -176,3 +200,14 @@ class Service:
             quantize=self.settings.quantize,
         )
         return params
+
+
+def _are_like(a: Any, b: Any) -> bool:
+    """Whether two values of configurations are equal, but for the digits that a float32 of a GGUF file has lost."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        return all(_are_like(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(a))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_are_like, a, b))
+    return a == b

@@ -19,7 +19,7 @@ async def tokenize(service: Service, http: HttpRequest) -> Response:
 
     def answer() -> Response:
         ids = _ids(service, body)
-        told = {"count": len(ids), "max_model_len": service.llm.model.kv_capacity(), "tokens": ids}
+        told = {"count": len(ids), "max_model_len": service.capacity, "tokens": ids}
         spelled = [service.vocabulary.text_of(one) for one in ids] if body.return_token_strs else None
         return JsonAnswer(told | {"token_strs": spelled})
 

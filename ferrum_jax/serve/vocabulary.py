@@ -1,5 +1,6 @@
 """`Vocabulary`: tokens as the texts and bytes that a report of log-probabilities names."""
 
+import codecs
 import json
 import re
 from collections.abc import Mapping
@@ -27,10 +28,13 @@ class Vocabulary:
         """Finds out how the tokenizer spells bytes and spaces."""
         self._tokenizer = tokenizer
         self._added: dict[int, str] = {}
+        self._special: set[int] = set()
         self._letters: dict[str, int] = {}
         self._has_marks = False
         if tokenizer is not None:
-            self._added = {at: one.content for at, one in tokenizer.backend.get_added_tokens_decoder().items()}
+            added = tokenizer.backend.get_added_tokens_decoder()
+            self._added = {at: one.content for at, one in added.items()}
+            self._special = {at for at, one in added.items() if one.special}
             decoder = json.dumps(json.loads(tokenizer.backend.to_str()).get("decoder"), ensure_ascii=False)
             self._letters = _byte_of_letter() if '"ByteLevel"' in decoder else {}
             self._has_marks = _SPACE in decoder or '"Metaspace"' in decoder
@@ -52,6 +56,10 @@ class Vocabulary:
             return token.replace(_SPACE, " ").encode()
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no part of a text."""
+        return token_id in self._special
+
     def text_of(self, token_id: int, *, by_id: bool | None = False) -> str:
         """Returns the text of a token, or `token_id:…` by its id; bytes that are no characters become U+FFFD."""
         return f"token_id:{token_id}" if by_id else self.bytes_of(token_id).decode("utf-8", "replace")
@@ -63,45 +71,55 @@ def prompt_report(
     scores: list[float],
     top: list[dict[int, float]],
 ) -> list[dict[str, Any] | None]:
-    """Reports a prompt's log-probabilities as vLLM does: by id, with the rank where it is known."""
-    told: list[dict[str, Any] | None] = [None]
-    for at, (token, logprob) in enumerate(zip(ids[1:], scores, strict=True)):
+    """Reports a prompt's log-probabilities as vLLM does: by id, with the rank if it is known; None of what has none."""
+    told: list[dict[str, Any] | None] = [None] * len(ids)
+    for at, (token, logprob) in enumerate(zip(ids[1:], scores, strict=False)):
         likeliest = top[at] if top else {}
         ranks = {one: rank for rank, one in enumerate(likeliest, start=1)}
-        told.append(
-            {
-                str(one): {
-                    "logprob": finite(value),
-                    "rank": ranks.get(one),
-                    "decoded_token": vocabulary.text_of(one),
-                }
-                for one, value in ({token: logprob} | likeliest | {token: logprob}).items()
+        told[at + 1] = {
+            str(one): {
+                "logprob": finite(value),
+                "rank": ranks.get(one),
+                "decoded_token": vocabulary.text_of(one),
             }
-        )
+            for one, value in ({token: logprob} | likeliest | {token: logprob}).items()
+        }
     return told
 
 
 class TextLogprobs:
-    """Log-probabilities of `/v1/completions`: four lists, whose offsets go on from piece to piece."""
+    """Log-probabilities of `/v1/completions`: four lists, whose offsets into the text go on from piece to piece.
 
-    def __init__(self, vocabulary: Vocabulary, *, by_id: bool | None):
-        self._vocabulary, self._by_id = vocabulary, by_id
+    A character of several tokens counts where it is complete. Special tokens count if `has_special`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, by_id: bool | None, has_special: bool = True):
+        self._vocabulary, self._by_id, self._has_special = vocabulary, by_id, has_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def report(
-        self, entries: list[tuple[int, float | None, Mapping[int, float] | None]], *, with_top: bool
+        self,
+        entries: list[tuple[int, float | None, Mapping[int, float] | None]],
+        *,
+        with_top: bool,
+        echo: str = "",
+        num_echoed: int = 0,
     ) -> dict[str, Any]:
         """Reports tokens, their log-probabilities and the likeliest at their places, None for those of the first.
 
-        A token is among the likeliest, too, with the same number. Of tokens with one text the likeliest is told.
+        A token is among the likeliest, too, with the same number. Of tokens with one text the likeliest is told. The
+        first `num_echoed` tokens are those of the text `echo`.
         """
         told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, logprob, top in entries:
+        for at, (token, logprob, top) in enumerate(entries):
+            if at == num_echoed > 0:
+                self._offset = len(echo)
             text = self._vocabulary.text_of(token, by_id=self._by_id)
             told["tokens"].append(text)
             told["token_logprobs"].append(None if logprob is None else finite(logprob))
             told["text_offset"].append(self._offset)
-            self._offset += len(self._vocabulary.text_of(token))
+            self._offset += self._length(token, echo if at < num_echoed else None)
             if not with_top or logprob is None:
                 told["top_logprobs"].append(None)
                 continue
@@ -113,6 +131,17 @@ class TextLogprobs:
         if not with_top:
             told["top_logprobs"] = None
         return told
+
+    def _length(self, token: int, echo: str | None) -> int:
+        """Returns how many characters of the text a token completes; of an echo, as they stand there."""
+        piece = self._decoder.decode(self._vocabulary.bytes_of(token))
+        if echo is None:
+            return len(piece) if self._has_special or not self._vocabulary.is_special(token) else 0
+        if echo.startswith(piece, self._offset):
+            return len(piece)
+        if self._vocabulary.is_special(token):  # which the tokenizer puts before a text
+            return 0
+        return len(piece) - (self._offset == 0 and piece.startswith(" "))  # a space that it puts before a text
 
 
 def chat_logprobs(

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -152,6 +153,24 @@ def test_a_reservation_and_a_hit_do_not_count_twice(reusing: ModelRunner):
     assert reusing.kv_slot_capacity_snapshot().free_blocks == 18 - 10
     reusing.prefill("b", PROMPT[:40])
     assert reusing.kv_slot_capacity_snapshot().free_blocks == 18 - 5
+
+
+def test_what_fits_the_pool_exactly_fits_with_a_known_prefix_that_goes_on_in_its_block(
+    reusing: ModelRunner, oracle: Oracle
+):
+    """The block that it has begun is freed for the known one only when the step is begun."""
+    size, pool = reusing.plan.cache.block_size, reusing._pipeline.table.pool
+    reusing.prefill("known", PROMPT[: 2 * size])
+    reusing.release("known")
+    reusing.prefill("a", PROMPT[: size + 2])
+    rest = PROMPT[size + 2 :]
+    needed = -(-len(PROMPT) // size) - 2
+    others = [KvSlotRequest(cache_id=f"held {at}", target_len=size) for at in range(3)]
+    while pool.num_free > needed:
+        most = min(pool.num_free - needed, reusing.kv_capacity() // size)
+        reusing.reserve_kv_slots([replace(others.pop(), target_len=most * size)])
+    np.testing.assert_allclose(reusing.prefill("a", rest), oracle(PROMPT)[-1], atol=1e-4, rtol=0)
+    assert pool.num_free == 0
 
 
 def test_adapters_never_share_a_block(

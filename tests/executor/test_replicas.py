@@ -265,6 +265,25 @@ def test_requests_that_fit_on_no_replica_for_now_keep_none_of_the_others_waiting
         assert steps > 20
 
 
+def test_answers_of_one_prompt_do_not_return_to_a_replica_that_has_run_short(params: ParamTree):
+    engine = replace(REUSING, max_seqs=3, decode_rows=(3,), kv_blocks=9, prefix_cache=False)
+    drawn = SamplingParams(n=5, temperature=1.0, seed=1, max_tokens=28, ignore_eos=True)
+    with from_params(params, CFG, mesh={"data": 2}, engine=engine) as runner:
+        llm, steps = LLM.from_model(runner), 0
+        step = llm.engine.scheduler.step
+
+        def counted() -> None:
+            nonlocal steps
+            steps += 1
+            assert steps < 1000  # without progress
+            step()
+
+        llm.engine.scheduler.step = counted
+        outputs = llm.generate([[*range(17)], [*range(1, 18)]], drawn)
+        assert [len(output.token_ids) for output in outputs] == [28] * 10
+        assert sum(output.preemptions for output in outputs) > 0
+
+
 def test_a_closed_runner_says_so(params: ParamTree):
     runner = from_params(params, CFG, mesh={"data": 2}, max_seqs=1, kv_capacity=16)
     assert runner.describe()["mesh"] == {"data": 2}
@@ -402,9 +421,9 @@ def test_parameters_on_another_device_are_brought_to_the_replicas(params: ParamT
 
 def test_a_replica_that_ran_short_takes_requests_again_after_a_reset(two: ReplicatedRunner):
     llm = ferrum_jax.LLM.from_model(two)
-    llm.engine.scheduler._short.add(0)
+    llm.engine.scheduler._shortage.add(0)
     llm.reset()
-    assert llm.engine.scheduler._short == set()
+    assert llm.engine.scheduler._shortage._short == set()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """`LLM.score`, log-probabilities of prompts and answers, and several answers of one prompt."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -100,6 +101,25 @@ def test_one_prompt_goes_before_every_continuation_and_is_read_once(
     many = llm.score(prompt, [[token] for token in range(20)])  # more than there are slots
     found = [score.total for score in many]
     np.testing.assert_allclose(found, oracle(prompt)[-1][:20], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+def test_continuations_that_share_a_prompt_while_its_scores_are_in_flight(
+    rows: int, runner: ModelRunner, oracle: Oracle
+):
+    """A sequence then holds more than is counted as read, and a copy of it must not."""
+    llm, draw = LLM.from_model(runner, max_rows=rows, chunk_tokens=11), random.Random(rows)
+    for _ in range(12):
+        asked = []
+        for _ in range(draw.randint(2, 4)):
+            prompt = [draw.randrange(CFG.vocab_size) for _ in range(draw.choice([1, 2, 5, 12]))]
+            asked += [
+                (prompt, [draw.randrange(CFG.vocab_size)] * draw.choice([1, 2, 4])) for _ in range(draw.randint(1, 4))
+            ]
+        for (prompt, after), score in zip(asked, llm.score(*zip(*asked, strict=True)), strict=True):
+            expected = chosen(oracle, prompt + after, len(prompt))
+            np.testing.assert_allclose(score.logprobs, expected, rtol=0, atol=TOLERANCE)
+    assert is_empty(runner)
 
 
 def test_a_continuation_up_to_the_capacity_can_be_scored(llm: LLM, oracle: Oracle):

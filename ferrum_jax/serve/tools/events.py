@@ -1,5 +1,6 @@
 """What a parser finds in a text, piece by piece."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
@@ -54,10 +55,19 @@ class ToolParser(Protocol):
 
 @dataclass
 class Call:
-    """One call, complete."""
+    """One call, complete once all of the answer is read."""
 
     name: str
     arguments: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its arguments are JSON."""
+        try:
+            json.loads(self.arguments)
+        except ValueError:
+            return False
+        return True
 
 
 @dataclass

@@ -14,6 +14,8 @@ from ferrum_jax.serve.tools.llama3 import PYTHON_TAG
 from ferrum_jax.serve.tools.mistral import ARGS, MARK
 from ferrum_jax.serve.tools.tagged import CLOSE, OPEN
 
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _TEXT = "TEXT: /(?s:.*)/"  # without special tokens, which no expression matches
 
 
@@ -35,11 +37,10 @@ def call_form(
         RequestValidationError: a declaration has references that cannot be followed.
     """
     marks = _Marks(special_tokens(tokenizer))
-    schemas = {
-        tool.function.name: (tool.function.parameters if is_forced or tool.function.strict else None)
-        or {"type": "object"}
-        for tool in tools
-    }
+    schemas: dict[str, Any] = {}
+    for function in (tool.function for tool in tools):
+        declared = _NO_PARAMETERS if function.parameters is None else function.parameters or _ANY_OBJECT
+        schemas[function.name] = declared if is_forced or function.strict else _ANY_OBJECT
     match format_name:
         case "hermes":
             rules = _hermes(schemas, marks, is_forced, several)
