@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
-from ferrum_jax.contract.errors import AlreadyExistsError, CancelledError
+from ferrum_jax.contract.errors import AlreadyExistsError, CancelledError, RequestValidationError, safe_repr
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of, params_of_one
 from ferrum_jax.generate.prompts import Prompt
@@ -66,6 +66,8 @@ class AsyncLLM:
             CancelledError: it is closed, or the request was aborted.
             FerrumError: the prompt is refused, or the request failed.
         """
+        if not isinstance(request_id, str | None):
+            raise RequestValidationError(f"request_id is {safe_repr(request_id)}, expected a text")
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
         params = params_of_one(one_of(params, sampling_params), "`AsyncLLM.as_completed` gives several")
         asked = prompt, params, lora_request, interventions, capture, priority

@@ -151,6 +151,9 @@ def test_an_aborted_request_ends_with_an_error_for_who_waits():
         await anext(stream)
         with pytest.raises(AlreadyExistsError, match="mine"):
             await anext(llm.generate([3], PARAMS, request_id="mine"))
+        wrong: Any = [1]
+        with pytest.raises(RequestValidationError, match="request_id is"):
+            await anext(llm.generate([3], PARAMS, request_id=wrong))
         await llm.abort("nobody's")
         await llm.abort("mine")
         with pytest.raises(CancelledError, match="aborted"):

@@ -99,6 +99,15 @@ def test_every_answer_has_its_form_beside_answers_that_have_none(temperature: fl
         assert outs[5].token_ids == alone
 
 
+def test_a_text_that_spells_the_end_is_an_error_and_no_answer(llm: LLM, runner: ModelRunner):
+    for count in (1, 3):
+        with pytest.raises(RequestValidationError, match="spells the special token 36"):
+            llm.generate([PROMPTS[0]] * count, replace(DRAWN, structured=Structured(choice=["a<end>b"])))
+    (out,) = llm.generate([PROMPTS[0]], replace(DRAWN, structured=Structured(regex="[a-p]{9}"), stop_token_ids=[20]))
+    assert out.finish_reason == "stop"
+    assert is_empty(runner)
+
+
 def test_tokens_are_drawn_from_the_models_distribution_within_the_form(
     llm: LLM, params: ParamTree, tokenizer: Tokenizer
 ):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from ferrum_jax.serve.admission import Admission
 from ferrum_jax.serve.app import endpoints_of
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.openapi import describe_api
-from ferrum_jax.serve.server import RunningServer, running
+from ferrum_jax.serve.server import RunningServer, running, url_of
 from ferrum_jax.serve.settings import ServerSettings
 from tests import tiny
-from tests.serve.conftest import openai_client
+from tests.executor.conftest import make_runner
+from tests.serve.conftest import SEATS, openai_client
 from tests.serve.models import spelled
 from tests.serve.test_load import SECONDS, until
 
@@ -127,6 +129,32 @@ def test_an_adapter_that_cannot_be_loaded_keeps_the_server_from_starting(llm: LL
         pass
 
 
+def test_a_server_that_does_not_start_leaves_no_adapter_loaded(
+    llm: LLM, runner: ModelRunner, adapter_folders: dict[str, str], tmp_path: Path
+):
+    for more, error in (({"broken": str(tmp_path)}, FerrumError), ({"tiny": adapter_folders["two"]}, ConfigError)):
+        settings = ServerSettings(model="tiny", adapters={"first": adapter_folders["one"]} | more)
+        with pytest.raises(error), running(llm, settings):
+            pass
+        assert runner.lora_metrics_snapshot()["adapter_count"] == 0
+
+
+def test_the_url_of_an_ipv6_address_is_one():
+    assert httpx.URL(url_of("::1", 80)).host == "::1"
+    assert url_of("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+
+
+def test_the_capacity_is_that_of_the_pool(serve: Any, params: Any):
+    with make_runner(params, replace(SEATS, kv_blocks=4)) as runner:
+        server = serve(LLM.from_model(runner, spelled(37)))
+        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+            assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 32
+            long = complete(http, max_tokens=50)
+            assert (long.status_code, long.json()["error"]["param"]) == (400, "max_tokens"), long.text
+            longer = http.post("/v1/completions", json=ASK | {"prompt": [1] * 33})
+            assert longer.json()["error"]["code"] == "context_length_exceeded", longer.text
+
+
 CONFIG: dict[str, Any] = tiny.CONFIGS["llama3"] | {"vocab_size": 37, "num_hidden_layers": 1}
 
 
@@ -163,7 +191,7 @@ def complete(http: httpx.Client, **more: Any) -> httpx.Response:
 
 
 def test_weights_of_another_checkpoint_are_set_while_serving(
-    trainer: httpx.Client, trained: tuple[RunningServer, LLM], folders: list[Path]
+    trainer: httpx.Client, trained: tuple[RunningServer, LLM], folders: list[Path], tmp_path: Path
 ):
     texts, versions = [], []
     for folder in (folders[1], folders[0]):
@@ -176,6 +204,10 @@ def test_weights_of_another_checkpoint_are_set_while_serving(
         assert texts[-1] == expected
     assert versions == [1, 2]
     assert texts[0] != texts[1]
+    other = tiny.write_folder(tmp_path, CONFIG | {"rms_norm_eps": 0.3})
+    found = trainer.post("/update_weights", json={"path": str(other)})
+    assert found.status_code == 400
+    assert "rms_norm_eps is 0.3 there" in found.json()["error"]["message"]
     for wrong in ({"path": "/nowhere"}, {"path": str(folders[0]), "live": "later"}, {}):
         assert trainer.post("/update_weights", json=wrong).status_code in (400, 404)
 
@@ -232,6 +264,33 @@ def test_a_pause_may_end_what_runs_with_what_it_has(
         assert paused.result().json() == {"is_paused": True}
     trainer.post("/resume")
     assert complete(trainer).status_code == 200
+
+
+def test_a_pause_ends_what_has_not_all_its_scores_yet(
+    trainer: httpx.Client, trained: tuple[RunningServer, LLM], monkeypatch: pytest.MonkeyPatch
+):
+    server, llm = trained
+    gate, execute = threading.Event(), llm.runner.execute
+
+    def slowly(batch: Any) -> Any:
+        assert gate.wait(SECONDS)
+        return execute(batch)
+
+    monkeypatch.setattr(llm.model, "execute", slowly)
+    scored = ASK | {"echo": True, "logprobs": 1, "prompt": [1] * 40}
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(complete, trainer, **scored), pool.submit(complete, trainer, prompt_logprobs=1)]
+        asked.append(pool.submit(complete, trainer, **scored))  # which waits for a row
+        until(lambda: len(server.service.live) == 3)
+        paused = pool.submit(trainer.post, "/pause", json={"mode": "abort"})
+        until(lambda: server.service.admission.is_paused)
+        gate.set()
+        for answer in asked:
+            found = answer.result()
+            assert (found.status_code, found.json()["choices"][0]["finish_reason"]) == (200, "abort"), found.text
+        last = asked[-1].result().json()["choices"][0]
+        assert last["logprobs"]["token_logprobs"] == [None] * 40
+        assert paused.result().json() == {"is_paused": True}
 
 
 def test_known_prefixes_are_forgotten(trainer: httpx.Client, trained: tuple[RunningServer, LLM]):

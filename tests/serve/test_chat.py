@@ -295,6 +295,14 @@ def test_calls_are_told_whole_and_in_parts(scripted: Start):
     assert len(shown.prompt_token_ids) > len(hidden.prompt_token_ids)
 
 
+def test_a_call_that_a_stop_text_cuts_off_is_no_call_to_follow(scripted: Start):
+    model, client, _ = scripted(TOOL_TEMPLATE)
+    model.says(CALLS)
+    ask: Any = {"model": "tiny", "messages": QUESTION, "tools": TOOLS}
+    assert client.chat.completions.create(**ask, stop=["Bern"]).choices[0].finish_reason == "stop"
+    assert client.chat.completions.create(**ask, stop=["</tool"]).choices[0].finish_reason == "tool_calls"
+
+
 def test_a_call_that_is_cut_off_ends_with_length(scripted: Start):
     model, client, _ = scripted(TOOL_TEMPLATE)
     model.says(CALLS)

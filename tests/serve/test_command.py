@@ -42,10 +42,14 @@ def test_the_command_line_imports_no_server():
 def test_options_that_cannot_be_are_refused_before_the_model_is_read(tmp_path: Path):
     empty = tmp_path / "keys"
     empty.write_text(" \n")
+    commented = tmp_path / "commented"
+    commented.write_text("sk-1  # of a friend\n")
     cases: list[dict[str, Any]] = [
         {"api_key_file": empty},
         {"api_key_file": tmp_path / "nothing"},
+        {"api_key_file": commented},
         {"adapter": ["name"]},
+        {"adapter": ["name=one", "name=two"]},
         {"max_seconds": 0},
     ]
     for wrong in cases:

@@ -88,6 +88,7 @@ def gpt_oss(name: str, given: str) -> str:
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 NOTE = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
 RIGHT, WRONG, FREE = ("weather", '{"days": 3}'), ("weather", '{"days": 30}'), ("stop", '{"now": [1]}')
+NOTHING = ("stop", "{}")  # a function that declares no parameters has none
 UNKNOWN = ("other", "{}")
 FORMS: dict[str, tuple[str, tuple[str, ...], Any]] = {
     "hermes": ("hermes", (), hermes),
@@ -110,12 +111,19 @@ def write(form: str, *calls: tuple[str, str]) -> str:
 def test_a_forced_answer_is_a_call_with_arguments_as_declared(form: str):
     name, special, _ = FORMS[form]
     by, how = tokenizer(*special), {"is_forced": True, "several": False}
-    for call in (RIGHT, FREE):
+    for call in (RIGHT, NOTHING):
         text = write(form, call)
         assert is_allowed(by, name, text, **how), text
         assert calls_in(name, text, by) == [call]
         assert not is_allowed(by, name, text[:-1], **how)
-    for wrong in (write(form, WRONG), write(form, UNKNOWN), "Sunny.", "", f"Well. {write(form, RIGHT)}"):
+    for wrong in (
+        write(form, WRONG),
+        write(form, FREE),
+        write(form, UNKNOWN),
+        "Sunny.",
+        "",
+        f"Well. {write(form, RIGHT)}",
+    ):
         assert not is_allowed(by, name, wrong, **how), wrong
 
 
@@ -156,8 +164,8 @@ def test_references_go_from_the_root_of_a_tools_own_schema(form: str, is_forced:
 @pytest.mark.parametrize("is_forced", [True, False])
 def test_several_calls_come_only_where_they_may(form: str, is_forced: bool):
     name, special, _ = FORMS[form]
-    by, text = tokenizer(*special), write(form, RIGHT, FREE)
-    assert calls_in(name, text) == [RIGHT, FREE]
+    by, text = tokenizer(*special), write(form, RIGHT, NOTHING)
+    assert calls_in(name, text) == [RIGHT, NOTHING]
     of = {"strict": True}
     assert is_allowed(by, name, text, is_forced=is_forced, several=True, of=of)
     assert not is_allowed(by, name, text, is_forced=is_forced, several=False, of=of)

@@ -120,6 +120,7 @@ def test_what_cannot_be_followed_is_a_400(client: Any):
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "this regex cannot be followed"),
         ({"extra_body": {"structured_outputs": {"regex": "a", "choice": ["b"]}}}, "expected one of"),
         ({"extra_body": {"structured_outputs": {}}}, "expected one of"),
+        ({"extra_body": {"structured_outputs": {"choice": []}}}, "choice is"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nope"}}}},
             "json",

@@ -59,6 +59,20 @@ def test_special_tokens_are_spelled_out_and_no_tokenizer_spells_nothing():
     assert Vocabulary(None).text_of(3) == ""
 
 
+def test_offsets_are_places_in_the_text_also_where_a_character_takes_several_tokens():
+    tokenizer = byte_level()
+    vocabulary, text = Vocabulary(tokenizer), "aü世b"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    (end,) = tokenizer.encode("<end>")
+    entries = [(one, None, None) for one in (end, *ids, end, ids[0])]
+    found = TextLogprobs(vocabulary, by_id=False, has_special=False).report(
+        entries, with_top=False, echo=text, num_echoed=1 + len(ids)
+    )
+    starts = [0, 0, 1, 1, 2, 2, 2, 3]  # of the end's mark, which no text shows, a, ü, 世 and b
+    assert found["text_offset"] == [*starts, 4, 4]
+    assert len(ids) == 7
+
+
 def test_minus_infinity_is_told_as_a_number_and_the_likeliest_of_one_text():
     vocabulary = Vocabulary(byte_level())
     half, other = (Vocabulary(byte_level())._tokenizer.encode(one)[0] for one in ("ü", "世"))  # type: ignore[union-attr]
