@@ -300,7 +300,10 @@ def _on_disk(path: ModelPath, progress: bool) -> ModelPath:
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
-    """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration, no weights."""
+    """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration.
+
+    Of the weights only a head that a tied model has beside its embeddings is read: one that differs unties the model.
+    """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ConfigError(f"path is {safe_repr(path)}, expected the path of a model")
     try:
@@ -477,6 +480,6 @@ def _read(
 
 
 def _ignorable(name: str, cfg: ModelConfig) -> bool:
-    """Rotary tables, a head that is the embeddings, and layers of DeepSeek V3 that guess a second token."""
+    """Rotary tables, a head equal to the embeddings, and layers of DeepSeek V3 that guess a second token."""
     guesses = cfg.model_type == "deepseek_v3" and name.startswith(f"model.layers.{cfg.num_hidden_layers}.")
     return guesses or name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")

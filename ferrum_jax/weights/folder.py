@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ from ferrum_jax.weights.safetensors_file import (
 from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
 
 INDEX = "model.safetensors.index.json"
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 1 << 12  # compared at a time
 _SIXTEEN_BITS = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -111,6 +113,9 @@ class SafetensorsSource:
         _check_complete(folder, self._file_of)
         self._packed = {} if self._scheme is None else self._find_packed(self._scheme)
         self._shapes = self._plain_shapes() | {name: weight.shape for name, weight in self._packed.items()}
+        if self.config.tie_word_embeddings and self._has_own_head():  # transformers does not tie it either
+            self.config = replace(self.config, tie_word_embeddings=False)
+            self._specs = named_leaves(family(self.config).param_specs(self.config))
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, from the headers, its axes in the order of the parameters."""
@@ -194,6 +199,23 @@ class SafetensorsSource:
                 raise InvalidFormatError(f"{path}: tensor {name} is also in {self._file_of[name].name}")
             self._file_of[name] = path
             self._entries[name] = entry
+
+    def _has_own_head(self) -> bool:
+        """Whether the head has other numbers than the embeddings; they are read, some rows at a time, if both exist."""
+        embeddings, head = self._shapes.get(EMBEDDINGS), self._shapes.get(HEAD)
+        if head is None or embeddings != self._specs[EMBEDDINGS].shape:
+            return False
+        if head != embeddings:
+            return True
+        if not self._packed.keys().isdisjoint((EMBEDDINGS, HEAD)):
+            return not np.array_equal(self.read(EMBEDDINGS), self.read(HEAD))
+        size, width = head
+        for start in range(0, size, _ROWS):
+            runs: tuple[Runs, ...] = (((start, min(_ROWS, size - start)),), ((0, width),))
+            ours, other = (read_runs(self._file_of[name], name, runs) for name in (EMBEDDINGS, HEAD))
+            if not np.array_equal(ours, other):
+                return True
+        return False
 
     def _find_packed(self, scheme: Scheme) -> dict[str, PackedWeight]:
         if scheme.packing == MXFP4:

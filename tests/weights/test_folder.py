@@ -24,6 +24,7 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.models.specs import named_leaves
+from ferrum_jax.weights import folder as folder_module
 from ferrum_jax.weights.folder import SafetensorsSource
 from tests import tiny
 from tests.long import SEED
@@ -85,9 +86,46 @@ def test_the_dtype_asked_for_is_what_the_parameters_have(dtype: str, rounded: ty
 
 
 def test_derived_tensors_in_a_checkpoint_are_left_unread(tmp_path: Path):
-    extra = {"lm_head.weight": np.zeros((97, 48), np.float32), "model.rotary_emb.inv_freq": np.zeros(10, np.float32)}
+    head = tiny.tensors(TIED)["model.embed_tokens.weight"]
+    extra = {"lm_head.weight": head, "model.rotary_emb.inv_freq": np.zeros(10, np.float32)}
     folder = tiny.write_folder(tmp_path, TIED, named=tiny.tensors(TIED) | extra)
-    tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], tiny.tiny_params(TIED))
+    params, cfg = ferrum_jax.load_params(folder)
+    assert cfg.tie_word_embeddings
+    tiny.assert_same_tree(params, tiny.tiny_params(TIED))
+
+
+@pytest.mark.parametrize("rows", [3, 1 << 12])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_head_that_differs_from_the_embeddings_unties_the_model(
+    shards: int, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(folder_module, "_ROWS", rows)
+    tensors = tiny.tensors(TIED)
+    head = tensors["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    tied = tiny.write_folder(tmp_path / "tied", TIED, shards, named=tensors | {"lm_head.weight": head})
+    untied = TIED | {"tie_word_embeddings": False}
+    expected = tiny.write_folder(tmp_path / "untied", untied, named=tensors | {"lm_head.weight": head})
+    (params, cfg), (wanted, wanted_cfg) = (ferrum_jax.load_params(path) for path in (tied, expected))
+    assert cfg == wanted_cfg
+    tiny.assert_same_tree(params, wanted)
+    made = ferrum_jax.convert(tied, tmp_path / "made", progress=False)
+    assert ferrum_jax.load_params(made)[1] == wanted_cfg
+
+
+def test_a_head_of_another_dtype_with_the_same_numbers_is_tied(tmp_path: Path):
+    embeddings = tiny.tensors(TIED)["model.embed_tokens.weight"].astype(np.float16)
+    for kind, is_tied in ((np.float32, True), (ml_dtypes.bfloat16, False)):
+        extra = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings.astype(kind)}
+        folder = tiny.write_folder(tmp_path, TIED, named=tiny.tensors(TIED) | extra)
+        assert ferrum_jax.load_params(folder)[1].tie_word_embeddings == is_tied
+
+
+@pytest.mark.parametrize("shape", [(97, 47), (4,), ()])
+def test_a_head_of_another_shape_than_the_embeddings_is_refused(shape: tuple[int, ...], tmp_path: Path):
+    extra = {"lm_head.weight": np.zeros(shape, np.float32)}
+    folder = tiny.write_folder(tmp_path, TIED, named=tiny.tensors(TIED) | extra)
+    assert f"lm_head.weight has shape {list(shape)}" in refuse(folder)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 8, 100, 3000, -1])
@@ -316,7 +354,8 @@ MEASURE = textwrap.dedent("""
     import resource, sys
     from pathlib import Path
     import jax, numpy as np
-    from ferrum_jax.weights.folder import SafetensorsSource
+    from ferrum_jax.weights import folder as folder_module
+from ferrum_jax.weights.folder import SafetensorsSource
     import ferrum_jax
     def peak():  # on Linux ru_maxrss is at least the parent's, which may have been far larger
         if sys.platform == "linux":

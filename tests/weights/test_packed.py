@@ -86,6 +86,24 @@ def test_a_packed_weight_is_read_as_the_numbers_it_stands_for(kind: str, tmp_pat
         np.testing.assert_array_equal(leaf, expected, err_msg=name, strict=True)
 
 
+@pytest.mark.parametrize("is_packed_too", [False, True])
+def test_a_head_of_its_own_beside_packed_weights_unties_the_model(is_packed_too: bool, tmp_path: Path):
+    kind = "int8"
+    head = PACKINGS[kind].pack(contents(kind)[0]["lm_head.weight"])
+
+    def pack_head(tensors: Tensors) -> None:
+        del tensors["lm_head.weight"]
+        tensors |= {f"lm_head.{part}": tensor for part, tensor in head.items()}
+
+    path = write(tmp_path, kind, pack_head if is_packed_too else None, ignore=[])
+    fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}), encoding="utf-8")
+    params, cfg = ferrum_jax.load_params(path, "float32")
+    assert cfg == tiny.model_config(NAME)
+    expected = PACKINGS[kind].read(head) if is_packed_too else contents(kind)[0]["lm_head.weight"]
+    np.testing.assert_array_equal(params["lm_head"]["weight"], expected, strict=True)
+
+
 @every_packing
 def test_a_packed_weight_is_near_what_it_was_made_of(kind: str):
     weight = tiny.seeded_tensor(3, "any.weight", (40, 48))
