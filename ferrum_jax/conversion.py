@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ferrum_jax.config import EngineConfig
+from ferrum_jax.config.engine import DTYPES
 from ferrum_jax.contract.errors import AlreadyExistsError, IOError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.loading import load_params, open_checkpoint
@@ -36,7 +37,7 @@ def convert(
         source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
             model. Quantised weights are written as the numbers they stand for, unless `quantize` is `keep`.
         destination: the new folder.
-        dtype: of the weights; the one that the configuration names if None, float32 for a GGUF.
+        dtype: of the weights; if None the one that the configuration names, float32 for a GGUF or another name.
         progress: show bars on standard error while working.
         quantize: `int8`, `float8_e4m3fn` or `keep`, as for `load`: the checkpoint is as much smaller, and loads so.
         tokenizer: a folder or `.gguf` file with a tokenizer to write beside, where the model's own will not do.
@@ -53,7 +54,10 @@ def convert(
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over what is there")
     opened = open_checkpoint(resolve(source, progress=progress))
-    asked = EngineConfig(dtype=opened.config.dtype if dtype is None else dtype, quantize=quantize)
+    if dtype is None:
+        named = opened.config.dtype.removeprefix("torch.")
+        dtype = named if named in DTYPES else "float32"
+    asked = EngineConfig(dtype=dtype, quantize=quantize)
     beside = None  # a folder's files are copied instead
     if tokenizer is not None:
         beside = load_tokenizer(os.fspath(tokenizer))

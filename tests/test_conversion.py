@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import ferrum_jax
@@ -67,6 +68,21 @@ def test_a_checkpoint_is_converted_again_and_cast(folder: Path, tmp_path: Path):
     assert cfg.dtype == "bfloat16"
     tiny.assert_same_tree(params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), expected))
     assert_same_tokenizer(load_tokenizer(again), load_tokenizer(folder))
+
+
+@pytest.mark.parametrize(
+    ("named", "stored", "dtype"),
+    [("float64", np.float64, "float32"), ("auto", np.float32, "float32"), ("torch.bfloat16", np.float32, "bfloat16")],
+)
+def test_a_dtype_that_only_the_configuration_names_is_no_reason_to_refuse(
+    named: str, stored: type, dtype: str, tmp_path: Path
+):
+    config = tiny.CONFIGS[NAME] | {"torch_dtype": named}
+    tensors = {name: tensor.astype(stored) for name, tensor in tiny.tensors(config).items()}
+    path = tiny.write_folder(tmp_path / "folder", config, named=tensors)
+    params, cfg = ferrum_jax.load_params(ferrum_jax.convert(path, tmp_path / "made", progress=False), dtype)
+    assert cfg.dtype == dtype
+    tiny.assert_same_tree(params, ferrum_jax.load_params(path, dtype)[0])
 
 
 def test_a_gguf_becomes_a_checkpoint_with_or_without_a_vocabulary(tmp_path: Path):
