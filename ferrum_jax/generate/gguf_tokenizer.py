@@ -115,7 +115,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL])
     tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER_DEFINED])
     named = {name: named_token_id(metadata, name) for name in ("bos", "eos")}
-    frame_with_specials(
+    _frame_with_specials(
         tokenizer,
         bos=_framing_token(metadata, "bos", named["bos"], default=adds_bos),
         eos=_framing_token(metadata, "eos", named["eos"], default=False),
@@ -123,7 +123,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
+def _frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
     """Sets the tokens that `tokenizer` puts around what it encodes."""
     pieces = [token for token in (bos, "$A", eos) if token is not None]
     specials = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]

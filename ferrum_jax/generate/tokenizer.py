@@ -10,7 +10,7 @@ import tokenizers
 
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError, safe_repr
 from ferrum_jax.generate.chat import render_chat
-from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, frame_with_specials, named_token_id
+from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, named_token_id
 from ferrum_jax.weights.folder import read_json, read_text
 from ferrum_jax.weights.gguf_file import GgufFile
 
@@ -219,7 +219,11 @@ def _token_text(value: Any) -> str | None:
 def _add_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], texts: Mapping[str, str | None], *, source: Path
 ) -> None:
-    """Adds the tokens that the configuration has beyond `tokenizer.json`, by their ids, and frames texts with them."""
+    """Adds the tokens that the configuration has beyond `tokenizer.json`, by their ids.
+
+    The frame of a text is that of `tokenizer.json`, whatever `add_bos_token` and `add_eos_token` say, as in
+    transformers 5.
+    """
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
         declared = sorted((int(key), value) for key, value in config.get("added_tokens_decoder", {}).items())
@@ -228,16 +232,7 @@ def _add_tokens(
         raise InvalidFormatError(f"{source}: added_tokens_decoder: {error!r}") from error
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     backend.add_tokens([token for token in added if token.content not in known])
-    framing = {name: texts[f"{name}_token"] if config.get(f"add_{name}_token") else None for name in ("bos", "eos")}
-    for name, text in framing.items():
-        if text is not None and backend.token_to_id(text) is None:
-            raise InvalidFormatError(
-                f"{source}: add_{name}_token is on, but {name}_token is {text!r}, which is none of the vocabulary's "
-                f"{backend.get_vocab_size()} tokens"
-            )
     backend.add_special_tokens([text for text in texts.values() if text is not None and text not in known])
-    if any(config.get(f"add_{name}_token") is not None for name in framing):
-        frame_with_specials(backend, **framing)
 
 
 def _model_eos_ids(folder: Path) -> tuple[int, ...]:

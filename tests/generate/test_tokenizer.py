@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
 from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer
@@ -403,25 +403,23 @@ def test_special_tokens_come_from_either_file(tmp_path: Path):
     write_folder(
         tmp_path,
         special_tokens_map={"bos_token": "<old>", "pad_token": {"content": "<eos>"}},
-        tokenizer_config={"bos_token": "<bos>", "pad_token": None, "add_bos_token": True},
+        tokenizer_config={"bos_token": "<bos>", "pad_token": None},
     )
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.bos_token, tokenizer.pad_token) == ("<bos>", "<eos>")
-    assert tokenizer.encode("a") == [256, *make_backend().encode("a").ids]
 
 
-@pytest.mark.parametrize("token", ["<nowhere>", ""])
-@pytest.mark.parametrize("name", ["bos", "eos"])
-def test_a_frame_of_a_token_that_is_not_there_is_refused(tmp_path: Path, name: str, token: str):
-    write_folder(tmp_path, tokenizer_config={f"{name}_token": token, f"add_{name}_token": True})
-    with pytest.raises(InvalidFormatError, match=rf"tokenizer_config\.json: .*{name}_token is '{token}'.* 258 tokens"):
-        load_tokenizer(tmp_path)
-    added = {"258": {"content": token, "special": True}} if token else {}
-    write_folder(
-        tmp_path,
-        tokenizer_config={f"{name}_token": token or None, f"add_{name}_token": True, "added_tokens_decoder": added},
-    )
-    assert (258 in load_tokenizer(tmp_path).encode("a")) == bool(token)
+@pytest.mark.parametrize("framed", [True, False])
+@pytest.mark.parametrize("fields", [{}, {"add_bos_token": False}, {"add_eos_token": False}, {"add_eos_token": True}])
+def test_the_frame_of_a_folder_is_that_of_tokenizer_json_as_in_transformers(
+    fields: dict[str, bool], framed: bool, tmp_path: Path
+):
+    write_folder(tmp_path, tokenizer_config={"bos_token": "<bos>", "eos_token": "<eos>"} | fields)
+    backend = make_backend()
+    if framed:
+        backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 256)])
+        backend.save(str(tmp_path / "tokenizer.json"))
+    assert pieces(load_tokenizer(tmp_path), "a") == (["<bos>", "a"] if framed else ["a"])
 
 
 UNREADABLE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
