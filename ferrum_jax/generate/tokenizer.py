@@ -1,7 +1,7 @@
 """Text to token ids and back, from a Hugging Face folder or a GGUF file."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +15,8 @@ from ferrum_jax.weights.folder import read_json, read_text
 from ferrum_jax.weights.gguf_file import GgufFile
 
 _OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -53,7 +55,7 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         named = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
         texts = {name: _token_text(named.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        _add_tokens(backend, config, texts, source=folder / "tokenizer_config.json")
+        _add_tokens(backend, folder, config, named)
         eos_token_ids = _model_eos_ids(folder)
         if texts["eos_token"] and (eos_token_id := backend.token_to_id(texts["eos_token"])) is not None:
             eos_token_ids += (eos_token_id,)
@@ -217,22 +219,65 @@ def _token_text(value: Any) -> str | None:
 
 
 def _add_tokens(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], texts: Mapping[str, str | None], *, source: Path
+    backend: tokenizers.Tokenizer, folder: Path, config: Mapping[str, Any], named: Mapping[str, Any]
 ) -> None:
-    """Adds the tokens that the configuration has beyond `tokenizer.json`, by their ids.
+    """Adds the tokens that a folder has beyond `tokenizer.json`, by their ids, and then those declared special.
 
-    The frame of a text is that of `tokenizer.json`, whatever `add_bos_token` and `add_eos_token` say, as in
-    transformers 5.
+    As in transformers 5, `special_tokens_map.json` declares further ones and `added_tokens.json` counts only where
+    `tokenizer_config.json` has no `added_tokens_decoder`, and the frame of a text is that of `tokenizer.json`, whatever
+    `add_bos_token` and `add_eos_token` say.
     """
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    source, is_complete = folder / "tokenizer_config.json", "added_tokens_decoder" in config
     try:
-        declared = sorted((int(key), value) for key, value in config.get("added_tokens_decoder", {}).items())
-        added = [tokenizers.AddedToken(v["content"], **{f: bool(v[f]) for f in flags if f in v}) for _, v in declared]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidFormatError(f"{source}: added_tokens_decoder: {error!r}") from error
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    backend.add_tokens([token for token in added if token.content not in known])
-    backend.add_special_tokens([text for text in texts.values() if text is not None and text not in known])
+        names = {*config, *_NAMED} if is_complete else named.keys()
+        special, further = _special_tokens({name: named.get(name) for name in named if name in names})
+    except (KeyError, TypeError) as error:
+        raise InvalidFormatError(f"{folder}: extra_special_tokens or additional_special_tokens: {error!r}") from error
+    if is_complete:
+        try:
+            declared = sorted((int(key), value) for key, value in config["added_tokens_decoder"].items())
+            added = [_added_token(value) for _, value in declared]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidFormatError(f"{source}: added_tokens_decoder: {error!r}") from error
+    else:
+        added = _read_added_tokens(folder / "added_tokens.json", {token.content for token in further})
+    for token in added:
+        token.special |= any(token.content == one.content for one in special)
+    found = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for group in (added, special, further):  # one that is there already keeps its flags
+        backend.add_tokens([token for token in group if token.content not in found])
+        found |= {token.content for token in group}
+
+
+def _special_tokens(
+    named: Mapping[str, Any],
+) -> tuple[list[tokenizers.AddedToken], list[tokenizers.AddedToken]]:
+    """Reads the special tokens that have names and those that have none, in the order in which new ones get ids."""
+    own = [key for key in named if key.endswith("_token") and key not in _NAMED]  # a family's, such as image_token
+    values = [named[key] for key in (*_NAMED, *own) if _token_text(named.get(key)) is not None]
+    extra = named.get("extra_special_tokens")
+    if isinstance(extra, dict):
+        values, extra = [*values, *extra.values()], None
+    further = extra or named.get("additional_special_tokens") or []
+    if not isinstance(further, list):
+        raise TypeError(f"expected a list of tokens, found {safe_repr(further)}")
+
+    def special(values: list[Any]) -> list[tokenizers.AddedToken]:
+        return [_added_token({"content": v} if isinstance(v, str) else v, special=True) for v in values]
+
+    return special(values), special(further)
+
+
+def _added_token(value: Mapping[str, Any], **flags: bool) -> tokenizers.AddedToken:
+    return tokenizers.AddedToken(value["content"], **{f: bool(value[f]) for f in _FLAGS if f in value} | flags)
+
+
+def _read_added_tokens(file: Path, special: Collection[str]) -> list[tokenizers.AddedToken]:
+    """Reads the tokens of an older folder's list of ids, in their order."""
+    ids = _read_json(file)
+    if not all(type(token_id) is int for token_id in ids.values()):
+        raise InvalidFormatError(f"{file}: expected ids by token, found {safe_repr(ids)}")
+    return [_added_token({"content": text}, special=text in special) for text in sorted(ids, key=ids.__getitem__)]
 
 
 def _model_eos_ids(folder: Path) -> tuple[int, ...]:

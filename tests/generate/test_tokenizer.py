@@ -422,7 +422,13 @@ def test_the_frame_of_a_folder_is_that_of_tokenizer_json_as_in_transformers(
     assert pieces(load_tokenizer(tmp_path), "a") == (["<bos>", "a"] if framed else ["a"])
 
 
-UNREADABLE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+UNREADABLE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "config.json",
+)
 
 
 @pytest.mark.parametrize("name", [*UNREADABLE, "chat_template.jinja", "tokenizer.json"])
@@ -458,6 +464,55 @@ def test_tokens_beyond_tokenizer_json_are_added_in_order_of_id(tmp_path: Path):
     assert tokenizer.decode([258, 259]) == "<y>"
 
 
+TOOL, KEPT = "<tool>", {"content": "<tool>", "lstrip": True, "special": False}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"additional_special_tokens": [TOOL]}},
+        {"tokenizer_config": {"additional_special_tokens": [KEPT], "extra_special_tokens": []}},
+        {"tokenizer_config": {"extra_special_tokens": [TOOL]}},
+        {"tokenizer_config": {"extra_special_tokens": {"tool_token": TOOL}}},
+        {"tokenizer_config": {"sep_token": TOOL}},
+        {"tokenizer_config": {"mask_token": KEPT}},
+        {"tokenizer_config": {"tool_token": TOOL, "add_bos_token": True}},
+        {"special_tokens_map": {"additional_special_tokens": [TOOL]}},
+        {"tokenizer_config": {"cls_token": TOOL, "added_tokens_decoder": {"258": KEPT}}},
+        {"tokenizer_config": {"additional_special_tokens": [TOOL]}, "added_tokens": {TOOL: 258}},
+    ],
+)
+def test_a_token_declared_special_is_one(files: dict[str, Any], tmp_path: Path):
+    tokenizer = load_tokenizer(write_folder(tmp_path, **files))
+    a, b = make_backend().encode("ab").ids
+    assert tokenizer.encode("a<tool>b") == [a, 258, b]
+    assert tokenizer.decode([a, 258, b]) == "ab"
+    is_stripped = "lstrip" in str(files)
+    assert (len(tokenizer.encode("a <tool>b")) == 3) == is_stripped
+    tokenizer.save(tmp_path)
+    assert load_tokenizer(tmp_path).decode([a, 258, b]) == "ab"
+
+
+def test_new_special_tokens_get_ids_in_the_order_of_transformers(tmp_path: Path):
+    config = {
+        "extra_special_tokens": {"x_token": "<x>"},
+        "additional_special_tokens": ["<more>"],
+        "own_token": "<own>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
+    tokenizer = load_tokenizer(write_folder(tmp_path, tokenizer_config=config, added_tokens={"<b>": 259, "<a>": 258}))
+    names = ["<a>", "<b>", "<unk>", "<pad>", "<own>", "<x>", "<more>"]
+    assert [tokenizer.token_to_id(name) for name in names] == list(range(258, 265))
+    assert tokenizer.decode(list(range(258, 265))) == "<a><b>"
+
+
+def test_older_files_do_not_count_beside_an_added_tokens_decoder(tmp_path: Path):
+    older: dict[str, Any] = {"special_tokens_map": {"additional_special_tokens": ["<x>"]}, "added_tokens": {"<y>": 258}}
+    write_folder(tmp_path, tokenizer_config={"added_tokens_decoder": {}}, **older)
+    assert load_tokenizer(tmp_path).vocab_size == 258
+
+
 def test_chat_templates_are_found_in_every_place(tmp_path: Path):
     write_folder(tmp_path, tokenizer_config={"chat_template": "one"})
     assert load_tokenizer(tmp_path).chat_template == "one"
@@ -470,7 +525,9 @@ def test_chat_templates_are_found_in_every_place(tmp_path: Path):
     assert load_tokenizer(tmp_path).chat_templates == {"default": "four", "tool_use": "three", "rag": "five"}
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config", "special_tokens_map", "generation_config", "tokenizer"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer_config", "special_tokens_map", "added_tokens", "generation_config", "tokenizer"]
+)
 @pytest.mark.parametrize("content", ["{", "[]", "\xff"])
 def test_a_corrupt_file_is_named(tmp_path: Path, name: str, content: str):
     write_folder(tmp_path)
@@ -486,6 +543,7 @@ def test_a_corrupt_file_is_named(tmp_path: Path, name: str, content: str):
         ("tokenizer_config", {"chat_template": 3}),
         ("tokenizer_config", {"added_tokens_decoder": {"x": {"content": "<x>"}}}),
         ("tokenizer_config", {"added_tokens_decoder": {"300": {}}}),
+        ("added_tokens", {"<x>": "258"}),
         ("generation_config", {"eos_token_id": "2"}),
         ("config", {"eos_token_id": [True]}),
     ],
@@ -493,6 +551,13 @@ def test_a_corrupt_file_is_named(tmp_path: Path, name: str, content: str):
 def test_a_value_of_the_wrong_form_is_refused(tmp_path: Path, file: str, content: Any):
     with pytest.raises(InvalidFormatError, match=rf"{file}\.json"):
         load_tokenizer(write_folder(tmp_path, **{file: content}))
+
+
+@pytest.mark.parametrize("tokens", ["<x>", 5, [5], [{}], {"x_token": None}])
+@pytest.mark.parametrize("name", ["extra_special_tokens", "additional_special_tokens"])
+def test_declared_tokens_of_the_wrong_form_are_refused(tmp_path: Path, name: str, tokens: Any):
+    with pytest.raises(InvalidFormatError, match=f"{re.escape(str(tmp_path))}: .*{name}"):
+        load_tokenizer(write_folder(tmp_path, tokenizer_config={name: tokens}))
 
 
 def test_a_folder_with_only_another_vocabulary_says_how_to_convert_it(tmp_path: Path):

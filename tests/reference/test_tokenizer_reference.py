@@ -124,6 +124,32 @@ def test_a_saved_folder_equals_transformers(tmp_path: Path, theirs: Any):
     assert (folder.eos_token_ids, folder.chat_template) == ((reloaded.eos_token_id,), reloaded.chat_template)
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"additional_special_tokens": ["<x>", "<repo_name>"]}},
+        {"tokenizer_config": {"extra_special_tokens": {"x_token": "<x>"}, "own_token": "<y>", "sep_token": "<z>"}},
+        {"special_tokens_map": {"additional_special_tokens": ["<x>"], "mask_token": "<z>"}},
+        {"added_tokens": {"<y>": 49153, "<x>": 49152}},
+        {"tokenizer_config": {"added_tokens_decoder": {}}, "added_tokens": {"<x>": 49152}},
+        {"tokenizer_config": {"add_eos_token": True, "add_bos_token": True}},
+    ],
+)
+def test_tokens_that_only_other_files_declare_equal_those_of_transformers(
+    tmp_path: Path, theirs: Any, files: dict[str, Any]
+):
+    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    for name, content in ({"tokenizer_config": {}} | files).items():
+        own = config | content if name == "tokenizer_config" else content
+        (tmp_path / f"{name}.json").write_text(json.dumps(own))
+    found, expected = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert found.vocab_size == len(expected)
+    ids = found.encode("a <x>b<y> <z><repo_name>")
+    assert ids == expected.encode("a <x>b<y> <z><repo_name>")
+    assert found.decode(ids) == expected.decode(ids, skip_special_tokens=True)
+
+
 def write_sentencepiece(path: Path) -> None:
     source = random.Random(5)
     letters = ["▁", *"abcdefgé你"]
