@@ -36,6 +36,7 @@ from ferrum_jax.weights import hub
 
 LENGTH, SMOKE_LENGTH = 20, 5  # tokens of the prompt that is patched
 TRAINED, SMOKE_TRAINED = 512, 24  # tokens whose likelihood has a gradient
+KEPT = {"xla_disable_hlo_passes": "cse_barrier_expander"}  # on a CPU, as in docs/research.md
 TEXTS, SMOKE_TEXTS = 64, 3  # to score
 TURN = 64  # texts that one scores before it is the other's turn
 EXACT = 16  # of them scored in float64, too: those where the two differ most
@@ -146,16 +147,18 @@ def _gradient(subject: models.Subject, peer: Any, length: int, rounds: int) -> d
         picked = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)
 
-    scanned = lay_out(params, cfg, SCANNED)
-    ways: dict[str, tuple[Any, bool | str]] = {
-        "ours": (params, False),
-        "products": (params, "products"),
-        "scanned products": (scanned, "products"),
-        "scanned remat": (scanned, True),
+    scanned, options = lay_out(params, cfg, SCANNED), KEPT if jax.default_backend() == "cpu" else None
+    ways: dict[str, tuple[Any, bool | str, Any]] = {
+        "ours": (params, False, options),
+        "products": (params, "products", options),
+        "remat": (params, True, options),
+        "scanned products": (scanned, "products", options),
+        "scanned remat": (scanned, True, options),
+        "without the option": (params, False, None),
     }
 
-    def step(tree: Any, remat: bool | str) -> Callable[[], Any]:
-        compiled = jax.jit(jax.value_and_grad(partial(loss, remat=remat)))
+    def step(tree: Any, remat: bool | str, options: Any) -> Callable[[], Any]:
+        compiled = jax.jit(jax.value_and_grad(partial(loss, remat=remat)), compiler_options=options)
         return lambda: compiled(tree)
 
     steps = {name: step(*way) for name, way in ways.items()}
