@@ -229,8 +229,8 @@ def compile_steps(
     mesh: cli_options.MeshOption = None,
     quantize: cli_options.QuantizeOption = None,
     layout: cli_options.LayoutOption = None,
-    max_loras: Annotated[int, typer.Option(help="Adapters loaded at a time")] = 0,
-    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter")] = 0,
+    max_loras: cli_options.MaxLorasOption = 0,
+    max_lora_rank: cli_options.MaxLoraRankOption = 0,
     folder: Annotated[str | None, typer.Option(help="Folder of the compiled steps [default: the user's cache]")] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove the steps of all models instead")] = False,
 ) -> None:

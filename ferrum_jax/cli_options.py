@@ -13,6 +13,8 @@ DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or floa
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, gpu, cuda:1, tpu:0, …")]
 MeshOption = Annotated[str | None, typer.Option(help="Devices along the axes, such as model=4,data=2")]
 CapacityOption = Annotated[int | None, typer.Option(help="Positions a sequence can reach")]
+MaxLorasOption = Annotated[int, typer.Option(help="Adapters loaded at a time")]
+MaxLoraRankOption = Annotated[int, typer.Option(help="Largest rank of an adapter")]
 MemoryOption = Annotated[
     float | None,
     typer.Option(help="Share of the free memory that the KV may take [default: a half; on a GPU or TPU up to 0.85]"),
