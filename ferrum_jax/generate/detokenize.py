@@ -27,9 +27,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._special_ids = frozenset(
-            token_id for token_id, token in tokenizer.backend.get_added_tokens_decoder().items() if token.special
-        )
+        self._special_ids = frozenset(token_id for token_id, token in tokenizer.added.items() if token.special)
         self._window = self._last_of(prompt)  # ids whose text is not yet final, after the ids they join on to
         before = self._decode(self._window)
         self._num_emitted = len(before.rstrip(_REPLACEMENT))  # characters of the window's text that are out
@@ -44,6 +42,8 @@ class Detokenizer:
         """
         token = self._visible(token_id)
         if token is None:
+            if self._begins_run(token_id, self._window):
+                self._window.append(token_id)
             return ""
         self._window.append(token_id)
         if _BYTE_TOKEN.fullmatch(token):
@@ -83,7 +83,14 @@ class Detokenizer:
                 last.append(token_id)
                 if len(last) >= _RESYNC_TOKENS and not _BYTE_TOKEN.fullmatch(token):
                     break
+            elif self._begins_run(token_id, last):
+                last.append(token_id)
         return last[::-1]
+
+    def _begins_run(self, token_id: int, beside: list[int]) -> bool:
+        """Whether a token without text changes that of the next, and its neighbour does not do so already."""
+        is_special = self._tokenizer.prefixes_runs and token_id in self._special_ids
+        return is_special and not (beside and beside[-1] in self._special_ids)
 
     def _without_open(self, piece: str) -> str:
         """Leaves out the characters of the prompt that no later id has completed."""

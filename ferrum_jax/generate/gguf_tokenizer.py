@@ -130,6 +130,11 @@ def _frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | No
     tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=specials)
 
 
+def prefixes_runs(metadata: Mapping[str, Any]) -> bool:
+    """Whether each run of text between added tokens gets a space in front of it."""
+    return metadata.get("tokenizer.ggml.model") == "llama" and _flag(metadata, "add_space_prefix", True)
+
+
 def _framing_token(metadata: Mapping[str, Any], name: str, token_id: int | None, *, default: bool) -> str | None:
     if not _flag(metadata, f"add_{name}_token", default):
         return None
@@ -179,10 +184,10 @@ def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int]
         vocabulary, _merges_from_scores(normal, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(bpe)
-    prefixed = _flag(metadata, "add_space_prefix", True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if prefixed else "never", split=False
-    )
+    # SentencePiece's dummy prefix stands before a space, too, and llama.cpp puts one after each added token: the text
+    # between those is normalised run by run. transformers does neither with these files.
+    prefixed, replace = prefixes_runs(metadata), normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefixed else replace
     undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*undo, decoders.Strip(content=" ", left=1)] if prefixed else undo)
     return tokenizer

@@ -121,7 +121,10 @@ class Intake:
     def ids(self, prompt: Any, *, is_first: bool = True) -> list[int]:
         """Returns a prompt's token ids, checked; only the first text of a sequence gets special tokens."""
         if isinstance(prompt, str):
-            prompt = self.need_tokenizer().encode(prompt, add_special_tokens=is_first)
+            tokenizer = self.need_tokenizer()
+            if tokenizer.prefixes_runs and not is_first:
+                prompt = prompt.removeprefix(" ")  # the prefix is this space
+            prompt = tokenizer.encode(prompt, add_special_tokens=is_first)
         return as_ids(prompt, self.model.config.vocab_size)
 
     def group(self, prompt: Any, params: SamplingParams, treatment: Treatment) -> list[Request]:

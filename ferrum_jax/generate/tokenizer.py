@@ -1,5 +1,6 @@
 """Text to token ids and back, from a Hugging Face folder or a GGUF file."""
 
+import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import tokenizers
 
 from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError, safe_repr
 from ferrum_jax.generate.chat import render_chat
-from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, named_token_id
+from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, named_token_id, prefixes_runs
 from ferrum_jax.weights.folder import read_json, read_text
 from ferrum_jax.weights.gguf_file import GgufFile
 
@@ -31,6 +32,8 @@ class Tokenizer:
         pad_token: text of the padding token.
         unk_token: text of the token that stands for what the vocabulary cannot spell.
         chat_templates: Jinja sources by name.
+        prefixes_runs: each run of text between added tokens gets a space in front, which `decode` takes away again.
+        added: added tokens by id.
     """
 
     backend: tokenizers.Tokenizer = field(repr=False)
@@ -40,6 +43,12 @@ class Tokenizer:
     pad_token: str | None = None
     unk_token: str | None = None
     chat_templates: Mapping[str, str] = field(default_factory=dict, repr=False)
+    prefixes_runs: bool = False
+    added: Mapping[int, tokenizers.AddedToken] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Lists the added tokens."""
+        object.__setattr__(self, "added", self.backend.get_added_tokens_decoder())
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
@@ -63,6 +72,7 @@ class Tokenizer:
             backend=backend,
             eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
             chat_templates=_read_templates(folder, config),
+            prefixes_runs=config.get("prefixes_runs") is True,  # which `save` writes
             **texts,
         )
 
@@ -98,12 +108,14 @@ class Tokenizer:
             pad_token=texts["padding"],
             unk_token=texts["unknown"],
             chat_templates=templates,
+            prefixes_runs=prefixes_runs(metadata),
         )
 
     def save(self, folder: Path) -> None:
         """Writes the files from which `from_folder` makes this tokenizer again."""
-        texts = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
-        config = {name: text for name, text in (texts | {"unk_token": self.unk_token}).items() if text is not None}
+        texts = {name: getattr(self, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        config: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
+        config |= {"prefixes_runs": True} if self.prefixes_runs else {}
         named = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
         self.backend.save(str(folder / "tokenizer.json"))
         _write_json(folder / "tokenizer_config.json", config | ({"chat_template": named} if named else {}))
@@ -134,7 +146,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
         try:
-            return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            if not self.prefixes_runs:
+                return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+            texts: list[str] = []
+            for added, run in itertools.groupby(ids, self.added.get):
+                if added is None:
+                    texts.append(self.backend.decode(list(run)))  # without the prefix
+                elif not (added.special and skip_special_tokens):
+                    texts += [added.content for _ in run]
+            return "".join(texts)
         except (OverflowError, TypeError) as error:
             raise TokenizerError(f"ids must be integers from 0 to 2^32 - 1, found {ids!r:.80}") from error
 

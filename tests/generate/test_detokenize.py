@@ -6,12 +6,12 @@ import pytest
 import tokenizers
 from hypothesis import given, seed, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.generate.detokenize import Detokenizer
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
-from tests.fake import CountingLLM
+from tests.fake import CountingLLM, SummingLLM
 from tests.long import SEED
 
 PIECES: dict[str, Any] = {"data": st.data()}
@@ -31,7 +31,7 @@ def make_byte_level() -> Tokenizer:
     return Tokenizer(backend=backend)
 
 
-def make_sentencepiece(*, prefixed: bool = True) -> Tokenizer:
+def make_sentencepiece(*, prefixed: bool = True, runs: bool = False) -> Tokenizer:
     vocabulary = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SPM_PIECES]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab={t: i for i, t in enumerate(vocabulary)}, merges=[], byte_fallback=True)
@@ -39,12 +39,15 @@ def make_sentencepiece(*, prefixed: bool = True) -> Tokenizer:
     undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*undo, decoders.Strip(" ", 1, 0)] if prefixed else undo)
     backend.add_special_tokens(["<unk>", "<s>"])
-    return Tokenizer(backend=backend)
+    if runs:
+        backend.add_tokens(["<tool>"])
+    return Tokenizer(backend=backend, prefixes_runs=runs)
 
 
 TOKENIZERS = {
     "byte level": make_byte_level(),
     "sentencepiece": make_sentencepiece(),
+    "sentencepiece of a GGUF file": make_sentencepiece(runs=True),
     "sentencepiece without prefix": make_sentencepiece(prefixed=False),
     "no decoder": Tokenizer(backend=tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "\ufffd": 2}, merges=[]))),
 }
@@ -120,6 +123,14 @@ def test_a_character_that_the_prompt_begins_comes_out_whole(name: str, count: in
     assert "".join(stream(tokenizer, ids[-1:], prompt=ids[: 1 + count])) == "b"
 
 
+@pytest.mark.parametrize("prompt", [["▁a", "<s>"], ["<s>"] * 9, ["▁a", "<s>", "<s>"]])
+def test_an_answer_after_an_added_token_loses_its_prefix_where_each_run_has_one(prompt: list[str]):
+    tokenizer = make_sentencepiece(runs=True)
+    a, b, end = (tokenizer.token_to_id(token) or 0 for token in ("▁a", "▁b", "<s>"))
+    ids = [tokenizer.token_to_id(token) or 0 for token in prompt]
+    assert "".join(stream(tokenizer, [b, a, end, end, b], prompt=ids)) == "b ab"
+
+
 def test_an_llm_goes_on_from_the_text_of_the_prompt():
     tokenizer = make_sentencepiece()
     size = tokenizer.vocab_size
@@ -133,6 +144,21 @@ def test_an_llm_goes_on_from_the_text_of_the_prompt():
         (first,) = llm.generate([prompt], SamplingParams(max_tokens=1))
         (continued,) = llm.generate([first], SamplingParams(max_tokens=2))
         assert continued.text == text
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_text_that_continues_ids_has_its_first_space_as_the_prefix(runs: bool):
+    tokenizer = make_sentencepiece(runs=runs)
+    if runs:
+        steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.backend.normalizer = normalizers.Sequence(steps)
+    else:
+        tokenizer.backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    llm = LLM.from_model(SummingLLM(vocab_size=tokenizer.vocab_size), tokenizer)
+    prompt = tokenizer.encode("a")
+    for text, expected in ((" b", ["▁", "b"]), ("b", ["▁", "b"]), ("  b", ["▁", "▁", "b"])):
+        (score,) = llm.score([prompt], [text])
+        assert [tokenizer.id_to_token(token_id) for token_id in score.token_ids] == expected
 
 
 @settings(max_examples=50, deadline=None)

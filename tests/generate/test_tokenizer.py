@@ -338,9 +338,29 @@ def test_sentencepiece_gives_back_what_it_prefixed(tmp_path: Path, prefixed: boo
     assert text != "a" or tokenizer.id_to_token(ids[0]) == ("▁a" if prefixed else "a")
 
 
-def test_a_space_at_the_start_is_the_prefix_as_in_transformers(tmp_path: Path):
+# The file's format is llama.cpp's. transformers converts it to a Metaspace, which skips the prefix where a text begins
+# with a space; `convert_slow_tokenizer.py` says of itself that SentencePiece does not.
+def test_the_prefix_stands_before_a_space_and_after_each_added_token_as_in_llama_cpp(tmp_path: Path):
     tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf"))
-    assert tokenizer.encode("a") == tokenizer.encode(" a") != tokenizer.encode("  a")
+    assert pieces(tokenizer, "a") == ["<s>", "▁a"]
+    assert pieces(tokenizer, " a") == ["<s>", "▁", "▁a"]
+    assert pieces(tokenizer, " ") == ["<s>", "▁▁"]
+    assert pieces(tokenizer, "") == ["<s>"]
+    assert pieces(tokenizer, "a</s>b</s></s> ab") == ["<s>", "▁a", "</s>", "▁", "b", "</s>", "</s>", "▁▁", "ab"]
+
+
+@pytest.mark.parametrize("text", [" ", "  a", " a</s>  b</s>c", "</s>", "\n a", "a ", "▁a"])
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_sentencepiece_gives_back_spaces_at_the_start(tmp_path: Path, prefixed: bool, text: str):
+    tokenizer = load_tokenizer(write_sentencepiece(tmp_path / "m.gguf", ggml_add_space_prefix=prefixed))
+    ids = tokenizer.encode(text)
+    expected = text.replace("▁", " ")  # which the vocabulary cannot tell apart
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"<s>{expected}"
+    assert tokenizer.decode(ids) == expected.replace("</s>", "")
+    tokenizer.save(tmp_path)
+    saved = load_tokenizer(tmp_path)
+    assert saved.encode(text) == ids
+    assert saved.decode(ids, skip_special_tokens=False) == f"<s>{expected}"
 
 
 def test_without_a_prefix_a_space_at_the_start_stays(tmp_path: Path):

@@ -150,16 +150,19 @@ def test_tokens_that_only_other_files_declare_equal_those_of_transformers(
     assert found.decode(ids) == expected.decode(ids, skip_special_tokens=True)
 
 
-def write_sentencepiece(path: Path) -> None:
+def write_sentencepiece(path: Path, *, prefixed: bool = True, ties: int = 3) -> None:
     source = random.Random(5)
     letters = ["▁", *"abcdefgé你"]
     words = sorted({"".join(source.choices(letters, k=source.randrange(2, 6))) for _ in range(400)})
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters, "<tool>"]
     writer = GGUFWriter(str(path), "llama")
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 259 + [-float(i // 3) for i in range(len(words))] + [-1e6] * len(letters))
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters))])
+    writer.add_token_scores(
+        [0.0] * 259 + [-float(i // ties) for i in range(len(words))] + [-1e6] * len(letters) + [0.0]
+    )
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters)), 4])
+    writer.add_add_space_prefix(prefixed)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -177,12 +180,29 @@ def write_sentencepiece(path: Path) -> None:
     writer.close()
 
 
-def test_sentencepiece_ids_and_text_equal_those_of_transformers(tmp_path: Path):
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_sentencepiece_ids_and_text_equal_those_of_llama_cpp(tmp_path: Path, prefixed: bool):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    write_sentencepiece(tmp_path / "m.gguf", prefixed=prefixed, ties=1)  # equal scores it takes by their places
+    ours = load_tokenizer(tmp_path / "m.gguf")
+    theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), vocab_only=True, verbose=False)
+    source = random.Random(6)
+    for _ in range(1000):
+        parts = [*"abcdefgé你 ", "  ", "€", "🙂", "\n", "<s>", "</s>", "<tool>"]
+        text = "".join(source.choices(parts, k=source.randrange(25)))
+        ids = ours.encode(text)
+        assert ids == theirs.tokenize(text.encode(), add_bos=True, special=True)
+        assert ours.decode(ids, skip_special_tokens=False) == f"<s>{text}"
+        if "<" not in text:  # llama.cpp takes away the first prefix alone
+            assert ours.decode(ids) == theirs.detokenize(ids[1:]).decode().removeprefix(" " if prefixed else "") == text
+
+
+def test_sentencepiece_ids_equal_those_of_transformers_but_for_the_prefix(tmp_path: Path):
     write_sentencepiece(tmp_path / "m.gguf")
     ours, theirs = load_tokenizer(tmp_path / "m.gguf"), AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     source = random.Random(6)
     for _ in range(1000):
-        text = "".join(source.choices([*"abcdefgé你 ", "  ", "€", "🙂", "\n", "<s>", "</s>"], k=source.randrange(25)))
+        text = "b" + "".join(source.choices([*"abcdefgé你 ", "  ", "€", "🙂", "\n"], k=source.randrange(25)))
         ids = ours.encode(text)
         assert ids == theirs.encode(text)
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
