@@ -201,15 +201,15 @@ def choose_rows(
     wanted = jnp.where(is_anyones, _number(rows, "num_logprobs"), -1)
     is_adjusted = (_number(rows, "is_adjusted") != 0) & is_anyones
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
-    no_alternatives = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count))
-    none = (jnp.zeros(len(logits)), jnp.zeros(len(logits)), *no_alternatives)
+    no_alternatives = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
+    none = (*[jnp.zeros(len(logits), jnp.float32)] * 2, *no_alternatives)
 
     if way != BRANCHES:
         if way == FILTER:
             scores = adjusted(state, logits, slots, positions, drafted, masks)
             ids, threshold = sampling.filter_and_draw(scores, inputs)
         else:
-            scores, threshold = logits, jnp.full(len(logits), -jnp.inf)
+            scores, threshold = logits, jnp.full(len(logits), -jnp.inf, jnp.float32)
             ids = sampling.draw(logits, inputs)
         processed = sampling.kept_logits(scores, inputs.temperature, threshold)
         raw, own = (sampling.token_logprobs(one, ids) for one in (logits, processed))
@@ -274,13 +274,13 @@ def adjusted(
 ) -> jax.Array:
     """Returns the scores after bias, masks and penalties."""
     rows, vocab_size = state.settings.at[slots].get(mode="clip"), logits.shape[1]
-    at = jnp.arange(len(logits))[:, None]
+    at = jnp.arange(len(logits), dtype=jnp.int32)[:, None]
     stop_ids, ids = rows[:, _STOP:_BIAS], rows[:, _BIAS : _BIAS + MAX_BIAS]
     bias = lax.bitcast_convert_type(rows[:, _BIAS + MAX_BIAS :], jnp.float32)
     sets = state.sets.at[slots].get(mode="clip")
     scores = logits.at[at, ids].add(bias, mode="drop")
     is_early = (positions < _number(rows, "min_position"))[:, None]
-    scores = scores.at[at, stop_ids].add(jnp.where(is_early, -jnp.inf, 0.0), mode="drop")
+    scores = scores.at[at, stop_ids].add(jnp.where(is_early, jnp.float32(-jnp.inf), jnp.float32(0)), mode="drop")
     words = sets[:, 0] if masks is None else jnp.where(jnp.any(masks != 0, axis=1, keepdims=True), masks, sets[:, 0])
     allowed = _unpack_set(words, vocab_size) | (_number(rows, "is_masked") == 0)[:, None]
     scores = jnp.where(allowed, scores, -jnp.inf)
@@ -323,7 +323,7 @@ def verify(
     at = jnp.arange(width, dtype=jnp.int32)
     chosen = found.packed[:, 0].reshape(num_rows, width)
     agrees = (chosen[:, :-1] == tokens[:, 1:]) & (at[1:] < counts[:, None])
-    num_chosen = 1 + jnp.cumprod(agrees, axis=1).sum(axis=1)
+    num_chosen = 1 + jnp.cumprod(agrees, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
     is_counted = (at < num_chosen[:, None]) & (counts > 0)[:, None]
     counted = state.counts.at[slots[:, None], chosen].add(is_counted.astype(jnp.int32), mode="drop")
     last = jnp.take_along_axis(chosen, num_chosen[:, None] - 1, axis=1)[:, 0]

@@ -33,7 +33,7 @@ def score_processed(
         inputs = inputs_of(settings, slots < len(state.settings), positions)
         found = sampling.log_distribution(adjusted(known, own, slots, positions, before), inputs)
         given = row[3 + width :]
-        is_given = jnp.arange(width) < row[2]
+        is_given = jnp.arange(width, dtype=jnp.int32) < row[2]
         counts = counts.at[row[0], given].add(is_given.astype(jnp.int32), mode="drop")
         return counts, jnp.take_along_axis(found, given[:, None], axis=1)[:, 0]
 

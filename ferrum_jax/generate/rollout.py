@@ -208,7 +208,8 @@ def _generate(
         kv = state.empty(kv_spec(params, cfg, rows=batch, positions=length + max_tokens, attention=attention))
     columns = -(-(length + max_tokens) // state.block_size(kv))
     tables = jnp.arange(batch * columns, dtype=jnp.int32).reshape(batch, columns)
-    lengths, rows = lengths.astype(jnp.int32), jnp.arange(batch, dtype=jnp.int32)
+    tokens, lengths = tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+    rows = jnp.arange(batch, dtype=jnp.int32)
     stops = jnp.asarray(list(stop_ids), jnp.int32)
     ones = jnp.ones(batch, jnp.float32)
 
@@ -247,9 +248,9 @@ def _generate(
         found, seen, alive = choose(logits, seen, alive, at)
         return (kv, found.token_ids, seen, alive), found
 
-    prompts = Rows(tokens=tokens.astype(jnp.int32), lengths=jnp.zeros_like(lengths), counts=lengths, tables=tables)
+    prompts = Rows(tokens=tokens, lengths=jnp.zeros_like(lengths), counts=lengths, tables=tables)
     logits, kv = forward(kv, prompts, rows * length + lengths - 1)
-    real = jnp.arange(length) < lengths[:, None]
+    real = jnp.arange(length, dtype=jnp.int32) < lengths[:, None]
     seen = jnp.zeros((batch, cfg.vocab_size), jnp.bool_).at[rows[:, None], tokens].max(real)
     first, seen, alive = choose(logits, seen, jnp.ones(batch, jnp.bool_), jnp.int32(0))
     steps = jnp.arange(1, max_tokens, dtype=jnp.int32)

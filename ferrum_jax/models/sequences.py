@@ -277,7 +277,7 @@ def log_probs(
         check_range("targets", wanted, 0, cfg.vocab_size - 1, hint=": mask padding in what log_probs returns")
 
     def compute(params: ParamTree, x: jax.Array, wanted: jax.Array, divisor: Any) -> jax.Array:
-        params, x, wanted, divisor = vary_alike(params, x, wanted, divisor)
+        params, x, wanted, divisor = vary_alike(params, x, wanted.astype(jnp.int32), divisor)
         if is_next:
             x, wanted = x[:, :-1], wanted[:, 1:]
         return _log_probs(params, x, wanted, cfg, block, temperature if divisor is None else divisor)
@@ -348,6 +348,7 @@ def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> i
         first = jnp.asarray(given)
         if first.shape or not jnp.issubdtype(first.dtype, jnp.integer):
             raise InvalidParameterError(f"first_layer is {first.dtype}{list(first.shape)}, expected one integer")
+        first = first.astype(jnp.int32)
     else:
         last = cfg.num_hidden_layers - 1
         is_number = isinstance(given, (int, np.integer)) and not isinstance(given, bool)

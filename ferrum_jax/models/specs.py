@@ -156,4 +156,4 @@ def draw(name: str, spec: ParamSpec, key: jax.Array, dtype: str, scale: float = 
     if spec.init == "zeros":
         return jnp.zeros(spec.shape, dtype)
     own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-    return (jax.random.normal(own, spec.shape) * scale).astype(dtype)
+    return (jax.random.normal(own, spec.shape, jnp.float32) * scale).astype(dtype)

@@ -37,7 +37,7 @@ def attend_tpu(
     columns = rows.tables.shape[1]
     order = jnp.argsort(rows.counts == 0, stable=True)  # the kernel takes no rows without tokens: they go last
     ends = jnp.where(rows.counts > 0, rows.lengths + rows.counts, 1)
-    starts = jnp.cumsum(rows.counts) - rows.counts
+    starts = jnp.cumsum(rows.counts, dtype=jnp.int32) - rows.counts
     to = jnp.where(is_real(rows), starts[:, None] + jnp.arange(tokens, dtype=jnp.int32), batch * tokens)
     packed = jnp.zeros((batch * tokens, heads, width), q.dtype)
     packed = packed.at[to.ravel()].set(q.reshape(-1, heads, width), mode="drop")
@@ -47,7 +47,7 @@ def attend_tpu(
         state.pages(kv),
         ends[order],
         rows.tables[order] + first,
-        jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows.counts[order])]).astype(jnp.int32),
+        jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows.counts[order], dtype=jnp.int32)]),
         jnp.maximum((rows.counts > 0).sum(dtype=jnp.int32), 1).reshape(1),
         sm_scale=scale,
         sliding_window=window,

@@ -71,7 +71,8 @@ def choose_in_groups(
     if num_groups > 1:
         by_group = scores.reshape(len(scores), num_groups, -1)
         of_group = jnp.sum(lax.top_k(by_group, num_best)[0], axis=-1)
-        kept = jnp.any(lax.top_k(of_group, num_kept)[1][:, :, None] == jnp.arange(num_groups), axis=1)  # [X, groups]
+        groups = jnp.arange(num_groups, dtype=jnp.int32)
+        kept = jnp.any(lax.top_k(of_group, num_kept)[1][:, :, None] == groups, axis=1)  # [X, groups]
         scores = jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
     return lax.top_k(scores, num_chosen)[1]
 
@@ -262,7 +263,7 @@ def _tile(chosen: jax.Array, num_experts: int, least: int, largest: int, at_once
     most = min(choices, choices // size + num_experts)
     most = -(-most // min(at_once, most)) * min(at_once, most)
     mine, index = chosen.ravel(), jnp.arange(most, dtype=jnp.int32)
-    order = lax.platform_dependent(mine, cpu=_argsort_on_cpu, default=_argsort).astype(jnp.int32)  # choices by expert
+    order = lax.platform_dependent(mine, cpu=_argsort_on_cpu, default=_argsort)  # choices by expert
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(choices, dtype=jnp.int32))
     counts = jnp.zeros(num_experts, jnp.int32).at[mine].add(1)
     starts, tiles = jnp.cumsum(counts, dtype=jnp.int32) - counts, -(-counts // size)
@@ -280,7 +281,8 @@ def _tile(chosen: jax.Array, num_experts: int, least: int, largest: int, at_once
 
 
 def _argsort(experts: jax.Array) -> jax.Array:
-    return vary_like(jnp.argsort(experts, stable=True), experts)  # JAX types the indices as the same on all devices
+    order = jnp.argsort(experts, stable=True).astype(jnp.int32)
+    return vary_like(order, experts)  # JAX types the indices as the same on all devices
 
 
 def _argsort_on_cpu(experts: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     token_ids, threshold = choose(scores, inputs)
     kept = kept_logits(scores, inputs.temperature, threshold)
     # Where XLA computes the scores anew, their rounding may differ: what was drawn stays among what is kept.
-    is_chosen = jnp.arange(scores.shape[-1]) == token_ids[:, None]
+    is_chosen = jnp.arange(scores.shape[-1], dtype=jnp.int32) == token_ids[:, None]
     kept = jnp.where(is_chosen, _scaled(lax.stop_gradient(scores), inputs.temperature), kept)
     processed = token_logprobs(kept, token_ids)
     return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids), processed_logprobs=processed)
@@ -79,7 +79,7 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
         filters = inputs.top_k, inputs.top_p, inputs.min_p
         return native.choose(scores, inputs.temperature, *filters, inputs.seed, inputs.position)
     is_drawn = inputs.temperature > 0
-    unfiltered = vary_like(jnp.full(len(scores), -jnp.inf), scores)
+    unfiltered = vary_like(jnp.full(len(scores), -jnp.inf, jnp.float32), scores)
 
     def take_best() -> tuple[jax.Array, jax.Array]:
         return argmax(scores), unfiltered
@@ -237,7 +237,7 @@ def score(
         bits = lax.bitcast_convert_type(token_logprobs(logits, given), jnp.int32)
         return jnp.stack([argmax(logits), bits], axis=1)
 
-    none = jnp.zeros((rows, count), jnp.int32), jnp.zeros((rows, count))
+    none = jnp.zeros((rows, count), jnp.int32), jnp.zeros((rows, count), jnp.float32)
     scores = lax.cond(wanted > 0, both, lambda: jnp.zeros((rows, 2), jnp.int32))
     return scores, *lax.cond(wanted > 1, lambda: likeliest(logits), lambda: none)
 
@@ -313,7 +313,7 @@ def _threshold(
     whole = jnp.exp(scaled).sum(axis=-1)
     total = jnp.where(has_k, jnp.where(in_top, mass, 0.0).sum(axis=-1), whole)
     before = jnp.cumsum(mass, axis=-1) - mass
-    in_nucleus = in_top & ((before < (top_p * total)[:, None]) | (jnp.arange(num) == 0))
+    in_nucleus = in_top & ((before < (top_p * total)[:, None]) | (jnp.arange(num, dtype=jnp.int32) == 0))
     nucleus = jnp.min(jnp.where(in_nucleus, ranked, jnp.inf), axis=-1)
     found = jnp.where(has_p, nucleus, least)
     floor = _log_of(min_p)
