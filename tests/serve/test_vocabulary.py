@@ -64,7 +64,7 @@ def test_offsets_are_places_in_the_text_also_where_a_character_takes_several_tok
     vocabulary, text = Vocabulary(tokenizer), "aü世b"
     ids = tokenizer.encode(text, add_special_tokens=False)
     (end,) = tokenizer.encode("<end>")
-    entries = [(one, None, None) for one in (end, *ids, end, ids[0])]
+    entries: Any = [(one, None, None) for one in (end, *ids, end, ids[0])]
     found = TextLogprobs(vocabulary, by_id=False, has_special=False).report(
         entries, with_top=False, echo=text, num_echoed=1 + len(ids)
     )
