@@ -348,6 +348,7 @@ class ModelRunner(Adaptable):
         progress: bool = True,
         load: bool = False,
         distributions: bool = False,
+        drafts: bool = False,
         masks: bool = False,
         scores: bool = False,
     ) -> None:
@@ -355,14 +356,16 @@ class ModelRunner(Adaptable):
 
         A program on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
         `distributions`: also those for the output of that name, as a draft model whose probabilities count needs them.
+        `drafts`: also those that judge drafted tokens, where no `spec_tokens` of the settings ask for them.
         `masks`: also those for structured output. `scores`: also those for scores under the settings of sampling.
         """
         with self._life.lock, self._life:
             track = Track("compiling steps") if progress else None
             more = self.plan.buckets.distributions() if distributions else []
-            more += self.plan.buckets.masks(drafts=bool(self.plan.spec_tokens)) if masks else []
+            drafts = drafts or bool(self.plan.spec_tokens)
+            more += self.plan.buckets.masks(drafts=drafts) if masks else []
             more += self.plan.buckets.processed_scores() if scores else []
-            self._programs.warmup([*self.plan.declared(), *more], track, load=load)
+            self._programs.warmup([*self.plan.declared(drafts=drafts), *more], track, load=load)
 
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
         """Takes other weights, which must have the tree, shapes and dtypes of those that are there, or another layout.

@@ -66,9 +66,9 @@ class EnginePlan:
         """Sizes of the sampler."""
         return SamplerSpec(num_slots=self.max_seqs, vocab_size=self.vocab_size, capacity=self.kv_capacity)
 
-    def declared(self) -> list[ProgramKey]:
-        """Every program that legal traffic can need, adapters included."""
-        keys = self.buckets.declared(adapters=self.loras is not None, drafts=bool(self.spec_tokens))
+    def declared(self, *, drafts: bool = False) -> list[ProgramKey]:
+        """Every program that legal traffic can need, adapters included; with `drafts` also without `spec_tokens`."""
+        keys = self.buckets.declared(adapters=self.loras is not None, drafts=drafts or bool(self.spec_tokens))
         if self.loras is not None:
             keys.append(InstallKey(self.loras.max_loras, self.loras.max_rank))
         # Of sliding-window layers alone, nothing is gathered.

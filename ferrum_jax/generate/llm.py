@@ -160,10 +160,11 @@ class LLM:
     def warmup(self, *, progress: bool = True, load: bool = False, scores: bool = False) -> None:
         """Compiles everything that serving may need; options as of `ModelRunner.warmup`, which other models lack."""
         self.engine.settle()
-        scheduler = self.engine.scheduler
-        scheduler.backend.warmup(progress=progress, load=load, scores=scores, masks=self.tokenizer is not None)
-        if scheduler.speculator is not None:
-            scheduler.speculator.source.warmup(progress=progress)
+        backend, speculator = self.engine.scheduler.backend, self.engine.scheduler.speculator
+        more = {"masks": self.tokenizer is not None, "drafts": speculator is not None}
+        backend.warmup(progress=progress, load=load, scores=scores, **more)
+        if speculator is not None:
+            speculator.source.warmup(progress=progress)
 
     def reset(self) -> None:
         """Drops every sequence of the model; also the way back after a step that failed on the device.

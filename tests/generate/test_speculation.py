@@ -131,6 +131,14 @@ def test_after_warmup_speculation_compiles_nothing(llms: dict[str, LLM], compile
     assert compiles == []
 
 
+def test_a_strict_runner_that_was_loaded_without_speculation_is_warm_for_it(new_runner: MakeRunner):
+    with new_runner(strict=True, block_size=16) as runner:
+        llm = LLM.from_model(runner, speculation=Speculation(num_tokens=3))
+        llm.warmup(progress=False)
+        (out,) = llm.generate([[1, 2, 3] * 3], SamplingParams(max_tokens=COUNT))
+        assert out.drafted > 0
+
+
 def test_an_abandoned_stream_frees_the_draft_too(llms: dict[str, LLM], twin: ModelRunner):
     stream = llms["twin"].stream([1, 2, 3], SamplingParams(max_tokens=COUNT))
     next(stream)

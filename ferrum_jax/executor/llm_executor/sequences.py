@@ -191,7 +191,8 @@ class SequenceTable:
         """Copies a sequence under a new id; both share blocks until either writes."""
         cache_id = self._new_id("cache")
         self.model.fork(sequence.cache_id, cache_id)
-        return self.track(TrackedSequence(cache_id, sequence.length, sequence.adapter))
+        known = {"is_known": sequence.is_known, "knows_adapter": sequence.knows_adapter}
+        return self.track(TrackedSequence(cache_id, sequence.length, sequence.adapter, **known))
 
     def count(self) -> int:
         """Returns how many sequences are live."""

@@ -5,7 +5,7 @@ import pytest
 
 from ferrum_jax import LlmExecutor
 from ferrum_jax.contract import KvCacheHandle
-from ferrum_jax.contract.errors import ResourceExhaustedError
+from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
 from tests.executor.asking import prompt, run, token
 from tests.executor.conftest import Oracle
@@ -74,6 +74,16 @@ def test_a_fork_shares_blocks_until_either_writes(
     executor.release_cache(handle.cache_id)
     on = run(executor.decode(token(7, theirs.kv_cache)))
     np.testing.assert_allclose(on.logits[0], oracle([*PROMPT, 6, 7])[-1], atol=1e-4)
+
+
+def test_a_fork_that_the_model_has_dropped_is_stale(executor: LlmExecutor, handle: KvCacheHandle, runner: ModelRunner):
+    fork = handle.clone_handle()
+    runner.release(fork.cache_id)
+    assert not fork.is_valid()
+    fork = handle.clone_handle()
+    runner.release(fork.cache_id)
+    with pytest.raises(RequestValidationError, match="its handles are stale"):
+        run(executor.prefill(prompt([1, 2], fork)))
 
 
 def test_a_fork_needs_a_slot(executor: LlmExecutor, handle: KvCacheHandle):
