@@ -96,6 +96,15 @@ class Adapters:
         if self.spec is None:
             raise UnsupportedError(f"adapter {name!r} cannot be used: this model was loaded with max_loras=0")
 
+    def has(self, name: str) -> bool:
+        """Whether an adapter of this name is loaded."""
+        return name in self._loaded
+
+    def check_new(self, name: str) -> None:
+        """Raises AlreadyExistsError for the name of an adapter that is loaded."""
+        if self.has(name):
+            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {self._loaded[name].path or 'arrays'}")
+
     def read(self, path: str | os.PathLike[str]) -> PeftAdapter:
         """Reads an adapter's files; raises as `read_adapter` does, NotFoundError also for what may not be read."""
         if not isinstance(path, (str, os.PathLike)):
@@ -117,9 +126,8 @@ class Adapters:
             DeviceError: the device failed; nothing changed.
         """
         assert self.spec is not None
-        older = self._loaded.get(name)
-        if older is not None and (is_pinned or not self._is_idle(older)):
-            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {older.path or 'arrays'}")
+        if is_pinned or not (self.has(name) and self._is_idle(self._loaded[name])):
+            self.check_new(name)
         places = _from_root(path), os.path.realpath(path)
         # The files are read here alone, so that no other host needs them, or could find others under the same path.
         leaves = jax.tree.leaves(lay_out(read, self.spec, self.dtype))

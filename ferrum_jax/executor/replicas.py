@@ -248,12 +248,17 @@ class ReplicatedRunner(ModelRunner):
             (self._router.unplaced.add if is_bound else self._router.unplaced.discard)(cache_id)
 
     def load_lora(self, name: str, path: Any) -> None:
-        """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as of one runner."""
+        """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as of one runner.
+
+        A name that one replica has, as a sequence there has asked for it, is taken.
+        """
         adapters = self.replicas[0]._adapters
         with self._life.lock, self._life:
             adapters.check_free_row(name)
         read = adapters.read(path)  # which takes a while, and concerns nobody else
         with self._life.lock, self._life:
+            for replica in self.replicas:
+                replica._adapters.check_new(name)
             done: list[ModelRunner] = []
             try:
                 for index, replica in enumerate(self.replicas):
@@ -285,11 +290,12 @@ class ReplicatedRunner(ModelRunner):
                 replica._pipeline.settle()
 
     def unload_lora(self, name: str) -> None:
-        """Drops an adapter and its prefixes; raises as of one runner."""
+        """Drops an adapter and its prefixes on the replicas that have it; raises as of one runner."""
         with self._life.lock, self._life:
-            for replica in self.replicas:
+            having = [replica for replica in self.replicas if replica._adapters.has(name)] or self.replicas[:1]
+            for replica in having:
                 replica._adapters.check_unloadable(name)
-            for replica in self.replicas:
+            for replica in having:
                 replica.unload_lora(name)
 
     def warmup(self, **options: bool) -> None:

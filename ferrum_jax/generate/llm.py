@@ -445,7 +445,8 @@ class LLM:
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.
 
-        Log-probabilities of the prompt, and several answers, compile what they need more when first asked for.
+        Log-probabilities of the prompt, several answers and structured output compile what they need more when first
+        asked for.
         """
         request = self.request(prompt, params)
         try:

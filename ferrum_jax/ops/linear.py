@@ -179,7 +179,7 @@ def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
     found = lax.map(jax.checkpoint(block), starts)
     repeated = len(starts) * size - rows
-    return jnp.concatenate([found[:-1].reshape(-1, len(x)), found[-1, repeated:]]).T
+    return jnp.concatenate([found[:-1].reshape((len(starts) - 1) * size, len(x)), found[-1, repeated:]]).T
 
 
 def _widen_fp8(values: jax.Array) -> jax.Array:

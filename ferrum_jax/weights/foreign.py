@@ -19,6 +19,7 @@ from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves
+from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
 
 Sizes = dict[str, int]  # of axes, by letter
@@ -115,10 +116,10 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
         like: a tree of the wanted structure, such as an `nnx.State`; nested dicts if None, whose keys are texts.
 
     Raises:
-        InvalidParameterError: `like` has other leaves: all differences in one message.
+        InvalidParameterError: parameters are quantised; or `like` has other leaves: all differences in one message.
         ConfigError: a rule contradicts the model, or rules leave out a part of a leaf.
     """
-    leaves = checkpoint_leaves(params, cfg)
+    leaves = _plain_leaves(params, cfg)
     pieces: dict[str, dict[tuple[int, ...], Any]] = {}
     moves = plan(cfg, rules)
     for move in moves:
@@ -162,13 +163,26 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
 
 
 def to_hf_names(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
-    """Splits parameters in any layout into a checkpoint's tensors by name, experts as a checkpoint stores them."""
+    """Splits parameters in any layout into a checkpoint's tensors by name, experts as a checkpoint stores them.
+
+    Raises:
+        InvalidParameterError: parameters are quantised.
+    """
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
-    leaves = checkpoint_leaves(params, cfg)
+    leaves = _plain_leaves(params, cfg)
     for name, axes in stored_axes(specs).items():
         leaves[name] = jnp.transpose(leaves[name], [axes.index(axis) for axis in range(len(axes))])
     for name, parts in stored_apart(specs, {}).items():
         leaves |= dict(zip(parts, leaves.pop(name), strict=True))
+    return leaves
+
+
+def _plain_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
+    leaves = checkpoint_leaves(params, cfg)
+    if quantised := [name for name, leaf in leaves.items() if isinstance(leaf, QuantisedWeight)]:
+        raise InvalidParameterError(
+            f"{len(quantised)} parameters are quantised, {quantised[0]} the first: models.dequantise gives plain ones"
+        )
     return leaves
 
 

@@ -14,8 +14,10 @@ import ferrum_jax
 from ferrum_jax import LLM, DecodeInput, LlmExecutor, PrefillInput, SamplingParams, Speculation
 from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, KvSlotRequest, Sampling
 from ferrum_jax.contract.errors import (
+    AlreadyExistsError,
     CancelledError,
     DeviceError,
+    NotFoundError,
     RequestValidationError,
     ResourceExhaustedError,
 )
@@ -148,6 +150,29 @@ def test_adapters_work_wherever_a_sequence_goes(
         two.release(key)
     two.unload_lora("one")
     assert two.lora_metrics_snapshot()["adapter_count"] == 0
+
+
+def test_an_adapter_that_only_one_replica_has_is_dropped_there(two: ReplicatedRunner, adapter_folders: dict[str, str]):
+    """A sequence there has asked for it, and the other replica has made room for another one."""
+    folder = adapter_folders["one"]
+    two.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="one", path=folder))
+    two.prefill("a", [1, 2])
+    home = two.replica_of("a")
+    assert home is not None
+    other = two.replicas[1 - home]
+    if other._adapters.has("one"):
+        other.unload_lora("one")
+    with pytest.raises(AlreadyExistsError):
+        two.load_lora("one", folder)
+    assert not other._adapters.has("one")
+    with pytest.raises(RequestValidationError, match="in use"):
+        two.unload_lora("one")
+    two.release("a")
+    two.unload_lora("one")
+    two.load_lora("one", folder)
+    two.unload_lora("one")
+    with pytest.raises(NotFoundError):
+        two.unload_lora("one")
 
 
 def test_many_tokens_are_decoded_on_all_replicas_at_once(two: ReplicatedRunner, oracle: Oracle):

@@ -221,6 +221,10 @@ def test_a_quantised_forward_equals_that_of_the_dequantised_parameters(name: str
     found, expected = run(kept, tokens, cfg), run(models.dequantise(kept), tokens, cfg)
     np.testing.assert_allclose(found, expected, rtol=0, atol=FORWARD)
     assert np.abs(run(plain, tokens, cfg) - found).max() > 10 * FORWARD  # quantising does change the model
+    scored = jax.jit(models.log_probs, static_argnums=2)
+    np.testing.assert_allclose(
+        scored(kept, tokens, cfg), scored(models.dequantise(kept), tokens, cfg), rtol=0, atol=FORWARD
+    )
 
 
 @pytest.mark.slow

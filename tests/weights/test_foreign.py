@@ -10,6 +10,7 @@ from flax import nnx
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
+from ferrum_jax.models import quantise
 from ferrum_jax.models.layout import FUSED, SCANNED, lay_out
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.weights.foreign import Rule, from_hf_names, from_tree, to_hf_names, to_tree
@@ -134,6 +135,13 @@ def test_a_conversion_is_one_program_and_differentiable():
     tiny.assert_same_tree(found, params)
     total = jax.grad(lambda tree: sum(leaf.sum() for leaf in jax.tree.leaves(from_tree(tree, LLAMA, RULES))))(there)
     np.testing.assert_array_equal(total["h"]["wi"][:, 1], np.full_like(total["h"]["wi"][:, 1], 0.5))
+
+
+def test_quantised_parameters_are_refused():
+    kept = quantise(params_of("llama3"), LLAMA, "int8")
+    for convert in (lambda: to_tree(kept, LLAMA, tunix_rules(LLAMA)), lambda: to_hf_names(kept, LLAMA)):
+        with pytest.raises(InvalidParameterError, match="are quantised, .* dequantise"):
+            convert()
 
 
 def test_all_that_is_wrong_with_a_tree_is_in_one_message():
