@@ -105,6 +105,11 @@ class Adapters:
         if self.has(name):
             raise AlreadyExistsError(f"adapter {name!r} is loaded, from {self._loaded[name].path or 'arrays'}")
 
+    def check_room(self, name: str) -> None:
+        """Raises ResourceExhaustedError where no adapter may go for one of a new name."""
+        if self.spec is not None and not self.has(name) and len(self._loaded) >= self.spec.max_loras:
+            self._first_idle()
+
     def read(self, path: str | os.PathLike[str]) -> PeftAdapter:
         """Reads an adapter's files; raises as `read_adapter` does, NotFoundError also for what may not be read."""
         if not isinstance(path, (str, os.PathLike)):
@@ -142,11 +147,9 @@ class Adapters:
             ResourceExhaustedError: as of `load`.
         """
         self.check_free_row(name)
-        assert self.spec is not None
         older = self._loaded.get(name)
         if older is None:
-            if len(self._loaded) >= self.spec.max_loras:
-                self._first_idle()
+            self.check_room(name)
         elif older.path:
             raise AlreadyExistsError(f"adapter {name!r} is loaded from {older.path}: unload_lora() before it is set")
         elif users := not_kept(self.users_of(older), keep):

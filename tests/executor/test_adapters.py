@@ -186,6 +186,19 @@ def test_adapters_loaded_by_name_stay_and_others_make_room(runner: ModelRunner, 
     assert sorted(runner._adapters._loaded) == ["one", "three"]
 
 
+def test_without_room_no_file_is_read(
+    runner: ModelRunner, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """A request that waits for room asks in every step."""
+    for name in ("one", "two"):
+        runner.load_lora(name, adapter_folders[name])
+    monkeypatch.setattr(runner._adapters, "read", lambda _: pytest.fail("it is read"))
+    for name in ("one", "two"):
+        runner.set_lora_adapter_for_cache(name, ActiveLoraAdapter(name=name, path=adapter_folders[name]))
+    with pytest.raises(ResourceExhaustedError, match="all 2 of max_loras"):
+        runner.set_lora_adapter_for_cache("a", ActiveLoraAdapter(name="three", path=adapter_folders["three"]))
+
+
 def test_reset_drops_bindings_and_keeps_adapters(
     runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str]
 ):
