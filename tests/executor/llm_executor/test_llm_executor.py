@@ -286,6 +286,12 @@ def test_a_refused_call_leaves_what_was_reserved_before(executor: LlmExecutor, r
         with pytest.raises(RequestValidationError, match="positions"):
             run(executor.prefill(prompt(SECOND, handle, metadata=options)))
         assert runner.kv_slot_capacity_snapshot() == reserved
+    for at in range(3):
+        runner.prefill(f"x{at}", [1 + at] * 40)
+    reserved = runner.kv_slot_capacity_snapshot()
+    with pytest.raises(ResourceExhaustedError, match="KV blocks"):
+        run(executor.prefill(prompt([1] * (CAPACITY - len(FIRST)), handle)))
+    assert runner.kv_slot_capacity_snapshot() == reserved
     assert handle.is_valid()
 
 
