@@ -5,7 +5,8 @@ another prompt. Ours patches a row for each position in one call, which begins a
 it is the other prompt's. Transformers runs a whole forward a patch, with a hook. Both compute the last token's logits.
 Gradients: of the mean log-likelihood of 512 tokens with respect to all parameters; memory is the most that the process
 had beyond what it had before the call. `products` keeps the results of matrix products and recomputes the rest of each
-layer, `scanned products` in one loop over the layers; `scanned remat` recomputes all of it there. Scoring:
+layer, `remat` recomputes all of it; `scanned` ones in one loop over the layers. On a CPU all but `without the option`
+are compiled so that XLA keeps the barriers of recomputations, as docs/research.md says. Scoring:
 `LLM.score` beside batches of like length that are padded to the longest, of passages of Python's reference manual, by
 turns 64 of like length until all are scored; how far both are from transformers in float64 is told for the texts whose
 scores differ most. All answers are compared, in float32 on a CPU.

@@ -133,7 +133,7 @@ def run(
         attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
             only `xla` has gradients, and needs far more memory for them.
         remat: gradients recompute each layer instead of keeping what is inside it; `products` keeps what products with
-            weights give, so that little is computed twice. On a CPU it saves most in the layout `scanned`.
+            weights give, so that little is computed twice. JAX 0.10 needs an option for it on a CPU: docs/research.md.
 
     Raises:
         InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are no
