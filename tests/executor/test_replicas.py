@@ -270,40 +270,38 @@ def test_room_is_counted_for_all_that_join_and_only_where_they_may_go(two: Repli
     assert two.replica_of("a") == 0
 
 
+def count_steps(llm: LLM) -> list[None]:
+    """Returns a list that grows with each step; more than a thousand are a failure, as without progress."""
+    steps: list[None] = []
+    step = llm.engine.scheduler.step
+
+    def counted() -> None:
+        steps.append(None)
+        assert len(steps) < 1000
+        step()
+
+    llm.engine.scheduler.step = counted
+    return steps
+
+
 def test_requests_that_fit_on_no_replica_for_now_keep_none_of_the_others_waiting(params: ParamTree):
     engine = replace(REUSING, max_seqs=3, decode_rows=(3,), kv_blocks=9, prefix_cache=False)
     rng = np.random.default_rng(3)
     prompts = [rng.integers(CFG.vocab_size, size=rng.choice([3, 30])).tolist() for _ in range(40)]
     with from_params(params, CFG, mesh={"data": 3}, engine=engine) as runner:
-        llm, steps = LLM.from_model(runner), 0
-        step = llm.engine.scheduler.step
-
-        def counted() -> None:
-            nonlocal steps
-            steps += 1
-            assert steps < 1000  # without progress
-            step()
-
-        llm.engine.scheduler.step = counted
+        llm = LLM.from_model(runner)
+        steps = count_steps(llm)
         outputs = llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True))
         assert [len(output.token_ids) for output in outputs] == [6] * 40
-        assert steps > 20
+        assert len(steps) > 20
 
 
 def test_answers_of_one_prompt_do_not_return_to_a_replica_that_has_run_short(params: ParamTree):
     engine = replace(REUSING, max_seqs=3, decode_rows=(3,), kv_blocks=9, prefix_cache=False)
     drawn = SamplingParams(n=5, temperature=1.0, seed=1, max_tokens=28, ignore_eos=True)
     with from_params(params, CFG, mesh={"data": 2}, engine=engine) as runner:
-        llm, steps = LLM.from_model(runner), 0
-        step = llm.engine.scheduler.step
-
-        def counted() -> None:
-            nonlocal steps
-            steps += 1
-            assert steps < 1000  # without progress
-            step()
-
-        llm.engine.scheduler.step = counted
+        llm = LLM.from_model(runner)
+        count_steps(llm)
         outputs = llm.generate([[*range(17)], [*range(1, 18)]], drawn)
         assert [len(output.token_ids) for output in outputs] == [28] * 10
         assert sum(output.preemptions for output in outputs) > 0
