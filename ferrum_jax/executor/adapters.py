@@ -131,7 +131,8 @@ class Adapters:
             DeviceError: the device failed; nothing changed.
         """
         assert self.spec is not None
-        if is_pinned or not (self.has(name) and self._is_idle(self._loaded[name])):
+        older = self._loaded.get(name)
+        if is_pinned or (older is not None and not self._is_idle(older)):
             self.check_new(name)
         places = _from_root(path), os.path.realpath(path)
         # The files are read here alone, so that no other host needs them, or could find others under the same path.

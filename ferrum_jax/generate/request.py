@@ -73,7 +73,7 @@ class Request:
     accepted: int = 0  # of those, the ones that stand in the answer
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
-    num_before_loss: int = -1  # tokens that it had when its sequence was gone last
+    num_before_loss: int = -1  # tokens that it had when `has_progressed` was asked last
     preemptions: int = 0  # times it lost its slot and blocks to others, and was recomputed
     submitted: float = field(default_factory=time.perf_counter)
     first_token_after: float = 0.0  # seconds
@@ -310,8 +310,8 @@ class Request:
         if self.num_unscored:
             self.scores, self.greedy_ids, self.top_scores, self.processed_scores = [], [], [], []
 
-    def comes_further(self) -> bool:
-        """True if tokens were generated since this was asked last."""
+    def has_progressed(self) -> bool:
+        """Whether tokens were generated since this was asked last."""
         former, self.num_before_loss = self.num_before_loss, len(self.choices)
         return self.num_before_loss > former
 

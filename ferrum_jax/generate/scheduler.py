@@ -178,12 +178,12 @@ class Scheduler:
     def _handle(self, problem: FerrumError, requests: list[Request], rows: list[ScheduledRow]) -> None:
         """Ends what an error concerns: the one request of a batch, or all where the model is at fault.
 
-        One whose sequence somebody else has dropped begins anew, if it has come further since that happened last.
+        A request whose sequence somebody else has released is read anew, unless no token has come since the last time.
         """
         gone = self._resynchronise()
         if not problem.is_client_error:
             self._fail([*self._running], problem)
-        elif len(requests) == 1 and not (requests[0] in gone and requests[0].comes_further()):
+        elif len(requests) == 1 and not (requests[0] in gone and requests[0].has_progressed()):
             self._fail(requests, problem)
         else:
             self._run_singly(requests, rows)
@@ -441,7 +441,8 @@ class Scheduler:
             except FerrumError:  # of a model that has failed; its reset drops everything
                 length = -1
             if length != request.num_read:
-                gone |= {request} if length == 0 else set()
+                if length == 0:
+                    gone.add(request)
                 self._release(request.cache_id)
                 request.restart()
         return gone

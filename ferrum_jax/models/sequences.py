@@ -38,9 +38,10 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
-from ferrum_jax.ops.sampling import token_logprobs
+from ferrum_jax.ops.sampling import over_temperature, token_logprobs
 from ferrum_jax.sharding.types import partition_of, vary_alike, with_auto_axes
 
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # smaller numbers may count as 0
 BLOCK = 256  # tokens whose logits are in memory at once, where no logits are returned
 
 
@@ -292,14 +293,15 @@ def _log_probs(
     """Log-probabilities of `targets` `[B, T]` after states `[B, T, D]` of the last layer."""
     batch, length = targets.shape
     size = min(length, max(1, block // batch))  # positions of each row in a block, so that a mesh divides rows
-    if not isinstance(temperature, float):
-        temperature = jnp.repeat(jnp.broadcast_to(temperature, batch), size)[:, None]  # [B * size, 1]
+    is_scaled = not isinstance(temperature, float) or temperature != 1
+    of_rows = jnp.repeat(jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), batch), size)  # [B * size]
 
     @jax.checkpoint
     def of_block(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         states, targets = given
-        logits = family(cfg).head(params, states.reshape(batch * size, -1), cfg)
-        return token_logprobs(logits.astype(jnp.float32) / temperature, targets.reshape(-1)).reshape(batch, size)
+        logits = family(cfg).head(params, states.reshape(batch * size, -1), cfg).astype(jnp.float32)
+        logits = over_temperature(logits, of_rows) if is_scaled else logits
+        return token_logprobs(logits, targets.reshape(-1)).reshape(batch, size)
 
     pad = -length % size
     x, targets = jnp.pad(x, ((0, 0), (0, pad), (0, 0))), jnp.pad(targets, ((0, 0), (0, pad)))
@@ -311,12 +313,12 @@ def _log_probs(
 def _check_temperature(given: Any, tokens: jax.Array) -> float | jax.Array:
     """Returns a temperature, a number as a float and arrays `[]` or `[B]` in float32."""
     if is_real(given) and 0 < given < math.inf:
-        return float(given)
+        return max(float(given), _LEAST_TEMPERATURE)
     if not isinstance(given, (jax.Array, np.ndarray)) or given.shape not in ((), tokens.shape[:1]):
         raise InvalidParameterError(f"temperature is {safe_repr(given)}, expected a positive number, or [B] of them")
     if not isinstance(given, Tracer) and not np.all((np.asarray(given) > 0) & (np.asarray(given) < math.inf)):
         raise InvalidParameterError(f"temperature is {safe_repr(given)}, expected positive numbers")
-    return jnp.asarray(given).astype(jnp.float32)
+    return jnp.maximum(jnp.asarray(given).astype(jnp.float32), _LEAST_TEMPERATURE)
 
 
 def check_range(
@@ -344,13 +346,16 @@ def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> i
     Raises:
         InvalidParameterError: it is none of the layers, or not the first one and there is no residual stream for it.
     """
+    last = cfg.num_hidden_layers - 1
     if isinstance(given, (jax.Array, np.ndarray)):
         first = jnp.asarray(given)
         if first.shape or not jnp.issubdtype(first.dtype, jnp.integer):
             raise InvalidParameterError(f"first_layer is {first.dtype}{list(first.shape)}, expected one integer")
+        is_known = not isinstance(first, Tracer) and first.is_fully_addressable
+        if is_known and not 0 <= int(first) <= last:
+            raise InvalidParameterError(f"first_layer is {int(first)}, expected a layer from 0 to {last}")
         first = first.astype(jnp.int32)
     else:
-        last = cfg.num_hidden_layers - 1
         is_number = isinstance(given, (int, np.integer)) and not isinstance(given, bool)
         if not is_number or not 0 <= given <= last:
             raise InvalidParameterError(f"first_layer is {safe_repr(given)}, expected a layer from 0 to {last}")

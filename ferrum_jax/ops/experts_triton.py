@@ -23,10 +23,8 @@ from ferrum_jax.ops.triton_launch import PROGRAMS, SMALLEST_PART, launch
 LEAST_ROWS, MOST_ROWS = SMALLEST_PART, 128  # of a tile
 INPUTS = 64  # that are multiplied at a time
 MOST_OUTPUTS, LEAST_OUTPUTS = 128, 32  # of a program
-SHARED, MOST_STAGES = (
-    96 << 10,
-    6,
-)  # bytes of operands on their way, of the 99 KB that the smallest cards have; parts of them
+SHARED = 96 << 10  # bytes of operands on their way, of the 99 KB that the smallest cards have
+MOST_STAGES = 6  # parts of them
 
 
 @dataclass(frozen=True)

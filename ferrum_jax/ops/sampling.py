@@ -63,7 +63,7 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
     kept = kept_logits(scores, inputs.temperature, threshold)
     # Where XLA computes the scores anew, their rounding may differ: what was drawn stays among what is kept.
     is_chosen = jnp.arange(scores.shape[-1], dtype=jnp.int32) == token_ids[:, None]
-    kept = jnp.where(is_chosen, _scaled(lax.stop_gradient(scores), inputs.temperature), kept)
+    kept = jnp.where(is_chosen, over_temperature(lax.stop_gradient(scores), inputs.temperature), kept)
     processed = token_logprobs(kept, token_ids)
     return Choice(token_ids=token_ids, logprobs=token_logprobs(logits, token_ids), processed_logprobs=processed)
 
@@ -88,7 +88,7 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
         return draw(scores, inputs), unfiltered
 
     def draw_filtered() -> tuple[jax.Array, jax.Array]:
-        scaled = _scaled(scores, inputs.temperature)
+        scaled = over_temperature(scores, inputs.temperature)
         among_best, threshold, is_among_best = _draw_from_best(scaled, inputs)
         threshold = jnp.where(is_filtered(inputs), threshold, -jnp.inf)
         is_among_best &= is_filtered(inputs)
@@ -106,7 +106,7 @@ def filter_and_draw(
     scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Chooses as `choose`, and computes for every row what any row could need, so that there is no branch."""
-    scaled = _scaled(scores, inputs.temperature)
+    scaled = over_temperature(scores, inputs.temperature)
     threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p, has_branches=False)
     threshold = jnp.where(is_filtered(inputs), threshold, -jnp.inf)
     return _draw_from(scores, scaled, threshold, inputs), threshold
@@ -133,7 +133,7 @@ def draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Ar
     if _has_kernel(scores):
         off = jnp.zeros_like(inputs.top_k), jnp.ones_like(inputs.top_p), jnp.zeros_like(inputs.min_p)
         return native.choose(scores, inputs.temperature, *off, inputs.seed, inputs.position)[0]
-    noisy = _scaled(scores, inputs.temperature) + _noise(scores, inputs)
+    noisy = over_temperature(scores, inputs.temperature) + _noise(scores, inputs)
     return argmax(jnp.where((inputs.temperature > 0)[:, None], noisy, scores))
 
 
@@ -141,20 +141,20 @@ def kept_logits(
     scores: Float[Array, "B V"], temperature: Float[Array, " B"], threshold: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
     """Returns the logits of what was drawn from, given what `choose` returned; at temperature 0, as at 1."""
-    scaled = _scaled(lax.stop_gradient(scores), temperature)
+    scaled = over_temperature(lax.stop_gradient(scores), temperature)
     return jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
 
 
 def distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
     """Returns the probabilities with which `choose` draws each token; a row of temperature 0 is taken at 1."""
-    scaled = _scaled(scores, inputs.temperature)
+    scaled = over_temperature(scores, inputs.temperature)
     kept = scaled >= filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)[:, None]
     return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
 
 
 def log_distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
     """Returns the logarithms of what `choose` draws from, -inf for what is filtered out; at temperature 0, as at 1."""
-    scaled = _scaled(scores, inputs.temperature)
+    scaled = over_temperature(scores, inputs.temperature)
     threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
     logits = kept_logits(scores, inputs.temperature, jnp.where(is_filtered(inputs), threshold, -jnp.inf))
     return logits - logsumexp(logits)[:, None]
@@ -390,7 +390,7 @@ def _unordered(keys: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(keys ^ ((keys >> 31) & 0x7FFFFFFF), jnp.float32)
 
 
-def _scaled(scores: jax.Array, temperature: jax.Array) -> jax.Array:
+def over_temperature(scores: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
     """Returns scores over the temperature, relative to the best, so that a tiny temperature cannot overflow.
 
     XLA divides by a broadcast number in this way, but not always; a threshold that a kernel found needs the same bits.

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import tokenizers
+
 from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.schema import finite
@@ -27,14 +29,11 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer | None):
         """Finds out how the tokenizer spells bytes and spaces."""
         self._tokenizer = tokenizer
-        self._added: dict[int, str] = {}
-        self._special: set[int] = set()
+        self._added: Mapping[int, tokenizers.AddedToken] = {}
         self._letters: dict[str, int] = {}
         self._has_marks = False
         if tokenizer is not None:
-            added = tokenizer.backend.get_added_tokens_decoder()
-            self._added = {at: one.content for at, one in added.items()}
-            self._special = {at for at, one in added.items() if one.special}
+            self._added = tokenizer.added
             decoder = json.dumps(json.loads(tokenizer.backend.to_str()).get("decoder"), ensure_ascii=False)
             self._letters = _byte_of_letter() if '"ByteLevel"' in decoder else {}
             self._has_marks = _SPACE in decoder or '"Metaspace"' in decoder
@@ -44,7 +43,7 @@ class Vocabulary:
         if self._tokenizer is None:
             return b""
         if token_id in self._added:
-            return self._added[token_id].encode()
+            return self._added[token_id].content.encode()
         token = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -58,7 +57,7 @@ class Vocabulary:
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no part of a text."""
-        return token_id in self._special
+        return token_id in self._added and self._added[token_id].special
 
     def text_of(self, token_id: int, *, by_id: bool | None = False) -> str:
         """Returns the text of a token, or `token_id:…` by its id; bytes that are no characters become U+FFFD."""

@@ -135,6 +135,7 @@ def test_what_cannot_be_is_refused():
         "logits have positions outside 0 to 8": {"logits": jnp.full((4, 1), 9)},
         "first_layer is 3, expected a layer from 0 to 2": {"first_layer": 3, "inputs_embeds": embeds},
         "first_layer is True": {"first_layer": True, "inputs_embeds": embeds},
+        "first_layer is -1, expected a layer from 0 to 2": {"first_layer": jnp.int32(-1), "inputs_embeds": embeds},
         r"first_layer is int32\[1\], expected one integer": {
             "first_layer": jnp.ones(1, jnp.int32), "inputs_embeds": embeds},
         "first_layer needs inputs_embeds": {"first_layer": 1},
@@ -249,6 +250,17 @@ def test_a_temperature_may_be_an_argument_of_a_program(shape: tuple[int, ...], c
     slope = jax.grad(lambda t: models.log_probs(params, tokens, cfg, temperature=t).sum())(jnp.float32(0.7))
     assert np.isfinite(slope)
     assert slope
+
+
+def test_a_tiny_temperature_takes_nothing_from_the_likeliest_token():
+    """Logits that are divided first overflow; optimised, XLA rounds them in two ways at 1e-4 already."""
+    params, cfg = model("qwen3")
+    tokens = tokens_of("qwen3")[:1, :6]
+    likeliest = models.forward(params, tokens, cfg).argmax(axis=-1)
+    for temperature in (1e-4, 1e-40, jnp.full(1, 1e-37, jnp.float32)):
+        scored = jax.jit(partial(models.log_probs, cfg=cfg, targets=likeliest, temperature=temperature))
+        found = scored(params, tokens)
+        np.testing.assert_array_equal(found, np.zeros_like(found))
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -59,8 +59,7 @@ def call_form(
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Returns the ids of a vocabulary's special tokens, which are no part of a text, by how they are written."""
-    added = tokenizer.backend.get_added_tokens_decoder()
-    return {token.content: at for at, token in added.items() if token.special}
+    return {token.content: at for at, token in tokenizer.added.items() if token.special}
 
 
 @dataclass(frozen=True)
