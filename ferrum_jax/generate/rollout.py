@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -27,6 +28,7 @@ from ferrum_jax.models.hooks import (
     steered,
     with_edits,
 )
+from ferrum_jax.models.layout import check_names
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.sequences import check_range
 from ferrum_jax.models.specs import ParamTree
@@ -126,10 +128,17 @@ def generate_fn(
         InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks; a token is not in
             the vocabulary, or a length outside its row, which inside `jit` nobody can tell: there both are undefined.
     """
+    check_names(params, cfg)
     if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
         raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")
     if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable) or getattr(stop_ids, "ndim", 1) != 1:
         raise InvalidParameterError(f"stop_ids is {safe_repr(stop_ids)}, expected several token ids, such as (2,)")
+    for name, values in (("seeds", seeds), ("stop_ids", stop_ids)):
+        given = values if isinstance(values, jax.Array) else np.asarray(values)
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise InvalidParameterError(f"{name} are {given.dtype}, expected integers")
+        if isinstance(given, np.ndarray) and (given.astype(np.uint32) != given).any():
+            raise InvalidParameterError(f"{name} are {safe_repr(values)}, expected integers from 0 to {2**32 - 1}")
     tokens, lengths, seeds = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(seeds, jnp.uint32)
     if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:
         raise InvalidParameterError(

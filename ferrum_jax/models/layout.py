@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import LAYOUTS, ModelConfig
+from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, map_specs, named_leaves, named_weights
+from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, map_specs, name_of, named_leaves, named_weights
+from ferrum_jax.ops.quantised import is_quantised
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
 FUSED_PARTS = {  # by block: name of the joined weight, and its parts
@@ -125,17 +127,30 @@ def layout_of(params: ParamTree) -> str:
     return FUSED if "qkv_proj" in layers[0]["self_attn"] else CHECKPOINT
 
 
+def check_names(params: ParamTree, cfg: ModelConfig) -> None:
+    """Raises InvalidParameterError unless a tree of any layout has the parameters of a model, by their names."""
+    try:
+        layout = layout_of(params)
+    except (LookupError, TypeError, AttributeError):
+        layout = CHECKPOINT
+    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
+    wanted = dict.fromkeys(named_leaves(recipes(cfg, layout)))
+    problems = differences(dict.fromkeys(name_of(path) for path, _ in paths), wanted)
+    check_no_problems(f"these are not the parameters of this {cfg.model_type}", problems)
+
+
 def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     """Converts parameters of any layout into another; pure, so it may be jitted, donated to and differentiated.
 
     Leaves that do not change are shared; the others are copies.
 
     Raises:
-        InvalidParameterError: there is no such layout.
+        InvalidParameterError: there is no such layout, or they are not this model's.
         UnsupportedError: weights that would be joined or stacked are quantised in different ways.
     """
     if layout not in LAYOUTS:
         raise InvalidParameterError(f"layout is {layout!r}, expected {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}")
+    check_names(params, cfg)
     if layout_of(params) == layout:
         return params
     names = checkpoint_leaves(params, cfg)
@@ -152,7 +167,8 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
 
 
 def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
-    """Splits a tree of any layout into the checkpoint's leaves, by name."""
+    """Splits a tree of any layout into the checkpoint's leaves, by name; raises as `check_names`."""
+    check_names(params, cfg)
     layout = layout_of(params)
     own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     leaves: dict[str, Any] = {}

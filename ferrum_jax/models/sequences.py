@@ -34,6 +34,7 @@ from ferrum_jax.models.hooks import (
     steered,
     with_edits,
 )
+from ferrum_jax.models.layout import check_names
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
@@ -137,11 +138,12 @@ def run(
             weights give, so that little is computed twice. JAX 0.10 needs an option for it on a CPU: docs/research.md.
 
     Raises:
-        InvalidParameterError: only one of `loras` and `adapters` is given, an array has another shape, tokens are no
-            ids of the vocabulary, a hook point is unknown or lies before `first_layer`, or that is none of the layers
-            or has no `inputs_embeds`.
+        InvalidParameterError: the parameters are not this model's, only one of `loras` and `adapters` is given, an
+            array has another shape, tokens are no ids of the vocabulary, a hook point is unknown or lies before
+            `first_layer`, or that is none of the layers or has no `inputs_embeds`.
         UnsupportedError: this model has no such hook point.
     """
+    check_names(params, cfg)
     if not isinstance(remat, bool) and remat != "products":
         raise InvalidParameterError(f"remat is {safe_repr(remat)}, expected True, False or 'products'")
     first = _check_first_layer(first_layer, cfg, inputs_embeds)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences, listed
@@ -117,11 +118,12 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
 
     Raises:
         InvalidParameterError: parameters are quantised; or `like` has other leaves: all differences in one message.
-        ConfigError: a rule contradicts the model, or rules leave out a part of a leaf.
+        ConfigError: a rule contradicts the model, or rules leave out a part of a leaf or put two parameters there.
     """
     leaves = _plain_leaves(params, cfg)
     pieces: dict[str, dict[tuple[int, ...], Any]] = {}
     moves = plan(cfg, rules)
+    _check_places_apart(moves)
     for move in moves:
         block = _moved(leaves[move.name], move.ours, move.theirs, 1 / move.scale)
         pieces.setdefault(move.path, {})[tuple(at for at, _ in move.theirs.parts)] = block
@@ -142,7 +144,8 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
 
     Raises:
         InvalidParameterError: tensors are missing, unknown or of a wrong shape, all of them in one message; or they are
-            PyTorch's.
+            PyTorch's; or the configuration ties a head that differs from the embeddings, which inside `jit` nobody can
+            tell: there it is left out.
     """
     for name, leaf in flat.items():
         if type(leaf).__module__.partition(".")[0] == "torch":
@@ -156,10 +159,23 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     given = {name: leaf for name, leaf in flat.items() if name not in needless}
     wanted = {name: _stored_shape(spec) for name, spec in specs_apart(specs, apart).items()}
     check_no_problems(f"these are not the tensors of this {cfg.model_type}", differences(_shapes(given), wanted))
+    head, embeddings = flat.get("lm_head.weight"), flat["model.embed_tokens.weight"]
+    if cfg.tie_word_embeddings and head is not None and not _are_same(head, embeddings):
+        raise InvalidParameterError(
+            "lm_head.weight differs from model.embed_tokens.weight, which tie_word_embeddings says is the head: "
+            "dataclasses.replace(cfg, tie_word_embeddings=False) keeps both"
+        )
     leaves = {name: jnp.stack([flat[part] for part in parts]) for name, parts in apart.items()}
     leaves |= {name: flat[name] for name in specs if name not in apart}
     leaves |= {name: jnp.transpose(leaves[name], axes) for name, axes in stored_axes(specs).items()}
     return from_names(family(cfg).param_specs(cfg), leaves)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """True of equal arrays, and of those whose values are not known here yet."""
+    if one is other or isinstance(one, Tracer) or isinstance(other, Tracer):
+        return True
+    return bool(jnp.array_equal(jnp.asarray(one), jnp.asarray(other)))
 
 
 def to_hf_names(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
@@ -193,7 +209,7 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
         ConfigError: a rule cannot be read or contradicts the model, or none is about a parameter.
     """
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
-    read = [(rule, re.compile(rule.name), *_read(rule)) for rule in rules]
+    read = [(rule, _compiled(rule), *_read(rule)) for rule in rules]
     moves: list[Move] = []
     left_out: list[str] = []
     for name, spec in specs.items():
@@ -213,12 +229,43 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
                 )
             if here.parts not in taken:
                 taken.add(here.parts)
-                moves.append(Move(name, match.expand(rule.path), here, there, rule.scale))
+                moves.append(Move(name, _expanded(rule, match), here, there, rule.scale))
         if len(taken) != math.prod(count for _, count in next(iter(taken), ((0, 1),))):
             left_out.append(name)
     if left_out:
         raise ConfigError(f"the rules do not say where all of {listed(left_out, ', ')} is")
     return moves
+
+
+def _compiled(rule: Rule) -> re.Pattern[str]:
+    if not rule.scale:
+        raise ConfigError(f"rule {rule.name!r}: its scale is 0, which cannot be undone")
+    try:
+        return re.compile(rule.name)
+    except re.error as problem:
+        raise ConfigError(f"rule {rule.name!r}: its name is no regular expression: {problem}") from None
+
+
+def _expanded(rule: Rule, match: re.Match[str]) -> str:
+    try:
+        return match.expand(rule.path)
+    except (re.error, IndexError) as problem:
+        raise ConfigError(f"rule {rule.name!r}: its path {rule.path!r} cannot be filled in: {problem}") from None
+
+
+def _check_places_apart(moves: Sequence[Move]) -> None:
+    """Raises ConfigError where two parameters, or parts of them, would be put into one place, or one below another."""
+    boxes: dict[str, list[Move]] = {}
+    for move in moves:
+        for other in boxes.setdefault(move.path, []):
+            spans = zip(move.theirs.spans, other.theirs.spans, strict=False)
+            if all(at < start + length and start < at + size for (at, size), (start, length) in spans):
+                raise ConfigError(f"the rules put {other.name} and {move.name} into one place, {move.path}")
+        boxes[move.path].append(move)
+    for path, (move, *_) in boxes.items():
+        keys = path.split(".")
+        if above := next((".".join(keys[:n]) for n in range(1, len(keys)) if ".".join(keys[:n]) in boxes), None):
+            raise ConfigError(f"the rules put {boxes[above][0].name} at {above} and {move.name} below it, at {path}")
 
 
 def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:

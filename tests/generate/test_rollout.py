@@ -114,14 +114,18 @@ def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": True}, "max_tokens is True"),
         ({"seeds": jax.random.key(0)}, r"seeds are a PRNG key, expected uint32 \[B\]: jax.random.bits"),
+        ({"seeds": np.array([1, 2**32, 3])}, r"seeds are .*4294967296.*, expected integers from 0 to 4294967295"),
+        ({"seeds": np.ones(3)}, "seeds are float64, expected integers"),
+        ({"stop_ids": (2, 3.5)}, "stop_ids are float64, expected integers"),
+        ({"params": {}}, r"these are not the parameters of this qwen3: .* missing"),
         ({"sampling": SamplingParams()}, "sampling is a SamplingParams, expected a Sampling: max_tokens, seeds"),
         ({"stop_ids": 5}, "stop_ids is 5, expected several token ids"),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict, message: str, params: ParamTree):
-    given = {"tokens": TOKENS, "lengths": LENGTHS, "seeds": SEEDS, "max_tokens": 3} | change
+    given = {"params": params, "tokens": TOKENS, "lengths": LENGTHS, "seeds": SEEDS, "max_tokens": 3} | change
     with pytest.raises(InvalidParameterError, match=message):
-        generate_fn(params, None, cfg=CFG, **given)
+        generate_fn(kv=None, cfg=CFG, **given)
 
 
 @pytest.mark.parametrize(

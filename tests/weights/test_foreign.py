@@ -10,7 +10,7 @@ from flax import nnx
 
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
-from ferrum_jax.models import quantise
+from ferrum_jax.models import forward, quantise
 from ferrum_jax.models.layout import FUSED, SCANNED, lay_out
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.weights.foreign import Rule, from_hf_names, from_tree, to_hf_names, to_tree
@@ -170,6 +170,18 @@ def test_all_that_is_wrong_with_a_tree_is_in_one_message():
         ([Rule(".*q_proj.*", "x", "D N -> (N H) D")], "its sides have different axes"),
         ([Rule(".*q_proj.*", "x", "D K H -> (K H) D")], "its axes say"),
         ([Rule(".*q_proj.*", "x", "D [(N H) (K H)] -> (N H) D")], "has a star"),
+        ([Rule("(norm", "x", "D -> D")], "rule '(norm': its name is no regular expression: missing )"),
+        ([Rule(".*norm.*", r"x.\1", "D -> D")], r"its path 'x.\\1' cannot be filled in: invalid group reference"),
+        ([Rule(".*norm.*", r"x.\g<Z>", "D -> D")], r"its path 'x.\\g<Z>' cannot be filled in: unknown group name"),
+        ([Rule(".*norm.*", "x", "D -> D", 0.0)], "its scale is 0"),
+        (
+            [Rule(r".*(q|k)_proj\.weight", "h.x", "D I -> I D"), *RULES],
+            "put model.layers.0.self_attn.k_proj.weight and model.layers.0.self_attn.q_proj.weight into one place, h.x",
+        ),
+        (
+            [Rule(r"model\.norm\.weight", "h.o.norm", "D -> D"), *RULES],
+            "put model.layers.0.self_attn.o_proj.weight at h.o and model.norm.weight below it, at h.o.norm",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_rule_is_said(rules: list[Rule], message: str):
@@ -219,6 +231,28 @@ def test_all_that_is_wrong_with_named_tensors_is_in_one_message():
         "these are not the tensors of this llama: lm_head.weight is missing; "
         "model.norm.weight has shape [47], expected [48]; extra is unknown"
     )
+
+
+def test_a_head_that_differs_from_the_embeddings_it_is_said_to_be_is_refused():
+    cfg = tiny.model_config("llama32_tied")
+    flat = to_hf_names(params_of("llama32_tied"), cfg)
+    table = flat["model.embed_tokens.weight"]
+    tiny.assert_same_tree(from_hf_names(flat | {"lm_head.weight": np.asarray(table)}, cfg), params_of("llama32_tied"))
+    with pytest.raises(InvalidParameterError, match=r"lm_head\.weight differs .* tie_word_embeddings=False"):
+        from_hf_names(flat | {"lm_head.weight": table + 1}, cfg)
+
+
+def test_parameters_of_another_depth_are_refused():
+    params = params_of("llama3")
+    shallow = params | {"model": params["model"] | {"layers": params["model"]["layers"][:1]}}
+    for convert in (
+        lambda: to_hf_names(shallow, LLAMA),
+        lambda: to_tree(shallow, LLAMA, RULES),
+        lambda: lay_out(shallow, LLAMA, FUSED),
+        lambda: forward(shallow, jnp.ones((1, 2), jnp.int32), LLAMA),
+    ):
+        with pytest.raises(InvalidParameterError, match=r"parameters of this llama: model\.layers\.1.* missing"):
+            convert()
 
 
 def test_tensors_of_pytorch_are_refused_with_what_to_give():
