@@ -33,6 +33,7 @@ class TrackedSequence:
     is_adopted: bool = False  # the model held positions of it before this executor did
     knows_adapter: bool = True  # False: a call of the model may have bound it to one
     version: int = 0  # counts changes of the length
+    reserved: int = 0  # positions that were made writable, until it is truncated
 
     @property
     def may_be_adapted(self) -> bool:
@@ -177,6 +178,7 @@ class SequenceTable:
         if new_len < sequence.length:
             self.model.truncate_kv(sequence.cache_id, new_len)
             sequence.length = new_len
+            sequence.reserved = 0
             sequence.version += 1
 
     def truncate_by_id(self, cache_id: str, new_len: int) -> None:
@@ -205,7 +207,9 @@ class SequenceTable:
         reservation = self.model.reserve_kv_slots(requests)
         if reservation is not None:
             for cache_id, sequence in found.items():
-                self.track(sequence or TrackedSequence(cache_id))
+                sequence = self.track(sequence or TrackedSequence(cache_id))
+                targets = (request.target_len for request in requests if request.cache_id == cache_id)
+                sequence.reserved = max(sequence.reserved, *targets)
         return check_kind(self.model, "reserve_kv_slots", reservation, KvSlotReservation)
 
     def cache_metrics(self) -> dict[str, Any]:
@@ -316,6 +320,9 @@ class UndoLog:
             try:
                 self.table.model.truncate_kv(sequence.cache_id, length)
                 sequence.length = min(sequence.length, length)
+                if sequence.reserved > length:  # which the truncation has given back
+                    again = KvSlotRequest(cache_id=sequence.cache_id, target_len=sequence.reserved)
+                    self.table.model.reserve_kv_slots([again])
             except UnsupportedError:
                 if sequence.length != length:
                     self.table.release(sequence.cache_id)

@@ -20,6 +20,7 @@ from ferrum_jax.contract import (
 )
 from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
+from ferrum_jax.executor.llm_executor.sequences import UndoLog
 from ferrum_jax.models import Edit
 from ferrum_jax.models.specs import ParamTree
 from tests.executor.asking import batch, item, prompt, run, token
@@ -293,6 +294,27 @@ def test_a_refused_call_leaves_what_was_reserved_before(executor: LlmExecutor, r
         run(executor.prefill(prompt([1] * (CAPACITY - len(FIRST)), handle)))
     assert runner.kv_slot_capacity_snapshot() == reserved
     assert handle.is_valid()
+
+
+def test_a_call_that_is_undone_leaves_what_was_reserved_before(executor: LlmExecutor, runner: ModelRunner):
+    handle = run(executor.prefill(prompt(FIRST))).kv_cache
+    executor.reserve_kv_slots([KvSlotRequest(cache_id=handle.cache_id, target_len=24)])
+    reserved = runner.kv_slot_capacity_snapshot()
+    table = executor._table
+    for count in (1, 30):
+        log = UndoLog(table)
+        log.record(table.get(handle.cache_id))
+        runner.prefill(handle.cache_id, [3] * count)
+        log.undo()
+        assert runner.kv_len(handle.cache_id) == len(FIRST)
+        assert runner.kv_slot_capacity_snapshot() == reserved
+    run(executor.truncate_kv(handle, 2))  # the caller's own, which gives them back
+    log = UndoLog(table)
+    log.record(table.get(handle.cache_id))
+    runner.prefill(handle.cache_id, [3])
+    log.undo()
+    now = runner.kv_slot_capacity_snapshot()
+    assert now.free_blocks > reserved.free_blocks
 
 
 def test_a_refused_call_leaves_what_is_bound_to_an_id_that_it_was_to_begin(executor: LlmExecutor, runner: ModelRunner):
