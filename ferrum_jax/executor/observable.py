@@ -33,6 +33,10 @@ class Observable(DecoderOnlyLLM):
     _adapters: Adapters
     _decode_batches: DecodeBatchCounters
 
+    def _holder(self, cache_id: str) -> "Observable":
+        """The runner on whose devices a sequence lies, if it is known: of several replicas, one."""
+        return self
+
     def kv_capacity(self) -> int:
         """Longest sequence one id can reach, in positions; it waits for no other call."""
         self._life.check_ready()
@@ -42,23 +46,22 @@ class Observable(DecoderOnlyLLM):
         """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""
         with self._life.lock, self._life:
             key, index = check_cache_id(cache_id), check_int("layer", layer, 0)
-            live, pool_layer = self._pipeline.table.get(key), self.plan.seat_of(index)
-            if live is None:
+            holder, pool_layer = self._holder(key), self.plan.seat_of(index)
+            if (live := holder._pipeline.table.get(key)) is None:
                 raise RequestValidationError(f"{key!r} is unknown, it has no keys and values")
-            return self._device.gather(pool_layer, self._pipeline.table.table[live.slot], live.length)
+            return holder._device.gather(pool_layer, holder._pipeline.table.table[live.slot], live.length)
 
     def kv_len(self, cache_id: str) -> int | None:
         """Positions held for `cache_id`, or None for an unknown id."""
         with self._life.lock, self._life:
-            live = self._pipeline.table.get(check_cache_id(cache_id))
+            live = self._holder(check_cache_id(cache_id))._pipeline.table.get(cache_id)
             return None if live is None else live.length
 
     def kv_block_table(self, cache_id: str) -> BlockTable | None:
         """Where a sequence's positions lie, reserved ones left out; None for an unknown id."""
         with self._life.lock, self._life:
-            table = self._pipeline.table
-            live = table.get(check_cache_id(cache_id))
-            if live is None:
+            table = self._holder(check_cache_id(cache_id))._pipeline.table
+            if (live := table.get(cache_id)) is None:
                 return None
             blocks = tuple(live.blocks[: table.num_blocks(live.length)])
             return BlockTable(physical_blocks=blocks, sequence_length=live.length, block_size=table.block_size)
@@ -87,7 +90,7 @@ class Observable(DecoderOnlyLLM):
     def model_info(self) -> ModelInfo:
         """Identity and size of the model as it was loaded."""
         with self._life.lock, self._life:
-            return describe.model_info(self.name, self.model_config, self._device)
+            return describe.model_info(self.name, self.model_config, self._holder("")._device)
 
     def describe(self) -> dict[str, Any]:
         """Which code computes the steps (`attention`, `kernels`), in what dtypes, and what weights and KV take."""

@@ -4,21 +4,19 @@ A sequence lives on one replica. It goes where its prompt's beginning is known, 
 the replicas that have room. Replicas work at the same time: all steps of a batch are begun before one is read.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
-from numpy.typing import NDArray
 
 from ferrum_jax.contract.checks import check_cache_id, check_flag, check_int, check_items
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun
 from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
-from ferrum_jax.contract.handles import BlockTable
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
-from ferrum_jax.contract.values import ModelInfo
 from ferrum_jax.executor import multi_step, reservations
 from ferrum_jax.executor.adapters import Keep
 from ferrum_jax.executor.counters import DecodeBatchCounters
@@ -165,11 +163,6 @@ class ReplicatedRunner(ModelRunner):
                 replica.prepare(key, count)
             self._router.settle_homes(homes)
 
-    def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
-        """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
-        with self._life.lock, self._life:
-            self.replicas[0].prepare_kv_capacity(cache_id, capacity_hint)
-
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Makes `target_len` positions of each id writable, all or nothing; raises as of one runner."""
         with self._life.lock, self._life:
@@ -186,8 +179,8 @@ class ReplicatedRunner(ModelRunner):
                     planned.append((index, reservations.plan(replica._pipeline, own)))
             before = self.kv_slot_capacity_snapshot()
             found = [call for index, plan in planned for call in self._at_once([(index, plan)])]
-            kept = {one.cache_id for one in found for one in one.allocations if self._is_known(homes, one.cache_id)}
-            self._router.settle_homes({key: home for key, home in homes.items() if key in kept})
+            known = {key: at for key, at in homes.items() if self.replicas[at]._pipeline.table.get(key) is not None}
+            self._router.settle_homes(known)
             by_id = {one.cache_id: one for part in found for one in part.allocations}
             return KvSlotReservation(
                 block_size=before.block_size,
@@ -197,9 +190,6 @@ class ReplicatedRunner(ModelRunner):
                 allocations=tuple(by_id[key] for key in targets),
             )
 
-    def _is_known(self, homes: dict[str, int], cache_id: str) -> bool:
-        return self.replicas[homes[cache_id]]._pipeline.table.get(cache_id) is not None
-
     def set_interventions(
         self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
     ) -> None:
@@ -207,45 +197,34 @@ class ReplicatedRunner(ModelRunner):
 
         An id that has no tokens yet is bound on every replica, until they say where it goes.
         """
-        with self._life.lock, self._life:
-            key = check_cache_id(cache_id)
-            is_placed = key in self._router.homes
-            owners = self._router.owners(key) if is_placed else self.replicas
-            before = [replica._pipeline.interventions.of(key) for replica in owners]
-            try:
-                for replica in owners:
-                    replica.set_interventions(key, interventions, start=start, stop=stop)
-            except FerrumError:
-                for replica, former in zip(owners, before, strict=True):
-                    replica._pipeline.interventions.restore(key, former)
-                raise
-            self._keep_unplaced(key, is_placed)
+        self._bind(cache_id, lambda one: one.set_interventions(cache_id, interventions, start=start, stop=stop))
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """Binds one id to an adapter, or to none; raises as of one runner.
 
         An id that has no tokens yet is bound on every replica, until they say where it goes.
         """
+        self._bind(cache_id, lambda one: one.set_lora_adapter_for_cache(cache_id, adapter))
+
+    def _bind(self, cache_id: str, bind: Callable[[ModelRunner], None]) -> None:
+        """Binds an id on its replica, or on all, and notes whether one without tokens is bound to anything."""
         with self._life.lock, self._life:
             key = check_cache_id(cache_id)
             is_placed = key in self._router.homes
             owners = self._router.owners(key) if is_placed else self.replicas
-            before = [replica._adapters.of(key) for replica in owners]
+            before = [(one._adapters.of(key), one._pipeline.interventions.of(key)) for one in owners]
             try:
                 for replica in owners:
-                    replica.set_lora_adapter_for_cache(key, adapter)
+                    bind(replica)
             except FerrumError:
-                for replica, former in zip(owners, before, strict=True):
-                    replica._adapters.bind(key, former)
+                for replica, (adapter, edits) in zip(owners, before, strict=True):
+                    replica._adapters.bind(key, adapter)
+                    replica._pipeline.interventions.restore(key, edits)
                 raise
-            self._keep_unplaced(key, is_placed)
-
-    def _keep_unplaced(self, cache_id: str, is_placed: bool) -> None:
-        """Notes whether an id without tokens is bound to anything, on every replica."""
-        first = self.replicas[0]
-        is_bound = first._adapters.of(cache_id) is not None or first._pipeline.interventions.of(cache_id) is not None
-        if not is_placed:
-            (self._router.unplaced.add if is_bound else self._router.unplaced.discard)(cache_id)
+            first = owners[0]
+            is_bound = first._adapters.of(key) is not None or first._pipeline.interventions.of(key) is not None
+            if not is_placed:
+                (self._router.unplaced.add if is_bound else self._router.unplaced.discard)(key)
 
     def load_lora(self, name: str, path: Any) -> None:
         """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as of one runner.
@@ -279,10 +258,26 @@ class ReplicatedRunner(ModelRunner):
                 replica._adapters.check_settable(name, keep_sequences)
             laid_out = self.replicas[0]._adapters.lay_out(tree, scale, index)
             self._settle()
-            for at, replica in enumerate(self.replicas):
-                with self._router.on(at):
+
+            def take(at: int) -> None:
+                with self._router.on(at) as replica:
                     replica._take_lora(name, laid_out)
+
+            self._on_all(take)
             self.params_version += 1
+
+    def _on_all(self, change: Callable[[int], None]) -> None:
+        """Makes a change on every replica; after an interrupt again, so that none is without it."""
+        try:
+            for at in range(self.num_replicas):
+                change(at)
+        except FerrumError:
+            raise
+        except BaseException:
+            for at in range(self.num_replicas):
+                with contextlib.suppress(FerrumError):
+                    change(at)
+            raise
 
     def _settle(self) -> None:
         for index in range(self.num_replicas):
@@ -318,10 +313,10 @@ class ReplicatedRunner(ModelRunner):
             checked = [first._device.check_params(params)]
             checked += [self._copied(params, replica) for replica in others]  # all there before any is taken
             self.params_version += 1
-            for replica, own in zip(self.replicas, checked, strict=True):
+            for replica in self.replicas:
                 replica._pipeline.outdate()
                 replica.params_version += 1
-                replica._device.set_params(own)
+            self._on_all(lambda at: self.replicas[at]._device.set_params(checked[at]))
 
     def _copied(self, params: ParamTree, replica: ModelRunner) -> ParamTree:
         try:
@@ -379,22 +374,8 @@ class ReplicatedRunner(ModelRunner):
             for replica in self.replicas:
                 replica.close()
 
-    def kv_cache(self, cache_id: str, layer: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""
-        with self._life.lock, self._life:
-            return self.replicas[self.replica_of(check_cache_id(cache_id)) or 0].kv_cache(cache_id, layer)
-
-    def kv_len(self, cache_id: str) -> int | None:
-        """Positions held for `cache_id`, or None for an unknown id."""
-        with self._life.lock, self._life:
-            home = self.replica_of(check_cache_id(cache_id))
-            return None if home is None else self.replicas[home].kv_len(cache_id)
-
-    def kv_block_table(self, cache_id: str) -> BlockTable | None:
-        """Where a sequence's positions lie on its replica; None for an unknown id."""
-        with self._life.lock, self._life:
-            home = self.replica_of(check_cache_id(cache_id))
-            return None if home is None else self.replicas[home].kv_block_table(cache_id)
+    def _holder(self, cache_id: str) -> ModelRunner:
+        return self.replicas[self.replica_of(cache_id) or 0]
 
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
         """Counts the blocks of all replicas; those that only a prefix could want are free."""
@@ -420,11 +401,6 @@ class ReplicatedRunner(ModelRunner):
             bound = {cache_id for replica in self.replicas for cache_id in replica._adapters.bound_ids}
             counts = {"adapter_count": each[0]["adapter_count"], "active_cache_bindings": len(bound)}
             return _summed(each) | counts | {"source": type(self).__name__}
-
-    def model_info(self) -> ModelInfo:
-        """Identity and size of the model as it was loaded."""
-        with self._life.lock, self._life:
-            return self.replicas[0].model_info()
 
     def describe(self) -> dict[str, Any]:
         """What serves the steps of each replica, and how many there are."""

@@ -327,8 +327,8 @@ class ModelRunner(Adaptable):
     def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
         """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
         with self._life.lock, self._life:
-            hint = check_int("capacity_hint", capacity_hint, 0)
-            self._pipeline.table.check_capacity(check_cache_id(cache_id), hint)
+            hint, key = check_int("capacity_hint", capacity_hint, 0), check_cache_id(cache_id)
+            self._holder(key)._pipeline.table.check_capacity(key, hint)
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
         """Makes `target_len` positions of each id writable, all or nothing.

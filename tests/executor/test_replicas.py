@@ -1,6 +1,8 @@
 """Data parallel: two replicas behind one runner answer as one, take twice as many sequences, and know as much."""
 
 import asyncio
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -49,6 +51,18 @@ def two(shared: ReplicatedRunner) -> ReplicatedRunner:
 
 def check(logits: Any, oracle: Oracle, tokens: list[int]) -> None:
     np.testing.assert_allclose(logits, oracle(tokens)[-1], atol=TOLERANCE, rtol=0)
+
+
+def test_what_replicas_inherit_asks_for_nothing_that_one_device_alone_has():
+    inherited = [
+        function
+        for cls in ReplicatedRunner.__mro__[1:-1]
+        for name, function in vars(cls).items()
+        if inspect.isfunction(function) and getattr(ReplicatedRunner, name) is function and name[0] != "_"
+    ]
+    assert len(inherited) > 10
+    for function in inherited:
+        assert not re.search(r"self\.(_device|_adapters|_programs)\b", inspect.getsource(function)), function.__name__
 
 
 def test_sequences_are_spread_and_answer_alike(two: ReplicatedRunner, oracle: Oracle):
@@ -204,6 +218,33 @@ def test_weights_are_set_on_every_replica(params: ParamTree, two: ReplicatedRunn
         for key, row in zip("abcd", two.unified_forward([(key, [4, 5], 0, True) for key in "abcd"]), strict=True):
             check(row, expected, [4, 5])
             assert two.replica_of(key) is not None
+    finally:
+        two.reset()
+        two.set_params(params)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupt_leaves_all_replicas_with_the_same_weights(
+    at: int, params: ParamTree, two: ReplicatedRunner, oracle_of: Any, monkeypatch: pytest.MonkeyPatch
+):
+    device, calls = two.replicas[at]._device, []
+    set_params = device.set_params
+
+    def interrupted(own: ParamTree) -> None:
+        calls.append(0)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        set_params(own)
+
+    monkeypatch.setattr(device, "set_params", interrupted)
+    other, version = jax.tree.map(lambda leaf: leaf * 1.25, params), two.params_version
+    with pytest.raises(KeyboardInterrupt):
+        two.set_params(other)
+    try:
+        assert two.params_version == version + 1
+        for row in two.unified_forward([(key, [4, 5], 0, True) for key in "abcd"]):
+            check(row, oracle_of(other), [4, 5])
+        assert {two.replica_of(key) for key in "abcd"} == {0, 1}
     finally:
         two.reset()
         two.set_params(params)
