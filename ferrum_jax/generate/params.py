@@ -20,7 +20,6 @@ from ferrum_jax.generate.structured import Structured
 from ferrum_jax.ops.sampling import MAX_TOP_LOGPROBS
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-_PENALTY = 3e38  # as Sampling takes them
 _LARGEST = 3.4028234663852886e38  # of float32
 _MAX_BAD_WORDS = 1024  # each is compared with the answer after every token
 
@@ -94,7 +93,7 @@ class SamplingParams(Sampling):
             return isinstance(x, (tuple, list)) and all(is_integer(one) and one >= 0 for one in x)
 
         for name in ("presence_penalty", "frequency_penalty"):
-            check(name, lambda x: is_real(x) and abs(x) <= _PENALTY, "a finite number")
+            check(name, lambda x: is_real(x) and abs(x) <= _LARGEST, "a finite number")
         check("seed", lambda x: x is None or (is_integer(x) and 0 <= x < 2**32), "an integer from 0 to 2^32 - 1")
         check("max_tokens", lambda x: x is None or (is_integer(x) and x >= 1), "an integer of at least 1, or None")
         check("min_tokens", lambda x: is_integer(x) and x >= 0, "an integer of at least 0")

@@ -168,9 +168,7 @@ def penalise_repetition(
     Keskar et al. 2019, "CTRL", section 4.1. A finite logit stays finite: above what is forbidden, which is -inf.
     """
     factor = penalty[:, None]
-    changed = jnp.where(logits > 0, logits / factor, logits * factor)
-    least = jnp.where(jnp.isneginf(logits), -jnp.inf, jnp.finfo(logits.dtype).min)
-    return jnp.where(seen, jnp.maximum(changed, least), logits)
+    return jnp.where(seen, _finite(jnp.where(logits > 0, logits / factor, logits * factor), logits), logits)
 
 
 def penalise_counts(
@@ -181,10 +179,16 @@ def penalise_counts(
 ) -> Float[Array, "B V"]:
     """Subtracts `presence` from the logits of tokens the answer has, and `frequency` for each time it has them.
 
-    The definition is that of OpenAI's API and vLLM: `counts` are those of generated tokens.
+    The definition is that of OpenAI's API and vLLM: `counts` are those of generated tokens. Finite logits stay finite.
     """
     present = (counts > 0).astype(logits.dtype)
-    return logits - present * presence[:, None] - counts.astype(logits.dtype) * frequency[:, None]
+    return _finite(logits - present * presence[:, None] - counts.astype(logits.dtype) * frequency[:, None], logits)
+
+
+def _finite(changed: jax.Array, logits: jax.Array) -> jax.Array:
+    """Bounds what logits became by the largest numbers that there are; what is forbidden, -inf, stays so."""
+    bounds = jnp.finfo(logits.dtype)
+    return jnp.where(jnp.isneginf(logits), -jnp.inf, changed.clip(bounds.min, bounds.max))
 
 
 def token_logprobs(logits: Float[Array, "*B V"], token_ids: Int[Array, "*B"]) -> Float[Array, "*B"]:

@@ -12,6 +12,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("temperature", -0.1), ("temperature", float("inf")), ("temperature", float("nan")), ("temperature", "hot"),
     ("temperature", None), ("top_k", -2), ("top_k", 1.5), ("top_k", True), ("top_p", 0.0), ("top_p", 1.1),
     ("top_p", float("nan")), ("min_p", -0.1), ("min_p", 1.01), ("repetition_penalty", 0.0), ("repetition_penalty", -1),
+    ("repetition_penalty", 1e-46),
     ("repetition_penalty", float("inf")), ("seed", -1), ("seed", 2**32), ("seed", 0.5), ("max_tokens", 0),
     ("max_tokens", -3), ("max_tokens", 2.0), ("max_tokens", True), ("stop", ""), ("stop", ("a", "")), ("stop", (1,)),
     ("stop", 5), ("stop_token_ids", 5), ("stop_token_ids", (-1,)), ("stop_token_ids", ("a",)),

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ferrum_jax.ops.kernel_use import kernels
-from ferrum_jax.ops.sampling import Choice, SampleInputs, argmax, best, likeliest, penalise_repetition, sample
+from ferrum_jax.ops.sampling import (
+    Choice,
+    SampleInputs,
+    argmax,
+    best,
+    likeliest,
+    penalise_counts,
+    penalise_repetition,
+    sample,
+)
 
 pytestmark = pytest.mark.usefixtures("with_kernels")
 
@@ -164,6 +173,24 @@ def test_the_repetition_penalty_divides_positive_and_multiplies_negative_logits(
     logits = np.asarray(row, np.float32)
     found = penalise_repetition(jnp.array([row]), jnp.array([seen]), jnp.array([penalty]))[0]
     np.testing.assert_allclose(found, penalised(logits, np.asarray(seen), penalty), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("penalty", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)])
+def test_what_penalties_make_of_finite_logits_is_finite(penalty: float):
+    logits = jnp.array([[5.0, 4.0, -3.0, -jnp.inf, 0.0]])
+    seen, ones = jnp.ones((1, 5), bool), jnp.ones(1)
+    counts = jnp.full((1, 5), 7)
+    most = float(np.finfo(np.float32).max)
+    for found in (
+        penalise_repetition(logits, seen, ones * penalty),
+        penalise_counts(logits, counts, ones * most, ones * most),
+        penalise_counts(logits, counts, -ones * most, -ones * most),
+    ):
+        assert np.isfinite(found).tolist() == [[True, True, True, False, True]]
+        assert found[0, 3] == -np.inf
+    found = run(logits.repeat(8, 0), inputs(8, 5, repetition_penalty=penalty, seen=seen.repeat(8, 0), temperature=1.0))
+    assert np.isfinite(found.processed_logprobs).all()
+    assert (found.token_ids != 3).all()
 
 
 @pytest.mark.slow
