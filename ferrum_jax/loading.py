@@ -36,7 +36,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops import native
 from ferrum_jax.sharding import processes
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype, find_device
-from ferrum_jax.sharding.mesh import Placement, place_on_mesh
+from ferrum_jax.sharding.mesh import Placement, outside_meshes, place_on_mesh
 from ferrum_jax.sharding.processes import telling
 from ferrum_jax.weights import orbax
 from ferrum_jax.weights.assemble import assemble, lay_out_on_host
@@ -65,6 +65,7 @@ _OURS = {  # by vLLM's name
 }
 
 
+@outside_meshes()
 def load(
     path: ModelPath | Checkpoint,
     dtype: str | None = None,

@@ -22,10 +22,11 @@ from ferrum_jax.models.quantisation import specs_like
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.quantised import activation_dtype
-from ferrum_jax.sharding.mesh import Placement, place_on_mesh
+from ferrum_jax.sharding.mesh import Placement, outside_meshes, place_on_mesh
 from ferrum_jax.sharding.processes import telling
 
 
+@outside_meshes()
 def from_params(
     params: ParamTree,
     cfg: ModelConfig,

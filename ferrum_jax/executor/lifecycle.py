@@ -1,10 +1,13 @@
 """One thread at a time, and nothing after a device failure or a close."""
 
+import contextlib
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from ferrum_jax.contract.errors import CancelledError, DeviceError, RequestValidationError
 from ferrum_jax.contract.execution import ExecutorState
+from ferrum_jax.sharding.mesh import leave_mesh
 
 
 class Lifecycle:
@@ -12,7 +15,8 @@ class Lifecycle:
 
     `with life.lock, life:` lets one thread in at a time, and none unless the state is Ready; an error that lost what is
     on the device leaves the state Error. The lock is taken on its own because no interrupt can come between taking it
-    and the body, as one could within a method of this class: it would stay taken.
+    and the body, as one could within a method of this class: it would stay taken. Within, the thread's `jax.set_mesh`
+    does not hold.
     """
 
     def __init__(self, noun: str, is_lost: Callable[[], bool]):
@@ -23,11 +27,15 @@ class Lifecycle:
         self._noun = noun
         self._is_lost = is_lost
         self._failure = ""
+        self._meshes_left: list[contextlib.AbstractContextManager[Any] | None] = []
 
     def __enter__(self) -> None:
         self.check_ready()
+        self._meshes_left.append(leave_mesh())
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, _: object) -> None:
+        if (left := self._meshes_left.pop()) is not None:
+            left.__exit__(None, None, None)
         if problem is not None and not self.paused and self._is_lost():
             self.state, self._failure = ExecutorState.Error, str(problem) or type(problem).__name__
 

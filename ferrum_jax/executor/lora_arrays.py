@@ -15,6 +15,7 @@ from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationE
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.sharding.mesh import joined
 
 Halves = dict[str, tuple[Any, Any]]  # down [r, D] or [A, r, D], and up [F, r] or [F, A, r], by projection
 _PREFIX, _PEFT = "base_model.model.", {".lora_A.weight": 0, ".lora_B.weight": 1}
@@ -35,6 +36,7 @@ def lay_out_arrays(tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, *, s
     if rank > spec.max_rank:
         raise RequestValidationError(f"the adapter has rank {rank}, more than max_lora_rank, which is {spec.max_rank}")
     with jax.transfer_guard_host_to_device("allow"):  # of the two numbers, and of NumPy's arrays
+        halves = jax.tree.map(lambda half: joined(half) if isinstance(half, jax.Array) else half, halves)
         return _lay_out(halves, np.float32(scale), np.int32(index), cfg=cfg, spec=spec, dtype=dtype)
 
 
@@ -64,7 +66,9 @@ def _halves(tree: Any) -> Halves:
         short = short.replace(".lora_B.default.", ".lora_B.")
         for ending, half in (_PEFT if is_flat else _OWN).items():
             if short.endswith(ending):
-                found.setdefault(short.removesuffix(ending), [None, None])[half] = leaf
+                pair = found.setdefault(short.removesuffix(ending), [None, None])
+                problems += [f"{name} is there twice"] if pair[half] is not None else []
+                pair[half] = leaf
                 break
         else:
             problems.append(f"{name} is unknown")

@@ -25,7 +25,7 @@ from ferrum_jax.executor.router import NOTHING, ReplicaRouter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.specs import ParamTree
-from ferrum_jax.sharding.mesh import Placement
+from ferrum_jax.sharding.mesh import Placement, outside_meshes
 
 T = TypeVar("T")
 
@@ -299,6 +299,7 @@ class ReplicatedRunner(ModelRunner):
             for replica in self.replicas:
                 replica.warmup(**options)
 
+    @outside_meshes()
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
         """Takes other weights on every replica, copied to all but the first; raises as of one runner."""
         with self._life.lock:

@@ -44,6 +44,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
+from ferrum_jax.sharding.mesh import outside_meshes
 
 
 class ModelRunner(Adaptable):
@@ -101,6 +102,7 @@ class ModelRunner(Adaptable):
         return ExecutorState.Initializing if state is ExecutorState.Ready and self._life.paused else state
 
     @property
+    @outside_meshes()
     def params(self) -> ParamTree:
         """The parameters in the form of their layout, copies of what lies otherwise on a mesh; raises after `close`."""
         self._life.check_not_closed()
@@ -367,6 +369,7 @@ class ModelRunner(Adaptable):
             more += self.plan.buckets.processed_scores() if scores else []
             self._programs.warmup([*self.plan.declared(drafts=drafts), *more], track, load=load)
 
+    @outside_meshes()
     def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
         """Takes other weights, which must have the tree, shapes and dtypes of those that are there, or another layout.
 

@@ -112,10 +112,13 @@ def shapes(spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
 
 
 def partitions(kv: KvState[Any], axes: tuple[str, ...]) -> KvState[PartitionSpec]:
-    """How the KV is divided over mesh axes: by heads; a latent, which has one head, is whole on every device."""
+    """How the KV is divided over mesh axes: by heads; a latent, which has one head, is whole on every device.
+
+    So is a pool without layers, as JAX divides no empty array.
+    """
     head = None if kv.layout in LATENTS else 2 if kv.layout == "products" else 3
     spec = PartitionSpec() if head is None else PartitionSpec(*(None,) * head, axes)
-    return jax.tree.map(lambda _: spec, kv)
+    return jax.tree.map(lambda leaf: spec if leaf.shape[0] else PartitionSpec(), kv)
 
 
 def shapes_on(placement: Placement, spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:

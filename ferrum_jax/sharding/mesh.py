@@ -5,8 +5,9 @@ own; `expert` and `model` divide one replica (models/division.py). Devices next 
 should have the quickest connection.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,21 @@ from ferrum_jax.sharding.devices import JaxDevice, free_bytes, process_of
 
 _, EXPERT, MODEL = MESH_AXES
 WHOLE = PartitionSpec()  # every device has all of an array
+
+
+def leave_mesh() -> contextlib.AbstractContextManager[Any] | None:
+    """Leaves the mesh that this thread has set by `jax.set_mesh`, until the end of the context returned.
+
+    What a runner compiles is for its own devices, and JAX refuses it inside another mesh. None where there is no mesh.
+    """
+    return None if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+@contextlib.contextmanager
+def outside_meshes() -> Iterator[None]:
+    """As `leave_mesh`, for a function or a block."""
+    with leave_mesh() or contextlib.nullcontext():
+        yield
 
 
 @dataclass(frozen=True, eq=False)

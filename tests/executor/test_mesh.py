@@ -190,6 +190,22 @@ def test_layouts_and_quantised_weights_give_the_same_logits(settings: dict[str, 
         assert many.model_info() == one.model_info()
 
 
+@pytest.mark.parametrize("mesh", ["model 2", "data 2, model 2"])
+def test_a_model_whose_layers_all_have_a_window_answers_as_on_one_device(mesh: str):
+    """Its pool of blocks has no layers."""
+    cfg = models.config_from_hf(tiny.CONFIGS["llama3"] | {"model_type": "mistral", "sliding_window": 8})
+    params = models.init_params(cfg, jax.random.key(0))
+    with (
+        from_params(params, cfg, engine=ENGINE, window_kv=True) as one,
+        from_params(params, cfg, engine=ENGINE, window_kv=True, mesh=MESHES[mesh]) as many,
+    ):
+        for runner in (one, many):
+            assert runner.plan.cache.window_layers == cfg.num_hidden_layers
+        agree(many.prefill("a", list(range(20))), one.prefill("a", list(range(20))))
+        for pos in range(20, 30):
+            agree(many.decode("a", 3, pos), one.decode("a", 3, pos))
+
+
 def test_weights_of_a_mesh_are_read_and_set_in_the_checkpoints_form(tmp_path: Path):
     folder = tiny.write_folder(tmp_path, tiny.CONFIGS["llama_biases"])
     other, cfg = tiny.tiny_params(tiny.CONFIGS["llama_biases"], seed=8), tiny.model_config("llama_biases")

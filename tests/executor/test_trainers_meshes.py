@@ -1,5 +1,7 @@
 """A trainer's parameters, divided over a mesh of its own, become a runner's: at first, and with every update."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -7,8 +9,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ferrum_jax
+from ferrum_jax.contract import ActiveLoraAdapter
 from ferrum_jax.contract.errors import UnsupportedError
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.adapters import LoraSpec, stack_specs
+from ferrum_jax.models.specs import ParamTree, initialise
 from tests import tiny
 from tests.executor.test_mesh import ENGINE, agree
 from tests.meshes import mesh_of, model_on
@@ -47,6 +51,47 @@ def test_weights_on_a_trainers_mesh_are_served_without_passing_through_the_host(
         agree(runner.prefill("a", TOKENS), answer)
         assert compiles == []
         tiny.assert_same_tree(runner.params, other)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_calls_inside_a_mesh_that_the_caller_has_set_are_as_outside(kind: AxisType):
+    params, cfg = tiny.tiny_params(tiny.CONFIGS[NAME]), tiny.model_config(NAME)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
+    with ferrum_jax.from_params(params, cfg, engine=ENGINE) as expected:
+        answer, later = expected.prefill("a", TOKENS), expected.decode("a", 1, len(TOKENS))
+    for served in (None, {"model": 2}):
+        with jax.set_mesh(mesh), ferrum_jax.from_params(params, cfg, mesh=served, engine=ENGINE) as runner:
+            agree(runner.prefill("a", TOKENS), answer)
+            runner.fork("a", "b")
+            agree([runner.decode(key, 1, len(TOKENS)) for key in "ab"], [later, later])
+            runner.kv_cache("a", 0)
+            runner.reset()
+            runner.set_params(params)
+            tiny.assert_same_tree(runner.params, params)
+            agree(runner.prefill("a", TOKENS), answer)
+            assert jax.sharding.get_abstract_mesh() == mesh.abstract_mesh
+
+
+@pytest.mark.parametrize("served", [None, {"model": 2}])
+def test_adapters_that_a_trainers_mesh_divides_are_set(served: dict[str, int] | None):
+    params, cfg = tiny.tiny_params(tiny.CONFIGS[NAME]), tiny.model_config(NAME)
+    stacks = initialise(stack_specs(cfg, LoraSpec(max_loras=1, max_rank=4)), jax.random.key(1), "float32")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def divided(path: Any, leaf: jax.Array) -> jax.Array:
+        spec = P(None, None, "model") if path[-1].key == "down" else P("model")
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    bound = ActiveLoraAdapter(name="x", path="")
+    with ferrum_jax.from_params(params, cfg, mesh=served, engine=ENGINE, max_loras=1, max_lora_rank=4) as runner:
+        answers = []
+        for tree in (stacks, jax.tree_util.tree_map_with_path(divided, stacks)):
+            runner.set_lora("x", tree)
+            runner.set_lora_adapter_for_cache("a", bound)
+            answers.append(runner.prefill("a", TOKENS))
+            runner.release("a")
+            runner.unload_lora("x")
+        np.testing.assert_array_equal(*answers)
 
 
 def test_a_mesh_of_one_device_is_that_device():
