@@ -76,73 +76,31 @@ def _torus(gigabits: int, links: int, chips: int) -> Link:
     return Link(name="ICI", bandwidth=2 * gigabits * GB / 8 / links, most_devices=chips, hop=1e-6)
 
 
+def _machine(platform: str, name: str, memory_bytes: int, terabytes: float, teraflops: float, *links: Link) -> Machine:
+    """One kind of device; memory in terabytes and products in teraflops, both per second."""
+    return Machine(
+        name=name,
+        platform=platform,
+        memory_bytes=memory_bytes,
+        memory_rate=terabytes * TERA,
+        bf16_rate=teraflops * TERA,
+        links=links,
+    )
+
+
+_PCIE = Link(name="PCIe 4.0 x16", bandwidth=32 * GB, most_devices=8, latency=10e-6)
+
 MACHINES: Mapping[str, Machine] = {
     machine.name: machine
     for machine in (
-        Machine(
-            name="h100",
-            platform="gpu",
-            memory_bytes=80 * GB,
-            memory_rate=3.35 * TERA,
-            bf16_rate=989.5 * TERA,
-            links=(_nvlink(4, 450 * GB), _infiniband(400)),
-        ),
-        Machine(
-            name="h200",
-            platform="gpu",
-            memory_bytes=141 * GB,
-            memory_rate=4.8 * TERA,
-            bf16_rate=989.5 * TERA,
-            links=(_nvlink(4, 450 * GB), _infiniband(400)),
-        ),
-        Machine(
-            name="b200",
-            platform="gpu",
-            memory_bytes=180 * GB,
-            memory_rate=8 * TERA,
-            bf16_rate=2250 * TERA,
-            links=(_nvlink(5, 900 * GB), _infiniband(400)),
-        ),
-        Machine(
-            name="a100",
-            platform="gpu",
-            memory_bytes=80 * GB,
-            memory_rate=2.039 * TERA,
-            bf16_rate=312 * TERA,
-            links=(_nvlink(3, 300 * GB), _infiniband(200)),
-        ),
-        Machine(
-            name="l40s",
-            platform="gpu",
-            memory_bytes=48 * GB,
-            memory_rate=0.864 * TERA,
-            bf16_rate=362.05 * TERA,
-            links=(Link(name="PCIe 4.0 x16", bandwidth=32 * GB, most_devices=8, latency=10e-6),),
-        ),
-        Machine(
-            name="v5e",
-            platform="tpu",
-            memory_bytes=16 * GB,
-            memory_rate=0.819 * TERA,
-            bf16_rate=197 * TERA,
-            links=(_torus(1600, 4, 256),),
-        ),
-        Machine(
-            name="v5p",
-            platform="tpu",
-            memory_bytes=95 * GIB,
-            memory_rate=2.765 * TERA,
-            bf16_rate=459 * TERA,
-            links=(_torus(4800, 6, 6144),),
-        ),
-        Machine(
-            name="v6e",
-            platform="tpu",
-            memory_bytes=32 * GB,
-            memory_rate=1.6 * TERA,
-            bf16_rate=918 * TERA,
-            links=(_torus(3200, 4, 256),),
-        ),
+        _machine("gpu", "h100", 80 * GB, 3.35, 989.5, _nvlink(4, 450 * GB), _infiniband(400)),
+        _machine("gpu", "h200", 141 * GB, 4.8, 989.5, _nvlink(4, 450 * GB), _infiniband(400)),
+        _machine("gpu", "b200", 180 * GB, 8, 2250, _nvlink(5, 900 * GB), _infiniband(400)),
+        _machine("gpu", "a100", 80 * GB, 2.039, 312, _nvlink(3, 300 * GB), _infiniband(200)),
+        _machine("gpu", "l40s", 48 * GB, 0.864, 362.05, _PCIE),
+        _machine("tpu", "v5e", 16 * GB, 0.819, 197, _torus(1600, 4, 256)),
+        _machine("tpu", "v5p", 95 * GIB, 2.765, 459, _torus(4800, 6, 6144)),
+        _machine("tpu", "v6e", 32 * GB, 1.6, 918, _torus(3200, 4, 256)),
     )
 }
 
