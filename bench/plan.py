@@ -16,12 +16,12 @@ from bench.machine import Machine as Measured
 from bench.machine import Probes, ceilings
 from bench.setting import start
 from bench.timing import Contestant, alternate
+from bench.weak_scaling import scale
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ResourceExhaustedError
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.planning.estimate import STEP_TOKENS, Deployment, estimate, time_step
 from ferrum_jax.planning.machines import Machine, find_machine
-from ferrum_jax.planning.scaling import scale
 from ferrum_jax.planning.subject import Subject, read_subject
 
 DECODES = ((1, 256), (8, 256), (1, 1536), (8, 1536))  # rows, and positions that each holds
