@@ -21,7 +21,7 @@ from ferrum_jax.config import LAYOUTS, ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, map_specs, name_of, named_leaves, named_weights
+from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec, map_specs, name_of, named_leaves
 from ferrum_jax.ops.quantised import is_quantised
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
@@ -98,7 +98,7 @@ def joinable(formats: Mapping[str, Any], cfg: ModelConfig, layout: str) -> dict[
 
 def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
     """Specs of every parameter of a layout, given those of the checkpoint's tree, which may be quantised."""
-    own = named_weights(specs)
+    own = named_leaves(specs, is_weight_spec)
 
     def describe(recipe: Recipe) -> Any:
         recipe.check_alike([own[name] for names in recipe.layers for name in names])

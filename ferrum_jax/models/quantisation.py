@@ -103,8 +103,8 @@ def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
 
 def formats_of(params: ParamTree) -> dict[str, Format]:
     """Returns the formats of the quantised weights of a tree, by name; leaves may be shapes."""
-    paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
-    return {specs.name_of(path): _format_of(leaf) for path, leaf in paths if is_quantised(leaf)}
+    named = specs.named_leaves(params, is_quantised)
+    return {name: _format_of(leaf) for name, leaf in named.items() if is_quantised(leaf)}
 
 
 def specs_like(params: ParamTree, cfg: ModelConfig) -> ParamTree:

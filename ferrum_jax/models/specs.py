@@ -4,7 +4,7 @@ The path of a leaf, joined by dots, is its name in a Hugging Face checkpoint.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,9 @@ def is_weight_spec(leaf: Any) -> bool:
     return isinstance(leaf, (ParamSpec, QuantisedWeight))
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> dict[str, Any]:
     """Maps checkpoint names to the leaves of any tree."""
-    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]}
-
-
-def named_weights(specs: ParamTree) -> dict[str, Any]:
-    """Maps names to specs, those of a quantised weight together."""
-    paths = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_weight_spec)[0]
-    return {name_of(path): leaf for path, leaf in paths}
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}
 
 
 def name_of(path: tuple[Any, ...]) -> str:

@@ -19,7 +19,7 @@ from ferrum_jax.models.layout import Recipe, checkpoint_leaves, layout_specs, re
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, Formats, formats_of, quantised_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, map_specs, named_leaves, named_weights
+from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, is_weight_spec, map_specs, named_leaves
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.huge_pages import Putter, stack_in_turn
@@ -86,7 +86,7 @@ def assemble(
     tree = recipes(cfg, layout)
     made: dict[str, Recipe] = named_leaves(tree)
     names = Track("reading weights")(made) if progress else made
-    own, laid = named_weights(plain), named_weights(layout_specs(plain, cfg, layout))
+    own, laid = (named_leaves(tree, is_weight_spec) for tree in (plain, layout_specs(plain, cfg, layout)))
     put = Putter(placed.placement.first)
     leaves = {name: put_recipe(made[name], read, placed, own, laid[name], put) for name in names}
     return from_names(tree, leaves)
@@ -145,13 +145,13 @@ def lay_out_on_host(
     Each leaf is freed as soon as it is laid out, if nobody else holds `params`. `specs` are those of the layout.
     """
     leaves = checkpoint_leaves(params, cfg)
-    own = named_weights(quantised_specs(family(cfg).param_specs(cfg), formats_of(leaves)))
+    own = named_leaves(quantised_specs(family(cfg).param_specs(cfg), formats_of(leaves)), is_weight_spec)
     del params
 
     def take(name: str) -> Any:
         return jax.tree.map(np.asarray, leaves.pop(name))
 
-    laid, put = named_weights(specs), Putter(placed.placement.first)
+    laid, put = named_leaves(specs, is_weight_spec), Putter(placed.placement.first)
     return map_specs(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name], put), recipes(cfg, layout))
 
 
