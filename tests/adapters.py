@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.models import adapters
+from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.weights.peft import lay_out, read_adapter
@@ -140,11 +142,16 @@ def rank_at(name: str, module: str) -> int:
     return own.get(name, dict.fromkeys(EVERY, ADAPTERS[name][1]["r"])).get(projection, 0)
 
 
+def empty_stacks(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
+    """Returns stacks of zeros, which change no product."""
+    return jax.tree.map(jnp.zeros_like, specs.shapes(adapters.stack_specs(cfg, spec), "float32"))
+
+
 def stacks_of(folder: Path, names: list[str | None], spec: LoraSpec) -> ParamTree:
     """Returns stacks whose rows are the adapters named, read back from `folder`; None leaves zeros."""
     model = next(ADAPTERS[name][0] for name in names if name)
     cfg = tiny.model_config(model)
-    stacks = adapters.empty(cfg, spec, "float32")
+    stacks = empty_stacks(cfg, spec)
     for index, name in enumerate(names):
         if name:
             adapter = read_adapter(write_adapter(folder / name, name), cfg)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ferrum_jax.config import ModelConfig
@@ -62,12 +61,6 @@ def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
     return specs.map_specs(row, stack_specs(cfg, spec))
 
 
-def empty(cfg: ModelConfig, spec: LoraSpec, dtype: str) -> ParamTree:
-    """Returns stacks of zeros, which change no product. `dtype` must be that of the parameters."""
-    shapes = specs.shapes(stack_specs(cfg, spec), dtype)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
 def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
     """Writes an adapter's tree into row `index` of the stacks, from 0 to A - 1; it may be traced.
 
@@ -75,13 +68,6 @@ def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) 
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, stack, own: stack.at[_row(path, index)].set(own), stacks, adapter
-    )
-
-
-def remove(stacks: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
-    """Writes zeros into row `index` of the stacks, as `install` would."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, stack: stack.at[_row(path, index)].set(jnp.zeros((), stack.dtype)), stacks
     )
 
 

@@ -160,22 +160,17 @@ def test_a_served_mix_of_a_decode_and_a_chunk_equals_the_forward_over_the_whole_
     np.testing.assert_allclose(chunk, bare[first:LENGTH], rtol=0, atol=TOLERANCE)
 
 
-def test_installing_a_row_leaves_the_others_as_they_are_and_removing_it_gives_zeros(stacks: ParamTree):
+def test_installing_a_row_leaves_the_others_as_they_are(stacks: ParamTree):
     key = jax.random.key(0)
     own = jax.tree.map(lambda leaf: leaf + 1.0, specs.initialise(adapters.adapter_specs(CFG, SPEC), key, "float32"))
     put = jax.jit(adapters.install, donate_argnums=0)
     changed = put(jax.tree.map(jnp.copy, stacks), own, jnp.int32(2))
-    cleared = jax.jit(adapters.remove, donate_argnums=0)(jax.tree.map(jnp.copy, changed), jnp.int32(2))
     for name, leaf in named_leaves(stacks).items():
         axis = 0 if name.endswith("down") else 1
-        kept, found, gone = (
-            np.moveaxis(np.asarray(named_leaves(tree)[name]), axis, 0) for tree in (stacks, changed, cleared)
-        )
+        kept, found = (np.moveaxis(np.asarray(named_leaves(tree)[name]), axis, 0) for tree in (stacks, changed))
         np.testing.assert_array_equal(found[2], named_leaves(own)[name])
-        np.testing.assert_array_equal(gone[2], np.zeros_like(gone[2]))
         for row in (0, 1, 3, 4, 5):
             np.testing.assert_array_equal(found[row], kept[row])
-            np.testing.assert_array_equal(gone[row], kept[row])
         assert leaf.shape == named_leaves(changed)[name].shape
 
 
@@ -184,14 +179,10 @@ def test_installing_copies_no_stack():
     own = specs.shapes(adapters.adapter_specs(CFG, SPEC), "float32")
     index = jax.ShapeDtypeStruct((), jnp.int32)
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(shapes))
-    for compiled in (
-        jax.jit(adapters.install, donate_argnums=0).lower(shapes, own, index).compile(),
-        jax.jit(adapters.remove, donate_argnums=0).lower(shapes, index).compile(),
-    ):
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        assert memory.alias_size_in_bytes >= size
-        assert memory.temp_size_in_bytes < size / 20
+    memory = jax.jit(adapters.install, donate_argnums=0).lower(shapes, own, index).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size / 20
 
 
 def test_stacks_that_no_row_uses_compute_nothing_more(params: ParamTree, stacks: ParamTree):

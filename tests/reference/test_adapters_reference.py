@@ -17,7 +17,7 @@ from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.weights.peft import lay_out, read_adapter
 from scripts.make_references import load_tiny, logits_of
 from tests import tiny
-from tests.adapters import EVERY, prompt
+from tests.adapters import EVERY, empty_stacks, prompt
 
 pytestmark = [
     pytest.mark.reference,
@@ -72,7 +72,7 @@ def test_what_peft_saved_gives_its_logits_at_every_position(name: str, tmp_path:
     cfg, spec = tiny.model_config(model), LoraSpec(max_loras=2, max_rank=64)
     expected = logits_of(saved(tmp_path, model, CONFIGS[name]), prompt("every"))
     own = lay_out(read_adapter(tmp_path / "adapter", cfg), spec, "float32")
-    stacks = adapters.install(adapters.empty(cfg, spec, "float32"), own, 1)
+    stacks = adapters.install(empty_stacks(cfg, spec), own, 1)
     logits = jax.jit(models.forward, static_argnums=2)(
         tiny.tiny_params(tiny.CONFIGS[model]),
         jnp.asarray([prompt("every")]),
@@ -95,7 +95,7 @@ def test_at_large_scales_the_error_against_float64_is_that_of_torch(alpha: int, 
         tiny.tiny_params(tiny.CONFIGS["llama3"]),
         jnp.asarray([prompt("every")]),
         cfg,
-        loras=adapters.install(adapters.empty(cfg, spec, "float32"), own, 0),
+        loras=adapters.install(empty_stacks(cfg, spec), own, 0),
         adapters=jnp.asarray([0]),
     )
     error, of_torch = np.abs(logits[0] - exact).max(), np.abs(theirs - exact).max()
@@ -116,7 +116,7 @@ def test_gradients_of_tuning_equal_those_of_torch(model: str, tmp_path: Path):
     }
     params, spec = tiny.tiny_params(tiny.CONFIGS[model]), LoraSpec(max_loras=2, max_rank=rank)
     own = lay_out(read_adapter(tmp_path / "adapter", cfg), spec, "float32")
-    stacks = adapters.install(adapters.empty(cfg, spec, "float32"), own, 1)
+    stacks = adapters.install(empty_stacks(cfg, spec), own, 1)
 
     def log_probability(loras: ParamTree) -> jax.Array:
         logits = models.forward(params, jnp.asarray([tokens]), cfg, loras=loras, adapters=jnp.asarray([1]))
