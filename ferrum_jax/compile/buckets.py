@@ -10,7 +10,6 @@ from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import BRANCHES, ConfigureKey, DistributionKey, MaskKey, SampleKey, VerifyKey, Way
 from ferrum_jax.compile.scores import ProcessedScoreKey
 from ferrum_jax.compile.step import StepKey
-from ferrum_jax.contract.errors import ConfigError
 
 ProgramKey = Any  # a frozen dataclass with `lower(context)`; its repr names what is kept on disk
 
@@ -36,19 +35,6 @@ class Buckets:
     multi_step_tokens: int = 0  # N of multi-step programs; 0: there are none
     step_overhead: int = 16  # tokens whose products take as long as reading the weights once
     sample_ways: tuple[Way, ...] = (BRANCHES,)  # of `WAYS`: in how many the tokens of a step are chosen
-
-    def __post_init__(self):
-        for name in ("decode_rows", "query_blocks", "mixed_blocks", "verify_blocks"):
-            sizes = getattr(self, name)
-            if not sizes or list(sizes) != sorted(set(sizes)) or sizes[0] < 1:
-                raise ConfigError(f"{name} is {sizes!r}, expected ascending sizes of at least 1")
-        for name in ("block_tokens", "verify_tokens", "logit_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least 1")
-        if self.logit_blocks > self.query_blocks[-1]:
-            raise ConfigError(f"logit_blocks is {self.logit_blocks}, query_blocks end in {self.query_blocks[-1]}")
-        if not set(self.mixed_blocks) <= set(self.query_blocks):
-            raise ConfigError(f"mixed_blocks {self.mixed_blocks} are not all in query_blocks {self.query_blocks}")
 
     @property
     def max_step_tokens(self) -> int:

@@ -2,9 +2,7 @@
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +11,6 @@ from ferrum_jax.compile.buckets import Buckets, bucket_sizes, choose_bucket
 from ferrum_jax.compile.multi_step import MultiStepKey
 from ferrum_jax.compile.sampler import ConfigureKey, DistributionKey, SampleKey, VerifyKey
 from ferrum_jax.compile.step import StepKey
-from ferrum_jax.contract.errors import ConfigError
 
 COLUMNS, CAPACITY = 6, 90
 SIZES = st.sets(st.integers(1, 9), min_size=1, max_size=3).map(lambda sizes: tuple(sorted(sizes)))
@@ -109,29 +106,6 @@ def test_what_follows_on_a_declared_step_is_declared(buckets: Buckets, drafts: b
 def test_what_one_sequence_needs_alone_is_declared(buckets: Buckets, count: int):
     assert set(buckets.needed(count)) <= set(buckets.steps())
     assert set(buckets.needed(count, adapters=True)) <= set(buckets.steps(adapters=True))
-
-
-@pytest.mark.parametrize("name", ["decode_rows", "query_blocks", "mixed_blocks", "verify_blocks"])
-@pytest.mark.parametrize("sizes", [(), (0, 1), (2, 1), (3, 3), (-1,)])
-def test_buckets_that_do_not_ascend_from_1_are_refused(name: str, sizes: tuple[int, ...]):
-    with pytest.raises(ConfigError, match=f"{name} is .* expected ascending"):
-        replace(GOOD, **{name: sizes})
-
-
-def test_a_long_row_has_its_logits_in_no_larger_step_than_there_is():
-    with pytest.raises(ConfigError, match="logit_blocks is 7, query_blocks end in 6"):
-        replace(GOOD, logit_blocks=7)
-
-
-@pytest.mark.parametrize("changes", [{"block_tokens": 0}, {"verify_tokens": -1}], ids=str)
-def test_blocks_of_no_tokens_are_refused(changes: dict[str, Any]):
-    with pytest.raises(ConfigError, match="expected at least 1"):
-        replace(GOOD, **changes)
-
-
-def test_steps_of_decode_rows_beside_blocks_take_as_many_blocks_as_some_step_without():
-    with pytest.raises(ConfigError, match=r"mixed_blocks \(3, 6\) are not all in query_blocks"):
-        replace(GOOD, mixed_blocks=(3, 6))
 
 
 def test_the_programs_of_some_buckets_by_name():
