@@ -3,24 +3,34 @@
 GPTQ packs adjacent inputs into a word, lowest bits first, of weights `[in, out]`. AWQ packs eight adjacent
 outputs, in the order 0 2 4 6 1 3 5 7 (AutoAWQ, `awq/utils/packing_utils.py`). compressed-tensors packs adjacent inputs
 of weights `[out, in]`; its integers are shifted by half of their range (`compressors/pack_quantized/helpers.py`).
+
+MXFP4 has values of four bits, two in a byte, the first in the low bits, and a power of two for each 32 of them (OCP
+Microscaling Formats Specification v1.0: E2M1 in section 5.3.3, E8M0 in section 5.4.1). GPT-OSS has stacks of experts
+`[E, out, in]` so. Every number is one of bfloat16, too.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError
 from ferrum_jax.models.quantisation import Format
 from ferrum_jax.ops.quantised import UINT4, QuantisedWeight, pack
-from ferrum_jax.weights.packed import PackedWeight
+from ferrum_jax.weights.packed import BLOCKS, MXFP4_GROUP, SCALES, PackedWeight
 from ferrum_jax.weights.safetensors_file import Entry
 from ferrum_jax.weights.scheme import AWQ, GPTQ, MXFP4, PLAIN, WORDS, Scheme
 
 _AWQ_PLACES = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # output that each number of a word belongs to, lowest bits first
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E8M0": "float32"}  # of scales
+
+_LARGEST_POWER = 252  # of MXFP4's scales: above, of which 255 is NaN, not every number is finite in float32
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FLOATS = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
+_PAIRS = np.stack([np.tile(_FLOATS, 16), np.repeat(_FLOATS, 16)], axis=-1)  # [256, 2]: what each byte holds
 
 Parts = Mapping[str, NDArray[Any]]
 
@@ -50,6 +60,23 @@ def decode(codes: Codes) -> NDArray[np.float32]:
         wide -= codes.zeros.astype(np.float32)[:, codes.group_of]
     wide *= codes.scales.astype(np.float32)[:, codes.group_of]
     return wide
+
+
+def decode_stack(parts: Parts) -> NDArray[Any]:
+    """The numbers `[E, F, D]` of a stack in MXFP4, exactly, in bfloat16.
+
+    Raises:
+        InvalidFormatError: a scale is NaN, or so large that numbers may not be finite in float32.
+    """
+    blocks, scales = parts[BLOCKS], parts[SCALES]
+    if (largest := scales.max(initial=0)) > _LARGEST_POWER:
+        raise InvalidFormatError(f"a scale is {largest}, at most {_LARGEST_POWER} has finite numbers")
+    experts, outputs, groups, _ = blocks.shape
+    found = np.empty((experts, outputs, groups * MXFP4_GROUP), ml_dtypes.bfloat16)
+    for own, bytes_, powers in zip(found, blocks, scales, strict=True):  # in float32 for one expert at a time
+        wide = _PAIRS[bytes_].reshape(outputs, groups, MXFP4_GROUP)
+        own[:] = np.ldexp(wide, powers.astype(np.int32)[..., None] - 127).reshape(outputs, -1)
+    return found
 
 
 def unpack(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:

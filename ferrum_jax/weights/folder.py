@@ -24,9 +24,8 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.weights.assemble import stored_apart, stored_axes
-from ferrum_jax.weights.codes import Codes, decode, native_format, read_codes, to_leaf
-from ferrum_jax.weights.mxfp4 import find_stacks, widen
-from ferrum_jax.weights.packed import PackedWeight, find_weights, is_unread
+from ferrum_jax.weights.codes import Codes, decode, decode_stack, native_format, read_codes, to_leaf
+from ferrum_jax.weights.packed import PackedWeight, find_stacks, find_weights, is_unread
 from ferrum_jax.weights.safetensors_file import (
     FLOATS,
     NARROW,
@@ -129,7 +128,7 @@ class SafetensorsSource:
         assert self._scheme is not None
         with self._naming(name):
             is_stack = self._scheme.packing == MXFP4
-            return widen(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
+            return decode_stack(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
 
     def slices(self, name: str) -> "TensorSlices | None":
         """Returns a tensor of which parts can be read; None for one that is quantised or has another order of axes."""

@@ -18,6 +18,7 @@ from ferrum_jax.weights.scheme import AWQ, GPTQ, PLAIN, WORDS, Scheme
 
 Shape = tuple[int, ...]
 WORD = 32  # bits
+BLOCKS, SCALES, MXFP4_GROUP = "blocks", "scales", 32  # the tensors of a stack, and inputs that share a scale
 _FLOATS = ("F32", "F16", "BF16")
 _MARKS = {GPTQ: "qweight", AWQ: "qweight", WORDS: "weight_packed", PLAIN: "weight"}  # the tensor that holds the values
 _NARROW = ("I8", "F8_E4M3")
@@ -71,6 +72,41 @@ def find_weights(
             f"{path}: quantization_config says {scheme.method}, but no module has a tensor {_MARKS[scheme.packing]!r} "
             "that is quantised so"
         )
+    return found
+
+
+def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWeight]:
+    """Finds every stack in MXFP4 by its name: `X` has tensors `X_blocks` `[E, F, G, 16]` and `X_scales` `[E, F, G]`.
+
+    Raises:
+        InvalidFormatError: tensors are missing, or of a wrong dtype or shape: all of them in one message; or there is
+            no stack.
+    """
+    found, problems = {}, []
+    names = {
+        name.removesuffix(f"_{part}") for name in entries for part in (BLOCKS, SCALES) if name.endswith(f"_{part}")
+    }
+    for name in sorted(names):
+        tensors = {part: f"{name}_{part}" for part in (BLOCKS, SCALES)}
+        missing = [f"{tensor} is missing" for tensor in tensors.values() if tensor not in entries]
+        if missing:
+            problems += missing
+            continue
+        problems += [
+            f"{tensor} is {entries[tensor].dtype}, expected U8"
+            for tensor in tensors.values()
+            if entries[tensor].dtype != "U8"
+        ]
+        shape, scales = entries[tensors[BLOCKS]].shape, entries[tensors[SCALES]].shape
+        if len(shape) != 4 or shape[-1] != MXFP4_GROUP // 2:
+            problems.append(f"{tensors[BLOCKS]} has shape {list(shape)}, expected experts, outputs, groups and 16")
+        elif scales != shape[:-1]:
+            problems.append(f"{tensors[SCALES]} has shape {list(scales)}, expected {list(shape[:-1])}")
+        else:
+            found[name] = PackedWeight((*shape[:2], shape[2] * MXFP4_GROUP), tensors)
+    check_problems(path, problems)
+    if not found:
+        raise InvalidFormatError(f"{path}: quantization_config says mxfp4, but no tensor's name ends in '_{BLOCKS}'")
     return found
 
 

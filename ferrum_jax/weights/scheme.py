@@ -2,7 +2,7 @@
 
 Supported are GPTQ (Frantar et al. 2022, as AutoGPTQ and GPTQModel write it), AWQ (Lin et al. 2023, AutoAWQ's `gemm`),
 the integers and fp8 of compressed-tensors (vLLM project), fp8 in blocks (DeepSeek-AI 2024, "DeepSeek-V3 Technical
-Report", section 3.3.2) or with a scale for each channel or tensor (FBGEMM), and MXFP4 of experts (weights/mxfp4.py).
+Report", section 3.3.2) or with a scale for each channel or tensor (FBGEMM), and MXFP4 of experts.
 """
 
 from collections.abc import Mapping, Sequence

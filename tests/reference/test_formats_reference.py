@@ -14,8 +14,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 
 import ferrum_jax
 from ferrum_jax import models
-from ferrum_jax.weights.codes import decode, read_codes
-from ferrum_jax.weights.mxfp4 import widen
+from ferrum_jax.weights.codes import decode, decode_stack, read_codes
 from ferrum_jax.weights.scheme import read_scheme
 from scripts.make_references import logits_of
 from tests import tiny
@@ -72,7 +71,7 @@ def test_a_stack_in_mxfp4_is_read_as_transformers_reads_it():
     parts = {"blocks": blocks.astype(np.uint8), "scales": scales.astype(np.uint8)}
     given = (torch.from_numpy(part) for part in parts.values())
     expected = mxfp4.convert_moe_packed_tensors(*given, dtype=torch.float32).transpose(1, 2).numpy()
-    np.testing.assert_array_equal(widen(parts).astype(np.float32), expected)
+    np.testing.assert_array_equal(decode_stack(parts).astype(np.float32), expected)
 
 
 def test_a_model_in_mxfp4_gives_the_logits_of_transformers(tmp_path: Path):

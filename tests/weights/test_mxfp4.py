@@ -16,7 +16,7 @@ from ferrum_jax import models
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, UnsupportedError
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.ops.quantised import quantise_weight
-from ferrum_jax.weights.mxfp4 import widen
+from ferrum_jax.weights.codes import decode_stack
 from tests import tiny
 
 CONFIG = tiny.CONFIGS["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -76,7 +76,7 @@ def refuse(path: Path, kind: type[FerrumError] = InvalidFormatError, **options: 
 def test_every_byte_with_every_scale_is_the_number_it_stands_for():
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 16, 1, 16), (253, 16, 1, 16))
     scales = np.broadcast_to(np.arange(253, dtype=np.uint8)[:, None, None], (253, 16, 1))
-    found = widen({"blocks": blocks, "scales": scales})
+    found = decode_stack({"blocks": blocks, "scales": scales})
     np.testing.assert_array_equal(found.astype(np.float32), by_hand(blocks, scales), strict=True)
 
 
