@@ -191,8 +191,8 @@ def plan(
     import jax
 
     from ferrum_jax.config import EngineConfig
-    from ferrum_jax.planning import report, temporaries
-    from ferrum_jax.planning.estimate import Deployment, estimate
+    from ferrum_jax.planning import temporaries
+    from ferrum_jax.planning.estimate import Deployment, describe, estimate
     from ferrum_jax.planning.machines import find_machine
     from ferrum_jax.planning.subject import read_subject
 
@@ -213,7 +213,7 @@ def plan(
         print(json.dumps(found.summary()))
         return
     table = Table(show_header=False, box=None)
-    for name, value in report.describe(found).items():
+    for name, value in describe(found).items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
 

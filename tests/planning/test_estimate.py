@@ -9,13 +9,13 @@ from ferrum_jax.contract.errors import ConfigError, ResourceExhaustedError
 from ferrum_jax.models.specs import num_parameters
 from ferrum_jax.planning.estimate import (
     Deployment,
+    describe,
     estimate,
     most_sequences,
     parameter_bytes,
     time_step,
 )
 from ferrum_jax.planning.machines import MACHINES, find_machine
-from ferrum_jax.planning.report import describe
 from ferrum_jax.planning.subject import read_subject
 from ferrum_jax.planning.work import Collectives
 from tests.planning.plans import TOY, deployment
