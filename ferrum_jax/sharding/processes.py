@@ -13,7 +13,7 @@ import math
 import os
 import queue
 import secrets
-import select
+import selectors
 import socket
 import struct
 import sys
@@ -26,10 +26,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.distributed import global_state  # its key-value store has deadlines, and compiles nothing
 
 from ferrum_jax.config.processes import COORDINATOR, COUNT, START_SECONDS, ProcessSettings
-from ferrum_jax.contract.errors import ConfigError, DeviceError
+from ferrum_jax.contract.errors import ConfigError, DeviceError, UnsupportedError
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 15.0  # without any byte: then a process counts as gone
@@ -277,7 +276,15 @@ def open_channel(count: int, index: int, seconds: float = START_SECONDS) -> Chan
 
     Raises:
         DeviceError: a process did not come, or they were connected before: a job serves one model.
+        UnsupportedError: this JAX keeps its key-value store elsewhere.
     """
+    try:  # not public; the store has deadlines, and compiles nothing
+        from jax._src.distributed import global_state
+    except ImportError as problem:
+        raise UnsupportedError(
+            f"several processes need jax._src.distributed.global_state, which JAX {jax.__version__} does not have, as "
+            "0.10 has"
+        ) from problem
     store, address = global_state.client, global_state.coordinator_address
     if store is None or address is None:
         raise DeviceError(f"process {index} of {count} has left the others, which have ended: start them again")
@@ -372,15 +379,16 @@ def _read(connection: socket.socket, size: int, seconds: float, deadline: float 
 
 def _read_into(connection: socket.socket, data: memoryview, seconds: float, deadline: float | None = None) -> None:
     at = 0
-    while at < len(data):
-        left = seconds if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([connection], [], [], left)
-        if not ready:
-            raise TimeoutError(f"it has sent nothing for {seconds:.0f} s")
-        count = connection.recv_into(data[at:])
-        if count == 0:
-            raise ConnectionError("its connection was closed")
-        at += count
+    with selectors.DefaultSelector() as selector:  # `select.select` takes no descriptor above 1023
+        selector.register(connection, selectors.EVENT_READ)
+        while at < len(data):
+            left = seconds if deadline is None else max(0.0, deadline - time.monotonic())
+            if not selector.select(left):
+                raise TimeoutError(f"it has sent nothing for {seconds:.0f} s")
+            count = connection.recv_into(data[at:])
+            if count == 0:
+                raise ConnectionError("its connection was closed")
+            at += count
 
 
 def _end(why: str = "") -> None:
