@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from ferrum_jax import cli_options
 from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, IOError, UnsupportedError
-from ferrum_jax.conversation import chat, figures
+from ferrum_jax.conversation import chat, print_answer
 from ferrum_jax.serve.command import serve
 
 app = typer.Typer(
@@ -81,7 +82,6 @@ def generate(
     )
     text = sys.stdin.read() if prompt == "-" else prompt
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
-    console = Console(stderr=True)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
     settings |= {"quantize": quantize, "layout": layout, "memory_fraction": memory_fraction}
     with LLM(model, **settings, max_seqs=1, tokenizer=tokenizer, speculation=speculation) as llm:
@@ -90,15 +90,7 @@ def generate(
             raise UnsupportedError("--system needs a chat template, and none is in use")
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids = llm.chat_prompt([*messages, {"role": "user", "content": text}]) if templated else text
-        with console.status("compiling the steps this prompt needs"):
-            llm.prepare(ids, params)
-        started = time.perf_counter()
-        stream = llm.stream(ids, params)
-        for piece in stream:
-            print(piece, end="", flush=True)
-        print(flush=True)
-        seconds, output = time.perf_counter() - started, stream.output()
-    console.print(f"[dim]{figures(output, seconds)}[/dim]", highlight=False)
+        print_answer(llm, ids, params, Console(stderr=True), [])
 
 
 @app.command()
@@ -148,17 +140,12 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
             f"{plan.cache.num_bytes / 1e6:,.0f} MB",
             "serves": f"{plan.max_seqs} sequences of up to {plan.kv_capacity:,} positions",
         }
-    table = Table(show_header=False, box=None)
-    for name, value in rows.items():
-        table.add_row(f"[bold]{name}[/bold]", escape(value))
     if plan is None:
-        table.add_row("[bold red]refused[/bold red]", escape(refusal))
-    if plan is not None:
+        rows["[red]refused[/red]"] = refusal
+    else:
         keys, letters = plan.declared(), "P query blocks of C tokens, M KV blocks a row, R rows of logits"
-        table.add_row("[bold]steps[/bold]", f"{len(keys)}: D rows of one token, {letters}")
-        for key in keys:
-            table.add_row("", str(key))
-    Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
+        rows["steps"] = "\n".join([f"{len(keys)}: D rows of one token, {letters}", *map(str, keys)])
+    _print_table(rows)
 
 
 @app.command()
@@ -212,8 +199,12 @@ def plan(
     if as_json:
         print(json.dumps(found.summary()))
         return
+    _print_table(describe(found))
+
+
+def _print_table(rows: Mapping[str, str]) -> None:
     table = Table(show_header=False, box=None)
-    for name, value in describe(found).items():
+    for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
     Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
 

@@ -1,5 +1,6 @@
 """`ferrum-jax chat`: a conversation in a terminal."""
 
+import contextlib
 import sys
 import time
 from typing import Annotated, Any
@@ -109,34 +110,39 @@ class Conversation:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         asked = {"role": "user", "content": line}
         pieces: list[str] = []
-        stream = None
         try:
             ids = self._llm.chat_prompt([*system, *self._messages, asked])
-            with self._console.status("compiling the steps this prompt needs"):
-                self._llm.prepare(ids, self._params)
-            stream = self._llm.stream(ids, self._params)
-            started = time.perf_counter()
-            for piece in stream:
-                pieces.append(piece)
-                print(piece, end="", flush=True)
-            print(flush=True)
-            self._say(figures(stream.output(), time.perf_counter() - started))
+            print_answer(self._llm, ids, self._params, self._console, pieces)
         except KeyboardInterrupt:
             print(flush=True)
             self._say("the answer was interrupted")
         except FerrumError as problem:  # a conversation that is too long, perhaps
             self._say(f"{problem.kind} error: {problem}")
             return
-        finally:
-            if stream is not None:
-                stream.close()
         self._messages += [asked, {"role": "assistant", "content": "".join(pieces)}]
 
     def _say(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+        _print_dim(self._console, text)
 
 
-def figures(output: Any, seconds: float) -> str:
+def print_answer(llm: Any, prompt: Any, params: Any, console: Console, pieces: list[str]) -> None:
+    """Prints an answer as it comes, then on `console` how long it took; `pieces` receives what was printed."""
+    with console.status("compiling the steps this prompt needs"):
+        llm.prepare(prompt, params)
+    with contextlib.closing(llm.stream(prompt, params)) as stream:
+        started = time.perf_counter()
+        for piece in stream:
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+        print(flush=True)
+        _print_dim(console, _figures(stream.output(), time.perf_counter() - started))
+
+
+def _print_dim(console: Console, text: str) -> None:
+    console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def _figures(output: Any, seconds: float) -> str:
     """Says how long an answer took."""
     count, first = len(output.token_ids), output.time_to_first_token
     rate = f"{(count - 1) / max(1e-9, seconds - first):.1f} tokens/s" if count > 1 else "one token"
