@@ -354,9 +354,7 @@ MEASURE = textwrap.dedent("""
     import resource, sys
     from pathlib import Path
     import jax, numpy as np
-    from ferrum_jax.weights import folder as folder_module
-from ferrum_jax.weights.folder import SafetensorsSource
-    import ferrum_jax
+    import ferrum_jax, ferrum_jax.weights.folder
     def peak():  # on Linux ru_maxrss is at least the parent's, which may have been far larger
         if sys.platform == "linux":
             lines = Path("/proc/self/status").read_text().splitlines()
