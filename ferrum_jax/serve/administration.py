@@ -59,5 +59,5 @@ async def update_weights(service: Service, http: HttpRequest) -> Response:
 
 async def reset_prefix_cache(service: Service, http: HttpRequest) -> Response:
     """Forgets every known prefix."""
-    await service.run(service.llm.reset_prefix_cache, waits=True)
+    await service.run(service.llm.reset_prefix_cache, administers=True)
     return JsonAnswer({})

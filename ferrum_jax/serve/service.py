@@ -17,7 +17,7 @@ from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.intake import capacity_of
 from ferrum_jax.generate.llm import LLM
-from ferrum_jax.generate.updates import LivePolicy
+from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.serve.admission import Admission
 from ferrum_jax.serve.answers import Answers, Caller, Choice, Wakeups
@@ -64,12 +64,14 @@ class Service:
             raise
         self._pool = ThreadPoolExecutor(2, "serve")
         self._slow = ThreadPoolExecutor(2, "serve-slow")
+        self._administration = ThreadPoolExecutor(2, "serve-administration")
+        self._updating = asyncio.Lock()
         self._wakeups: Wakeups | None = None
 
     def close(self) -> None:
         """Ends the threads of `run`, and drops the adapters."""
-        self._pool.shutdown(cancel_futures=True)
-        self._slow.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._slow, self._administration):
+            pool.shutdown(cancel_futures=True)
         self._drop_adapters()
 
     def _drop_adapters(self) -> None:
@@ -84,12 +86,13 @@ class Service:
             self._wakeups = Wakeups(loop)
         return self._wakeups
 
-    async def run(self, work: Callable[..., T], *arguments: Any, slow: bool = False, waits: bool = False) -> T:
+    async def run(self, work: Callable[..., T], *arguments: Any, slow: bool = False, administers: bool = False) -> T:
         """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's.
 
-        What may take seconds is `slow`: it holds up only its like. What `waits` for requests to end holds up neither.
+        `slow` work takes seconds, and what `administers` adapters, weights or prefixes may take minutes: each has a
+        pool of its own. Nothing that runs here may wait for requests to end.
         """
-        pool = None if waits else self._slow if slow else self._pool  # None: asyncio's own threads
+        pool = self._administration if administers else self._slow if slow else self._pool
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work, *arguments)
         except FerrumError as problem:
@@ -146,7 +149,7 @@ class Service:
         """Loads an adapter, which is a model's name from then on; raises a 409 for a name that is taken."""
         if name in self.adapters or name == self.name:
             raise ApiError(409, f"the name {name!r} is taken by a model that is loaded", param="lora_name")
-        await self.run(lambda: self.runner.load_lora(name, path), waits=True)
+        await self.run(lambda: self.runner.load_lora(name, path), administers=True)
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
@@ -154,7 +157,7 @@ class Service:
         if name not in self.adapters:
             raise ApiError(404, f"adapter {name!r} is not loaded, {sorted(self.adapters)} are", param="lora_name")
         async with self.admission.leaving(name):
-            await self.run(self._unload, name, waits=True)
+            await self.run(self._unload, name, administers=True)
             del self.adapters[name]  # not before: what is still loaded can be unloaded
 
     def _unload(self, name: str) -> None:
@@ -176,9 +179,18 @@ class Service:
         return os.fspath(found)
 
     async def update_weights(self, path: str, live: LivePolicy) -> int:
-        """Reads other weights of the same model and sets them between two steps; returns their version."""
-        params = await self.run(self._read_weights, path, waits=True)
-        return await self.run(lambda: self.llm.set_params(params, live=live), waits=True)
+        """Reads other weights of the same model and sets them between two steps; returns their version.
+
+        Updates wait for each other: no more than one checkpoint lies in memory beside the weights that are served.
+        """
+        async with self._updating:
+            params = await self.run(self._read_weights, path, administers=True)
+            try:
+                update = params_update(self.llm.model, params, live)
+                self.llm.engine.begin_update(update)
+                return await asyncio.wrap_future(update.done)  # no thread waits until requests end
+            except FerrumError as problem:
+                raise from_engine(problem) from problem
 
     def _read_weights(self, path: str) -> Any:
         served, source = self.runner.describe(), open_checkpoint(path)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import re
 import threading
 import time
@@ -210,6 +211,35 @@ def test_weights_of_another_checkpoint_are_set_while_serving(
     assert "rms_norm_eps is 0.3 there" in found.json()["error"]["message"]
     for wrong in ({"path": "/nowhere"}, {"path": str(folders[0]), "live": "later"}, {}):
         assert trainer.post("/update_weights", json=wrong).status_code in (400, 404)
+
+
+def test_updates_that_wait_for_requests_to_end_do_not_hold_up_the_pause_that_ends_them(
+    trainer: httpx.Client, trained: tuple[RunningServer, LLM], folders: list[Path], monkeypatch: pytest.MonkeyPatch
+):
+    server, llm = trained
+    entered, gate, execute = threading.Event(), threading.Event(), llm.runner.execute
+
+    def slowly(batch: Any) -> Any:
+        entered.set()
+        assert gate.wait(SECONDS)
+        return execute(batch)
+
+    monkeypatch.setattr(llm.model, "execute", slowly)
+    before, many = llm.runner.params_version, min(32, (os.cpu_count() or 1) + 4)  # asyncio's threads
+    with ThreadPoolExecutor(many + 2) as pool:
+        answer = pool.submit(complete, trainer, max_tokens=50)
+        assert entered.wait(SECONDS)
+        weights = {"path": str(folders[0]), "live": "wait"}
+        updates = [pool.submit(trainer.post, "/update_weights", json=weights) for _ in range(many)]
+        time.sleep(0.5)  # for all of them to come
+        assert not any(one.done() for one in updates)
+        paused = pool.submit(trainer.post, "/pause", json={"mode": "abort"})
+        until(lambda: server.service.admission.is_paused)
+        gate.set()
+        assert answer.result().json()["choices"][0]["finish_reason"] == "abort"
+        assert paused.result().json() == {"is_paused": True}
+        versions = sorted(one.result().json()["weight_version"] for one in updates)
+    assert versions == list(range(before + 1, before + many + 1))
 
 
 def _alone(folder: Path) -> LLM:
