@@ -68,7 +68,10 @@ class Admission:
         finally:
             self.live -= answers
             self._begun -= is_begun
-            self.users[adapter] -= is_begun
+            if is_begun:
+                self.users[adapter] -= 1
+                if not self.users[adapter]:
+                    del self.users[adapter]
             self._wake()
 
     def _check_stays(self, adapter: str | None) -> None:
@@ -101,7 +104,12 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def leaving(self, adapter: str) -> AsyncIterator[None]:
-        """Admits nobody under an adapter meanwhile, and begins when those that have begun under it have ended."""
+        """Admits nobody under an adapter meanwhile, and begins when those that have begun under it have ended.
+
+        Raises a 409 for one that is leaving already.
+        """
+        if adapter in self._leaving:
+            raise ApiError(409, f"adapter {adapter!r} is being unloaded already", param="lora_name")
         self._leaving.add(adapter)
         try:
             await self._until(lambda: self.users[adapter] == 0)

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -25,6 +25,7 @@ from ferrum_jax.contract.errors import ConfigError, FerrumError, ResourceExhaust
 from ferrum_jax.executor import ModelRunner
 from ferrum_jax.loading import load
 from ferrum_jax.serve.admission import Admission
+from ferrum_jax.serve.answers import Caller
 from ferrum_jax.serve.app import endpoints_of
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.openapi import describe_api
@@ -455,17 +456,45 @@ def test_a_format_of_tools_that_there_is_not_is_refused(llm: LLM):
         pass
 
 
-def test_a_request_that_a_pause_holds_back_does_not_keep_its_adapter():
-    class Patient:
-        async def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
-            return await work
+class Patient:
+    """A caller that waits for ever."""
 
+    async def wait_for(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+
+def test_a_second_unload_of_an_adapter_is_refused_and_admits_nobody_while_the_first_waits():
+    async def main() -> None:
+        admission, caller = Admission(4, 4), cast(Caller, Patient())
+
+        async def unload() -> None:
+            async with admission.leaving("tuned"):
+                raise ApiError(503, "in use elsewhere")
+
+        async with asyncio.timeout(5), admission.admit(1, "tuned", caller):
+            first = asyncio.ensure_future(unload())
+            await asyncio.sleep(0)
+            with pytest.raises(ApiError, match="being unloaded already") as caught:
+                await admission.leaving("tuned").__aenter__()
+            assert caught.value.status == 409
+            with pytest.raises(ApiError, match="is being unloaded"):
+                await admission.admit(1, "tuned", caller).__aenter__()
+        with pytest.raises(ApiError, match="in use elsewhere"):
+            await first
+        async with admission.admit(1, "tuned", caller):
+            assert admission.users == {"tuned": 1}
+        assert not admission.users  # of adapters that nobody uses, no name is kept
+
+    asyncio.run(main())
+
+
+def test_a_request_that_a_pause_holds_back_does_not_keep_its_adapter():
     async def main() -> str:
-        admission, caller = Admission(4, 4), Patient()
+        admission, caller = Admission(4, 4), cast(Caller, Patient())
         admission.close()
 
         async def held() -> None:
-            async with admission.admit(1, "tuned", caller):  # type: ignore[arg-type]
+            async with admission.admit(1, "tuned", caller):
                 raise AssertionError("it began while its adapter left")
 
         waiting = asyncio.ensure_future(held())
