@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.generate.llm import LLM
+from ferrum_jax.generate.request import Request
 from ferrum_jax.serve.answers import Choice
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -60,10 +61,12 @@ class Metrics:
         self.waiting = one(Gauge, "vllm:num_requests_waiting", "Answers that wait for a row.")
         self.kv_usage = one(Gauge, "vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 1 is all.")
         self.gpu_usage = one(Gauge, "vllm:gpu_cache_usage_perc", "The same, under its older name.")
-        self.prefix_queries = one(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up among prefixes.")
-        self.prefix_hits = one(Counter, "vllm:prefix_cache_hits", "Prompt tokens that were found there.")
+        self.prefix_queries = one(Counter, "vllm:prefix_cache_queries", "Tokens of prompts that looked for a known "
+                                  "prefix, once for each prompt, however many answers it has.")  # fmt: skip
+        self.prefix_hits = one(Counter, "vllm:prefix_cache_hits", "Tokens that were known and not computed again, "
+                               "also for preempted answers and other users of the model.")  # fmt: skip
         self.preemptions = one(Counter, "vllm:num_preemptions", "Times an answer lost its row, as the KV ran short.")
-        self.prompt_tokens = one(Counter, "vllm:prompt_tokens", "Prompt tokens of answers.")
+        self.prompt_tokens = one(Counter, "vllm:prompt_tokens", "Prompt tokens, once for each answer of a prompt.")
         self.generated = one(Counter, "vllm:generation_tokens", "Tokens generated.")
         self.drafted = one(Counter, "vllm:spec_decode_num_draft_tokens", "Tokens drafted and verified.")
         self.accepted = one(Counter, "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -94,6 +97,11 @@ class Metrics:
                 self.gaps.observe(gap)
             choice.gaps.clear()
 
+    def count_lookup(self, first: Request) -> None:
+        """Counts the prompt of its first request, if it was begun and looked for a known prefix."""
+        if first.score_from is None and (first.is_begun or first.num_read):
+            self.prefix_queries.inc(len(first.prompt))
+
     def count_answer(self, choice: Choice, reason: str) -> float:
         """Counts an answer that has ended, and returns its seconds."""
         request, seconds = choice.request, choice.last - choice.started
@@ -101,7 +109,6 @@ class Metrics:
         self.count_tokens([choice])
         self.finished.labels(model_name=self._model, finished_reason=reason).inc()
         self.prompt_tokens.inc(len(request.prompt))
-        self.prefix_queries.inc(len(request.prompt))
         self.generated.inc(generated)
         self.preemptions.inc(request.preemptions)
         self.drafted.inc(request.drafted)

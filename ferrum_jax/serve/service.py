@@ -134,6 +134,8 @@ class Service:
     def forget(self, answers: Answers) -> None:
         """Takes note of a request that has ended, and of its answers that nobody will read."""
         self.live.discard(answers)
+        for first, *_ in answers.groups:
+            self.metrics.count_lookup(first)
         for choice in answers.choices:
             if not choice.is_ended:
                 self.metrics.count_answer(choice, "abort")

@@ -370,24 +370,25 @@ def test_metrics_have_vllms_names_and_count_what_was_done(serve: Any, llm: LLM):
         assert "ferrum:" in text
         before = figures(http)
         prompt = "metrics prompt of more than one block"
-        for more in ({}, {"stream": True}, {"n": 2, "temperature": 1.0}):
+        for more in ({}, {"stream": True}, {"n": 2, "temperature": 1.0}, {"prompt_logprobs": 0}):
             body = ASK | {"prompt": prompt, "ignore_eos": True} | more
             assert http.post("/v1/completions", json=body).status_code == 200
         assert http.post("/v1/completions", json=ASK | {"n": 0}).status_code == 400
         after = figures(http)
         assert figures(http)["vllm:prefix_cache_hits_total"] == after["vllm:prefix_cache_hits_total"]
     grown = {name: after[name] - before.get(name, 0) for name in after}
-    assert grown["vllm:generation_tokens_total"] == 40
-    assert grown["vllm:prompt_tokens_total"] == 4 * len(prompt)
-    assert grown["vllm:request_success_total,length"] == 4
-    assert grown["vllm:time_to_first_token_seconds_count"] == 4
-    assert grown["vllm:inter_token_latency_seconds_count"] == 4 * 9
-    assert grown["vllm:e2e_request_latency_seconds_count"] == 4
+    assert grown["vllm:generation_tokens_total"] == 50
+    assert grown["vllm:prompt_tokens_total"] == 5 * len(prompt)
+    assert grown["vllm:request_success_total,length"] == 5
+    assert grown["vllm:time_to_first_token_seconds_count"] == 5
+    assert grown["vllm:inter_token_latency_seconds_count"] == 5 * 9
+    assert grown["vllm:e2e_request_latency_seconds_count"] == 5
     for rest in ("count", "sum"):
         names = (f"vllm:{one}_seconds_{rest}" for one in ("inter_token_latency", "time_per_output_token"))
         assert grown[next(names)] == grown[next(names)] > 0
     assert 0 < grown["vllm:time_to_first_token_seconds_sum"] < grown["vllm:e2e_request_latency_seconds_sum"]
-    assert grown["vllm:prefix_cache_hits_total"] > 0
+    assert grown["vllm:prefix_cache_queries_total"] == 3 * len(prompt)  # scores of a prompt need all of it computed
+    assert grown["vllm:prefix_cache_hits_total"] == 2 * (len(prompt) // 8 * 8)
     assert grown["ferrum:http_responses_total,400"] == 1
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
     assert after["vllm:kv_cache_usage_perc"] == 0

@@ -115,6 +115,17 @@ def test_of_those_who_wait_the_most_urgent_is_served_first(held: Scripted):
     assert [one for one in read if one >= 10] == [10, 15, 16, 17, 19]
 
 
+def test_a_prompt_that_never_began_has_looked_for_no_prefix(held: Scripted):
+    with serving(held, max_waiting=1) as (server, http), ThreadPoolExecutor(2) as pool:
+        begun = [pool.submit(http.post, "/v1/completions", json=ASK) for _ in range(2)]
+        until(lambda: server.service.admission.live == 2)
+        assert held.entered.wait(SECONDS)
+        assert http.post("/v1/completions", json=ASK | {"max_time": 0.05}).status_code == 408
+        held.gate.set()
+        assert [one.result().status_code for one in begun] == [200] * 2
+        assert server.service.metrics.prefix_queries._value.get() == 2 * len(ASK["prompt"])
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_row_within_a_step(held: Scripted, stream: bool):
     with serving(held, max_waiting=0) as (server, _):
