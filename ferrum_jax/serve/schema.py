@@ -101,7 +101,7 @@ class Sampled(Ignored):
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    seed: int | None = Field(None, ge=0, lt=1 << 32)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Counts modulo 2^32.")
     temperature: float | None = Field(1.0, ge=0)
     top_p: float | None = Field(1.0, gt=0, le=1)
     top_k: int | None = Field(0, ge=-1)
@@ -153,9 +153,13 @@ class Sampled(Ignored):
                               "logit_bias") from None  # fmt: skip
         fields = Sampled.model_fields
         shared = [one.name for one in dataclasses.fields(SamplingParams) if one.name in fields]
-        given = {name: fields[name].default if (value := getattr(self, name)) is None else value for name in shared}
-        given |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
-        return SamplingParams(**given | {"prompt_logprobs": prompt_logprobs, "structured": self.form()})
+        given: dict[str, Any] = {
+            name: fields[name].default if (value := getattr(self, name)) is None else value for name in shared
+        }
+        given |= {"logit_bias": bias, "seed": None if self.seed is None else self.seed % 2**32}
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        given["structured"] = self.form()
+        return SamplingParams(**given)
 
 
 def _check_prompts(given: Any) -> Any:

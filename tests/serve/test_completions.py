@@ -224,6 +224,13 @@ def test_the_default_is_drawn_and_has_sixteen_tokens(client: Any, llm: LLM):
     assert choice.text == text_of(llm, temperature=1.0, seed=3, max_tokens=16, ignore_eos=True)
 
 
+@pytest.mark.parametrize(("given", "counts"), [(-1, 2**32 - 1), (2**63 - 1, 2**32 - 1), (-(2**63), 0), (2**32 + 3, 3)])
+def test_a_seed_of_64_bits_counts_modulo_two_to_the_32(client: Any, llm: LLM, given: int, counts: int):
+    choices = client.completions.create(model="tiny", prompt=PROMPT, seed=given, n=2).choices
+    for at, choice in enumerate(choices):
+        assert choice.text == text_of(llm, temperature=1.0, seed=(counts + at) % 2**32, max_tokens=16)
+
+
 def test_a_seed_gives_the_same_text_under_load(client: Any, server: RunningServer, llm: LLM):
     alone = [text_of(llm, temperature=1.0, seed=seed, max_tokens=20) for seed in range(12)]
 
@@ -264,7 +271,9 @@ def test_a_seed_gives_the_same_text_under_load(client: Any, server: RunningServe
         ({"logit_bias": {"x": 1}}, "logit_bias", "expected token ids"),
         ({"logit_bias": {"99": 1}}, None, "ids go from 0 to 36"),
         ({"logprobs": 21}, "logprobs", "20"),
-        ({"seed": -1}, "seed", ""),
+        ({"seed": 2**63}, "seed", ""),
+        ({"seed": -(2**63) - 1}, "seed", ""),
+        ({"n": 2, "temperature": 0}, None, "same answer 2 times"),
         ({"suffix": "x"}, "suffix", "not served"),
         ({"priority": 2**31}, "priority", "less than"),
         ({"min_tokens": 5, "max_tokens": 2}, None, "min_tokens is 5"),
