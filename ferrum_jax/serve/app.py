@@ -1,10 +1,13 @@
-"""`make_app`: the ASGI application of one model."""
+"""`make_app`: the ASGI application of one model, its endpoints, and their description in OpenAPI."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -12,17 +15,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 import ferrum_jax
 from ferrum_jax.contract.execution import ExecutorState
 from ferrum_jax.generate.llm import LLM
-from ferrum_jax.serve import administration
+from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.chat_completions import chat
 from ferrum_jax.serve.chat_schema import ChatBody
 from ferrum_jax.serve.completions import complete
 from ferrum_jax.serve.errors import ApiError, JsonAnswer, unavailable
 from ferrum_jax.serve.middleware import ApiKeys, DirectSend, RequestLog
-from ferrum_jax.serve.openapi import Endpoint, describe_api
+from ferrum_jax.serve.prompting import chat_ids, tokenizer_of
 from ferrum_jax.serve.schema import (
     CompletionBody,
     DetokenizeBody,
@@ -31,11 +35,21 @@ from ferrum_jax.serve.schema import (
     TokenizeBody,
     UnloadAdapterBody,
     UpdateWeightsBody,
+    describe,
 )
 from ferrum_jax.serve.service import Service
 from ferrum_jax.serve.settings import ServerSettings
-from ferrum_jax.serve.texts import detokenize, tokenize
 from ferrum_jax.serve.tracing import traced
+
+
+class Endpoint(NamedTuple):
+    """What is done at one path."""
+
+    method: str
+    path: str
+    answer: Callable[[Service, HttpRequest], Awaitable[ASGIApp]]
+    summary: str
+    body: type[BaseModel] | None = None
 
 
 def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
@@ -143,6 +157,97 @@ def _card(service: Service, name: str) -> dict[str, object]:
     }
 
 
+async def tokenize(service: Service, http: HttpRequest) -> Response:
+    """Returns the ids of a text or of a conversation."""
+    body = await read_json(service, http, TokenizeBody)
+    service.adapter_of(body.model)
+
+    def answer() -> Response:
+        ids = _ids_of(service, body)
+        told = {"count": len(ids), "max_model_len": service.capacity, "tokens": ids}
+        spelled = [service.vocabulary.text_of(one) for one in ids] if body.return_token_strs else None
+        return JsonAnswer(told | {"token_strs": spelled})
+
+    return await service.run(answer, slow=True)
+
+
+async def detokenize(service: Service, http: HttpRequest) -> Response:
+    """Returns the text of ids."""
+    body = await read_json(service, http, DetokenizeBody)
+    service.adapter_of(body.model)
+
+    def answer() -> Response:
+        text = tokenizer_of(service.llm).decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return JsonAnswer({"prompt": text})
+
+    return await service.run(answer, slow=True)
+
+
+def _ids_of(service: Service, body: TokenizeBody) -> list[int]:
+    if body.prompt is not None:
+        tokenizer = tokenizer_of(service.llm)
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    try:
+        names = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        conversation = ChatBody.model_validate({name: getattr(body, name) for name in names})
+    except ValidationError as problem:
+        raise describe(problem) from None
+    conversation.add_special_tokens = bool(body.add_special_tokens)
+    return chat_ids(service.llm, conversation, None)
+
+
+async def load_adapter(service: Service, http: HttpRequest) -> Response:
+    """Loads an adapter from a folder under the server's `--adapter-root`."""
+    body = await read_json(service, http, LoadAdapterBody)
+    await service.load_adapter(body.lora_name, service.path_of_adapter(body.lora_path))
+    return JsonAnswer({"message": f"adapter {body.lora_name!r} is loaded"})
+
+
+async def unload_adapter(service: Service, http: HttpRequest) -> Response:
+    """Drops an adapter once the requests under it have ended."""
+    body = await read_json(service, http, UnloadAdapterBody)
+    service.path_of_adapter("")
+    await service.unload_adapter(body.lora_name)
+    return JsonAnswer({"message": f"adapter {body.lora_name!r} is unloaded"})
+
+
+async def pause(service: Service, http: HttpRequest) -> Response:
+    """Lets nothing new begin; what runs ends first, or at once with what it has."""
+    body = await read_json(service, http, PauseBody)
+    if body.mode == "abort":
+        service.admission.close()
+        ended = asyncio.ensure_future(service.admission.pause())
+        while not ended.done():  # a request that has begun may not be known yet, while its prompt is tokenised
+            for answers in list(service.live):
+                await asyncio.to_thread(answers.interrupt)
+            await asyncio.wait({ended}, timeout=0.05)
+    await service.admission.pause()
+    return JsonAnswer({"is_paused": service.admission.is_paused})
+
+
+async def resume(service: Service, http: HttpRequest) -> Response:
+    """Lets go on what waits."""
+    service.admission.resume()
+    return JsonAnswer({"is_paused": service.admission.is_paused})
+
+
+async def is_paused(service: Service, http: HttpRequest) -> Response:
+    """Tells whether the server is paused."""
+    return JsonAnswer({"is_paused": service.admission.is_paused})
+
+
+async def update_weights(service: Service, http: HttpRequest) -> Response:
+    """Sets the weights of another checkpoint of the same model."""
+    body = await read_json(service, http, UpdateWeightsBody)
+    return JsonAnswer({"weight_version": await service.update_weights(body.path, body.live)})
+
+
+async def reset_prefix_cache(service: Service, http: HttpRequest) -> Response:
+    """Forgets every known prefix."""
+    await service.run(service.llm.reset_prefix_cache, administers=True)
+    return JsonAnswer({})
+
+
 _ENDPOINTS = (
     Endpoint("GET", "/health", health, "Whether requests are taken"),
     Endpoint("GET", "/version", version, "Version of the package"),
@@ -154,18 +259,58 @@ _ENDPOINTS = (
     Endpoint("POST", "/v1/chat/completions", chat, "Answer a conversation", ChatBody),
     Endpoint("POST", "/tokenize", tokenize, "Token ids of a text or a conversation", TokenizeBody),
     Endpoint("POST", "/detokenize", detokenize, "Text of token ids", DetokenizeBody),
-    Endpoint("POST", "/v1/load_lora_adapter", administration.load_adapter, "Load an adapter", LoadAdapterBody),
-    Endpoint("POST", "/v1/unload_lora_adapter", administration.unload_adapter, "Drop an adapter", UnloadAdapterBody),
+    Endpoint("POST", "/v1/load_lora_adapter", load_adapter, "Load an adapter", LoadAdapterBody),
+    Endpoint("POST", "/v1/unload_lora_adapter", unload_adapter, "Drop an adapter", UnloadAdapterBody),
 )
 _FOR_TRAINERS = (
-    Endpoint("POST", "/pause", administration.pause, "Let nothing new begin", PauseBody),
-    Endpoint("POST", "/resume", administration.resume, "Let go on what waits"),
-    Endpoint("GET", "/is_paused", administration.is_paused, "Whether nothing new begins"),
-    Endpoint("POST", "/update_weights", administration.update_weights, "Set other weights", UpdateWeightsBody),
-    Endpoint("POST", "/reset_prefix_cache", administration.reset_prefix_cache, "Forget known prefixes"),
+    Endpoint("POST", "/pause", pause, "Let nothing new begin", PauseBody),
+    Endpoint("POST", "/resume", resume, "Let go on what waits"),
+    Endpoint("GET", "/is_paused", is_paused, "Whether nothing new begins"),
+    Endpoint("POST", "/update_weights", update_weights, "Set other weights", UpdateWeightsBody),
+    Endpoint("POST", "/reset_prefix_cache", reset_prefix_cache, "Forget known prefixes"),
 )
 
 
 def endpoints_of(settings: ServerSettings) -> tuple[Endpoint, ...]:
     """Returns what a server of these settings offers."""
     return _ENDPOINTS + (_FOR_TRAINERS if settings.trainer_endpoints else ())
+
+
+_FIELDS = {"message": "string", "type": "string", "param": ["string", "null"], "code": ["string", "null"]}
+_INNER = {
+    "type": "object",
+    "required": list(_FIELDS),
+    "properties": {name: {"type": kind} for name, kind in _FIELDS.items()},
+}
+_ERROR = {"type": "object", "required": ["error"], "properties": {"error": _INNER}}
+
+
+def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """Returns the description in OpenAPI 3.1."""
+    kinds = [one.body for one in endpoints if one.body is not None]
+    places, schemas = models_json_schema([(kind, "validation") for kind in kinds],
+                                         ref_template="#/components/schemas/{model}")  # fmt: skip
+    answers = {
+        "200": {"description": "The answer", "content": {"application/json": {"schema": {"type": "object"}}}},
+        "default": {
+            "description": "An error, in the shape of OpenAI's",
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        },
+    }
+    paths: dict[str, Any] = {}
+    for one in endpoints:
+        operation: dict[str, Any] = {"summary": one.summary, "responses": answers}
+        if one.body is not None:
+            content = {"application/json": {"schema": places[one.body, "validation"]}}
+            operation["requestBody"] = {"required": True, "content": content}
+        paths[one.path.replace(":path}", "}")] = {one.method.lower(): operation}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    text = {"200": {"description": "Text", "content": {"text/plain": {}}}, "default": answers["default"]}
+    paths["/metrics"]["get"]["responses"] = text
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "ferrum_jax", "version": ferrum_jax.__version__},
+        "paths": paths,
+        "components": {"schemas": {**schemas.get("$defs", {}), "Error": _ERROR}},
+    }

@@ -26,9 +26,8 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.loading import load
 from ferrum_jax.serve.admission import Admission
 from ferrum_jax.serve.answers import Caller
-from ferrum_jax.serve.app import endpoints_of
+from ferrum_jax.serve.app import describe_api, endpoints_of
 from ferrum_jax.serve.errors import ApiError
-from ferrum_jax.serve.openapi import describe_api
 from ferrum_jax.serve.server import RunningServer, running, url_of
 from ferrum_jax.serve.settings import ServerSettings
 from tests import tiny
