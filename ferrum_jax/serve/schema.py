@@ -11,6 +11,7 @@ from ferrum_jax.compile.sampler import MAX_BIAS
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.structured import Structured
+from ferrum_jax.generate.updates import LivePolicy
 from ferrum_jax.serve.errors import ApiError, bad_request
 
 MAX_CHOICES = 128  # answers of one request
@@ -260,7 +261,7 @@ class UpdateWeightsBody(Body):
     """`/update_weights`."""
 
     path: Annotated[str, Field(min_length=1)]
-    live: Literal["wait", "abort", "keep", "recompute"] = "wait"
+    live: LivePolicy = "wait"
 
 
 Read = TypeVar("Read", bound=BaseModel)

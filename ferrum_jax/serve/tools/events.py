@@ -1,7 +1,7 @@
 """What a parser finds in a text, piece by piece."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -92,13 +92,11 @@ class Parsed:
                     self.calls[-1].arguments += text
 
 
-def held_back(text: str, marks: Iterable[str]) -> int:
-    """Returns how many characters at the end of a text may be the beginning of a mark."""
-    longest = max((len(mark) for mark in marks), default=1) - 1
-    for size in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-size:]) for mark in marks):
-            return size
-    return 0
+def settled(text: str, marks: Collection[str]) -> str:
+    """Returns a text without the end that may be the beginning of a mark."""
+    sizes = range(min(max(map(len, marks)) - 1, len(text)), 0, -1)
+    held = next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
+    return text[: len(text) - held]
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

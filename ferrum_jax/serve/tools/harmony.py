@@ -5,7 +5,7 @@ The channel `final` is for the user and `analysis` for the model itself; a messa
 
 from collections.abc import Collection
 
-from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Reasoning, ToolParser, held_back, joined
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Reasoning, ToolParser, joined, settled
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CONSTRAIN = "<|end|>", "<|constrain|>"
@@ -63,10 +63,9 @@ class HarmonyMessages(ToolParser):
                 events = self._told(self._buffer.removesuffix(mark)) + self._end()
                 self._buffer, self._in_body = START if mark == START else "", False
                 return events
-        kept = held_back(self._buffer, (*ENDS, START))
-        settled = self._buffer[: len(self._buffer) - kept]
-        self._buffer = self._buffer[len(settled) :]
-        return self._told(settled)
+        text = settled(self._buffer, (*ENDS, START))
+        self._buffer = self._buffer[len(text) :]
+        return self._told(text)
 
     def _told(self, text: str) -> list[Event]:
         if not text:

@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Event
 
-_SPACES = " \t\r\n"
+SPACES = " \t\r\n"
 
 
 class State(Enum):
@@ -39,7 +39,7 @@ class JsonValue:
             self.is_scalar = not self._in_text and not self._depth
             return True
         if self.is_scalar:
-            return letter not in ",}]" + _SPACES
+            return letter not in ",}]" + SPACES
         if self._in_text:
             if self._escaped:
                 self._escaped = False
@@ -94,12 +94,12 @@ class CallObject:
 
     def _open(self, letter: str) -> list[Event]:
         if letter != "{":
-            return [] if letter in _SPACES else self._fail()
+            return [] if letter in SPACES else self._fail()
         self._step = self._before_key
         return []
 
     def _before_key(self, letter: str) -> list[Event]:
-        if letter in _SPACES:
+        if letter in SPACES:
             return []
         if letter == "}":
             return self._close()
@@ -119,7 +119,7 @@ class CallObject:
         return []
 
     def _colon(self, letter: str) -> list[Event]:
-        if letter in _SPACES:
+        if letter in SPACES:
             return []
         if letter != ":":
             return self._fail()
@@ -127,7 +127,7 @@ class CallObject:
         return []
 
     def _begin_value(self, letter: str) -> list[Event]:
-        if letter in _SPACES:
+        if letter in SPACES:
             return []
         if letter in ",}]:":
             return self._fail()
@@ -189,7 +189,7 @@ class CallObject:
         return []
 
     def _after_value(self, letter: str) -> list[Event]:
-        if letter in _SPACES:
+        if letter in SPACES:
             return []
         if letter == ",":
             self._step = self._before_key

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from ferrum_jax.serve.tools.events import Content, Event, ToolParser
-from ferrum_jax.serve.tools.json_call import CallObject, State
+from ferrum_jax.serve.tools.json_call import SPACES, CallObject, State
 
 PYTHON_TAG = "<|python_tag|>"
 
@@ -30,7 +30,7 @@ class LlamaCalls(ToolParser):
         events: list[Event] = []
         if self._call is not None and not self._call.is_call:
             events = self._give_up(self._call.raw)
-        elif self._call is None and self._buffer and not (self._has_called and not self._buffer.strip("; \t\r\n")):
+        elif self._call is None and self._buffer and not (self._has_called and not self._buffer.strip(";" + SPACES)):
             events = self._give_up("")
         self._buffer, self._call = "", None
         return events

@@ -3,11 +3,10 @@
 Older ones write a list of objects, newer ones a name and its arguments, `[TOOL_CALLS]name[ARGS]{…}`.
 """
 
-from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, ToolParser, held_back
-from ferrum_jax.serve.tools.json_call import CallObject, JsonValue, State
+from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, ToolParser, settled
+from ferrum_jax.serve.tools.json_call import SPACES, CallObject, JsonValue, State
 
 MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_SPACES = " \t\r\n"
 
 
 class MistralCalls(ToolParser):
@@ -30,7 +29,7 @@ class MistralCalls(ToolParser):
         """Returns what was held back."""
         rest = self._raw if self._raw else self._buffer
         self._buffer = self._raw = ""
-        is_between = self._has_called and not rest.strip(", \t\r\n]")
+        is_between = self._has_called and not rest.strip(",]" + SPACES)
         return [Content(rest)] if rest and not is_between else []
 
     def _outside(self, letter: str) -> list[Event]:
@@ -39,14 +38,13 @@ class MistralCalls(ToolParser):
             before, self._buffer = self._buffer[: -len(MARK)].rstrip(), ""
             self._raw, self._step, self._is_list = MARK, self._after_mark, False
             return [Content(before)] if before else []
-        kept = held_back(self._buffer, [MARK])
-        settled = self._buffer[: len(self._buffer) - kept].rstrip()
-        self._buffer = self._buffer[len(settled) :]
-        return [Content(settled)] if settled else []
+        text = settled(self._buffer, [MARK]).rstrip()
+        self._buffer = self._buffer[len(text) :]
+        return [Content(text)] if text else []
 
     def _after_mark(self, letter: str) -> list[Event]:
         self._raw += letter
-        if letter in _SPACES:
+        if letter in SPACES:
             return []
         if letter == "[":
             self._is_list, self._step = True, self._between
@@ -60,7 +58,7 @@ class MistralCalls(ToolParser):
     def _between(self, letter: str) -> list[Event]:
         """Reads what stands between the objects of a list."""
         self._raw += letter
-        if letter in _SPACES or (letter == "," and self._has_called):
+        if letter in SPACES or (letter == "," and self._has_called):
             return []
         if letter == "{":
             self._call, self._step = CallObject(), self._in_object
@@ -88,7 +86,7 @@ class MistralCalls(ToolParser):
         if letter == "{":
             name = self._buffer[:-1].split(CALL_ID)[0].removesuffix(ARGS).strip()
             self._buffer = ""
-            if not name or any(space in name for space in _SPACES):
+            if not name or any(space in name for space in SPACES):
                 return self._fail()
             self._value, self._step = JsonValue(), self._in_arguments
             self._value.takes(letter)

@@ -1,6 +1,6 @@
 """Calls between `<tool_call>` and `</tool_call>`, as Hermes and Qwen write them."""
 
-from ferrum_jax.serve.tools.events import Content, Event, ToolParser, held_back
+from ferrum_jax.serve.tools.events import Content, Event, ToolParser, settled
 from ferrum_jax.serve.tools.json_call import CallObject, State
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -54,7 +54,6 @@ class TaggedCalls(ToolParser):
             if CLOSE.startswith(rest) or OPEN.startswith(rest):
                 return []
             self._after_call, self._buffer = False, rest
-        kept = held_back(self._buffer, [OPEN])
-        settled = self._buffer[: len(self._buffer) - kept].rstrip()
-        self._buffer = self._buffer[len(settled) :]
-        return [Content(settled)] if settled else []
+        text = settled(self._buffer, [OPEN]).rstrip()
+        self._buffer = self._buffer[len(text) :]
+        return [Content(text)] if text else []
