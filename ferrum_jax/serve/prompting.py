@@ -37,15 +37,12 @@ def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
     tools = [tool.rendered() for tool in body.tools or ()] if body.may_call else None
     if tools and "tools" not in template:
         raise bad_request("the chat template of this model shows no tools to it", "tools")
-    if body.continue_final_message:
-        if body.add_generation_prompt:
-            raise bad_request("continue_final_message needs add_generation_prompt=false", "continue_final_message")
-        if not isinstance(messages[-1]["content"], str):
-            raise bad_request("continue_final_message needs a last message whose content is text", "messages")
+    if body.continue_final_message and body.add_generation_prompt:
+        raise bad_request("continue_final_message needs add_generation_prompt=false", "continue_final_message")
     for name in ("add_generation_prompt", "continue_final_message"):
         variables[name] = getattr(body, name)
     try:
         text = tokenizer.render(messages, tools=tools, **variables)
-    except RequestValidationError as problem:  # of a template that leaves out what is to be continued
+    except RequestValidationError as problem:  # the last message has no text, or the template leaves it out
         raise bad_request(str(problem), "messages") from None
     return check_length(tokenizer.encode(text, add_special_tokens=body.add_special_tokens), most)

@@ -14,37 +14,21 @@ MOST_SECONDS = 366 * 24 * 3600  # of any limit
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Names, limits and permissions of one server.
+    """Names, limits and permissions of one server."""
 
-    Attributes:
-        model: the name of the model; the model's own if empty.
-        api_keys: one of them must come with each request but `/health`; none: nobody is asked.
-        max_body_bytes: of a request.
-        max_prompt_tokens: of one prompt; None: the KV capacity.
-        max_waiting: answers that wait for a row; a request beyond them is a 429.
-        max_seconds: that a request may take; its own `max_time` can only be less.
-        drain_seconds: that requests have to end once the server is told to stop.
-        allow_origins: of browser pages that may call the server; none by default.
-        tool_parser: its name, `none`, or `auto`: by the chat template.
-        adapters: folders of adapters by name, loaded when the server starts.
-        adapter_root: folder under which `/v1/load_lora_adapter` may read; empty: the endpoint is closed.
-        trainer_endpoints: whether `/pause`, `/update_weights` and their like are open.
-        quantize: how the weights were loaded, which `/update_weights` repeats.
-    """
-
-    model: str = ""
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
-    max_body_bytes: int = MAX_BODY_BYTES
-    max_prompt_tokens: int | None = None
-    max_waiting: int = MAX_WAITING
-    max_seconds: float = MAX_SECONDS
-    drain_seconds: float = DRAIN_SECONDS
-    allow_origins: tuple[str, ...] = ()
-    tool_parser: str = "auto"
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    adapter_root: str = ""
-    trainer_endpoints: bool = False
-    quantize: str | None = None
+    model: str = ""  # its name; the model's own if empty
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # one comes with each request but `/health`; none: open
+    max_body_bytes: int = MAX_BODY_BYTES  # of a request
+    max_prompt_tokens: int | None = None  # of one prompt; None: the KV capacity
+    max_waiting: int = MAX_WAITING  # answers that wait for a row; a request beyond them is a 429
+    max_seconds: float = MAX_SECONDS  # that a request may take; its own `max_time` can only be less
+    drain_seconds: float = DRAIN_SECONDS  # that requests have to end once the server is told to stop
+    allow_origins: tuple[str, ...] = ()  # of browser pages that may call the server
+    tool_parser: str = "auto"  # its name, `none`, or `auto`: by the chat template
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders by name, loaded when the server starts
+    adapter_root: str = ""  # folder under which `/v1/load_lora_adapter` may read; empty: the endpoint is closed
+    trainer_endpoints: bool = False  # whether `/pause`, `/update_weights` and their like are open
+    quantize: str | None = None  # how the weights were loaded, which `/update_weights` repeats
 
     def __post_init__(self):
         limits = {"max_body_bytes": 1, "max_waiting": 0}

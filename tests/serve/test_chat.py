@@ -223,6 +223,8 @@ def told_whole(choice: Any) -> tuple[str, list[float]]:
         ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt=false"),
         ({"continue_final_message": True, "add_generation_prompt": False, "tools": TOOLS, "tool_choice": "required"},
          "continue_final_message", "forced or strict"),
+        ({"continue_final_message": True, "add_generation_prompt": False, "messages": [
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "content is text"),
         ({"modalities": ["audio"]}, "modalities", ""),
         ({"functions": []}, "functions", "unknown field"),
         ({"echo": True}, "echo", ""),
