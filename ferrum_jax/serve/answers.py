@@ -27,7 +27,7 @@ class DisconnectError(Exception):
 
 
 @dataclass(eq=False)
-class Choice:
+class AnswerProgress:
     """One answer of the request, as far as it was taken."""
 
     index: int
@@ -44,7 +44,7 @@ class Choice:
 class Piece(NamedTuple):
     """What is new of one answer."""
 
-    choice: Choice
+    choice: AnswerProgress
     is_first: bool
     text: str
     tokens: Sequence[TokenChoice]
@@ -158,7 +158,7 @@ class Answers:
         self._llm = llm
         self._wakeups = wakeups
         self.groups = groups
-        self.choices = [Choice(at, one) for at, one in enumerate(one for group in groups for one in group)]
+        self.choices = [AnswerProgress(at, one) for at, one in enumerate(one for group in groups for one in group)]
         self.caller = caller
         self._is_signalled = False
 
@@ -224,12 +224,12 @@ class Answers:
         while not self.is_over:
             await self.next()
 
-    def cut(self, choice: Choice) -> None:
+    def cut(self, choice: AnswerProgress) -> None:
         """Ends an answer where it is; nothing more of it comes."""
         choice.is_ended = True
         self._llm.engine.abort(choice.request)
 
-    def _take(self, choice: Choice) -> Piece | None:
+    def _take(self, choice: AnswerProgress) -> Piece | None:
         request = choice.request
         is_done = request.is_done  # first: what came before it is there then
         if choice.is_ended:
@@ -277,7 +277,7 @@ def scored_only(request: Request) -> Request:
     return request
 
 
-def usage_of(groups: Sequence[Sequence[Request]], choices: Sequence[Choice]) -> dict[str, Any]:
+def usage_of(groups: Sequence[Sequence[Request]], choices: Sequence[AnswerProgress]) -> dict[str, Any]:
     """Counts tokens as OpenAI does: a prompt once, however many answers it has."""
     prompts = sum(len(group[0].prompt) for group in groups)
     generated = sum(choice.num_taken for choice in choices)

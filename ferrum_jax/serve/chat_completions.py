@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import TokenChoice
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import Answers, Choice, Piece, make_group, usage_of
+from ferrum_jax.serve.answers import AnswerProgress, Answers, Piece, make_group, usage_of
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.chat_schema import ChatBody, NamedTool
 from ferrum_jax.serve.errors import JsonAnswer, bad_request
@@ -117,7 +117,7 @@ class _Reader:
     """Reads one answer: content, reasoning and calls."""
 
     def __init__(
-        self, service: Service, body: ChatBody, tool_format: ToolFormat | None, choice: Choice, answers: Answers
+        self, service: Service, body: ChatBody, tool_format: ToolFormat | None, choice: AnswerProgress, answers: Answers
     ):
         self.choice = choice
         self._service, self._body, self._format, self._answers = service, body, tool_format, answers

@@ -8,14 +8,14 @@ from pydantic import Field, model_validator
 from ferrum_jax.generate.chat import TEMPLATE_OWN
 from ferrum_jax.generate.structured import Structured
 from ferrum_jax.serve.errors import bad_request
-from ferrum_jax.serve.schema import Body, Count, FieldError, Items, Sampled
+from ferrum_jax.serve.schema import Body, Count, FieldError, Items, SamplingBody
 
 MAX_MESSAGES = 4096  # of one request
 MAX_TOOLS = 1024
 NOT_SERVED = (
     "audio", "function_call", "functions", "prediction", "web_search_options", "verbosity", "moderation",
 )  # fmt: skip
-"""Fields of OpenAI's whose null is as good as their absence."""
+"""OpenAI's fields that are refused unless null."""
 
 
 class TextPart(Body):
@@ -135,7 +135,7 @@ class ResponseFormat(Body):
         return self
 
 
-class ChatBody(Sampled):
+class ChatBody(SamplingBody):
     """`/v1/chat/completions`."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]

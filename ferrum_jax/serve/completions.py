@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import Choice, Piece, make_group, scored_only, usage_of
+from ferrum_jax.serve.answers import AnswerProgress, Piece, make_group, scored_only, usage_of
 from ferrum_jax.serve.body import read_json
 from ferrum_jax.serve.errors import JsonAnswer
 from ferrum_jax.serve.generation import LONG, EventStream, UsageChunks, begin, check_room, new_reply, note
@@ -87,7 +87,7 @@ def _group(
 class _Writer:
     """Writes one answer, whole or in parts."""
 
-    def __init__(self, service: Service, body: CompletionBody, choice: Choice, prompt: str | list[int]):
+    def __init__(self, service: Service, body: CompletionBody, choice: AnswerProgress, prompt: str | list[int]):
         self._service, self._body, self._choice, self._prompt = service, body, choice, prompt
         self._logprobs = TextLogprobs(
             service.vocabulary, by_id=body.return_tokens_as_token_ids, has_special=not body.skip_special_tokens

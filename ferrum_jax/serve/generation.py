@@ -17,7 +17,7 @@ from ferrum_jax.generate.request import Request
 from ferrum_jax.serve.answers import Answers, Caller, DisconnectError, usage_of
 from ferrum_jax.serve.errors import ApiError, bad_request, dump
 from ferrum_jax.serve.prompting import TOO_LONG
-from ferrum_jax.serve.schema import Sampled
+from ferrum_jax.serve.schema import SamplingBody
 from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def new_reply(service: Service, prefix: str, kind: str, model: str | None) -> Re
 async def begin(
     service: Service,
     http: HttpRequest,
-    body: Sampled,
+    body: SamplingBody,
     count: int,
     stack: contextlib.AsyncExitStack,
     make: MakeGroups,
@@ -96,7 +96,7 @@ def check_room(service: Service, ids: Sequence[int], max_tokens: int | None) -> 
 class UsageChunks:
     """Which chunks of a stream tell how many tokens there were so far."""
 
-    def __init__(self, body: Sampled, answers: Answers):
+    def __init__(self, body: SamplingBody, answers: Answers):
         """Takes what the request asked for."""
         options = body.stream_options
         self._at_end = options is not None and options.include_usage

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.request import Request
-from ferrum_jax.serve.answers import Choice
+from ferrum_jax.serve.answers import AnswerProgress
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -90,7 +90,7 @@ class Metrics:
         """Counts an answer over HTTP."""
         self.responses.labels(model_name=self._model, status=str(status)).inc()
 
-    def count_tokens(self, choices: Iterable[Choice]) -> None:
+    def count_tokens(self, choices: Iterable[AnswerProgress]) -> None:
         """Counts the tokens that were taken since the last time, and the times between them."""
         for choice in choices:
             for gap in choice.gaps:
@@ -102,7 +102,7 @@ class Metrics:
         if first.score_from is None and (first.is_begun or first.num_read):
             self.prefix_queries.inc(len(first.prompt))
 
-    def count_answer(self, choice: Choice, reason: str) -> float:
+    def count_answer(self, choice: AnswerProgress, reason: str) -> float:
         """Counts an answer that has ended, and returns its seconds."""
         request, seconds = choice.request, choice.last - choice.started
         generated = choice.num_taken

@@ -97,7 +97,7 @@ def _check_bias(given: Any) -> Any:
     return given
 
 
-class Sampled(Ignored):
+class SamplingBody(Ignored):
     """How answers are chosen and ended; the names are OpenAI's, then vLLM's."""
 
     model: str | None = None
@@ -129,7 +129,7 @@ class Sampled(Ignored):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(0, description="Lower ones are served first.")
 
     @model_validator(mode="after")
-    def _check_together(self) -> "Sampled":
+    def _check_together(self) -> "SamplingBody":
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "stream_options go with stream=true")
         if self.stream and self.prompt_logprobs is not None:
@@ -152,7 +152,7 @@ class Sampled(Ignored):
         except ValueError:
             raise bad_request(f"logit_bias has the keys {list(self.logit_bias or ())[:5]}, expected token ids",
                               "logit_bias") from None  # fmt: skip
-        fields = Sampled.model_fields
+        fields = SamplingBody.model_fields
         shared = [one.name for one in dataclasses.fields(SamplingParams) if one.name in fields]
         given: dict[str, Any] = {
             name: fields[name].default if (value := getattr(self, name)) is None else value for name in shared
@@ -170,7 +170,7 @@ def _check_prompts(given: Any) -> Any:
     return given
 
 
-class CompletionBody(Sampled):
+class CompletionBody(SamplingBody):
     """`/v1/completions`."""
 
     prompt: Annotated[str | Items[TokenId] | Items[str] | Items[Items[TokenId]], BeforeValidator(_check_prompts)]

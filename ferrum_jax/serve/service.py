@@ -20,7 +20,7 @@ from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.updates import LivePolicy, params_update
 from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.serve.admission import Admission
-from ferrum_jax.serve.answers import Answers, Caller, Choice, Wakeups
+from ferrum_jax.serve.answers import AnswerProgress, Answers, Caller, Wakeups
 from ferrum_jax.serve.errors import ApiError, bad_request, from_engine, unavailable
 from ferrum_jax.serve.metrics import Metrics
 from ferrum_jax.serve.settings import ServerSettings
@@ -122,7 +122,7 @@ class Service:
         own = self.capacity
         return own if self.settings.max_prompt_tokens is None else min(own, self.settings.max_prompt_tokens)
 
-    def count_answer(self, choice: Choice, reason: str) -> None:
+    def count_answer(self, choice: AnswerProgress, reason: str) -> None:
         """Takes note of an answer that has ended."""
         self.admission.took(self.metrics.count_answer(choice, reason))
 
