@@ -1,6 +1,7 @@
 """Adapters that a caller has as arrays, brought into the form of a row of the stacks; on the device, if they are."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import check_no_problems
+from ferrum_jax.contract.checks import check_no_problems, is_integer, is_real
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, safe_repr
 from ferrum_jax.models import adapters, specs
 from ferrum_jax.models.adapters import LoraSpec
@@ -28,29 +29,43 @@ def lay_out_arrays(tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, *, s
     Tree, scale and index are those of `ModelRunner.set_lora`.
 
     Raises:
-        InvalidParameterError: the arrays are not those of an adapter of this model; the message lists where.
+        InvalidParameterError: the arrays are not those of an adapter of this model, or not finite in `dtype`, which
+            would be the end of rows without adapters, too; the message lists where.
         RequestValidationError: the rank is above `spec.max_rank`.
     """
+    if not is_real(scale) or not math.isfinite(scale):
+        raise InvalidParameterError(f"scale is {safe_repr(scale)}, expected a finite number")
+    if not is_integer(index):
+        raise InvalidParameterError(f"index is {safe_repr(index)}, expected an integer")
     halves = _halves(tree)
     rank = _check(halves, cfg, index)
     if rank > spec.max_rank:
         raise RequestValidationError(f"the adapter has rank {rank}, more than max_lora_rank, which is {spec.max_rank}")
     with jax.transfer_guard_host_to_device("allow"):  # of the two numbers, and of NumPy's arrays
         halves = jax.tree.map(lambda half: joined(half) if isinstance(half, jax.Array) else half, halves)
-        return _lay_out(halves, np.float32(scale), np.int32(index), cfg=cfg, spec=spec, dtype=dtype)
+        found, are_finite = _lay_out(halves, np.float32(scale), np.int32(index), cfg=cfg, spec=spec, dtype=dtype)
+    with jax.transfer_guard_device_to_host("allow"):
+        problems = [f"{name} has values that are not finite in {dtype}" for name, ok in are_finite.items() if not ok]
+    check_no_problems("this adapter, its scale included, cannot be served", problems)
+    return found
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "spec", "dtype"))
-def _lay_out(halves: Halves, scale: Any, index: Any, *, cfg: ModelConfig, spec: LoraSpec, dtype: str) -> ParamTree:
+def _lay_out(
+    halves: Halves, scale: Any, index: Any, *, cfg: ModelConfig, spec: LoraSpec, dtype: str
+) -> tuple[ParamTree, dict[str, jax.Array]]:
+    """Returns the tree, and whether each projection's arrays are finite."""
     wanted = adapters.adapter_specs(cfg, spec)
     leaves = {name: jnp.zeros(leaf.shape, dtype) for name, leaf in specs.named_leaves(wanted).items()}
+    are_finite = {}
     for name, (down, up) in halves.items():
         if down.ndim == 3:
             down, up = lax.dynamic_index_in_dim(down, index, 0, False), lax.dynamic_index_in_dim(up, index, 1, False)
-        rank, up = down.shape[0], up.astype(jnp.float32) * scale
-        leaves[f"{name}.down"] = leaves[f"{name}.down"].at[:rank].set(down.astype(dtype))
-        leaves[f"{name}.up"] = leaves[f"{name}.up"].at[:, :rank].set(up.astype(dtype))
-    return specs.from_names(wanted, leaves)
+        rank, down, up = down.shape[0], down.astype(dtype), (up.astype(jnp.float32) * scale).astype(dtype)
+        are_finite[name] = jnp.isfinite(down).all() & jnp.isfinite(up).all()
+        leaves[f"{name}.down"] = leaves[f"{name}.down"].at[:rank].set(down)
+        leaves[f"{name}.up"] = leaves[f"{name}.up"].at[:, :rank].set(up)
+    return specs.from_names(wanted, leaves), are_finite
 
 
 def _halves(tree: Any) -> Halves:
@@ -73,7 +88,7 @@ def _halves(tree: Any) -> Halves:
         else:
             problems.append(f"{name} is unknown")
     problems += [f"{name} lacks one of its two halves" for name, pair in found.items() if any(x is None for x in pair)]
-    check_no_problems("these are not the arrays of an adapter", problems)
+    check_no_problems("these are not the arrays of an adapter", problems or ([] if found else ["there are none"]))
     return {name: (down, up) for name, (down, up) in found.items()}
 
 
@@ -86,6 +101,9 @@ def _check(halves: Halves, cfg: ModelConfig, index: int) -> int:
             continue
         if not all(isinstance(half, (jax.Array, np.ndarray)) for half in (down, up)):
             problems.append(f"{name} has {type(down).__name__} and {type(up).__name__}, expected arrays")
+            continue
+        if not all(jnp.issubdtype(half.dtype, jnp.floating) for half in (down, up)):
+            problems.append(f"{name} has {down.dtype} and {up.dtype}, expected floating-point numbers")
             continue
         if any(isinstance(half, jax.Array) and half.is_deleted() for half in (down, up)):
             problems.append(f"{name} has an array that was donated or deleted")

@@ -1,6 +1,7 @@
 """Adapters that are set as arrays: those of files, at once, in place of others, and no adapter that does not fit."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,10 +123,25 @@ def test_what_fits_no_row_or_no_model_is_refused_and_changes_nothing(
         (tree | {"x.lora_embedding_A": jnp.ones(3)}, "x.lora_embedding_A is unknown"),
         (tree | {key: jnp.ones((3, 25))}, r"has shapes \[3, 25\] and .* expected \[r, 40\]"),
         (tree | {key: [1.0]}, "expected arrays"),
+        ({"model": None}, "there are none"),
+        (tree | {key: tree[key].astype(complex)}, "has complex64 and float32, expected floating-point numbers"),
+        (tree | {key.replace("lora_A.", "lora_A.default."): tree[key]}, "is there twice"),
+        (tree | {key: tree[key].at[0, 0].set(jnp.nan)}, "_proj has values that are not finite in float32"),
+        (tree | {other: tree[other].at[0, 0].set(3e38)}, "_proj has values that are not finite in float32"),
     ]
     for given, message in wrong:
         with pytest.raises(InvalidParameterError, match=message):
-            runner.set_lora("tuned", given)
+            runner.set_lora("tuned", given, scale=2.0)
+    unfit: list[dict[str, Any]] = [
+        {"scale": "x"},
+        {"scale": float("nan")},
+        {"scale": [1, 2]},
+        {"index": "0"},
+        {"index": 1.5},
+    ]
+    for how in unfit:
+        with pytest.raises(InvalidParameterError, match=rf"{next(iter(how))} is .*, expected"):
+            runner.set_lora("tuned", tree, **how)
     wide = tree | {key: jnp.ones((5, tree[key].shape[1])), other: jnp.ones((tree[other].shape[0], 5))}
     with pytest.raises(RequestValidationError, match="rank 5, more than max_lora_rank, which is 4"):
         runner.set_lora("tuned", wide)
