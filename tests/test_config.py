@@ -285,6 +285,23 @@ def test_the_outer_original_length_wins_over_the_one_in_the_scaling(kind: str):
     assert found.original_max_position_embeddings == LLAMA2_7B["max_position_embeddings"]
 
 
+def test_deepseek_v3_weighs_its_experts_as_its_class_does_and_v2_does_not():
+    for name, factor in (("deepseek3", 2.5), ("deepseek2", 1.0)):
+        told = {key: value for key, value in tiny.CONFIGS[name].items() if key != "routed_scaling_factor"}
+        experts = ModelConfig.from_hf(told).experts
+        assert experts is not None
+        assert experts.routed_scaling_factor == factor
+
+
+def test_what_has_no_logarithm_to_divide_by_is_refused_by_name():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}
+    with pytest.raises(ConfigError, match="rope_theta is 1, expected more than 1"):
+        ModelConfig.from_hf(LLAMA2_7B | {"rope_parameters": yarn})
+    short = PHI4_MINI | {"original_max_position_embeddings": 1}
+    with pytest.raises(ConfigError, match="original_max_position_embeddings is 1, expected at least 2"):
+        ModelConfig.from_hf(short)
+
+
 def test_yarn_from_no_original_length_is_refused_by_name():
     for factor in (2.0, None):
         yarn = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 0}

@@ -1,7 +1,8 @@
 """`config.json` of every family, as the fields of a `ModelConfig`.
 
 A family is one function here and one line of `FAMILIES`. What a configuration leaves out is what Hugging Face's own
-configuration class has. A setting of `CHANGES_ARITHMETIC` that the family's forward does not compute is refused.
+configuration class has, but for the number of key/value heads, which are then as many as heads. A setting of
+`CHANGES_ARITHMETIC` that the family's forward does not compute is refused.
 """
 
 import math
@@ -261,7 +262,7 @@ def _deepseek2(s: Settings) -> Fields:
 
 
 def _deepseek3(s: Settings) -> Fields:
-    s = s.defaulting(norm_topk_prob=True, rope_interleave=True)
+    s = s.defaulting(norm_topk_prob=True, rope_interleave=True, routed_scaling_factor=2.5)
     return _deepseek(s, {"noaux_tc": "sigmoid"}, first_dense=3)
 
 

@@ -68,7 +68,13 @@ class ModelConfig:
                 f"factor of the RoPE scaling is {scaling.factor:g}: {self._original_length} positions times that are "
                 f"more than {LARGEST_COUNT}"
             )
+        if scaling is not None and scaling.rope_type == "yarn" and self.rope_theta <= 1:
+            raise ConfigError(f"rope_theta is {self.rope_theta:g}, expected more than 1 for the logarithms of YaRN")
         if scaling is not None and scaling.rope_type == "longrope":
+            if self._original_length < 2:
+                raise ConfigError(
+                    f"original_max_position_embeddings is {self._original_length}, expected at least 2 for longrope"
+                )
             for divisors in (scaling.short_factor or (), scaling.long_factor or ()):
                 if 2 * len(divisors) != self.rotary_dim:
                     raise ConfigError(f"longrope has {len(divisors)} factors for {self.rotary_dim // 2} pairs")

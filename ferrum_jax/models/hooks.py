@@ -28,6 +28,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ferrum_jax.config import ModelConfig
@@ -286,6 +287,7 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
                         f"the edit of {point.name!r} in all layers has shape {list(jnp.shape(leaf))}, "
                         f"expected a first axis of {cfg.num_hidden_layers}"
                     )
+            _check_experts(point, intervention, cfg)
         elif callable(intervention):
             points = check_points([point], cfg)
         else:
@@ -297,6 +299,26 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
                 raise InvalidParameterError(f"interventions have {one.name!r} of layer {one.layer} twice")
             checked[one] = cast(Intervention, intervention)
     return checked
+
+
+def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
+    """Raises InvalidParameterError for ids that replace others and are no experts, where there are values yet."""
+    leaves = edit.scale, edit.add
+    if point.name != "expert_indices" or any(leaf is None or isinstance(leaf, Tracer) for leaf in leaves):
+        return
+    if cfg.experts is None or not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+        return
+    scale, ids = (np.atleast_1d(np.asarray(leaf)) for leaf in leaves)
+    if point.layer is None:  # the first axis is that of the layers, the others are aligned at the end
+        most = max(scale.ndim, ids.ndim)
+        scale, ids = (leaf.reshape(len(leaf), *(1,) * (most - leaf.ndim), *leaf.shape[1:]) for leaf in (scale, ids))
+    wrong = (scale == 0) & ((ids < 0) | (ids >= cfg.experts.num_experts))
+    if wrong.any():
+        found = np.broadcast_to(ids, wrong.shape)[wrong][0]
+        raise InvalidParameterError(
+            f"expert_indices are replaced by {found}, experts go from 0 to {cfg.experts.num_experts - 1}: "
+            "replace_with(..., where=) leaves padding as it is"
+        )
 
 
 def _numbers(point: Point, name: str, given: Any) -> Any:

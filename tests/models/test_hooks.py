@@ -314,6 +314,18 @@ def test_generation_follows_the_interventions_of_each_row():
             "is float32, expected integers",
         ),
         (
+            "qwen3_moe",
+            {"interventions": {("expert_indices", 0): replace_with(np.array([0, 99, 1], np.int32))}},
+            InvalidParameterError,
+            r"expert_indices are replaced by 99, experts go from 0 to \d+: replace_with\(..., where=\) leaves padding",
+        ),
+        (
+            "qwen3_moe",
+            {"interventions": {("expert_indices", None): Edit(scale=np.zeros(3, int), add=np.full((3, 2, 13, 3), -1))}},
+            InvalidParameterError,
+            "expert_indices are replaced by -1",
+        ),
+        (
             "mistral",
             {"interventions": {("resid_post", None): Edit()}, "steering": np.zeros((3, 48))},
             InvalidParameterError,
