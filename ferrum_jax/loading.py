@@ -284,7 +284,8 @@ def load_params(
 
     It has a path or is a Hugging Face id, as for `load`.
 
-    With `quantize`, as for `load`, matrices are `QuantisedWeight`s in that tree.
+    With `quantize`, as for `load`, matrices are `QuantisedWeight`s in that tree; `auto` is what it is there where the
+    kernels for CPUs serve.
     """
     target = find_device(device)
     settings = EngineConfig(dtype=dtype, layout=layout, quantize=quantize)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.errors import ConfigError, FerrumError, UnsupportedError
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.runner import ModelRunner
@@ -206,12 +207,15 @@ class Service:
             if not _are_like(getattr(given, name), getattr(own, name))
         ]:
             raise bad_request(f"{path} is another model: {'; '.join(differences)}", "path")
+        quantize = EngineConfig(quantize=self.settings.quantize).over_environment().quantize
+        if quantize in (None, "auto"):  # as `load` settles it
+            quantize = "auto" if served["attention"] == "cpu" else "none"
         params, _ = load_params(
             source,
             served["dtype"],
             layout=served["layout"],
             device=self.runner.device,
-            quantize=self.settings.quantize,
+            quantize=quantize,
         )
         return params
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import httpx
+import ml_dtypes
 import openai
 import prometheus_client
 import pytest
@@ -240,6 +241,28 @@ def test_updates_that_wait_for_requests_to_end_do_not_hold_up_the_pause_that_end
         assert paused.result().json() == {"is_paused": True}
         versions = sorted(one.result().json()["weight_version"] for one in updates)
     assert versions == list(range(before + 1, before + many + 1))
+
+
+@pytest.mark.parametrize("asked", [None, "auto", "int8 of the environment"])
+def test_weights_are_read_in_the_bits_in_which_the_others_are_served(
+    asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of a checkpoint in 16 bits, which a CPU's kernels serve as it is unless it is quantised."""
+    folder = tiny.write_folder(tmp_path, CONFIG)
+    half = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tiny.tensors(CONFIG).items()}
+    save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
+    quantize = asked if asked in (None, "auto") else None
+    if quantize != asked:
+        monkeypatch.setenv("FERRUM_QUANTIZE", "int8")
+    runner = load(folder, max_seqs=1, kv_capacity=64, progress=False, quantize=quantize)
+    settings = ServerSettings(model="tiny", trainer_endpoints=True, quantize=quantize)
+    with runner, running(llm := LLM.from_model(runner, spelled(37)), settings) as server:
+        with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as http:
+            before = complete(http).json()["choices"][0]["text"]
+            found = http.post("/update_weights", json={"path": str(folder)})
+            assert found.status_code == 200, found.text
+            assert complete(http).json()["choices"][0]["text"] == before
+        llm.close()
 
 
 def _alone(folder: Path) -> LLM:
