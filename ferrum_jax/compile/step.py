@@ -60,7 +60,7 @@ class ProgramContext:
         """
 
         def traced(*arrays: Any) -> Any:
-            with kernels(self.attention):
+            with kernels(self.attention), jax.numpy_rank_promotion("allow"):
                 return function(*arrays)
 
         named = function.func if isinstance(function, functools.partial) else function

@@ -35,7 +35,14 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import SampleInputs, sample
-from ferrum_jax.sharding.types import explicit_axes, explicit_mesh, partition_of, vary_alike, with_auto_axes
+from ferrum_jax.sharding.types import (
+    explicit_axes,
+    explicit_mesh,
+    partition_of,
+    promoting_ranks,
+    vary_alike,
+    with_auto_axes,
+)
 
 SEEDS = 'jax.random.bits(key, (B,), "uint32") draws them'
 BLOCK = 128  # positions, of a KV that is made here
@@ -76,6 +83,7 @@ def kv_spec(
     )
 
 
+@promoting_ranks
 def generate_fn(
     params: ParamTree,
     kv: KvState[jax.Array] | None,

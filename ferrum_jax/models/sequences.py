@@ -40,7 +40,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import over_temperature, token_logprobs
-from ferrum_jax.sharding.types import partition_of, vary_alike, with_auto_axes
+from ferrum_jax.sharding.types import partition_of, promoting_ranks, vary_alike, with_auto_axes
 
 _LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # smaller numbers may count as 0
 BLOCK = 256  # tokens whose logits are in memory at once, where no logits are returned
@@ -92,6 +92,7 @@ class _Arrays(NamedTuple):
     first_layer: jax.Array | None  # None where it is no array
 
 
+@promoting_ranks
 def run(
     params: ParamTree,
     tokens: Int[Array, "B T"],
@@ -234,6 +235,7 @@ def _compute(
     return logits.reshape(batch, asked, logits.shape[-1]), {point: by_row(found) for point, found in captured.items()}
 
 
+@promoting_ranks
 def log_probs(
     params: ParamTree,
     tokens: Int[Array, "B T"],

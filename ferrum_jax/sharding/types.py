@@ -5,14 +5,27 @@ several ways is refused. Inside `jax.shard_map` a type has the manual axes over 
 loops are refused whose sides differ in them. With other meshes, or none, the functions here do nothing.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def promoting_ranks(function: Callable[P, T]) -> Callable[P, T]:
+    """Lets a function broadcast arrays of fewer axes, whatever `jax_numpy_rank_promotion` of the caller's says."""
+
+    @functools.wraps(function)
+    def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return promoting
 
 
 def varying_axes(*trees: Any) -> frozenset[str]:

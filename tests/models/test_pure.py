@@ -10,8 +10,9 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from ferrum_jax import models
+from ferrum_jax import from_params, generate_fn, models
 from ferrum_jax.config import ModelConfig
+from ferrum_jax.contract import Sampling
 from ferrum_jax.contract.errors import InvalidParameterError
 from ferrum_jax.models.specs import ParamTree, named_leaves
 from ferrum_jax.ops.linear import linear
@@ -22,6 +23,7 @@ from tests.tiers import by_default
 TOLERANCE = 2e-5  # the same sums in another order; logits are of the order of one
 FAMILIES = ("one_layer", "llama31", "mistral", "qwen2_window", "qwen3_tied")
 
+DRAWN = Sampling(temperature=1.0, top_p=0.9)
 run = jax.jit(models.forward, static_argnums=2)
 every_family = pytest.mark.parametrize("name", by_default(FAMILIES, "one_layer"))
 
@@ -188,3 +190,19 @@ def test_a_configuration_is_static_wherever_it_is_an_argument():
     ):
         np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
     assert jax.tree.leaves(cfg) == []
+
+
+def test_arrays_of_fewer_axes_may_be_broadcast_where_the_callers_code_forbids_it():
+    params, cfg = model_of("one_layer")
+    tokens, seeds = tokens_of("one_layer"), jnp.arange(3, dtype=jnp.uint32)
+
+    def everything() -> list[Any]:
+        gradient = jax.grad(lambda own: models.log_probs(own, tokens, cfg, remat=True).sum())(params)
+        drawn, _ = generate_fn(params, None, tokens, jnp.full(3, 13), seeds, cfg, max_tokens=2, sampling=DRAWN)
+        with from_params(params, cfg, max_seqs=1, kv_capacity=16) as runner:
+            return [models.forward(params, tokens, cfg), gradient, drawn, runner.prefill("a", [1, 2, 3])]
+
+    expected = everything()
+    with jax.numpy_rank_promotion("raise"):
+        found = everything()
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
