@@ -7,7 +7,6 @@ k and v, and gate and up, concatenated along their outputs. `scanned` is fused, 
 The forward takes any of them, by the structure of the tree. Conversions are pure and lose nothing.
 """
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,6 +22,7 @@ from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, is_spec, is_weight_spec, map_specs, name_of, named_leaves
 from ferrum_jax.ops.quantised import is_quantised
+from ferrum_jax.sharding.types import take
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
 FUSED_PARTS = {  # by block: name of the joined weight, and its parts
@@ -175,7 +175,7 @@ def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
 
     def split_leaf(recipe: Recipe, leaf: Any) -> None:
         for index, names in enumerate(recipe.layers):
-            row = jax.tree.map(operator.itemgetter(index), leaf) if recipe.is_stacked else leaf
+            row = jax.tree.map(lambda part, at=index: take(part, at), leaf) if recipe.is_stacked else leaf
             leaves.update(zip(names, _split(row, [own[name].shape[0] for name in names]), strict=True))
 
     jax.tree.map(split_leaf, recipes(cfg, layout), params)
@@ -187,4 +187,4 @@ def _split(leaf: Any, sizes: Sequence[int]) -> list[Any]:
     if len(sizes) == 1:
         return [leaf]
     starts = np.cumsum([0, *sizes])
-    return [jax.tree.map(operator.itemgetter(slice(*ends)), leaf) for ends in pairwise(starts.tolist())]
+    return [jax.tree.map(lambda part, at=slice(*ends): take(part, at), leaf) for ends in pairwise(starts.tolist())]

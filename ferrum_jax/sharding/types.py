@@ -6,7 +6,8 @@ loops are refused whose sides differ in them. With other meshes, or none, the fu
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -88,6 +89,27 @@ def with_auto_axes(function: Callable[..., T], *arguments: Any, out_specs: Any, 
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=is_partition)
     compute: Any = jax.sharding.auto_axes(function, axes=explicit_axes(mesh), out_sharding=shardings)
     return compute(*arguments)
+
+
+def dividing(shape: Sequence[int], spec: Sequence[Any], mesh: AbstractMesh) -> PartitionSpec:
+    """Returns a spec without the mesh axes that do not divide what they are to divide."""
+
+    def divides(size: int, names: Any) -> bool:
+        return size % math.prod(mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,))) == 0
+
+    pairs = zip(shape, spec, strict=True)
+    return PartitionSpec(*(names if names is None or divides(size, names) else None for size, names in pairs))
+
+
+def take(array: Any, at: int | slice) -> Any:
+    """Returns `array[at]`, along the first axis, divided as `array` is as far as the explicit axes of a mesh can."""
+    mesh = explicit_mesh(array) if isinstance(array, jax.Array) else None
+    if mesh is None:
+        return array[at]
+    spec = (*partition_of(array), *(None,) * array.ndim)[: array.ndim]
+    shape = array.shape[1:] if isinstance(at, int) else (len(range(*at.indices(len(array)))), *array.shape[1:])
+    out = dividing(shape, spec[1:] if isinstance(at, int) else spec, mesh)
+    return with_auto_axes(lambda own: own[at], array, out_specs=out, mesh=mesh)
 
 
 def is_partition(leaf: Any) -> bool:

@@ -21,6 +21,7 @@ from ferrum_jax.models.layout import checkpoint_leaves
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, name_of, named_leaves
 from ferrum_jax.ops.quantised import QuantisedWeight
+from ferrum_jax.sharding.types import dividing, explicit_mesh, partition_of, with_auto_axes
 from ferrum_jax.weights.assemble import specs_apart, stored_apart, stored_axes
 
 Sizes = dict[str, int]  # of axes, by letter
@@ -359,7 +360,18 @@ def _block(rule: Rule, name: str, axes: Sequence[Axis], sizes: Sizes, indices: S
 
 
 def _moved(array: Any, source: Block, target: Block, scale: float) -> Any:
-    """Takes a box out of an array and gives it the axes of another."""
+    """Takes a box out of an array and gives it the axes of another; explicit axes of a mesh divide it as they can."""
+    mesh = explicit_mesh(array)
+    if mesh is None:
+        return _move(array, source, target, scale)
+    given = zip(source.axes, (*partition_of(array), *(None,) * len(source.axes)), strict=False)
+    by_letter = {axis.letters[0]: names for axis, names in given if axis.letters}
+    wanted = [by_letter.get(axis.letters[0]) if axis.letters else None for axis in target.axes]
+    spec = dividing([length for _, length in target.spans], wanted, mesh)
+    return with_auto_axes(lambda own: _move(own, source, target, scale), array, out_specs=spec, mesh=mesh)
+
+
+def _move(array: Any, source: Block, target: Block, scale: float) -> Any:
     if source.parts != tuple((0, 1) for _ in source.parts):
         array = array[tuple(slice(start, start + length) for start, length in source.spans)]
     array = jnp.reshape(array, source.sizes)
@@ -376,7 +388,9 @@ def _joined(pieces: Mapping[tuple[int, ...], Any], axis: int = 0) -> Any:
     for parts, piece in pieces.items():
         groups.setdefault(parts[axis], {})[parts] = piece
     joined = [_joined(groups[at], axis + 1) for at in sorted(groups)]
-    return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis=axis)
+    if len(joined) == 1:
+        return joined[0]
+    return with_auto_axes(lambda *own: jnp.concatenate(own, axis=axis), *joined, out_specs=partition_of(joined[0]))
 
 
 def _stored_shape(spec: ParamSpec) -> list[int]:

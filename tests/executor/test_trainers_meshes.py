@@ -9,14 +9,18 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ferrum_jax
+from ferrum_jax.config import LAYOUTS
 from ferrum_jax.contract import ActiveLoraAdapter
 from ferrum_jax.contract.errors import UnsupportedError
 from ferrum_jax.models.adapters import LoraSpec, stack_specs
+from ferrum_jax.models.layout import lay_out
 from ferrum_jax.models.specs import ParamTree, initialise
+from ferrum_jax.weights.foreign import from_tree, to_tree
 from tests import tiny
 from tests.executor.test_mesh import ENGINE, agree
 from tests.meshes import mesh_of, model_on
 from tests.tiers import by_default
+from tests.weights.test_foreign import RULES
 
 pytestmark = pytest.mark.devices
 
@@ -92,6 +96,32 @@ def test_adapters_that_a_trainers_mesh_divides_are_set(served: dict[str, int] | 
             runner.release("a")
             runner.unload_lora("x")
         np.testing.assert_array_equal(*answers)
+
+
+def on_mesh(tree: Any, axis: int) -> Any:
+    """Divides one axis of every array over explicit axes of a mesh, where the axis divides it."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+    def put(leaf: jax.Array) -> jax.Array:
+        at = axis % leaf.ndim
+        spec = P(*(None,) * at, "model") if leaf.shape[at] % 2 == 0 else P()
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_conversions_take_and_keep_what_explicit_axes_divide(axis: int):
+    params, cfg = tiny.tiny_params(tiny.CONFIGS[NAME]), tiny.model_config(NAME)
+    foreign = to_tree(params, cfg, RULES)
+    jax.tree.map(np.testing.assert_array_equal, to_tree(on_mesh(params, axis), cfg, RULES), foreign)
+    tiny.assert_same_tree(jax.jit(lambda tree: from_tree(tree, cfg, RULES))(on_mesh(foreign, axis)), params)
+    for given in LAYOUTS:
+        divided = on_mesh(lay_out(params, cfg, given), axis)
+        for wanted in LAYOUTS:
+            found = lay_out(divided, cfg, wanted)
+            tiny.assert_same_tree(found, lay_out(params, cfg, wanted))
+            assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(found))
 
 
 def test_a_mesh_of_one_device_is_that_device():
