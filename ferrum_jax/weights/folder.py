@@ -38,7 +38,7 @@ from ferrum_jax.weights.safetensors_file import (
 )
 from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
 
-INDEX = "model.safetensors.index.json"
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS = 1 << 12  # compared at a time
 _SIXTEEN_BITS = {"F16": "float16", "BF16": "bfloat16"}
@@ -247,32 +247,38 @@ def _read_config(path: Path) -> tuple[ModelConfig, Scheme | None]:
 
 
 def _shards(folder: Path) -> list[Path]:
-    if (folder / INDEX).exists():
-        names = _weight_map(folder).values()
-        return [folder / name for name in sorted(set(names))]
-    single = folder / "model.safetensors"
-    if single.exists():
-        return [single]
+    if listed := _weight_map(folder):
+        return [folder / name for name in sorted(set(listed.values()))]
+    if (folder / WHOLE).exists():
+        return [folder / WHOLE]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise NotFoundError(f"{folder} holds no model.safetensors and no {INDEX}")
+        raise NotFoundError(f"{folder} holds no {WHOLE} and no {INDEX}")
     if len(found) > 1:
         raise NotFoundError(f"{folder} holds {len(found)} safetensors files but no {INDEX}")
     return found
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
+    """Returns the file of every tensor, where an index says it.
+
+    An index that does not name a whole file beside it is of an older checkpoint in the same folder: transformers writes
+    a whole file and leaves the index.
+    """
+    if not (folder / INDEX).exists():
+        return {}
     listed = read_json(folder / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise InvalidFormatError(f"{folder / INDEX} has no weight_map of tensor names to files")
     outside = [name for name in listed.values() if name in ("", "..") or Path(name).name != name]
     if outside:
         raise InvalidFormatError(f"{folder / INDEX} names {outside[0]!r}, which is not a file of this folder")
+    if (folder / WHOLE).exists() and WHOLE not in listed.values():
+        return {}
     return listed
 
 
 def _check_complete(folder: Path, found: Mapping[str, Path]) -> None:
-    if (folder / INDEX).exists():
-        for name, shard in _weight_map(folder).items():
-            if name not in found:
-                raise InvalidFormatError(f"{folder / shard}: tensor {name} is missing, which {INDEX} promises")
+    for name, shard in _weight_map(folder).items():
+        if name not in found:
+            raise InvalidFormatError(f"{folder / shard}: tensor {name} is missing, which {INDEX} promises")

@@ -64,6 +64,16 @@ def test_any_number_of_shards_gives_the_same_parameters(shards: int, tmp_path: P
     tiny.assert_same_tree(params, tiny.tiny_params(CONFIG))
 
 
+def test_a_whole_file_goes_before_an_index_that_does_not_name_it(tmp_path: Path):
+    """As of transformers, which writes it beside the index and the shards of an older checkpoint, or what is left."""
+    folder = tiny.write_folder(tmp_path, CONFIG, 3)
+    save_file(tiny.tensors(CONFIG, 5), folder / SINGLE, metadata={"format": "pt"})
+    wanted = tiny.tiny_params(CONFIG, 5)
+    tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], wanted)
+    (folder / SECOND).unlink()
+    tiny.assert_same_tree(ferrum_jax.load_params(folder)[0], wanted)
+
+
 def test_a_single_shard_may_have_any_name(tmp_path: Path):
     tiny.write_folder(tmp_path, CONFIG)
     (tmp_path / SINGLE).rename(tmp_path / "weights.safetensors")
