@@ -264,7 +264,7 @@ def _allocate_ahead(
 def _open_artifacts(
     root: Path, source: Checkpoint, plan: EnginePlan, placed: ModelPlacement, settings: EngineConfig
 ) -> Artifacts:
-    """Opens the artifacts of parameters that are not there yet, as they will lie if nothing unusual happens."""
+    """Opens the artifacts of parameters that are read meanwhile, given the shapes and places they should have."""
     device = placed.placement.first
     params = placed.shapes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
     facts = describe_program(source.config, params, plan.cache, plan.sampler, plan.loras, placed.placement)

@@ -104,7 +104,7 @@ class Artifacts:
             return _verified(data, program, name)
         except (LookupError, TypeError, ValueError) as problem:
             self._warn(
-                f"{_file_name(name)} in {self._folder.child(program[:32]).path}, of {name}, is built anew: {problem}"
+                f"{_file_name(name)} in {self._folder.child(program[:32]).path}, of {name}, is compiled: {problem}"
             )
             return None
 
@@ -130,7 +130,7 @@ class Artifacts:
             ready = None if coming is None or coming.cancel() else coming.result()
             return artifact.load() if ready is None else ready
         except _UNUSABLE as problem:
-            self._warn(f"the step {artifact.name} on disk cannot be loaded and is built anew: {_first_line(problem)}")
+            self._warn(f"the step {artifact.name} on disk cannot be loaded and is compiled: {_first_line(problem)}")
             return None
 
     def save(self, name: str, executable: jax.stages.Compiled) -> Artifact | None:

@@ -17,7 +17,7 @@ ABANDONED = 3600.0  # seconds after which nobody writes a temporary file any mor
 class PrivateFolder:
     """A folder, and those above it that have to be as private.
 
-    Every access opens the folders anew, refuses links, and checks owner and permissions of what is open, so that
+    Every access opens the folders again, refuses links, and checks owner and permissions of what is open, so that
     nothing can be exchanged between check and use.
     """
 

@@ -30,7 +30,7 @@ class Adaptable(Observable):
                 raise RequestValidationError(f"adapter {safe_repr(adapter)}: expected an ActiveLoraAdapter or None")
             key, adapters = check_cache_id(cache_id), self._adapters
             if adapter is not None:
-                adapters.check_free_row(adapter.name)
+                adapters.check_enabled(adapter.name)
             adapters.check_binding(key, adapter, self._pipeline.table.length(key))
             if adapter is not None and adapters.find(adapter) is None:
                 adapters.check_room(adapter.name)  # before its files are read: who waits for room asks in every step
@@ -43,10 +43,12 @@ class Adaptable(Observable):
         Raises:
             AlreadyExistsError: the name is in use.
             ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
-            NotFoundError, InvalidFormatError, UnsupportedError, RequestValidationError: as its files deserve.
+            NotFoundError, InvalidFormatError: a file is missing or damaged.
+            UnsupportedError: the adapter has an option of PEFT's that is not implemented.
+            RequestValidationError: its rank is above `max_lora_rank`.
         """
         with self._life.lock, self._life:
-            self._adapters.check_free_row(name)
+            self._adapters.check_enabled(name)
         read = self._adapters.read(path)  # which takes a while, and concerns nobody else
         with self._life.lock, self._life:
             self._install(name, read, path, is_pinned=True)

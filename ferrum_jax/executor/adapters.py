@@ -90,7 +90,7 @@ class Adapters:
         """True while any id is bound to an adapter."""
         return bool(self._bound)
 
-    def check_free_row(self, name: str) -> None:
+    def check_enabled(self, name: str) -> None:
         """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for what is no name."""
         _check_name(name)
         if self.spec is None:
@@ -147,7 +147,7 @@ class Adapters:
             RequestValidationError: a sequence is bound to it that is not to be kept.
             ResourceExhaustedError: as of `load`.
         """
-        self.check_free_row(name)
+        self.check_enabled(name)
         older = self._loaded.get(name)
         if older is None:
             self.check_room(name)

@@ -210,7 +210,7 @@ class DeviceState:
     def kv(self) -> KvState[jax.Array]:
         """The KV as of the last step."""
         if self._kv is None:
-            raise BackendError("the KV was lost in a failed step, reset() allocates it anew")
+            raise BackendError("the KV was lost in a failed step, reset() allocates another")
         return self._kv
 
     def context(self) -> ProgramContext:
@@ -221,7 +221,7 @@ class DeviceState:
         )
 
     def reallocate(self) -> None:
-        """Drops the KV and the sampler's state and allocates both anew.
+        """Drops the KV and the sampler's state and allocates others.
 
         Raises:
             ResourceExhaustedError: the device has not so much memory left.
@@ -279,7 +279,7 @@ class DeviceState:
         begin = functools.partial(run, self._leaves, kv, sampled.last_tokens, buffer, *loras, *changes)
         begin = self._hosts.everywhere(begin, "step", key, buffer)
         try:
-            with jax.transfer_guard_host_to_device("allow"):  # as `call`, with no frame more; of several, in a thread
+            with jax.transfer_guard_host_to_device("allow"):  # as `call`, without its frame, in every step
                 outputs, self._kv = begin()
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
@@ -300,7 +300,7 @@ class DeviceState:
             self._sampler, found = self._hosts.run(
                 lambda: run(state, outputs.logits, outputs.rows, *more), "sample", key, *more
             )
-            if self._platform != "cpu":  # before the next step stands in its way
+            if self._platform != "cpu":  # now: behind the next step the copy would wait for it
                 with jax.transfer_guard_device_to_host("allow"):
                     found.packed.copy_to_host_async()
         except jax.errors.JaxRuntimeError as problem:

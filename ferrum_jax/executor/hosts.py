@@ -1,9 +1,9 @@
 """What process 0 does to its devices, done by every process: the commands of one model on several hosts.
 
-Process 0 alone checks, plans and keeps the books. Each of its effects on the devices goes through `Hosts.run`: it is
-told to the other processes and then done here, on a thread of its own, so that an interrupt or a lost process ends the
-wait and never leaves a command half sent. The others do as they are told (executor/following.py). With one process
-there is nobody to tell.
+Process 0 alone checks calls, plans steps, and knows lengths and block tables. Each of its effects on the devices goes
+through `Hosts.run`: it is told to the other processes and then done here, on a thread of its own, so that an interrupt
+or a lost process ends the wait and never leaves a command half sent. The others do as they are told
+(executor/following.py). With one process there is nobody to tell.
 """
 
 import contextlib

@@ -325,7 +325,7 @@ class Pipeline:
             raise RequestValidationError(f"{row.cache_id!r}: generated has {count} tokens, the capacity is {capacity}")
 
     def begin(self, transaction: KvTransaction, recompute: Sequence[tuple[ActiveRows, StepPlan]]) -> None:
-        """Takes slots and blocks, copies what is shared, and computes anew what sliding windows have lost."""
+        """Takes slots and blocks, copies shared blocks, and recomputes positions that sliding windows have evicted."""
         if pairs := transaction.apply():
             self.device.copy_blocks(CopyKey(self.plan.buckets.max_copies), pairs)
         for rows, plan in recompute:
@@ -447,7 +447,7 @@ class Pipeline:
         pending.captured = {}
 
     def plan_recompute(self, rows: Iterable[tuple[str, int]]) -> list[tuple[ActiveRows, StepPlan]]:
-        """Plans to compute sequences anew whose sliding-window caches lost what their next token sees.
+        """Plans to recompute sequences whose sliding-window caches have evicted positions that their next token sees.
 
         From their beginning: what a layer keeps depends on what the layer below made of a window, and so on. All their
         tokens must be known.

@@ -233,7 +233,7 @@ class ReplicatedRunner(ModelRunner):
         """
         adapters = self.replicas[0]._adapters
         with self._life.lock, self._life:
-            adapters.check_free_row(name)
+            adapters.check_enabled(name)
         read = adapters.read(path)  # which takes a while, and concerns nobody else
         with self._life.lock, self._life:
             for replica in self.replicas:

@@ -71,7 +71,7 @@ class ModelRunner(Adaptable):
         hosts: Hosts | None = None,
     ):
         """Allocates the KV unless `memory` has one; `specs` are undivided, for a mesh. Other processes `follow` 0."""
-        hosts, self.params_version = hosts or Hosts(), 0  # how often they were set anew
+        hosts, self.params_version = hosts or Hosts(), 0  # how often other parameters were set
         self.placed = placed or ModelPlacement.on_one(device)
         self.model_config, self.plan = model_config, plan
         self.device, self.artifacts = self.placed.placement.first, artifacts

@@ -227,7 +227,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """None, so that tunix calls `update_params`: it does not where this is the actor itself."""
+        """Returns None: of an engine whose model is the actor itself, tunix leaves out `update_params`."""
 
     def close(self) -> None:
         """Frees the engine and its weights."""
@@ -297,7 +297,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         *,
         is_free: bool,
     ) -> list[np.ndarray]:
-        """Log-probabilities of the actor: as they were drawn where nothing was left out, or scored anew."""
+        """Log-probabilities of the actor: as they were drawn where nothing was left out, or scored again."""
         greedy = asked.top_p is None or asked.temperature == 0
         if greedy or asked.temperature == 1:
             return [np.asarray(out.logprobs, np.float32) for out in outs]

@@ -10,11 +10,11 @@ class BlockPool:
     """A fixed number of blocks, each held any number of times.
 
     A block nobody holds is free. A free block that is `kept` (its content may be wanted again) can be held again until
-    it is handed out anew; those without content worth keeping go first, then the one that was freed longest ago.
+    it is handed out again; those without content worth keeping go first, then the one that was freed longest ago.
     """
 
     def __init__(self, num_blocks: int, recycled: Callable[[int], None] = lambda _: None):
-        """Makes all blocks free; `recycled` is called with a kept block before it is handed out anew."""
+        """Makes all blocks free; `recycled` is called with a kept block before it is handed out again."""
         self.num_blocks = num_blocks
         self.evictions = 0
         self._recycled = recycled
@@ -66,7 +66,7 @@ class BlockPool:
         self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Frees each block once. Of those that are kept, the last is handed out anew first."""
+        """Frees each block once. Of those that are kept, the last is handed out again first."""
         for block in reversed(list(blocks)):
             if not self._holders[block]:
                 raise InternalError(f"block {block} was freed twice")

@@ -201,7 +201,7 @@ class SequenceTable:
         return max(0, len(live.tokens) - (self.window - 1)) < live.evicted_before
 
     def recomputed(self, live: CachedSequence) -> None:
-        """Counts the sliding-window cache as written anew, from the sequence's beginning to its end."""
+        """Counts the sliding-window cache as recomputed, from the sequence's beginning to its end."""
         live.evicted_before = max(0, len(live.tokens) - self.window_size)
         self.update_writable(live)
 

@@ -129,7 +129,7 @@ class KvTransaction:
     def apply(self) -> list[tuple[int, int]]:
         """Takes slots and blocks; returns the (source, destination) of blocks to be copied now."""
         table, pool = self._table, self._table.pool
-        for row in self._changed:  # all hits are held before any block is handed out anew
+        for row in self._changed:  # all hits are held before any block is handed out again
             row.live = self.lives[row.index] = table.open(row.cache_id)
             row.num_blocks_before = len(row.live.blocks)
             for entry in row.hits:

@@ -61,7 +61,7 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
         scores = penalise_repetition(logits, inputs.seen, inputs.repetition_penalty)
     token_ids, threshold = choose(scores, inputs)
     kept = kept_logits(scores, inputs.temperature, threshold)
-    # Where XLA computes the scores anew, their rounding may differ: what was drawn stays among what is kept.
+    # Where XLA recomputes the scores, their rounding may differ: what was drawn stays among what is kept.
     is_chosen = jnp.arange(scores.shape[-1], dtype=jnp.int32) == token_ids[:, None]
     kept = jnp.where(is_chosen, over_temperature(lax.stop_gradient(scores), inputs.temperature), kept)
     processed = token_logprobs(kept, token_ids)

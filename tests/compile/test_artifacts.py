@@ -1,4 +1,4 @@
-"""Compiled steps on disk: found again as they were, and built anew where anything is wrong with them."""
+"""Compiled steps on disk: found again as they were, and compiled again where anything is wrong with them."""
 
 import json
 import pickle
@@ -181,7 +181,7 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_rebuilt(
     cache.warmup([ONE, TWO])
     assert _counts(cache) == (1, 1, 2, 0)
     assert len(caplog.messages) == 1
-    assert "is built anew" in caplog.messages[0]
+    assert "is compiled: " in caplog.messages[0]
     assert _run(cache, ONE) == _answer(ONE)
     caplog.clear()
     again = _cache(kept)
