@@ -19,7 +19,7 @@ from ferrum_jax.contract.errors import (
     UnsupportedError,
 )
 from ferrum_jax.contract.llm import DecoderOnlyLLM
-from ferrum_jax.executor.batch import Distributions, Output, SampledToken, ScheduledRow, TokenChoice
+from ferrum_jax.executor.batch import NO_OUTPUT, Distributions, SampledToken, ScheduledRow, TokenChoice
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.host_model import Backend, HostModel
@@ -82,6 +82,8 @@ class ModelDraft(DraftSource):
         self.has_probabilities = drawing == "own"
         self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
         self._is_owner = is_owner
+        # Tokens after each of which a distribution is asked for: the last drafted one is not read yet, and one follows.
+        self._most_at_once = min(2, model.plan.buckets.verify_tokens) if isinstance(model, ModelRunner) else 2
         self._held: dict[str, list[int]] = {}  # tokens in the draft's KV, by the request's cache id
         self._room: int | None = None  # sequences admitted after the KV ran short, until one is released
         self._name = secrets.token_hex(4)
@@ -105,7 +107,8 @@ class ModelDraft(DraftSource):
         while active:
             answered = self._feed(active)
             for row, answer in answered:
-                self._extend(row, answer)
+                if answer is not None:
+                    self._extend(row, answer)
             active = [row for row, _ in answered if len(row.tokens) < self._most(row)]
         return [Draft(row.tokens, np.stack(row.probabilities) if row.probabilities else None) for row in rows]
 
@@ -182,13 +185,13 @@ class ModelDraft(DraftSource):
             answers = self._backend.execute(items).result()
         except ResourceExhaustedError:
             self.release(rows[-1].want.cache_id)  # who came last gives way
-            for key in [row.want.cache_id for row in rows[:-1]]:
-                if (self._backend.kv_len(self._id(key)) or 0) != len(self._held[key]):
-                    self.release(key)  # the batch that failed has advanced it
+            left = self._not_advanced(rows[:-1])
             self._room = len(self._held)
-            left = [row for row in rows[:-1] if row.want.cache_id in self._held]
             return self._feed(left) if left else []
         except BaseException as problem:
+            if isinstance(problem, FerrumError) and problem.is_client_error and len(rows) > 1:
+                # It concerns what one of them asks: the others are drafted for.
+                return [pair for row in self._not_advanced(rows) for pair in self._feed([row])]
             for row in rows:
                 self.release(row.want.cache_id)
             if isinstance(problem, FerrumError):
@@ -199,17 +202,27 @@ class ModelDraft(DraftSource):
             self._held[row.want.cache_id] += item.tokens.tolist()
         return list(zip(rows, answers, strict=True))
 
+    def _not_advanced(self, rows: Sequence[_Row]) -> list[_Row]:
+        """Returns the rows that a batch which failed has left as they were; the others' sequences are released."""
+        for key in [row.want.cache_id for row in rows]:
+            if (self._backend.kv_len(self._id(key)) or 0) != len(self._held[key]):
+                self.release(key)
+        return [row for row in rows if row.want.cache_id in self._held]
+
     def _item(self, row: _Row) -> ScheduledRow:
-        held = len(self._held[row.want.cache_id])
-        output: Output = SampledToken(row.settings)
-        if self._draws_itself(row):
-            settings = row.settings
-            if settings.is_adjusted:  # what is drawn on the host is counted here, up to the first token of the row
-                start = row.want.num_prompt
-                generated = np.array(row.tokens_from(start)[: held + 1 - start], np.int64)
-                settings = replace(settings, generated=generated)
-            output = Distributions(settings)
-        return ScheduledRow(self._id(row.want.cache_id), np.array(row.tokens_from(held), np.int32), held, output)
+        """Returns what a row is to read next: all that is unread, or first what comes before what is drawn from."""
+        want, key = row.want, self._id(row.want.cache_id)
+        held = len(self._held[want.cache_id])
+        tokens = np.array(row.tokens_from(held), np.int32)
+        if not self._draws_itself(row):
+            return ScheduledRow(key, tokens, held, SampledToken(row.settings))
+        if len(tokens) > self._most_at_once or (len(tokens) > 1 and held < want.num_prompt - 1):
+            return ScheduledRow(key, tokens[:-1], held, NO_OUTPUT)
+        settings = row.settings
+        if settings.is_adjusted:  # what is drawn on the host is counted here, up to the first token of the row
+            generated = row.tokens_from(want.num_prompt)[: held + 1 - want.num_prompt]
+            settings = replace(settings, generated=np.array(generated, np.int64))
+        return ScheduledRow(key, tokens, held, Distributions(settings))
 
     def _extend(self, row: _Row, answer: Any) -> None:
         """Takes one more token."""

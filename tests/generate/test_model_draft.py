@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import SlotSettings
-from ferrum_jax.contract.errors import DeviceError, FerrumError, InvalidParameterError, ModelError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    DeviceError,
+    FerrumError,
+    InvalidParameterError,
+    ModelError,
+    RequestValidationError,
+    UnsupportedError,
+)
 from ferrum_jax.contract.llm import Logits, UnifiedRow, VerifyRow
 from ferrum_jax.generate.drafts import DraftWant
 from ferrum_jax.generate.model_draft import Drawing, ModelDraft
@@ -164,6 +171,35 @@ def test_who_finds_no_room_in_the_draft_goes_on_without(slots: int):
     while not all(one.is_done for one in requests):
         engine.step()
     assert draft.lengths == {}
+
+
+@pytest.mark.parametrize("drawing", ["shared", "own"])
+def test_one_that_the_draft_refuses_does_not_end_drafting_for_others(drawing: Drawing):
+    draft = WatchedDraft()
+    read, verify = draft.unified_forward, draft.forward_verify_batch
+
+    def check(cache_ids: Sequence[str]) -> None:
+        if any(one.endswith(requests[1].cache_id) for one in cache_ids):
+            raise RequestValidationError("this one")
+
+    draft.unified_forward = lambda items: (check([one[0] for one in items]), read(items))[1]
+    draft.forward_verify_batch = lambda rows: (check([one[0] for one in rows]), verify(rows))[1]
+    engine = Scheduler(MarkovLLM(V, seed=3), max_rows=3, chunk_tokens=50, drafts=ModelDraft(draft, 4, drawing=drawing))
+    requests = [request(engine, [at, 1, 2], 9, temperature=0.8) for at in range(3)]
+    finish(engine, requests)
+    assert [one.drafted > 0 for one in requests] == [True, False, True]
+    assert draft.lengths == {}
+
+
+def test_own_draws_ask_for_the_distributions_after_two_tokens_at_most():
+    draft, sizes = WatchedDraft(), []
+    verify = draft.forward_verify_batch
+    draft.forward_verify_batch = lambda rows: (sizes.extend(len(row[1]) for row in rows), verify(rows))[1]
+    engine = Scheduler(MarkovLLM(V, seed=3), max_rows=2, chunk_tokens=50, drafts=ModelDraft(draft, 4, drawing="own"))
+    requests = [request(engine, [1, 2] * count, 20, temperature=0.8) for count in (1, 9)]
+    finish(engine, requests)
+    assert all(one.drafted > 0 for one in requests)
+    assert set(sizes) == {1, 2}
 
 
 def test_one_too_long_for_the_draft_does_not_end_drafting_for_others():

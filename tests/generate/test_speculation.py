@@ -99,6 +99,29 @@ def test_a_draft_equal_to_the_target_is_accepted_whole(name: str, temperature: f
     assert llms[name].acceptance_rate > 0
 
 
+@pytest.mark.parametrize(
+    "adjusted",
+    [
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {5: 2.0}},
+        {"allowed_token_ids": tuple(range(9))},
+        {"min_tokens": 21, "stop_token_ids": (3,)},
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_own_draws_of_a_long_prompt_are_accepted_and_the_same_whatever_the_neighbour_asks(
+    adjusted: dict[str, Any], llms: dict[str, LLM]
+):
+    llm, prompts = llms["own"], [[1, 4] * 10, [2, 7, 5] * 6]
+    plain = SamplingParams(temperature=0.8, seed=1, max_tokens=21)
+    other = replace(plain, **adjusted)
+    (alone,), (beside,) = llm.generate(prompts[:1], plain), llm.generate(prompts[1:], other)
+    outs = llm.generate(prompts, [plain, other])
+    assert [(one.drafted, one.accepted) for one in (alone, beside, *outs)] == [(15, 15)] * 4
+    assert [one.token_ids for one in outs] == [alone.token_ids, beside.token_ids]
+
+
 def test_logprobs_are_those_without_speculation(llms: dict[str, LLM]):
     asked = SamplingParams(max_tokens=COUNT, logprobs=True)
     plain, lookup = (llms[name].generate([[3, 1, 4], [1] * 9], asked) for name in ("plain", "lookup"))
