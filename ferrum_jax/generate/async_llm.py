@@ -89,9 +89,11 @@ class AsyncLLM:
             while True:
                 await changed.wait()
                 changed.clear()
-                output = request.output()
-                yield output
-                if output.finished:
+                is_last = request.is_settled  # first: all there is is there then
+                output = request.output(return_error=not is_last)
+                if is_last or not output.finished:  # what a finished one held may not be freed yet
+                    yield output
+                if is_last:
                     return
         finally:
             del self._live[name]
@@ -120,7 +122,7 @@ class AsyncLLM:
         indices = {request: at for at, request in enumerate(itertools.chain.from_iterable(groups))}
 
         def notify(request: Request) -> None:
-            if request.is_done:
+            if request.is_settled:
                 with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
                     loop.call_soon_threadsafe(done.put_nowait, request)
 

@@ -1,9 +1,10 @@
 """`LLM`: prompts in, text out."""
 
+import contextlib
 import itertools
 import os
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from ferrum_jax.contract.errors import ConfigError, FerrumError, RequestValidationError, UnsupportedError, safe_repr
@@ -12,14 +13,7 @@ from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.intake import Intake
-from ferrum_jax.generate.params import (
-    RequestOutput,
-    SamplingParams,
-    Score,
-    one_of,
-    params_of_each,
-    params_of_one,
-)
+from ferrum_jax.generate.params import RequestOutput, SamplingParams, Score, one_of, params_of_each, params_of_one
 from ferrum_jax.generate.prompts import Prompt, as_prompts
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
@@ -291,8 +285,14 @@ class LLM:
         """
         params = one_of(params, sampling_params)
         groups = self._groups(prompts, params, lora_request, interventions, capture, priority)
-        requests = list(itertools.chain.from_iterable(groups))
-        return self._finished(groups, {one: at for at, one in enumerate(requests)}, return_errors)
+        indices = {one: at for at, one in enumerate(itertools.chain.from_iterable(groups))}
+
+        def outputs() -> Iterator[tuple[int, RequestOutput]]:
+            with contextlib.closing(self._run(groups)) as settled:
+                for request in settled:
+                    yield indices[request], request.output(return_error=return_errors)
+
+        return outputs()
 
     def _groups(self, prompts: Any, params: Any, *treatment: Any) -> Groups:
         """Returns the requests of each prompt, checked."""
@@ -357,46 +357,42 @@ class LLM:
         ]
 
     def _finish(self, groups: Groups, track: Track | None, *, return_errors: bool = False, sort: bool = False) -> None:
-        """Runs groups of requests that begin alike, of which the first has the others as its copies."""
+        """Runs groups of requests as `_run`; raises the error of the first that failed, unless they are returned."""
         if not groups:
             self.model.kv_capacity()  # which a closed model refuses
-        events: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for request in itertools.chain.from_iterable(groups):
-            request.notify = lambda one: events.put(None) if one.is_done else None
+        try:
+            with contextlib.closing(self._run(groups, sort=sort)) as settled:
+                for at, group in enumerate(groups if track is None else track(groups)):
+                    for request in group:
+                        while not request.is_settled:
+                            next(settled)
+                        if request.error is not None and not return_errors:
+                            request.error.add_note(f"prompts[{at}] of {len(groups)}")
+                            raise request.error
+        except FerrumError:
+            self.engine.settle()
+            raise
+
+    def _run(self, groups: Groups, *, sort: bool = False) -> Generator[Request]:
+        """Runs groups of requests that begin alike, of which the first has the others as its copies.
+
+        Yields each request once it is done and what it held is freed; whoever leaves early aborts the others.
+        """
+        events: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        left = set(itertools.chain.from_iterable(groups))
+        for request in left:
+            request.notify = lambda one: events.put(one) if one.is_settled else None
         try:
             firsts = [first for first, *_ in groups]
             if sort:  # the longest first, so that rows of like length share steps
                 firsts.sort(key=lambda one: -len(one.prompt))
             self.engine.submit(*firsts)
-            for at, group in enumerate(groups if track is None else track(groups)):
-                for request in group:
-                    while not request.is_done:
-                        events.get()
-                    if request.error is not None and not return_errors:
-                        request.error.add_note(f"prompts[{at}] of {len(groups)}")
-                        raise request.error
-        except BaseException as problem:
-            self.engine.abort(*itertools.chain.from_iterable(groups))
-            if isinstance(problem, FerrumError):
-                self.engine.settle()
-            raise
-
-    def _finished(
-        self, groups: Groups, indices: Mapping[Request, int], return_errors: bool
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Runs groups of requests as `_finish`, and yields each output with its index when it is finished."""
-        events: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        for request in indices:
-            request.notify = lambda one: events.put(one) if one.is_done else None
-        try:
-            self.engine.submit(*(first for first, *_ in groups))
-            left = set(indices)
             while left:
                 if (request := events.get()) in left:
                     left.discard(request)
-                    yield indices[request], request.output(return_error=return_errors)
+                    yield request
         finally:
-            self.engine.abort(*indices)
+            self.engine.abort(*left)
 
     def stream(
         self,

@@ -73,6 +73,7 @@ class Request:
     accepted: int = 0  # of those, the ones that stand in the answer
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
+    is_settled: bool = False  # it is done, and what it held is freed: set before its caller is told
     num_before_loss: int = -1  # tokens that it had when `has_progressed` was asked last
     preemptions: int = 0  # times it lost its slot and blocks to others, and was recomputed
     submitted: float = field(default_factory=time.perf_counter)
@@ -354,6 +355,7 @@ class Request:
 
     def tell(self) -> None:
         """Calls `notify`; a caller's function that fails is logged, and harms no other request."""
+        self.is_settled = self.is_done
         try:
             if self.notify is not None:
                 self.notify(self)

@@ -38,7 +38,7 @@ class Stream:
         request.notify = lambda _: events.put(None)
         try:
             engine.submit(request)
-            while not request.is_done:
+            while not request.is_settled:
                 events.get()
                 if piece := request.take_text():
                     yield piece

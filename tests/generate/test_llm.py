@@ -1,10 +1,12 @@
 """`LLM`: over a hand-computable model, over a tiny runner, and once over the real one."""
 
+import asyncio
 import gc
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ferrum_jax import LLM, EngineConfig, SamplingParams
+from ferrum_jax import LLM, AsyncLLM, EngineConfig, SamplingParams
 from ferrum_jax.contract.errors import (
     CancelledError,
     ConfigError,
@@ -367,6 +369,52 @@ def test_interrupts_at_any_time_leave_nothing_behind_and_concern_nobody_else():
     assert finished
     assert all(tokens == answer(model, [1], 3) for tokens in finished)
     llm.engine.settle()
+    assert model.lengths == {}
+
+
+class Slow(CountingLLM):
+    """Takes its time to release a sequence of three tokens of prompt."""
+
+    def __init__(self):
+        super().__init__()
+        self.releasing, self.slow = threading.Event(), ""
+
+    def prefill(self, cache_id: str, tokens: Sequence[int]) -> Logits:
+        if len(tokens) == 3:
+            self.slow = cache_id
+        return super().prefill(cache_id, tokens)
+
+    def release(self, cache_id: str) -> None:
+        if cache_id == self.slow:
+            self.releasing.set()
+            time.sleep(0.1)
+        super().release(cache_id)
+
+
+@pytest.mark.parametrize("how", ["generate", "stream", "async"])
+def test_whoever_has_an_answer_finds_its_sequence_released(how: str, monkeypatch: pytest.MonkeyPatch):
+    model = Slow()
+    llm = LLM.from_model(model, letters(), max_rows=8)
+    params = SamplingParams(max_tokens=4)
+
+    def late(groups: Iterable[Any]) -> Iterator[Any]:
+        """Looks at the second group when its release has begun."""
+        for group in groups:
+            yield group
+            assert model.releasing.wait(timeout=60)
+
+    async def main() -> None:
+        async for out in AsyncLLM(llm).generate([1, 2, 3], params):
+            assert out.finished or model.releasing.wait(timeout=60)
+
+    if how == "generate":
+        monkeypatch.setattr("ferrum_jax.generate.llm.Track", lambda _: late)
+        llm.generate([[1], [1, 2, 3]], params, progress=True)
+    elif how == "stream":
+        for _ in llm.stream([1, 2, 3], params):
+            assert model.releasing.wait(timeout=60)
+    else:
+        asyncio.run(main())
     assert model.lengths == {}
 
 
