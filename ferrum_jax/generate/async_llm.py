@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -26,6 +27,7 @@ class AsyncLLM:
         self._is_owner = not isinstance(llm, LLM)
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
         self._live: dict[str, Request] = {}  # by the caller's id
+        self._lock = threading.Lock()  # of leaving it
         self._tokenising = ThreadPoolExecutor(1, "async-llm-tokenising")  # one thread keeps the order of the calls
 
     async def __aenter__(self) -> Self:
@@ -75,15 +77,19 @@ class AsyncLLM:
         if request_id is not None:
             request.request_id = request_id
         name = request.request_id
-        if name in self._live:
+        if self._live.setdefault(name, request) is not request:
             raise AlreadyExistsError(f"a request {name!r} runs already")
 
         def notify(_: Request) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+            if request.is_settled:
+                self._forget(request)
+            try:
                 loop.call_soon_threadsafe(changed.set)
+            except RuntimeError:  # the loop is closed: nobody can take more, and this generator cannot end
+                self._forget(request)
+                self.llm.engine.abort(request)
 
         request.notify = notify
-        self._live[name] = request
         try:
             self.llm.engine.submit(request)
             while True:
@@ -96,7 +102,7 @@ class AsyncLLM:
                 if is_last:
                     return
         finally:
-            del self._live[name]
+            self._forget(request)
             if not request.is_done:
                 self.llm.engine.abort(request)
 
@@ -122,8 +128,10 @@ class AsyncLLM:
         indices = {request: at for at, request in enumerate(itertools.chain.from_iterable(groups))}
 
         def notify(request: Request) -> None:
-            if request.is_settled:
-                with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+            if loop.is_closed():  # nobody can take more, and this generator cannot end
+                self.llm.engine.abort(*indices)
+            elif request.is_settled:
+                with contextlib.suppress(RuntimeError):  # it was closed just now
                     loop.call_soon_threadsafe(done.put_nowait, request)
 
         for request in indices:
@@ -146,6 +154,12 @@ class AsyncLLM:
         request = self._live.get(request_id)
         if request is not None:
             await asyncio.to_thread(self.llm.engine.cancel, request)
+
+    def _forget(self, request: Request) -> None:
+        """Lets others have the id of a request that ended or was given up."""
+        with self._lock:
+            if self._live.get(request.request_id) is request:
+                del self._live[request.request_id]
 
     async def _tokenise(self, work: Callable[..., T], *arguments: Any) -> T:
         """Returns what a call gives, made in the thread that keeps the order; raises CancelledError once closed."""

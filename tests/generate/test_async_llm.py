@@ -2,12 +2,15 @@
 
 import asyncio
 import threading
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from ferrum_jax import LLM, AsyncLLM, SamplingParams
 from ferrum_jax.contract.errors import AlreadyExistsError, CancelledError, ModelError, RequestValidationError
+from ferrum_jax.contract.llm import Logits
 from tests.fake import CountingLLM, answer
 from tests.generate.test_request import letters, spell
 
@@ -184,8 +187,6 @@ def test_outputs_have_the_callers_id_by_which_a_request_can_be_aborted(monkeypat
 
 def _slowly() -> None:
     """Lets the other threads run, so that an answer of many tokens is not over at once."""
-    import time
-
     time.sleep(0.01)
 
 
@@ -201,6 +202,58 @@ def test_refusals_and_failures_reach_who_asked():
 
     asyncio.run(main())
     assert model.lengths == {}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["closed while it runs", "closed after its end"])
+def test_an_iterator_whose_loop_was_closed_keeps_neither_its_id_nor_its_sequence(is_late: bool):
+    llm, model = made()
+    gate, prefill = threading.Event(), model.prefill
+
+    def slow(cache_id: str, tokens: Sequence[int]) -> Logits:
+        assert model.lengths.get(cache_id, 0) < 4 or gate.wait(timeout=60)
+        return prefill(cache_id, tokens)
+
+    model.prefill = slow
+    loop = asyncio.new_event_loop()
+    answers = llm.generate([1, 2], SamplingParams(max_tokens=60), request_id="mine")
+    loop.run_until_complete(anext(answers))
+    if is_late:
+        gate.set()
+        deadline = time.monotonic() + 60
+        while model.lengths and time.monotonic() < deadline:
+            time.sleep(0.001)
+    loop.close()
+    gate.set()
+    llm.llm.engine.settle()
+    llm.llm.engine.settle()  # what a step has aborted is freed after the next
+    assert not llm._live
+    assert model.lengths == {}
+
+    async def again() -> list[int]:
+        return [out async for out in llm.generate([1, 2], PARAMS, request_id="mine")][-1].token_ids
+
+    assert asyncio.run(again()) == answer(model, [1, 2], 8)
+
+
+def test_answers_that_no_loop_can_take_any_more_are_given_up():
+    llm, model = made()
+    gate, decode, read = threading.Event(), model.decode, []
+
+    def slow(cache_id: str, token: int, pos: int) -> Logits:
+        assert pos < 10 or gate.wait(timeout=60)
+        read.append(token)
+        return decode(cache_id, token, pos)
+
+    model.decode = slow
+    loop = asyncio.new_event_loop()
+    answers = llm.as_completed([[1], [2, 3], [4]], [SamplingParams(max_tokens=count) for count in (1, 60, 60)])
+    assert loop.run_until_complete(anext(answers))[0] == 0
+    loop.close()
+    gate.set()
+    llm.llm.engine.settle()
+    llm.llm.engine.settle()
+    assert model.lengths == {}
+    assert len(read) < 60
 
 
 def test_closing_ends_what_runs():
