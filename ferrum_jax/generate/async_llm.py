@@ -8,7 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self, TypeVar
 
-from ferrum_jax.contract.errors import AlreadyExistsError, CancelledError, RequestValidationError, safe_repr
+from ferrum_jax.contract.errors import (
+    AlreadyExistsError,
+    CancelledError,
+    ConfigError,
+    RequestValidationError,
+    safe_repr,
+)
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of, params_of_one
 from ferrum_jax.generate.prompts import Prompt
@@ -23,7 +29,14 @@ class AsyncLLM:
     """Answers prompts for coroutines of any event loop; one engine thread steps for all of them."""
 
     def __init__(self, llm: LLM | str | None = None, **settings: Any):
-        """Takes an `LLM`, which stays the caller's, or loads one as `LLM` does, which `close` closes."""
+        """Takes an `LLM`, which stays the caller's, or loads one as `LLM` does, which `close` closes.
+
+        Raises:
+            ConfigError: there are settings beside an `LLM`, which is loaded already.
+            FerrumError: as of `LLM`.
+        """
+        if isinstance(llm, LLM) and settings:
+            raise ConfigError(f"settings beside an LLM, which is loaded already: {', '.join(settings)}")
         self._is_owner = not isinstance(llm, LLM)
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
         self._live: dict[str, Request] = {}  # by the caller's id

@@ -7,10 +7,10 @@ import queue
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+from ferrum_jax.contract.checks import check_int
 from ferrum_jax.contract.errors import ConfigError, FerrumError, RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
-from ferrum_jax.generate.drafts import DraftSource
 from ferrum_jax.generate.engine import Engine
 from ferrum_jax.generate.intake import Intake
 from ferrum_jax.generate.params import RequestOutput, SamplingParams, Score, one_of, params_of_each, params_of_one
@@ -56,8 +56,7 @@ class LLM:
         """
         check_settings(settings, "tokenizer", "speculation")
         if speculation is not None:
-            if not isinstance(speculation, Speculation):
-                raise ConfigError(f"speculation is {safe_repr(speculation)}, expected a Speculation")
+            _check_kind("speculation", speculation, Speculation)
             settings["engine"] = speculation.settle(settings.get("engine"))
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
         if tokenizer is not None:
@@ -67,11 +66,8 @@ class LLM:
         else:
             read = load_tokenizer(source.path)
         runner = load(source, **settings)
-        plan = runner.plan
         try:
-            drafts = make_drafts(speculation or Speculation(), runner, plan.spec_tokens, plan.max_seqs)
-            chunk_tokens = plan.buckets.max_step_tokens * runner.num_replicas
-            self._setup(runner, read, plan.max_seqs, chunk_tokens, drafts)
+            self._setup(runner, read, speculation, runner.plan.spec_tokens)
         except BaseException:
             runner.close()
             raise
@@ -93,34 +89,44 @@ class LLM:
         `max_rows` sequences run at a time, and `chunk_tokens` tokens of prompts go into one step: as many as a
         `ModelRunner` has slots and as its largest step takes, 8 and 512 of any other model. Two LLMs of one model take
         its slots and blocks from each other, and do not wait for each other.
+
+        Raises:
+            ConfigError: an argument is of another kind, or a number below 1; draft and model do not go together.
         """
-        runner = model if isinstance(model, ModelRunner) else None
-        if max_rows is None:
-            max_rows = 8 if runner is None else runner.plan.max_seqs
-        if chunk_tokens is None:
-            chunk_tokens = 512 if runner is None else runner.plan.buckets.max_step_tokens * runner.num_replicas
+        _check_kind("model", model, DecoderOnlyLLM)
+        _check_kind("tokenizer", tokenizer, Tokenizer, may_lack=True)
+        _check_kind("speculation", speculation, Speculation, may_lack=True)
         made = cls.__new__(cls)
-        tokens = 0 if speculation is None else speculation.tokens_for(model)
-        drafts = make_drafts(speculation or Speculation(), model, tokens, max_rows)
-        made._setup(model, tokenizer, max_rows, chunk_tokens, drafts)
+        num_tokens = 0 if speculation is None else speculation.tokens_for(model)
+        made._setup(model, tokenizer, speculation, num_tokens, max_rows, chunk_tokens)
         return made
 
     def _setup(
         self,
         model: DecoderOnlyLLM,
         tokenizer: Tokenizer | None,
-        max_rows: int,
-        chunk_tokens: int,
-        drafts: DraftSource | None,
+        speculation: Speculation | None,
+        num_tokens: int,
+        max_rows: int | None = None,
+        chunk_tokens: int | None = None,
     ) -> None:
-        self.model = model
-        self.tokenizer = tokenizer
+        """Gets ready to run a model that is there; `num_tokens` are drafted at a time."""
+        runner = model if isinstance(model, ModelRunner) else None
+        if max_rows is None:
+            max_rows = 8 if runner is None else runner.plan.max_seqs
+        if chunk_tokens is None:
+            chunk_tokens = 512 if runner is None else runner.plan.buckets.max_step_tokens * runner.num_replicas
+        max_rows = check_int("max_rows", max_rows, 1, ConfigError)
+        chunk_tokens = check_int("chunk_tokens", chunk_tokens, 1, ConfigError)
+        drafts = make_drafts(speculation or Speculation(), model, num_tokens, max_rows)
         try:
             scheduler = Scheduler(model, max_rows=max_rows, chunk_tokens=chunk_tokens, drafts=drafts)
         except FerrumError:
             if drafts is not None:
                 drafts.close()
             raise
+        self.model = model
+        self.tokenizer = tokenizer
         self.engine = Engine(scheduler)  # for those who submit requests themselves
         forms = FormCompiler(tokenizer, model.config.vocab_size)
         self._intake = Intake(model, tokenizer, scheduler.new_cache_id, forms)
@@ -412,17 +418,9 @@ class LLM:
         params = one_of(params, sampling_params)
         return Stream(self.engine, self.request(prompt, params, lora_request, interventions, capture, priority))
 
-    def request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        lora_request: Any = None,
-        interventions: Any = None,
-        capture: Sequence[Any] = (),
-        priority: int = 0,
-    ) -> Request:
-        """Returns a request for the engine, checked; arguments as of `generate`."""
-        return self.group(prompt, params_of_one(params), lora_request, interventions, capture, priority)[0]
+    def request(self, prompt: Prompt, params: SamplingParams | None = None, *treatment: Any) -> Request:
+        """Returns a request for the engine, checked; after `params` comes what `group` takes."""
+        return self.group(prompt, params_of_one(params), *treatment)[0]
 
     def group(
         self,
@@ -433,7 +431,10 @@ class LLM:
         capture: Sequence[Any] = (),
         priority: int = 0,
     ) -> list[Request]:
-        """Returns requests for the engine, one for each of the `n` answers: the first has the others as its copies."""
+        """Returns requests for the engine, one for each of the `n` answers: the first has the others as its copies.
+
+        Arguments as of `generate`.
+        """
         (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
         (treatment,) = self._intake.treatments(1, lora_request, interventions, capture, priority)
         return self._intake.group(one, params, treatment)
@@ -479,17 +480,16 @@ class LLM:
         prompts = [self.chat_prompt(one, **how) for one in conversations]
         if not is_batch:
             params = params_of_one(params)  # pyright: ignore[reportArgumentType]
-        outs = self.generate(
-            prompts,
-            params,
-            lora_request=lora_request,
-            interventions=interventions,
-            capture=capture,
-            priority=priority,
-            use_tqdm=use_tqdm,
-        )
+        treatment: Any = {"lora_request": lora_request, "interventions": interventions, "capture": capture}
+        outs = self.generate(prompts, params, **treatment, priority=priority, use_tqdm=use_tqdm)
         return outs if is_batch else outs[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Returns the token ids of a conversation up to where the assistant answers, laid out by `chat`'s options."""
         return self._intake.conversation(messages, **options)
+
+
+def _check_kind(name: str, given: Any, kind: type, *, may_lack: bool = False) -> None:
+    """Raises ConfigError, naming the argument, unless it is of a kind, or None where it may be."""
+    if not isinstance(given, kind) and not (may_lack and given is None):
+        raise ConfigError(f"{name} is {safe_repr(given)}, expected a {kind.__name__}")

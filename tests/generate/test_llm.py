@@ -757,6 +757,28 @@ def test_speculation_of_another_kind_is_refused_before_a_model_is_looked_for():
         LLM("nowhere", speculation=wrong)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_rows": 0}, "max_rows is 0, expected an integer of at least 1"),
+        ({"max_rows": "2"}, "max_rows is '2', expected an integer"),
+        ({"chunk_tokens": -3}, "chunk_tokens is -3, expected an integer of at least 1"),
+        ({"chunk_tokens": 1.5}, r"chunk_tokens is 1\.5, expected an integer"),
+        ({"model": None}, "model is None, expected a DecoderOnlyLLM"),
+        ({"tokenizer": "folder"}, "tokenizer is 'folder', expected a Tokenizer"),
+        ({"speculation": "prompt-lookup"}, "speculation is 'prompt-lookup', expected a Speculation"),
+    ],
+)
+def test_what_no_model_can_be_run_with_is_refused(given: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        LLM.from_model(**{"model": CountingLLM(), **given})
+
+
+def test_settings_beside_an_llm_are_refused():
+    with pytest.raises(ConfigError, match="settings beside an LLM, which is loaded already: max_seqs, nonsense"):
+        AsyncLLM(LLM.from_model(CountingLLM()), max_seqs=3, nonsense=True)
+
+
 def test_a_prompt_that_is_too_long_says_what_to_raise():
     with pytest.raises(RequestValidationError, match="5 tokens, the KV capacity is 4, as long as the model allows"):
         counting(capacity=4)[0].generate([[1] * 5])
