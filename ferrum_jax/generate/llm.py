@@ -93,7 +93,8 @@ class LLM:
         Raises:
             ConfigError: an argument is of another kind, or a number below 1; draft and model do not go together.
         """
-        _check_kind("model", model, DecoderOnlyLLM)
+        if not callable(getattr(model, "prefill", None)):
+            raise ConfigError(f"model is {safe_repr(model)}, expected a DecoderOnlyLLM")
         _check_kind("tokenizer", tokenizer, Tokenizer, may_lack=True)
         _check_kind("speculation", speculation, Speculation, may_lack=True)
         made = cls.__new__(cls)
@@ -418,9 +419,9 @@ class LLM:
         params = one_of(params, sampling_params)
         return Stream(self.engine, self.request(prompt, params, lora_request, interventions, capture, priority))
 
-    def request(self, prompt: Prompt, params: SamplingParams | None = None, *treatment: Any) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams | None = None, *treatment: Any, **named: Any) -> Request:
         """Returns a request for the engine, checked; after `params` comes what `group` takes."""
-        return self.group(prompt, params_of_one(params), *treatment)[0]
+        return self.group(prompt, params_of_one(params), *treatment, **named)[0]
 
     def group(
         self,
