@@ -117,7 +117,7 @@ def _words(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
     elif zeros.dtype == np.int32:
         shifted = unpack(np.ascontiguousarray(zeros.T), scheme.bits)[:, :rows].T
     else:
-        shifted = (zeros.reshape(rows, -1).astype(np.int16) + half).astype(np.uint8)
+        shifted = (_spread(zeros, scheme, shape).astype(np.int16) + half).astype(np.uint8)
     scales = _spread(parts["weight_scale"], scheme, shape)
     groups = _groups(parts.get("weight_g_idx"), scheme, columns, scales.shape[1])
     values = unpack(parts["weight_packed"], scheme.bits)[:, :columns]
@@ -132,10 +132,10 @@ def _plain(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
 
 
 def _spread(scales: NDArray[Any], scheme: Scheme, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Scales of every output, `[F, G]`, out of those of a tensor, of channels, of groups or of blocks."""
+    """Scales or zero points of every output, `[F, G]`, of those of a tensor, of channels, of groups or of blocks."""
     if scales.size == 1:
         return np.broadcast_to(scales.reshape(1, 1), (shape[0], 1))
-    if scheme.block_rows > 1:
+    if scheme.block_rows is not None:
         return np.repeat(scales, scheme.block_rows, axis=0)[: shape[0]]
     return scales.reshape(shape[0], -1)
 

@@ -24,7 +24,7 @@ _MARKS = {GPTQ: "qweight", AWQ: "qweight", WORDS: "weight_packed", PLAIN: "weigh
 _NARROW = ("I8", "F8_E4M3")
 _UNREAD = (
     "input_scale", "input_zero_point", "input_scale_ub", "activation_scale", "activation_scale_inv", "output_scale",
-    "q_scale", "k_scale", "v_scale",
+    "output_zero_point", "q_scale", "k_scale", "v_scale", "kv_scale", "q_zero_point", "k_zero_point", "v_zero_point",
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def find_weights(
         is_said = scheme.packing == WORDS and parts.get("weight_shape", Entry("", ())).shape == (2,)
         shape, wanted = _describe(parts, scheme, read(given["weight_shape"]).tolist() if is_said else None)
         mine = _mismatches(module, parts, wanted)
-        if scheme.group_size and scheme.block_rows == 1 and shape[1] % scheme.group_size:
+        if scheme.group_size and scheme.block_rows is None and shape[1] % scheme.group_size:
             mine = [f"{module} has {shape[1]} inputs, which groups of {scheme.group_size} do not divide"]
         problems += mine
         found[f"{module}.weight"] = PackedWeight(shape, {part: given[part] for part in wanted if part in given})
@@ -111,7 +111,7 @@ def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWei
 
 
 def is_unread(name: str) -> bool:
-    """Whether a tensor is a scale that only activations or the KV of other engines use."""
+    """Whether a tensor is a scale or zero point that only activations or the KV of other engines use."""
     return name.rpartition(".")[2] in _UNREAD
 
 
@@ -149,11 +149,12 @@ def _describe(
     shape = (height, width)
     if scheme.packing == WORDS:
         shape = (height, width * per_word) if said is None else (said[0], said[1])
-    groups, rows = _count(shape[1], scheme), -(-shape[0] // scheme.block_rows)
+    groups, rows = _count(shape[1], scheme), -(-shape[0] // (scheme.block_rows or 1))
     scales: list[Shape] = [(rows, groups)]
     if scheme.group_size is None:
         scales += [(shape[0],), (1,), (), (1, 1)]
     is_shifted = not scheme.is_symmetric
+    has_words = "weight_zero_point" in given and given["weight_zero_point"].dtype == "I32"  # along outputs
     if scheme.packing == PLAIN:
         return shape, {
             "weight": _Part(("F8_E4M3",) if scheme.is_float else ("I8",), [shape]),
@@ -164,13 +165,15 @@ def _describe(
         "weight_packed": _Part(("I32",), [(shape[0], -(-shape[1] // per_word))]),
         "weight_scale": _Part(_FLOATS, scales),
         "weight_shape": _Part(("I64", "I32"), [(2,)]),
-        "weight_zero_point": _Part(("I8", "I32"), [*scales, (-(-shape[0] // per_word), groups)], is_shifted),
+        "weight_zero_point": _Part(
+            ("I8", "I32"), [(-(-shape[0] // per_word), groups)] if has_words else scales, is_shifted
+        ),
         "weight_g_idx": _Part(("I32",), [(shape[1],)], is_needed=False),
     }
 
 
 def _count(columns: int, scheme: Scheme) -> int:
-    """Groups of a channel; the last block of DeepSeek's may be narrower."""
+    """Groups of a channel; the last block may be narrower."""
     return 1 if scheme.group_size is None else -(-columns // scheme.group_size)
 
 

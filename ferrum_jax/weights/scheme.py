@@ -30,7 +30,7 @@ class Scheme:
     bits: int  # of a value
     is_float: bool = False  # values are fp8, not integers
     group_size: int | None = None  # adjacent inputs that share a scale; None: all of a channel
-    block_rows: int = 1  # adjacent outputs that share a scale
+    block_rows: int | None = None  # adjacent outputs that share a scale, the last inputs may be fewer; None: no blocks
     is_symmetric: bool = True  # values are signed, or their zero point is half of their range
     is_ordered: bool = False  # columns were quantised by activation, so that any of them may share a scale
     zero_shift: int = 0  # to be added to zero points as they are stored
@@ -125,7 +125,7 @@ def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
         raise UnsupportedError(f"weights of type {safe_repr(kind)} in {stored} are not implemented")
     if strategy not in ("tensor", "channel", "group", "block"):
         raise UnsupportedError(f"strategy {safe_repr(strategy)} is none of tensor, channel, group, block")
-    packed, rows, columns = stored == "pack-quantized", 1, None
+    packed, rows, columns = stored == "pack-quantized", None, None
     if strategy == "group":
         columns = _group_size(weights)
     elif strategy == "block":
@@ -143,7 +143,7 @@ def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
 
 def _fp8(config: Mapping[str, Any]) -> Scheme:
     given = config.get("weight_block_size")
-    rows, columns = (1, None) if given is None else _block(given, "weight_block_size")
+    rows, columns = (None, None) if given is None else _block(given, "weight_block_size")
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise UnsupportedError(f"fmt {safe_repr(config['fmt'])} is not implemented, only e4m3 is")
     if config.get("expert_dtype", "fp8") != "fp8":

@@ -104,6 +104,43 @@ def test_a_head_of_its_own_beside_packed_weights_unties_the_model(is_packed_too:
     np.testing.assert_array_equal(params["lm_head"]["weight"], expected, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("weights", "block"),
+    [
+        ({"strategy": "tensor"}, (200, 200)),
+        ({"strategy": "block", "block_structure": [16, 24]}, (16, 24)),
+        ({"strategy": "block", "block_structure": [1, 32]}, (1, 32)),  # the last 16 of 48 inputs are a block, too
+    ],
+)
+@pytest.mark.parametrize("quantize", ["none", "auto"])
+def test_scales_and_zero_points_of_a_tensor_or_of_blocks_belong_to_all_their_numbers(
+    weights: dict[str, Any], block: tuple[int, int], quantize: str, tmp_path: Path
+):
+    """compressed-tensors packs the zero points of groups and channels alone, these stay int8."""
+    kind, expected = "words_channel", {}
+
+    def change(tensors: Tensors) -> None:
+        for name, parts in contents(kind)[1].items():
+            module, unit = name.removesuffix(".weight"), parts | {"weight_scale": np.ones_like(parts["weight_scale"])}
+            codes, draw = PACKINGS[kind].read(unit), np.random.RandomState(len(name))
+            counts = [-(-size // part) for size, part in zip(codes.shape, block, strict=True)]
+            scales, zeros = draw.randint(1, 8, counts) / np.float32(8), draw.randint(-8, 8, counts).astype(np.int8)
+            whole = np.s_[: codes.shape[0], : codes.shape[1]]
+            wide, shift = (np.kron(part, np.ones(block))[whole] for part in (scales, zeros))
+            expected[name] = ((codes - shift) * wide).astype(np.float32)
+            stored = (-1,) if weights["strategy"] == "tensor" else counts
+            tensors[f"{module}.weight_scale"] = scales.astype(np.float32).reshape(stored)
+            tensors[f"{module}.weight_zero_point"] = zeros.reshape(stored)
+
+    group = {"weights": {"num_bits": 4, "type": "int", "symmetric": False} | weights}
+    params, _ = ferrum_jax.load_params(
+        write(tmp_path, kind, change, config_groups={"group_0": group}), "float32", quantize=quantize
+    )
+    leaves = named_leaves(ferrum_jax.models.dequantise(params))
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(leaves[name], numbers, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
 @every_packing
 def test_a_packed_weight_is_near_what_it_was_made_of(kind: str):
     weight = tiny.seeded_tensor(3, "any.weight", (40, 48))
@@ -147,7 +184,8 @@ def test_what_other_engines_add_is_left_unread(kind: str, tmp_path: Path):
     def change(tensors: Tensors) -> None:
         tensors["model.layers.0.mlp.up_proj.bias"] = np.zeros(72, np.float16)
         tensors[f"{Q}.input_scale"] = np.ones(1, np.float32)
-        tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+        for name in ("k_scale", "kv_scale", "k_zero_point", "v_zero_point", "q_zero_point", "k_proj.output_zero_point"):
+            tensors[f"model.layers.0.self_attn.{name}"] = np.ones(1, np.float32)
 
     params, _ = ferrum_jax.load_params(write(tmp_path, kind, change))
     assert "model.layers.0.mlp.up_proj.bias" not in named_leaves(params)
