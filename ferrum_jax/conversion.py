@@ -3,12 +3,14 @@
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.config.engine import DTYPES
-from ferrum_jax.contract.errors import AlreadyExistsError, IOError
+from ferrum_jax.contract.errors import AlreadyExistsError
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.loading import load_params, open_checkpoint
 from ferrum_jax.weights import orbax
@@ -31,12 +33,13 @@ def convert(
 ) -> Path:
     """Writes a model as an Orbax checkpoint, which loads without any arithmetic, and its tokenizer's files beside it.
 
-    The weights pass through the host's memory, whole. The folder appears at the end or not at all.
+    The weights pass through the host's memory, whole. The folder appears, or an empty one is filled, at the end or not
+    at all.
 
     Args:
         source: a Hugging Face folder, a `.gguf` file, an Orbax checkpoint or a Hugging Face id; None for the default
             model. Quantised weights are written as the numbers they stand for, unless `quantize` is `keep`.
-        destination: the new folder.
+        destination: the new folder, or an empty one; a link stands for the folder it leads to.
         dtype: of the weights; if None the one that the configuration names, float32 for a GGUF or another name.
         progress: show bars on standard error while working.
         quantize: `int8`, `float8_e4m3fn` or `keep`, as for `load`: the checkpoint is as much smaller, and loads so.
@@ -50,9 +53,7 @@ def convert(
         IOError: the folder cannot be written.
         FerrumError: the model cannot be found or read.
     """
-    folder = Path(destination).expanduser().absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over what is there")
+    folder, target = _places(destination)
     opened = open_checkpoint(resolve(source, progress=progress))
     if dtype is None:
         named = opened.config.dtype.removeprefix("torch.")
@@ -63,22 +64,49 @@ def convert(
         beside = load_tokenizer(os.fspath(tokenizer))
     elif isinstance(opened, GgufSource) and "tokenizer.ggml.model" in opened.file.metadata:
         beside = Tokenizer.from_gguf(opened.file)
-    params, cfg = load_params(opened, asked.dtype, device="cpu", quantize=quantize, progress=progress)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".convert-", ignore_cleanup_errors=True) as work:
-            made = Path(work, "checkpoint")
-            orbax.save(made, params, replace(cfg, dtype=asked.dtype))
+    with _workplace(folder, target) as work:  # before the weights are read, which may take long
+        params, cfg = load_params(opened, asked.dtype, device="cpu", quantize=quantize, progress=progress)
+        with orbax.writing(folder):
+            orbax.save(work, params, replace(cfg, dtype=asked.dtype))
             if beside is not None:
-                beside.save(made)
+                beside.save(work)
             elif opened.path.is_dir():
-                _copy_beside(opened.path, made)
-            os.replace(made, folder)
-    except IOError:
-        raise
-    except OSError as problem:
-        raise IOError(f"cannot write the checkpoint {folder}: {problem}") from problem
+                _copy_beside(opened.path, work)
+            _move(work, target)
     return folder
+
+
+def _places(destination: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Returns the folder to write, which is new or empty, and where it lies if it is a link."""
+    with orbax.writing(Path(destination)):
+        try:
+            folder = Path(destination).expanduser().absolute()
+            target = folder.resolve()
+        except RuntimeError as problem:  # nobody's home, or links in a circle
+            raise OSError(str(problem)) from None
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over what is there")
+        return folder, target
+
+
+@contextmanager
+def _workplace(folder: Path, target: Path) -> Iterator[Path]:
+    """Yields a place for the checkpoint until it is whole: beside its target, or in one that must not be replaced."""
+    with orbax.writing(folder):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        is_fixed = target.exists() and (target.is_mount() or not os.access(target.parent, os.W_OK))
+        place = target if is_fixed else target.parent
+        work = tempfile.TemporaryDirectory(dir=place, prefix=".convert-", ignore_cleanup_errors=True)
+    with work as path:
+        yield Path(path, "checkpoint")
+
+
+def _move(work: Path, target: Path) -> None:
+    if work.parent.parent != target:
+        os.replace(work, target)
+        return
+    for path in sorted(work.iterdir(), key=lambda path: path.name == orbax.CONFIG):  # which makes it a checkpoint
+        os.replace(path, target / path.name)
 
 
 def _copy_beside(source: Path, destination: Path) -> None:

@@ -1,6 +1,8 @@
 """Checkpoints of every kind to Orbax: the same numbers, the same text, all or nothing."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -136,6 +138,52 @@ def test_what_cannot_be_converted_is_refused_and_leaves_nothing(folder: Path, tm
     assert sorted(tmp_path.iterdir()) == before
     (tmp_path / "empty").mkdir()
     assert ferrum_jax.convert(folder, tmp_path / "empty", progress=False) == tmp_path / "empty"
+
+
+def test_a_link_stands_for_the_folder_it_leads_to(folder: Path, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    for name, at in (("link", "empty"), ("dangling", "not there yet")):
+        (tmp_path / name).symlink_to(tmp_path / at)
+        assert ferrum_jax.convert(folder, tmp_path / name, progress=False) == tmp_path / name
+        assert (tmp_path / name).is_symlink()
+        assert orbax.is_checkpoint(tmp_path / at)
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for nowhere in (tmp_path / "circle", "~nobody-is-called-so/made", "a" * 10_000, "nul\0"):
+        with pytest.raises(IOError, match="cannot write the checkpoint"):
+            ferrum_jax.convert(folder, nowhere, progress=False)
+
+
+@pytest.mark.parametrize("why", ["mounted", "in a folder of somebody else"])
+def test_an_empty_folder_that_cannot_be_replaced_is_filled(
+    why: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    target, replace, access = tmp_path / "target", os.replace, os.access
+    target.mkdir()
+
+    def refusing(source: Path, destination: Path) -> None:
+        if Path(destination) == target:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        replace(source, destination)
+
+    monkeypatch.setattr(os, "replace", refusing)
+    if why == "mounted":
+        monkeypatch.setattr(Path, "is_mount", lambda self: self == target)
+    else:
+        monkeypatch.setattr(os, "access", lambda path, how: Path(path) != tmp_path and access(path, how))
+    assert ferrum_jax.convert(folder, target, progress=False) == target
+    tiny.assert_same_tree(ferrum_jax.load_params(target)[0], ferrum_jax.load_params(folder)[0])
+    assert sorted(tmp_path.iterdir()) == [folder, target]
+    assert {path.name for path in target.iterdir()} >= {"config.json", "ferrum_config.json", "tokenizer.json"}
+    assert not [path for path in target.iterdir() if path.name.startswith(".")]
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ferrum_jax.conversion.load_params", lambda *_, **__: pytest.fail("weights were read"))
+    (tmp_path / "file").touch()
+    with pytest.raises(IOError, match=r"cannot write the checkpoint .*below"):
+        ferrum_jax.convert(folder, tmp_path / "file" / "below", progress=False)
 
 
 def test_an_interrupt_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

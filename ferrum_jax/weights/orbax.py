@@ -20,7 +20,13 @@ import jax
 import numpy as np
 
 from ferrum_jax.config import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
-from ferrum_jax.contract.errors import AlreadyExistsError, FerrumError, InvalidFormatError, InvalidParameterError
+from ferrum_jax.contract.errors import (
+    AlreadyExistsError,
+    FerrumError,
+    InvalidFormatError,
+    InvalidParameterError,
+    IOError,
+)
 from ferrum_jax.models.layout import CHECKPOINT, lay_out
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import Format, formats_of, quantised_specs
@@ -46,23 +52,42 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> None:
-    """Writes a checkpoint into a new folder; the configuration goes last, so a folder with one is whole."""
+    """Writes a checkpoint into a new folder; the configuration goes last, so a folder with one is whole.
+
+    Raises:
+        AlreadyExistsError: the folder is not empty.
+        IOError: it cannot be written.
+    """
     import orbax.checkpoint as ocp  # imported here: it takes 0.17 s, which other formats need not wait for
 
     folder = Path(path).absolute()
-    if folder.exists() and any(folder.iterdir()):
-        raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over another")
-    folder.mkdir(parents=True, exist_ok=True)
+    with writing(folder):
+        if folder.exists() and any(folder.iterdir()):
+            raise AlreadyExistsError(f"{folder} is not empty, a checkpoint is not written over another")
+        folder.mkdir(parents=True, exist_ok=True)
     params = lay_out(params, cfg, CHECKPOINT)
+    formats = {name: dataclasses.asdict(form) for name, form in formats_of(params).items()}
     stored = _stored(params)
     pieces = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK), stored)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / PARAMS, stored, save_args=pieces)
-    (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder / PARAMS), indent=1), encoding="utf-8")
-    formats = {name: dataclasses.asdict(form) for name, form in formats_of(params).items()}
-    text = json.dumps(dataclasses.asdict(cfg) | ({QUANTISED: formats} if formats else {}), indent=1)
-    (folder / f"{CONFIG}.part").write_text(text, encoding="utf-8")
-    os.replace(folder / f"{CONFIG}.part", folder / CONFIG)
+    with writing(folder):
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / PARAMS, stored, save_args=pieces)
+        (folder / CHECKSUMS).write_text(json.dumps(_checksums(folder / PARAMS), indent=1), encoding="utf-8")
+        text = json.dumps(dataclasses.asdict(cfg) | ({QUANTISED: formats} if formats else {}), indent=1)
+        (folder / f"{CONFIG}.part").write_text(text, encoding="utf-8")
+        os.replace(folder / f"{CONFIG}.part", folder / CONFIG)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns whatever fails while a checkpoint is written into one IOError that names its folder."""
+    try:
+        yield
+    except FerrumError:
+        raise
+    except (OSError, ValueError) as problem:  # tensorstore's errors are ValueErrors
+        cause = str(problem)[:600]  # pages of storage settings follow
+        raise IOError(f"cannot write the checkpoint {folder}: {cause}") from problem
 
 
 def _checksums(folder: Path) -> dict[str, str]:

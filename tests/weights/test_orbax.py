@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import ferrum_jax
-from ferrum_jax.contract.errors import AlreadyExistsError, FerrumError, InvalidFormatError
+from ferrum_jax.contract.errors import AlreadyExistsError, FerrumError, InvalidFormatError, IOError
 from ferrum_jax.models.specs import named_leaves
 from ferrum_jax.weights import orbax
 from tests import tiny
@@ -131,6 +131,20 @@ def test_a_save_that_was_interrupted_leaves_no_checkpoint(tmp_path: Path, monkey
     assert not orbax.is_checkpoint(tmp_path / "half")
     with pytest.raises(FerrumError, match="half"):
         ferrum_jax.load_params(tmp_path / "half")
+
+
+@pytest.mark.parametrize("problem", [ValueError, OSError])  # tensorstore's, and Python's
+def test_a_checkpoint_that_cannot_be_written_is_one_error(
+    problem: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fill(*_: object, **__: object) -> None:
+        raise problem("RESOURCE_EXHAUSTED: No space left on device" + " and settings" * 1000)
+
+    monkeypatch.setattr("orbax.checkpoint.StandardCheckpointer.save", fill)
+    with pytest.raises(IOError, match=r"cannot write the checkpoint .*full: .*No space left on device") as refusal:
+        orbax.save(tmp_path / "full", tiny.tiny_params(tiny.CONFIGS[NAME]), tiny.model_config(NAME))
+    assert len(str(refusal.value)) < 1000
+    assert not orbax.is_checkpoint(tmp_path / "full")
 
 
 def elsewhere(checkpoint: Path, *options: str) -> str:
