@@ -12,7 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from ferrum_jax import cli_options
-from ferrum_jax.contract.errors import BackendError, ConfigError, FerrumError, IOError, UnsupportedError
+from ferrum_jax.contract.errors import (
+    BackendError,
+    ConfigError,
+    FerrumError,
+    IOError,
+    RequestValidationError,
+    UnsupportedError,
+)
 from ferrum_jax.conversation import chat, print_answer
 from ferrum_jax.serve.command import serve
 
@@ -80,7 +87,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _standard_input() if prompt == "-" else prompt
     speculation = None if speculate is None else Speculation(num_tokens=speculate)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "mesh": mesh, "kv_capacity": kv_capacity}
     settings |= {"quantize": quantize, "layout": layout, "memory_fraction": memory_fraction}
@@ -91,6 +98,19 @@ def generate(
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids = llm.chat_prompt([*messages, {"role": "user", "content": text}]) if templated else text
         print_answer(llm, ids, params, Console(stderr=True), [])
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise RequestValidationError("the prompt is -, but standard input is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as problem:
+        raise RequestValidationError(
+            f"standard input is not {problem.encoding}: {problem.reason} at byte {problem.start:,}"
+        ) from None
+    except OSError as problem:
+        raise IOError(f"standard input cannot be read: {problem}") from problem
 
 
 @app.command()
@@ -107,7 +127,13 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
 
     source = open_checkpoint(resolve(model))
     cfg, device = source.config, find_device(None)
-    settings = with_defaults(EngineConfig.from_environment(), source, device)
+    settings, placed, refusal = EngineConfig.from_environment(), None, ""
+    try:
+        placed = ModelPlacement.on_mesh(cfg, settings.mesh_sizes, device)
+    except FerrumError as problem:
+        refusal = str(problem)
+    division = None if placed is None else placed.division
+    settings = with_defaults(settings, source, device, is_divided=division is not None)
     parameters, dtype = num_parameters(family(cfg).param_specs(cfg)), settings.dtype or default_dtype(device)
     try:
         loaded = param_specs(source, settings.quantize, dtype, settings.layout or "checkpoint")
@@ -115,7 +141,7 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
         loaded = param_specs(source, "none")
     dtypes = " and ".join(dict.fromkeys(leaf.dtype or dtype for leaf in named_leaves(loaded).values()))
     try:
-        plan, refusal = plan_ahead(settings, source, ModelPlacement.on_mesh(cfg, settings.mesh_sizes, device)), ""
+        plan = None if placed is None else plan_ahead(settings, source, placed)
     except FerrumError as problem:
         plan, refusal = None, str(problem)
     windows = sorted({str(window) for window in cfg.layer_windows if window is not None})
@@ -133,8 +159,9 @@ def inspect(model: cli_options.ModelArgument = None) -> None:
         "weights": f"layout {settings.layout}, quantize {settings.quantize}",
     }
     if plan is not None:
+        own = cfg if division is None else division.local
         rows |= {
-            "attention by": plan.cache.attention if (why := fallback_reason(settings, cfg, device)) is None else why,
+            "attention by": plan.cache.attention if (why := fallback_reason(settings, own, device)) is None else why,
             "KV per position": f"{plan.cache.bytes_per_position:,} bytes in {plan.cache.dtype}",
             "KV pool": f"{plan.cache.num_blocks} blocks of {plan.cache.block_size} positions, "
             f"{plan.cache.num_bytes / 1e6:,.0f} MB",

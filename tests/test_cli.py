@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 
+import ferrum_jax
 from ferrum_jax import LLM, SamplingParams, cli
 from ferrum_jax.compile.artifacts import SUFFIX
 from ferrum_jax.compile.private_folder import PrivateFolder
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.generate.speculation import Speculation
+from ferrum_jax.models.layout import layout_of
 from tests import tiny
 from tests.generate.test_request import letters
 from tests.weights.test_gguf import QUANTISED, WHOLE_BLOCKS, write_gguf
@@ -144,6 +146,14 @@ def test_generate_refuses_what_it_cannot_do(run: Run, folder: Path, tmp_path: Pa
     refused(run("generate", "cab", "--model", tmp_path), "InvalidFormat", "config.json is not JSON")
 
 
+def test_a_prompt_on_standard_input_that_is_no_text_is_refused(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ca\xffb"), encoding="utf-8"))
+    says = ("standard input is not utf-8: invalid start byte at byte 2",)
+    refused(run("generate", "-", "-m", folder), "RequestValidation", *says)
+    monkeypatch.setattr(sys, "stdin", None)
+    refused(run("generate", "-", "-m", folder), "RequestValidation", "standard input is closed")
+
+
 @pytest.mark.slow
 def test_a_model_without_a_tokenizer_of_its_own_takes_another(run: Run, folder: Path, tmp_path: Path):
     file = write_gguf(tmp_path / "m.gguf", CONFIG)
@@ -197,6 +207,20 @@ def test_inspect_shows_what_load_would_refuse(run: Run, folder: Path, monkeypatc
     assert "family llama" in text
     assert "0 free bytes" in text
     assert "steps" not in text
+
+
+def test_inspect_shows_what_a_mesh_will_be_served(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tiny.write_folder(tmp_path, CONFIG | {"num_hidden_layers": 2})
+    layouts = []
+    for mesh in ("model=1", "model=2"):
+        monkeypatch.setenv("FERRUM_MESH", mesh)
+        with ferrum_jax.load(path, max_seqs=1, kv_capacity=16, progress=False) as runner:
+            layouts.append(layout_of(runner.params))
+        out = run("inspect", path)[1]
+        assert f"layout {layouts[-1]}," in " ".join(out.split())
+    assert layouts[1] == "checkpoint"
+    monkeypatch.setenv("FERRUM_MESH", "model=64")
+    assert "64 devices" in " ".join(run("inspect", path)[1].split())
 
 
 def test_inspect_describes_a_file_whose_type_is_not_supported(run: Run, tmp_path: Path):
