@@ -11,7 +11,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import LARGEST
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.weights.folder import read_json
-from ferrum_jax.weights.scheme import PLAIN, read_scheme
+from ferrum_jax.weights.scheme import PLAIN, read_scheme, split_packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
         if not path.is_file():
             raise ConfigError(f"{model} is no file or folder, and known names are {', '.join(CONFIGURATIONS)}")
         name, fields = path.parent.name if path.name == "config.json" else path.stem, read_json(path)
-    packing = fields.get("quantization_config")
-    cfg = ModelConfig.from_hf({key: value for key, value in fields.items() if key != "quantization_config"})
+    fields, packing = split_packing(fields)
+    cfg = ModelConfig.from_hf(fields)
     if dtype in plain:
         return Subject(name=name, cfg=cfg, dtype=dtype)
     if dtype is not None:

@@ -36,7 +36,7 @@ from ferrum_jax.weights.safetensors_file import (
     read_runs,
     read_tensor,
 )
-from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme
+from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme, split_packing
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -238,8 +238,7 @@ class SafetensorsSource:
 
 
 def _read_config(path: Path) -> tuple[ModelConfig, Scheme | None]:
-    fields = read_json(path)
-    packing = fields.pop("quantization_config", None) or fields.pop("compression_config", None)
+    fields, packing = split_packing(read_json(path))
     try:
         return ModelConfig.from_hf(fields), None if packing is None else read_scheme(packing)
     except (ConfigError, UnsupportedError) as problem:

@@ -36,6 +36,16 @@ class Scheme:
     zero_shift: int = 0  # to be added to zero points as they are stored
 
 
+def split_packing(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Splits a `config.json` into the model's fields and what it says of quantised weights, None if nothing.
+
+    Earlier versions of compressed-tensors call that `compression_config`.
+    """
+    names = ("quantization_config", "compression_config")
+    model = {name: value for name, value in fields.items() if name not in names}
+    return model, next((fields[name] for name in names if fields.get(name)), None)
+
+
 def read_scheme(config: Any) -> Scheme:
     """Reads a `quantization_config`.
 

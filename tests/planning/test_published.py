@@ -52,8 +52,9 @@ def test_what_is_no_model_or_dtype_is_refused(tmp_path: Path):
     for dtype in ("float32", "int3"):
         with pytest.raises(ConfigError, match=f"dtype is '{dtype}', expected float16, bfloat16, int8 or"):
             read_subject("llama-3.1-8b", dtype)
-    packed = CONFIGURATIONS["qwen3-8b"] | {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}
-    (tmp_path / "config.json").write_text(json.dumps(packed))
-    with pytest.raises(UnsupportedError, match=r"published in gptq.* give --dtype"):
-        read_subject(str(tmp_path))
-    assert read_subject(str(tmp_path), "int8").weights == "int8"
+    for name in ("quantization_config", "compression_config"):  # the second of earlier compressed-tensors
+        packed = CONFIGURATIONS["qwen3-8b"] | {name: {"quant_method": "gptq", "bits": 4, "group_size": 64}}
+        (tmp_path / "config.json").write_text(json.dumps(packed))
+        with pytest.raises(UnsupportedError, match=r"published in gptq.* give --dtype"):
+            read_subject(str(tmp_path))
+        assert read_subject(str(tmp_path), "int8").weights == "int8"
