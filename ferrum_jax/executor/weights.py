@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import InvalidParameterError, ResourceExhaustedError, UnsupportedError
 from ferrum_jax.models.layout import lay_out, layout_of, layout_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree, name_of, named_leaves
-from ferrum_jax.ops.quantised import is_quantised
+from ferrum_jax.models.specs import ParamSpec, ParamTree, name_of, named_leaves
+from ferrum_jax.ops.quantised import LARGEST, NARROW, QuantisedWeight, is_packed, is_quantised
 from ferrum_jax.sharding.devices import JaxDevice
 from ferrum_jax.sharding.mesh import joined
 
@@ -106,9 +106,12 @@ def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree)
 
 
 def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
-    """Raises InvalidParameter unless a tree has the parameters of a model, in a layout."""
+    """Raises InvalidParameter unless a tree has the parameters of a model, in a layout, arrays or quantised."""
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
+    quantised = {name_of(path): leaf for path, leaf in paths if is_quantised(leaf)}
+    if 0 in (leaf.values.ndim for leaf in quantised.values()):
+        raise InvalidParameterError("the values of a quantised weight are one number, expected a matrix")
     given = {name_of(path): list(leaf.shape) for path, leaf in paths}
     plain = {name_of(path): leaf.dtype for path, leaf in paths if not is_quantised(leaf)}
     problems = differences(given, {name: list(spec.shape) for name, spec in wanted.items()}, "has shape")
@@ -117,7 +120,40 @@ def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
         for name, dtype in plain.items()
         if not jnp.issubdtype(dtype, jnp.floating)
     ]
+    for name, leaf in quantised.items():
+        if name in wanted:
+            problems += _problems_of(name, leaf, wanted[name])
     check_no_problems(f"these are not the parameters of this {cfg.model_type}", problems)
+
+
+def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec) -> list[str]:
+    """Says what is wrong with the parts of a quantised weight."""
+    if len(spec.shape) - ("expert" in spec.axes) - ("layer" in spec.axes) < 2:
+        return [f"{name} is quantised, which only matrices can be"]
+    dtype, scales = weight.values.dtype.name, weight.scales
+    parts = {part: leaf for part, leaf in (("scales", scales), ("offsets", weight.offsets)) if leaf is not None}
+    if dtype not in (known := (*LARGEST, *NARROW, "uint8")):
+        return [f"{name}.values are {dtype}, expected {' or '.join(known)}"]
+    if dtype in NARROW:
+        return [f"{name}.{part} is unknown, as values in {dtype} have none" for part in parts]
+    if scales is None:
+        return [f"{name}.scales is missing, which values in {dtype} need"]
+    problems = [
+        f"{name}.{part} is {leaf.dtype}, expected {' or '.join(DTYPES)}"
+        for part, leaf in parts.items()
+        if leaf.dtype.name not in DTYPES
+    ]
+    *rows, columns = weight.shape
+    groups, evenly = scales.shape[-1] if scales.ndim else 0, 2 if is_packed(weight) else 1
+    if scales.shape != (*rows, groups) or not groups or columns % (groups * evenly):
+        kind = "groups of an even size" if is_packed(weight) else "groups"
+        expected = f"[{', '.join(map(str, rows))}, G], where G {kind} divide {columns} columns"
+        problems.append(f"{name}.scales has shape {list(scales.shape)}, expected {expected}")
+    elif weight.offsets is not None and weight.offsets.shape != scales.shape:
+        problems.append(
+            f"{name}.offsets has shape {list(weight.offsets.shape)}, expected {list(scales.shape)} as the scales"
+        )
+    return problems
 
 
 def _check_alike(given: dict[str, str], wanted: dict[str, str], params: ParamTree, instead_of: ParamTree) -> None:

@@ -14,6 +14,7 @@ import ferrum_jax
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError
 from ferrum_jax.models.layout import SCANNED, lay_out
 from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.ops.quantised import QuantisedWeight
 from tests.executor.conftest import CFG, ENGINE, Oracle
 
 TOKENS = [5, 30, 2, 2, 17]
@@ -107,6 +108,51 @@ def test_steps_are_compiled_so_jax_disable_jit_is_refused_by_name(params: ParamT
 def test_parameters_of_another_model_are_refused(change, message: str, params: ParamTree):
     with pytest.raises(InvalidParameterError, match=f"not the parameters of this {CFG.model_type}: {message}"):
         ferrum_jax.from_params(change(params), CFG, engine=ENGINE)
+
+
+ROWS = (CFG.num_attention_heads * CFG.head_dim, CFG.hidden_size)  # of the weight that is changed
+
+
+def quantised(values: str, scales: Any = None, offsets: Any = None, columns: int = ROWS[1]) -> QuantisedWeight:
+    """Draws nothing: `scales` and `offsets` are shapes, or arrays."""
+    parts = (jnp.ones(part) if isinstance(part, tuple) else part for part in (scales, offsets))
+    return QuantisedWeight(jnp.zeros((ROWS[0], columns), values), *parts)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (quantised("int8", (ROWS[0],)), rf"scales has shape \[{ROWS[0]}\], expected \[{ROWS[0]}, G\], where G groups"),
+        (quantised("int8", (ROWS[0] + 1, 1)), rf"divide {ROWS[1]} columns"),
+        (quantised("int8", (ROWS[0], 5)), rf"scales has shape \[{ROWS[0]}, 5\]"),
+        (quantised("int8", (ROWS[0], 0)), r"scales has shape"),
+        (quantised("int8", jnp.float32(1)), r"scales has shape \[\]"),
+        (quantised("uint8", (ROWS[0], ROWS[1] // 3), columns=ROWS[1] // 2), r"groups of an even size divide"),
+        (quantised("int8", (ROWS[0], 1), (ROWS[0], 2)), r"offsets has shape .*, 1\] as the scales"),
+        (quantised("int8", jnp.ones((ROWS[0], 1), jnp.int8)), r"scales is int8, expected float32 or"),
+        (quantised("int8"), r"scales is missing, which values in int8 need"),
+        (quantised("bfloat16", (ROWS[0], 1)), r"scales is unknown, as values in bfloat16 have none"),
+        (quantised("int32", (ROWS[0], 1)), r"values are int32, expected int8 or"),
+        (QuantisedWeight(jnp.int8(1)), r"one number, expected a matrix"),
+    ],
+)  # fmt: skip
+def test_quantised_weights_whose_parts_do_not_belong_together_are_refused(
+    weight: QuantisedWeight, message: str, params: ParamTree
+):
+    tree = jax.tree.map(lambda leaf: leaf, params)
+    tree["model"]["layers"][0]["self_attn"]["q_proj"]["weight"] = weight
+    with pytest.raises(InvalidParameterError, match=message):
+        ferrum_jax.from_params(tree, CFG, engine=ENGINE)
+
+
+def test_a_norm_that_is_quantised_is_refused(params: ParamTree):
+    norm = QuantisedWeight(jnp.zeros(CFG.hidden_size, jnp.int8), jnp.ones(1))
+    tree = {**params, "model": {**params["model"], "norm": {"weight": norm}}}
+    for layout in ("checkpoint", SCANNED):
+        with pytest.raises(
+            InvalidParameterError, match=r"model\.norm\.weight is quantised, which only matrices can be"
+        ):
+            ferrum_jax.from_params(lay_out(tree, CFG, layout), CFG, engine=ENGINE)
 
 
 def test_steps_are_kept_where_asked_and_serve_other_weights(
