@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ferrum_jax.config import DTYPES, ModelConfig
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.checks import check_int
+from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.models import specs
 from ferrum_jax.models.layout import CHECKPOINT, checkpoint_leaves, lay_out, layout_of, layout_specs
 from ferrum_jax.models.registry import family
@@ -62,9 +63,12 @@ def choose_formats(
     With `vocabulary`, embeddings and head (one matrix if tied) are quantised too.
 
     Raises:
-        InvalidParameterError: there is no such format, or `group_size` does not divide the inputs of some product.
+        InvalidParameterError: there is no such format, or `group_size` is no number that divides the inputs of every
+            product.
     """
-    if dtype not in LARGEST:
+    if group_size is not None:
+        group_size = check_int("group_size", group_size, 1, InvalidParameterError)
+    if not isinstance(dtype, str) or dtype not in LARGEST:
         raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {dtype!r}")
     found = {}
     for name, spec in specs.named_leaves(family(cfg).param_specs(cfg)).items():
@@ -72,7 +76,7 @@ def choose_formats(
         if not is_matrix or "router" in spec.axes or ("vocab" in spec.axes and not vocabulary):
             continue
         columns = spec.shape[-1]
-        if group_size is not None and (group_size < 1 or columns % group_size):
+        if group_size is not None and columns % group_size:
             raise InvalidParameterError(f"{name} has {columns} columns, which groups of {group_size} do not divide")
         found[name] = Format(dtype, 1 if group_size is None else columns // group_size)
     return found
@@ -152,9 +156,23 @@ def quantise(
     return lay_out(jax.tree_util.tree_map_with_path(kept, params), cfg, layout)
 
 
+def _wide_dtype(dtype: Any) -> jnp.dtype:
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
+        raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, weights are dequantised to {' or '.join(DTYPES)}")
+    return found
+
+
 def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
-    """Returns the plain tree of dequantised weights, in `dtype` or, if None, in that of the other parameters."""
-    wanted = activation_dtype(params) if dtype is None else jnp.dtype(dtype)
+    """Returns the plain tree of dequantised weights, in `dtype` or, if None, in that of the other parameters.
+
+    Raises:
+        InvalidParameterError: `dtype` is none of floating-point numbers of at least 16 bits.
+    """
+    wanted = activation_dtype(params) if dtype is None else _wide_dtype(dtype)
 
     def plain(leaf: Any) -> Any:
         if not is_quantised(leaf):

@@ -1,5 +1,7 @@
 """Quantised weights: what they stand for, their products, and trees of them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -240,6 +242,24 @@ def test_a_tree_says_what_is_quantised_and_computes_in_the_dtype_of_the_rest():
     inner = models.quantise(plain, cfg, "int8", vocabulary=False)
     assert isinstance(inner["model"]["embed_tokens"]["weight"], jax.Array)
     assert quantisation.formats_of(inner).keys() == names - {"model.embed_tokens.weight"}
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_arguments_that_are_no_dtype_or_number_are_refused():
+    cfg, plain = tiny.model_config("llama31"), tiny.tiny_params(tiny.CONFIGS["llama31"])
+    kept: Any = {"weight": quantise_weight(drawn(7, 12), "int8"), "norm": jnp.ones(12)}
+    dtypes: list[Any] = ["int8", "int3", "float8_e4m3fn", "complex64", ["float32"]]
+    for dtype in dtypes:
+        with pytest.raises(InvalidParameterError, match=r"dtype is .*, weights are dequantised to float32 or float16"):
+            models.dequantise(kept, dtype)
+    assert models.dequantise(kept, "bfloat16")["weight"].dtype == jnp.bfloat16
+    sizes: list[Any] = ["4", True, 4.0, 0]
+    for size in sizes:
+        with pytest.raises(InvalidParameterError, match=f"group_size is {size!r}, expected an integer"):
+            models.quantise(plain, cfg, "int8", group_size=size)
+    several: Any = ["int8"]
+    with pytest.raises(InvalidParameterError, match=r"not \['int8'\]"):
+        models.quantise(plain, cfg, several)
 
 
 @pytest.mark.slow
