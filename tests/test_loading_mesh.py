@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import ferrum_jax
-from ferrum_jax import EngineConfig
+from ferrum_jax import EngineConfig, models
 from ferrum_jax.weights import folder as folders
 from tests import tiny
+from tests.weights import test_packed
 
 pytestmark = pytest.mark.devices
 
@@ -62,6 +63,22 @@ def test_an_orbax_checkpoint_gives_the_same_parameters(layout: str, quantize: st
     source = tiny.write_folder(tmp_path / "folder", tiny.CONFIGS["llama31"])
     ferrum_jax.convert(source, tmp_path / "orbax", quantize=quantize, progress=False)
     check_same(tmp_path / "orbax", {"model": 3}, layout=layout)
+
+
+def test_groups_that_two_devices_share_are_read_divided_and_joined(tmp_path: Path):
+    """Nine groups of eight inputs: one device has the first half of the fifth, the other its second half."""
+    source, mesh = test_packed.write(tmp_path / "folder", "words_zeros"), {"model": 2}
+    made = ferrum_jax.convert(source, tmp_path / "orbax", quantize="keep", progress=False)
+    params, cfg = ferrum_jax.load_params(made, "float32")
+    expected = models.forward(models.dequantise(params), jnp.array([TOKENS]), cfg)[0]
+    for runner in (
+        ferrum_jax.load(source, engine=ENGINE, quantize="keep", mesh=mesh, progress=False),
+        ferrum_jax.load(made, engine=ENGINE, mesh=mesh, progress=False),
+        ferrum_jax.from_params(params, cfg, engine=ENGINE, mesh=mesh),
+    ):
+        with runner:
+            tiny.assert_same_tree(models.dequantise(runner.params), models.dequantise(params))
+            np.testing.assert_allclose(runner.forward_verify("a", TOKENS), expected, rtol=0, atol=1e-4)
 
 
 def test_devices_read_no_more_than_what_they_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

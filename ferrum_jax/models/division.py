@@ -322,7 +322,15 @@ def inverse(cut: Cut, size: int) -> Runs:
 
 
 def is_plain(spec: Spec, division: Division) -> bool:
-    """Whether a leaf on the mesh is the checkpoint's own, neither padded nor copied nor in another order."""
+    """Whether a leaf on the mesh is the checkpoint's own: its numbers, and of quantised ones as many scales."""
+    if not keeps_numbers(spec, division):
+        return False
+    own, its = (jax.tree.leaves(one, is_leaf=is_spec) for one in (spec, _spec_on_mesh(spec, division)))
+    return [part.shape for part in own] == [part.shape for part in its]
+
+
+def keeps_numbers(spec: Spec, division: Division) -> bool:
+    """Whether the numbers of a leaf on the mesh are the checkpoint's, not padded or copied or in another order."""
     weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
     return all(
         cut is None or cut.whole == ((0, size),) for cut, size in zip(cuts(weight, division), weight.shape, strict=True)

@@ -159,9 +159,9 @@ class ModelPlacement:
 
         def one(path: Any, spec: Spec, leaf: Leaf) -> Leaf:
             own = None if shardings is None else _at(shardings, path)
-            is_plain = divided.is_plain(spec, division)
-            if is_plain and own is None:
+            if own is None and divided.keeps_numbers(spec, division):
                 return leaf
+            is_plain = divided.is_plain(spec, division)
             is_here = all(getattr(part.sharding, "mesh", None) == self.placement.mesh for part in jax.tree.leaves(leaf))
             if not is_here:
                 leaf = jax.tree.map(joined, leaf)
