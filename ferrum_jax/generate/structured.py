@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError, safe_repr
+from ferrum_jax.generate.token_bytes import GrammarVocabulary
 from ferrum_jax.generate.tokenizer import Tokenizer
 
 Mask: TypeAlias = NDArray[np.int32]  # [V / 32]: a bit for each token, the lowest first
@@ -175,13 +176,11 @@ class FormCompiler:
             _check_text(text)
         with self._lock:
             if self._vocabulary is None:
+                vocabulary = GrammarVocabulary(self._tokenizer, self._size)
                 ends = [token for token in self._tokenizer.eos_token_ids if token < self._size]
-                try:
-                    self._vocabulary = llguidance.LLTokenizer(
-                        self._tokenizer.backend.to_str(), n_vocab=self._size, eos_token=ends or None
-                    )
-                except ValueError as problem:  # of decoders that are neither of bytes nor with bytes to fall back on
-                    raise UnsupportedError(f"structured output with this tokenizer: {problem}") from None
+                self._vocabulary = llguidance.LLTokenizer(
+                    llguidance.TokenizerWrapper(vocabulary), n_vocab=self._size, eos_token=ends or None
+                )
         try:
             matcher = llguidance.LLMatcher(self._vocabulary, llguidance.grammar_from(kind, text), log_level=0)
         except ValueError as problem:

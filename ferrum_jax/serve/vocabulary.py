@@ -1,26 +1,13 @@
 """`Vocabulary`: tokens as the texts and bytes that a report of log-probabilities names."""
 
 import codecs
-import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
-import tokenizers
-
 from ferrum_jax.executor.batch import TokenChoice
+from ferrum_jax.generate.token_bytes import TokenBytes
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.schema import finite
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SPACE = "\u2581"  # as SentencePiece writes it
-
-
-def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from 256 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
 
 class Vocabulary:
@@ -28,36 +15,15 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer | None):
         """Finds out how the tokenizer spells bytes and spaces."""
-        self._tokenizer = tokenizer
-        self._added: Mapping[int, tokenizers.AddedToken] = {}
-        self._letters: dict[str, int] = {}
-        self._has_marks = False
-        if tokenizer is not None:
-            self._added = tokenizer.added
-            decoder = json.dumps(json.loads(tokenizer.backend.to_str()).get("decoder"), ensure_ascii=False)
-            self._letters = _byte_of_letter() if '"ByteLevel"' in decoder else {}
-            self._has_marks = _SPACE in decoder or '"Metaspace"' in decoder
+        self._spelling = TokenBytes(tokenizer)
 
     def bytes_of(self, token_id: int) -> bytes:
         """Returns the bytes of a token, which need not be whole characters; none for an id beyond the vocabulary."""
-        if self._tokenizer is None:
-            return b""
-        if token_id in self._added:
-            return self._added[token_id].content.encode()
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
-        if found := _BYTE_TOKEN.fullmatch(token):
-            return bytes([int(found[1], 16)])
-        if self._letters and all(letter in self._letters for letter in token):
-            return bytes(self._letters[letter] for letter in token)
-        if self._has_marks:
-            return token.replace(_SPACE, " ").encode()
-        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        return self._spelling.of(token_id)
 
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no part of a text."""
-        return token_id in self._added and self._added[token_id].special
+        return self._spelling.is_special(token_id)
 
     def text_of(self, token_id: int, *, by_id: bool | None = False) -> str:
         """Returns the text of a token, or `token_id:…` by its id; bytes that are no characters become U+FFFD."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ferrum_jax import LLM, SamplingParams, Speculation, Structured
 from ferrum_jax.contract.errors import InvalidParameterError, RequestValidationError, UnsupportedError
@@ -22,6 +22,7 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.drafts import Draft, DraftSource, DraftWant
 from ferrum_jax.generate.params import RequestOutput
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler
+from ferrum_jax.generate.token_bytes import GrammarVocabulary
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.models import forward
 from ferrum_jax.models.specs import ParamTree
@@ -99,13 +100,53 @@ def test_every_answer_has_its_form_beside_answers_that_have_none(temperature: fl
         assert outs[5].token_ids == alone
 
 
-def test_a_text_that_spells_the_end_is_an_error_and_no_answer(llm: LLM, runner: ModelRunner):
+def test_a_text_that_no_tokens_spell_is_an_error_and_no_answer(llm: LLM, runner: ModelRunner):
     for count in (1, 3):
-        with pytest.raises(RequestValidationError, match="spells the special token 36"):
+        with pytest.raises(RequestValidationError, match="the form of the answer cannot be followed"):
             llm.generate([PROMPTS[0]] * count, replace(DRAWN, structured=Structured(choice=["a<end>b"])))
     (out,) = llm.generate([PROMPTS[0]], replace(DRAWN, structured=Structured(regex="[a-p]{9}"), stop_token_ids=[20]))
     assert out.finish_reason == "stop"
     assert is_empty(runner)
+
+
+def bytes_with_marks() -> Tokenizer:
+    """A token for every byte, one special token, and marks that are texts though they are added, as Qwen's are."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: at for at, letter in enumerate(letters)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "<tool_call>")])
+    return Tokenizer(backend=backend, eos_token_ids=(256,), eos_token="<end>")
+
+
+@pytest.mark.parametrize(
+    ("text", "marks"), [("<think>x", [257]), ("a<end>b", []), ("é<tool_call><end>", [258]), ("<thin", [])]
+)
+def test_a_text_is_spelled_with_the_marks_that_are_texts_and_without_special_tokens(text: str, marks: list[int]):
+    tokenizer = bytes_with_marks()
+    form = FormCompiler(tokenizer, 260).compile(Structured(choice=[text]))
+    taken: list[int] = []
+    while not form.is_complete:
+        allowed = np.flatnonzero(np.unpackbits(form.mask.view(np.uint8), bitorder="little"))
+        assert 256 not in allowed or form.may_end
+        form.take(int(allowed.max()) if allowed.max() != 256 else 256)
+        taken.append(int(allowed.max()))
+    taken = [token for token in taken if token != 256]
+    assert tokenizer.decode(taken, skip_special_tokens=False) == text
+    assert [token for token in taken if token > 256] == marks
+
+
+def test_what_a_sentencepiece_model_must_write_has_no_space_in_front():
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc", "\u2581a", "ab"]
+    vocab = {piece: at for at, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b")], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    vocabulary = GrammarVocabulary(Tokenizer(backend=backend, eos_token_ids=(2,)), len(pieces))
+    for text in ("abc", " a", "cab", "ü", "a\nb"):
+        assert b"".join(vocabulary.tokens[at] for at in vocabulary(text.encode())) == text.encode()
+    assert vocabulary(b"abc") == [vocab["ab"], vocab["c"]]
+    assert b"".join(vocabulary.tokens[at] for at in vocabulary(b"\xff a")) == b"\xff a"
 
 
 def test_tokens_are_drawn_from_the_models_distribution_within_the_form(
