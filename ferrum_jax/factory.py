@@ -212,8 +212,8 @@ def _check_info(config: ExecutorConfig, cfg: ModelConfig) -> ModelInfo:
             raise ConfigError(f"model_info.{name} is {safe_repr(value)}, the checkpoint has {found!r}")
     for part, prefix in ((stated, "model_info."), (config, "")):
         length = part.max_sequence_length
-        most = cfg.reaching(length if isinstance(length, int) else 0).max_seq_len
-        if not isinstance(length, int) or length > most:
+        most = cfg.reaching(length if is_integer(length) else 0).max_seq_len
+        if not is_integer(length) or not 0 <= length <= most:
             raise ConfigError(f"{prefix}max_sequence_length is {safe_repr(length)}, the model can reach {most}")
     for name, kind in (("device", Device), ("dtype", DataType)):
         if not isinstance(value := getattr(stated, name), kind):
@@ -277,6 +277,9 @@ def _compiler_options(config: ExecutorConfig, device: JaxDevice) -> CompilerOpti
 def _engine(config: ExecutorConfig, device: JaxDevice) -> EngineConfig:
     memory, options = config.memory_config, config.executor_options
     check_flag("enable_kv_cache_sharing", memory.enable_kv_cache_sharing, ConfigError)
+    for name, value in (("max_batch_size", config.max_batch_size), ("max_memory_usage", memory.max_memory_usage)):
+        if value is None:
+            raise ConfigError(f"{name} is None, expected a number")
     if memory.memory_pool_size is not None and options.get("kv_blocks") is not None:
         pool, blocks = safe_repr(memory.memory_pool_size), safe_repr(options["kv_blocks"])
         raise ConfigError(f"memory_pool_size is {pool} and kv_blocks is {blocks}: give one")

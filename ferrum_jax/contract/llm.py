@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ferrum_jax.contract.answers import Captured, Logits, TokenScores, check_logit_rows, check_logits, score_targets
+from ferrum_jax.contract.answers import (
+    Captured,
+    Logits,
+    TokenScores,
+    check_answer_count,
+    check_logit_rows,
+    check_logits,
+    score_targets,
+)
 from ferrum_jax.contract.answers import choose as choose
 from ferrum_jax.contract.checks import check_distinct, check_policy_count, check_rows, check_tokens
 from ferrum_jax.contract.decoding import DecodedRun, DecodeRun, LogitsReturnPolicy, check_policy
@@ -81,6 +89,7 @@ class DecoderOnlyLLM(abc.ABC):
         check_policy_count(len(batch), policies)
         policies = [check_policy(policy, self.config.vocab_size) for policy in policies]
         logits = self.decode_batch(batch)
+        check_answer_count(self, logits, len(batch))
         return [choose(check_logits(self, row), policy) for row, policy in zip(logits, policies, strict=True)]
 
     def forward_verify(self, cache_id: str, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -116,6 +125,7 @@ class DecoderOnlyLLM(abc.ABC):
             if len(tokens) != len(targets):
                 raise RequestValidationError(f"{cache_id!r}: {len(tokens)} tokens, but {len(targets)} targets")
         logits = self.forward_verify_batch([(cache_id, tokens) for cache_id, tokens, _ in checked])
+        check_answer_count(self, logits, len(checked))
         return [
             score_targets(check_logit_rows(self, row, len(targets)), targets)
             for row, targets in zip(logits, wanted, strict=True)
@@ -147,6 +157,7 @@ class DecoderOnlyLLM(abc.ABC):
         if not self.unified_forward_can_return_full_logits():
             raise UnsupportedError(f"{type(self).__name__} has no unified forward with logits to choose from")
         rows = self.unified_forward(items)
+        check_answer_count(self, rows, len(items))
         return [
             None if row is None else choose(check_logits(self, row), policy)
             for row, policy in zip(rows, policies, strict=True)

@@ -221,7 +221,8 @@ async def pause(service: Service, http: HttpRequest) -> Response:
             for answers in list(service.live):
                 await asyncio.to_thread(answers.interrupt)
             await asyncio.wait({ended}, timeout=0.05)
-    await service.admission.pause()
+    else:
+        await service.admission.pause()
     return JsonAnswer({"is_paused": service.admission.is_paused})
 
 

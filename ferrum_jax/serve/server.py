@@ -113,8 +113,12 @@ def running(
         ConfigError: a setting or the address cannot be honoured.
         BackendError: it did not start.
     """
-    server = Server(llm, settings)
     bound = bind(host, port)
+    try:
+        server = Server(llm, settings)
+    except BaseException:
+        bound.close()
+        raise
 
     def serve() -> None:
         with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

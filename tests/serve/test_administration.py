@@ -243,6 +243,29 @@ def test_updates_that_wait_for_requests_to_end_do_not_hold_up_the_pause_that_end
     assert versions == list(range(before + 1, before + many + 1))
 
 
+def test_a_resume_ends_a_pause_for_good(trainer: httpx.Client, trained: tuple[RunningServer, LLM], monkeypatch: Any):
+    server, llm = trained
+    gate, entered = threading.Event(), threading.Event()
+    step = llm.engine.scheduler.step
+
+    def held() -> Any:
+        entered.set()
+        gate.wait(SECONDS)
+        return step()
+
+    monkeypatch.setattr(llm.engine.scheduler, "step", held)
+    with ThreadPoolExecutor(2) as pool:
+        answer = pool.submit(complete, trainer, max_tokens=5)
+        assert entered.wait(SECONDS)
+        paused = pool.submit(trainer.post, "/pause", json={"mode": "abort"})
+        until(lambda: server.service.admission.is_paused)
+        assert trainer.post("/resume").json() == {"is_paused": False}
+        gate.set()
+        answer.result()
+        assert paused.result().json() == {"is_paused": False}
+    assert complete(trainer).status_code == 200
+
+
 @pytest.mark.parametrize("asked", [None, "auto", "int8 of the environment"])
 def test_weights_are_read_in_the_bits_in_which_the_others_are_served(
     asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

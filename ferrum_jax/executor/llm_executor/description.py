@@ -6,6 +6,8 @@ A model of four methods has only its sizes. What it does not report is 0 or empt
 import inspect
 
 from ferrum_jax.contract.answers import check_kind
+from ferrum_jax.contract.checks import is_integer
+from ferrum_jax.contract.errors import ModelError, safe_repr
 from ferrum_jax.contract.execution import AttentionType, ExecutorCapabilities, ExecutorMemoryUsage, MemoryRequirements
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.contract.values import DataType, Device, ModelInfo
@@ -58,6 +60,9 @@ def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities
     """
     built = check_kind(model, "capabilities", model.capabilities(), ExecutorCapabilities)
     if built is not None:
+        if not is_integer(built.max_batch_size) or built.max_batch_size < 1:
+            found = safe_repr(built.max_batch_size)
+            raise ModelError(f"{type(model).__name__}.capabilities() has max_batch_size {found}, expected at least 1")
         return built
     sizes = model.config
     kv_bytes = 2 * sizes.num_kv_heads * sizes.head_dim * info.dtype.size_in_bytes

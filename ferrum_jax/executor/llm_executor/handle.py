@@ -62,7 +62,7 @@ class LlmKvCacheHandle(KvCacheHandle):
                 raise _stale(self, sequence)
             table = check_kind(model, "kv_block_table", model.kv_block_table(self._cache_id), BlockTable)
         block_size = 0 if table is None else table.block_size
-        blocks = () if table is None else table.physical_blocks[: -(-self._num_tokens // block_size)]
+        blocks = () if table is None or not block_size else table.physical_blocks[: -(-self._num_tokens // block_size)]
         return BlockTable(physical_blocks=tuple(blocks), sequence_length=self._num_tokens, block_size=block_size)
 
     def key_cache(self, layer: int) -> Any:

@@ -14,6 +14,7 @@ from ferrum_jax.contract.decoding import FullLogits, LogitsReturnPolicy, check_p
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.contract.tensors import DecodeInput, PrefillInput, UnifiedBatchItem
+from ferrum_jax.executor.llm_executor.handle import LlmKvCacheHandle
 from ferrum_jax.executor.llm_executor.sequences import TrackedSequence
 
 PREFIX = "ferrum_"
@@ -143,7 +144,9 @@ def join_rows(rows: Sequence[RowRequest]) -> RowRequest:
     """Returns decode rows that follow each other in one sequence as one row."""
     first = rows[0]
     for row in rows[1:]:
-        if row.handle != first.handle:
+        if row.handle is not first.handle and not (
+            isinstance(first.handle, LlmKvCacheHandle) and row.handle == first.handle
+        ):
             raise RequestValidationError(f"{row.label} has {row.handle!r}, {first.label} {first.handle!r}: share one")
         if row.options != first.options:
             raise RequestValidationError(f"{row.label} and {first.label} ask for different options of one sequence")

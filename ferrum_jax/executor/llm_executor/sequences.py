@@ -215,7 +215,7 @@ class SequenceTable:
     def cache_metrics(self) -> dict[str, Any]:
         """The model's counters, plus the fallbacks counted here and the waits in the queue and for the lock."""
         counters = check_kind(self.model, "cache_metrics_snapshot", self.model.cache_metrics_snapshot(), Mapping) or {}
-        batches = {"schema_version": 1, **counters.get("decode_batch", {})}
+        batches = {"schema_version": 1, **(counters.get("decode_batch") or {})}
         for name in ("unsupported_fallback_calls", "lora_fallback_calls"):
             batches[name] = batches.get(name, 0) + getattr(self, name)
         lock = {

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import CoroutineType
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from ferrum_jax import LlmExecutor
-from ferrum_jax.contract import DataType, GreedyArgmax, KvSlotRequest
+from ferrum_jax.contract import BlockTable, DataType, FullLogits, GreedyArgmax, KvSlotRequest
 from ferrum_jax.contract.errors import ModelError, RequestValidationError, UnsupportedError
 from tests.executor.asking import batch, item, prompt, run, token
 from tests.fake import CountingLLM, SummingLLM
@@ -223,3 +224,41 @@ def test_a_model_that_answers_nonsense_is_a_model_error(
     with pytest.raises(ModelError, match=r"shape \[5\], expected \[23\]"):
         run(executor.prefill(prompt([1])))
     assert model.lengths == {}
+
+
+def test_a_model_that_answers_for_too_few_rows_is_a_model_error_whatever_is_asked(
+    model: CountingLLM, monkeypatch: pytest.MonkeyPatch
+):
+    model.prefill("a", [1])
+    for name in ("decode_batch", "unified_forward", "forward_verify_batch"):
+        monkeypatch.setattr(model, name, lambda *_: [])
+    for policy in (FullLogits(), GreedyArgmax()):
+        with pytest.raises(ModelError, match="returned 0 answers for 1 rows"):
+            model.decode_batch_with_logits_policy([("a", 1, 1)], [policy])
+    with pytest.raises(ModelError, match="returned 0 answers for 1 rows"):
+        model.unified_forward_with_logits_policy([("a", [1], 0, True)], [GreedyArgmax()])
+    with pytest.raises(ModelError, match="returned 0 answers for 1 rows"):
+        model.score_batch([("a", [1], [2])])
+
+
+def test_a_model_may_say_that_it_has_no_blocks(
+    executor: LlmExecutor, model: CountingLLM, monkeypatch: pytest.MonkeyPatch
+):
+    none = BlockTable(physical_blocks=(), sequence_length=3, block_size=0)
+    monkeypatch.setattr(model, "kv_block_table", lambda _: none)
+    handle = run(executor.prefill(prompt([1, 2, 3]))).kv_cache
+    assert handle.block_table == none
+    assert handle.stats()["num_blocks"] == 0
+
+
+def test_a_model_that_takes_no_rows_is_a_model_error(model: CountingLLM, monkeypatch: pytest.MonkeyPatch):
+    built = replace(LlmExecutor(model).capabilities(), max_batch_size=0)
+    monkeypatch.setattr(model, "capabilities", lambda: built)
+    with pytest.raises(ModelError, match="max_batch_size 0, expected at least 1"):
+        LlmExecutor(model)
+
+
+def test_handles_that_are_arrays_are_refused_by_name(executor: LlmExecutor):
+    foreign: Any = np.zeros(3)
+    with pytest.raises(RequestValidationError):
+        run(executor.forward_verify([token(1, foreign), token(2, foreign.copy())]))
