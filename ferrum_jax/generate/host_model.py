@@ -249,7 +249,9 @@ class HostModel:
             found = {row.cache_id: one for row, one in zip(decoding, given, strict=True)}
         for row in rows:
             if row.cache_id not in found:
-                found[row.cache_id] = self.model.prefill(row.cache_id, _ids(row))
+                logits = self.model.prefill(row.cache_id, _ids(row))
+                # The next call may write there.
+                found[row.cache_id] = logits.copy() if isinstance(logits, np.ndarray) else logits
                 self._advance([row], advanced)
         return [found[row.cache_id] for row in rows]
 

@@ -258,7 +258,7 @@ def _decode_batch(table: SequenceTable, rows: Sequence[RowRequest]) -> None:
     for row, item in zip(rows, batch, strict=True):  # an error leaves a known length
         logits = model.decode(*item)
         table.advance(row.sequence, 1)
-        row.answer = choose(check_logits(model, logits), row.policy)
+        row.answer = choose(check_logits(model, logits).copy(), row.policy)  # the next call may write there
 
 
 def _take_answers(
@@ -274,7 +274,7 @@ def _prefill_chunk(table: SequenceTable, row: RowRequest) -> Logits:
     """Appends a row's tokens and returns the logits of the last, `[V]`."""
     logits = table.model.prefill(row.sequence.cache_id, row.tokens)
     table.advance(row.sequence, len(row.tokens))
-    return check_logits(table.model, logits)
+    return check_logits(table.model, logits).copy()  # the next call may write there
 
 
 def _verify(table: SequenceTable, sequence: TrackedSequence, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -288,7 +288,7 @@ def _verify(table: SequenceTable, sequence: TrackedSequence, tokens: Sequence[in
             length = sequence.length
             logits = model.decode(cache_id, token, length) if length else model.prefill(cache_id, [token])
             table.advance(sequence, 1)
-            rows.append(check_logits(model, logits))
+            rows.append(check_logits(model, logits).copy())
         return np.stack(rows)
     table.advance(sequence, len(tokens))
     return check_logit_rows(model, logits, len(tokens))

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from ferrum_jax import LlmExecutor
+from ferrum_jax import LLM, LlmExecutor, SamplingParams
 from ferrum_jax.contract import BlockTable, DataType, FullLogits, GreedyArgmax, KvSlotRequest
 from ferrum_jax.contract.errors import ModelError, RequestValidationError, UnsupportedError
 from tests.executor.asking import batch, item, prompt, run, token
@@ -239,6 +240,35 @@ def test_a_model_that_answers_for_too_few_rows_is_a_model_error_whatever_is_aske
         model.unified_forward_with_logits_policy([("a", [1], 0, True)], [GreedyArgmax()])
     with pytest.raises(ModelError, match="returned 0 answers for 1 rows"):
         model.score_batch([("a", [1], [2])])
+
+
+class OneBuffer(CountingLLM):
+    """Writes the logits of every call to one place, as models in other languages do."""
+
+    def _logits(self, *given: Any) -> NDArray[np.float32]:
+        self.buffer = getattr(self, "buffer", np.zeros(self.config.vocab_size, np.float32))
+        self.buffer[:] = super()._logits(*given)
+        return self.buffer
+
+
+def test_a_model_may_write_all_its_logits_to_one_place():
+    one, many = OneBuffer(), CountingLLM()
+    executors = LlmExecutor(one), LlmExecutor(many)
+    tokens = np.array([[1, 2, 3]], np.int32)
+    mine, theirs = (run(executor.forward(tokens)) for executor in executors)
+    np.testing.assert_array_equal(mine, theirs)
+    answers = []
+    for model, executor in zip((one, many), executors, strict=True):
+        outs = run(executor.batch_prefill([prompt([1]), prompt([2, 2]), prompt([5])]))
+        steps = run(executor.batch_decode([token(3, outs[0].kv_cache), token(7, outs[1].kv_cache)]))
+        for key in "ab":
+            model.prefill(key, [4])
+        direct = model.decode_batch([("a", 5, 1), ("b", 9, 1)])
+        answers.append([*(out.logits for out in [*outs, *steps]), *direct])
+    for mine, theirs in zip(*answers, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    texts = [LLM.from_model(model).generate([[1], [2, 3]], SamplingParams(max_tokens=4)) for model in (one, many)]
+    assert [out.token_ids for out in texts[0]] == [out.token_ids for out in texts[1]]
 
 
 def test_a_model_may_say_that_it_has_no_blocks(
