@@ -245,9 +245,9 @@ def test_a_model_that_answers_for_too_few_rows_is_a_model_error_whatever_is_aske
 class OneBuffer(CountingLLM):
     """Writes the logits of every call to one place, as models in other languages do."""
 
-    def _logits(self, *given: Any) -> NDArray[np.float32]:
+    def _logits(self, last: int, position: int) -> NDArray[np.float32]:
         self.buffer = getattr(self, "buffer", np.zeros(self.config.vocab_size, np.float32))
-        self.buffer[:] = super()._logits(*given)
+        self.buffer[:] = super()._logits(last, position)
         return self.buffer
 
 
