@@ -477,6 +477,17 @@ def test_each_request_has_an_id_and_a_line_in_the_log(serve: Any, llm: LLM, capl
     assert "ab" not in json.dumps(lines[0]["path"])  # prompts are not logged
 
 
+def test_an_address_that_cannot_be_had_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch):
+    made: list[Any] = []
+    monkeypatch.setattr("ferrum_jax.serve.server.Server", lambda *given: made.append(given))
+    with bind("127.0.0.1", 0) as bound:
+        bound.listen()
+        nobody: Any = None
+        with pytest.raises(ConfigError, match="cannot listen on 127"), running(nobody, port=bound.getsockname()[1]):
+            pass
+    assert made == []
+
+
 def test_an_address_that_cannot_be_had_is_refused():
     with bind("127.0.0.1", 0) as bound:
         bound.listen()

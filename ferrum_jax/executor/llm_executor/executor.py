@@ -282,8 +282,9 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         At least 1 and at most `max_batch_size`.
         """
         most = self._capabilities.max_batch_size
-        pool = self.kv_slot_capacity_snapshot()
-        with self._table.held():
+        with self._table.held() as model:
+            snapshot = model.kv_slot_capacity_snapshot()
+            pool = check_kind(model, "kv_slot_capacity_snapshot", snapshot, KvSlotCapacitySnapshot)
             return max(1, most if pool is None else min(most, self._table.count() + pool.free_blocks))
 
     def supports_batch_size(self, batch_size: int) -> bool:

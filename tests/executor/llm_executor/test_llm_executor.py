@@ -349,6 +349,8 @@ def test_metrics_of_the_cache_count_waits_for_the_model(executor: LlmExecutor):
     assert lock["schema_version"] == 1
     assert lock["samples"] == 2  # the prompt and this question
     assert lock["total_wait_time_us"] >= 0
+    executor.optimal_batch_size()
+    assert executor.cache_metrics_snapshot()["executor_model_lock"]["samples"] == 4  # one more question each
     assert lock["avg_wait_time_ms"] == pytest.approx(lock["total_wait_time_us"] / 2000, abs=1e-3)
     assert metrics["position"] == "real-kv-reuse"
     assert metrics["decode_batch"]["unsupported_fallback_calls"] == 0
