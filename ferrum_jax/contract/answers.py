@@ -69,6 +69,11 @@ def check_logits(model: "DecoderOnlyLLM", logits: Any) -> Logits:
     return _check_array(model, "logits", logits, (model.config.vocab_size,))
 
 
+def kept(logits: Any) -> Any:
+    """Returns logits that stay as they are, also of a model that writes each call's to one place."""
+    return logits.copy() if isinstance(logits, np.ndarray) else logits
+
+
 def check_logit_rows(model: "DecoderOnlyLLM", logits: Any, num_rows: int) -> NDArray[np.float32]:
     """Returns a model's logits of `num_rows` tokens as float32 `[num_rows, vocab]`; ModelError as `check_logits`."""
     return _check_array(model, "logits", logits, (num_rows, model.config.vocab_size))

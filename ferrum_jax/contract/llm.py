@@ -14,6 +14,7 @@ from ferrum_jax.contract.answers import (
     check_answer_count,
     check_logit_rows,
     check_logits,
+    kept,
     score_targets,
 )
 from ferrum_jax.contract.answers import choose as choose
@@ -76,7 +77,7 @@ class DecoderOnlyLLM(abc.ABC):
         check_distinct(cache_id for cache_id, _, _ in rows)
         for cache_id, token, _ in rows:
             check_tokens(cache_id, [token], self.config.vocab_size)
-        return [_kept(self.decode(cache_id, token, pos)) for cache_id, token, pos in rows]
+        return [kept(self.decode(cache_id, token, pos)) for cache_id, token, pos in rows]
 
     def decode_batch_with_full_logits(self, batch: Sequence[DecodeRow], force_full_logits: bool) -> list[Logits]:
         """As `decode_batch`; `force_full_logits` forbids any shortcut that would not produce all logits."""
@@ -102,8 +103,8 @@ class DecoderOnlyLLM(abc.ABC):
         start = self.kv_len(cache_id)
         if start is None and type(self).kv_len is DecoderOnlyLLM.kv_len:
             raise UnsupportedError(f"{type(self).__name__} does not know where {cache_id!r} ends, so it cannot verify")
-        rows = [_kept(self.prefill(cache_id, tokens[:1]))] if start is None else []
-        rows += [_kept(self.decode(cache_id, tokens[i], (start or 0) + i)) for i in range(len(rows), len(tokens))]
+        rows = [kept(self.prefill(cache_id, tokens[:1]))] if start is None else []
+        rows += [kept(self.decode(cache_id, tokens[i], (start or 0) + i)) for i in range(len(rows), len(tokens))]
         return np.stack([check_logits(self, row) for row in rows])
 
     def forward_verify_batch(self, rows: Sequence[VerifyRow]) -> list[NDArray[np.float32]]:
@@ -250,8 +251,3 @@ class DecoderOnlyLLM(abc.ABC):
     def memory_usage(self) -> ExecutorMemoryUsage | None:
         """Memory the model holds; None where it does not know."""
         return None
-
-
-def _kept(logits: Any) -> Any:
-    """Returns logits that stay as they are, also of a model that writes each call's to one place."""
-    return logits.copy() if isinstance(logits, np.ndarray) else logits

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ferrum_jax.compile import sampler
 from ferrum_jax.compile.buckets import choose_bucket
 from ferrum_jax.compile.sampler import SamplerSpec, SamplerState, SlotSettings
-from ferrum_jax.contract.answers import check_answer_count, check_logit_rows, check_logits, check_scores
+from ferrum_jax.contract.answers import check_answer_count, check_logit_rows, check_logits, check_scores, kept
 from ferrum_jax.contract.errors import FerrumError, UnsupportedError
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.batch import (
@@ -249,9 +249,7 @@ class HostModel:
             found = {row.cache_id: one for row, one in zip(decoding, given, strict=True)}
         for row in rows:
             if row.cache_id not in found:
-                logits = self.model.prefill(row.cache_id, _ids(row))
-                # The next call may write there.
-                found[row.cache_id] = logits.copy() if isinstance(logits, np.ndarray) else logits
+                found[row.cache_id] = kept(self.model.prefill(row.cache_id, _ids(row)))
                 self._advance([row], advanced)
         return [found[row.cache_id] for row in rows]
 

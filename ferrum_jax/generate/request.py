@@ -250,7 +250,7 @@ class Request:
         is_own = token in (self.params.stop_token_ids or ())  # the caller's, which may end what is not complete
         if is_stop and self.form is not None and not is_own and not self.form.may_end:
             self.error = RequestValidationError(
-                f"the form of the answer has a text that spells the special token {token}, which ends answers"
+                f"the form of the answer has the special token {token} before its end, and that token ends answers"
             )
             return
         if self.detokenizer is not None and (self.params.include_stop_str_in_output or not is_stop):

@@ -178,7 +178,7 @@ class Scheduler:
     def _handle(self, problem: FerrumError, requests: list[Request], rows: list[ScheduledRow]) -> None:
         """Ends what an error concerns: the one request of a batch, or all where the model is at fault.
 
-        A request whose sequence somebody else has released is read anew, unless no token has come since the last time.
+        A request whose sequence somebody else has released is recomputed, unless no token has come since the last time.
         """
         gone = self._resynchronise()
         if not problem.is_client_error:

@@ -109,6 +109,13 @@ def test_a_text_that_no_tokens_spell_is_an_error_and_no_answer(llm: LLM, runner:
     assert is_empty(runner)
 
 
+def test_a_grammar_with_the_end_before_its_own_is_an_error_and_no_answer(llm: LLM, runner: ModelRunner):
+    within = Structured(grammar='start: "a" <[36]> "b"')
+    with pytest.raises(RequestValidationError, match="special token 36"):
+        llm.generate([PROMPTS[0]], replace(DRAWN, structured=within))
+    assert is_empty(runner)
+
+
 def bytes_with_marks() -> Tokenizer:
     """A token for every byte, one special token, and marks that are texts though they are added, as Qwen's are."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
