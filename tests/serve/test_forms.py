@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from ferrum_jax.contract.errors import RequestValidationError
-from ferrum_jax.generate.structured import FormCompiler
+from ferrum_jax.generate.structured import FormCompiler, Structured
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import Tool
 from ferrum_jax.serve.tools.choice import FORMATS
@@ -47,9 +47,13 @@ def tools(*, strict: bool | None = None) -> list[Tool]:
 def is_allowed(by: Tokenizer, format_name: str, text: str, **how: Any) -> bool:
     """Whether the whole text may be an answer, which the model's end follows."""
     may = how.pop("tools", None) or tools(**how.pop("of", {}))
-    form = FormCompiler(by, by.vocab_size).compile(call_form(format_name, may, by, **how))
+    return lets(by, call_form(format_name, may, by, **how), by.encode(text, add_special_tokens=False))
+
+
+def lets(by: Tokenizer, written: Structured, ids: list[int]) -> bool:
+    form = FormCompiler(by, by.vocab_size).compile(written)
     try:
-        for token in by.encode(text, add_special_tokens=False):
+        for token in ids:
             form.take(token)
     except RequestValidationError:
         return False
@@ -177,6 +181,20 @@ def test_a_text_may_come_before_a_call(form: str):
     by, how = tokenizer(*special), {"is_forced": False, "several": True}
     assert is_allowed(by, name, f"Well.\n{write(form, RIGHT)}", **how, of={"strict": True})
     assert not is_allowed(by, name, f"Well.\n{write(form, WRONG)}", **how, of={"strict": True})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_marks_in_letters_call_nothing_undeclared(form: str):
+    name, special, _ = FORMS[form]
+    by = tokenizer(*special)
+    allowed = call_form(name, tools(strict=True), by, is_forced=False, several=True)
+    begun = "<|channel|>final<|message|>" if name == "gpt_oss" else ""
+    mark = {"gpt_oss": "<|end|>", "llama3": "<|python_tag|>"}.get(name, "")  # the others write one before each call
+    ids = by.encode(begun, add_special_tokens=False)
+    for letter in mark + write(form, WRONG):
+        ids += by.encode(letter, add_special_tokens=False)
+    assert calls_in(name, by.decode(ids, skip_special_tokens=False)) == [WRONG]
+    assert not lets(by, allowed, ids)
 
 
 def test_references_with_another_base_are_refused():

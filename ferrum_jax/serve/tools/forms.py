@@ -9,14 +9,13 @@ from typing import Any
 from ferrum_jax.generate.structured import Structured, check_references
 from ferrum_jax.generate.tokenizer import Tokenizer
 from ferrum_jax.serve.chat_schema import Tool
-from ferrum_jax.serve.tools.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from ferrum_jax.serve.tools.harmony import CHANNEL, CONSTRAIN, END, ENDS, MESSAGE, START
 from ferrum_jax.serve.tools.llama3 import PYTHON_TAG
 from ferrum_jax.serve.tools.mistral import ARGS, MARK
 from ferrum_jax.serve.tools.tagged import CLOSE, OPEN
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-_TEXT = "TEXT: /(?s:.*)/"  # without special tokens, which no expression matches
 
 
 def call_form(
@@ -78,11 +77,8 @@ class _Marks:
 
     def text_before(self, mark: str) -> list[str]:
         """Returns the rules `before`, of a text that ends with the first such mark, and `rest`, of one without it."""
-        if self.has(mark):
-            return [f"before: TEXT {self.of(mark)}", "rest: TEXT", _TEXT]
-        pattern = _escaped(mark)
-        without = f"REST: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/"
-        return [f"before[lazy]: /(?s:.*){pattern}/", "rest: REST", without]
+        before = f"before: TEXT {self.of(mark)}" if self.has(mark) else f"before[lazy]: /(?s:.*){_escaped(mark)}/"
+        return [before, "rest: TEXT", _text_without(mark)]
 
 
 def _hermes(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bool) -> list[str]:
@@ -97,8 +93,7 @@ def _llama3(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bo
     calls = 'call ("; " call)*' if several else "call"
     if is_forced:
         return [f"start: {calls}", _call_objects(schemas, "parameters")]
-    untagged = "" if marks.has(PYTHON_TAG) else rf" & ~/\s*{_escaped(PYTHON_TAG)}(?s:.*)/"
-    text = rf"TEXT: /(\s*[^{{\s](?s:.*))?/{untagged}"
+    text = rf"TEXT: /(\s*[^{{\s](?s:.*))?/ & ~/\s*{_escaped(PYTHON_TAG)}(?s:.*)/"
     return [f"start: {marks.of(PYTHON_TAG)}? {calls} | TEXT", _call_objects(schemas, "parameters"), text]
 
 
@@ -126,7 +121,7 @@ def _gpt_oss(schemas: dict[str, Any], marks: _Marks, is_forced: bool) -> list[st
     answer = ["start: aside* call"] if is_forced else ["start: aside* (call | final)"]
     final = [] if is_forced else [f'final: {channel} "final" {message} TEXT']
     aside = f'aside: {channel} ("analysis" | "commentary") {message} TEXT {begins}'
-    return [*answer, aside, f"call: {' | '.join(calls)}", *final, _TEXT]
+    return [*answer, aside, f"call: {' | '.join(calls)}", *final, _text_without(*ENDS, START)]
 
 
 def _call_objects(schemas: dict[str, Any], arguments: str) -> str:
@@ -136,6 +131,14 @@ def _call_objects(schemas: dict[str, Any], arguments: str) -> str:
         for at, name in enumerate(schemas)
     ]
     return f"call: {' | '.join(calls)}"
+
+
+def _text_without(*marks: str) -> str:
+    """Returns the rule `TEXT`, of one that has these marks neither as special tokens nor in letters.
+
+    No expression matches special tokens; parsers read text, which does not tell the two apart.
+    """
+    return f"TEXT: /(?s:.*)/ & ~/(?s:.*)({'|'.join(map(_escaped, marks))})(?s:.*)/"
 
 
 def _escaped(text: str) -> str:
