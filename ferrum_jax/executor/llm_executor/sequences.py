@@ -290,8 +290,8 @@ class UndoLog:
         """Restores every recorded sequence, once; errors of a failed model are left to its `reset`."""
         with self.table.lock:
             entries, self._entries = self._entries, []
-            if self.table.is_closed:
-                return  # `close` releases every sequence
+            if self.table.is_closed:  # `close` releases those that were begun here
+                entries = [entry for entry in entries if entry.sequence.is_adopted]
             entries = [entry for entry in entries if self._is_untouched(entry)]
             for entry in entries:
                 with contextlib.suppress(FerrumError):

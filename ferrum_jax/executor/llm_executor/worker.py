@@ -53,15 +53,16 @@ class CallWorker:
         log, asked = UndoLog(self._table), time.perf_counter()
 
         def call() -> T:
-            with self._table.held(asked):  # throughout: no other thread sees what is about to be undone
-                with self._meter.measured(kind, len(rows), sum(len(row.tokens) for row in rows), state):
-                    try:
-                        result = work(log, rows)
-                    except BaseException:
-                        log.undo()
-                        raise
-                if log.seal():
+            num_tokens = sum(len(row.tokens) for row in rows)
+            # The lock is held throughout: no other thread sees what is about to be undone.
+            with self._table.held(asked), self._meter.measured(kind, len(rows), num_tokens, state):
+                try:
+                    result = work(log, rows)
+                    if log.seal():
+                        raise CancelledError("the caller was cancelled meanwhile")
+                except BaseException:
                     log.undo()
+                    raise
                 return result
 
         future = self._submit(call)
@@ -71,8 +72,9 @@ class CallWorker:
             await when_done(future)
         except BaseException as reason:  # cancelled, or the loop is gone and closes its coroutines
             rest = future
-            if not future.cancel() and log.abandon():
-                rest = self._submit(log.undo) or self._closing  # closing releases every sequence
+            if not future.cancel() and log.abandon() and (rest := self._submit(log.undo)) is None:
+                log.undo()
+                rest = self._closing
             if isinstance(reason, asyncio.CancelledError) and rest is not None:
                 await wait_through_cancellation(rest)
             raise

@@ -65,6 +65,7 @@ def test_a_call_cancelled_on_the_device_is_waited_for_and_undone(call: Call, tim
         with pytest.raises(asyncio.CancelledError):
             await task
         assert model.tokens == {"llm-cache-0": [1, 2, 3]}
+        assert executor.metrics().total_operations == 1  # those that ended well
         assert handle.is_valid()
         out = await executor.decode(token(4, handle))
         assert int(np.argmax(out.logits)) == 10
@@ -204,6 +205,37 @@ def test_a_shutdown_beside_a_cancelled_call_ends_both():
                 await task
         await executor.shutdown()
         assert model.tokens == {}
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_cancelled_call_on_a_sequence_of_the_models_own_is_undone_during_a_shutdown(has_ended: bool):
+    model = SummingLLM()
+    executor = LlmExecutor(model)
+    model.prefill("own", [1, 2, 3])
+
+    async def scenario() -> None:
+        model.entered.clear()
+        call = executor.unified_decode(batch(item("own", [4, 5], 3)))
+        if has_ended:
+            running = asyncio.create_task(call)
+            await asyncio.sleep(0)
+            model.entered.wait()
+            closing = asyncio.create_task(executor.shutdown())
+            while executor.metrics().total_operations < 1:
+                time.sleep(0.001)  # the loop stands still, so that neither can hear of it
+        else:
+            running = await _begin(model, call)
+            closing = asyncio.create_task(executor.shutdown())
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.sleep(0)
+        model.gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await closing
+        assert model.tokens == {"own": [1, 2, 3]}
 
     run(scenario())
 
