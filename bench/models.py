@@ -26,7 +26,7 @@ from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.sharding.devices import default_dtype, find_device, free_bytes
 from ferrum_jax.sharding.mesh import Placement
 from ferrum_jax.weights import hub
-from ferrum_jax.weights.huge_pages import Putter
+from ferrum_jax.weights.huge_pages import DevicePlacer
 
 TOKEN = 1  # that is decoded
 TINY = ModelConfig(
@@ -91,7 +91,7 @@ def run(
     layout = layout or _served_layout(subject, plan.cache.attention)
     params = subject.params
     if layout != CHECKPOINT:  # compiled here, and then put as `load` puts what it reads
-        params = Putter(device)(lay_out(params, subject.config, layout))
+        params = DevicePlacer(device)(lay_out(params, subject.config, layout))
     kept = None
     if artifacts is not None:
         here = Placement((device,))

@@ -43,7 +43,7 @@ from ferrum_jax.weights.assemble import assemble, lay_out_on_host
 from ferrum_jax.weights.folder import SafetensorsSource
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
-from ferrum_jax.weights.huge_pages import Putter
+from ferrum_jax.weights.huge_pages import DevicePlacer
 from ferrum_jax.weights.safetensors_file import check_regular
 
 ModelPath = str | os.PathLike[str]
@@ -468,7 +468,7 @@ def _read(
                 progress=progress,
             )
         elif layout == CHECKPOINT:
-            params = source.restore(dtype, placed, Putter(device) if placed.division is None else None)
+            params = source.restore(dtype, placed, DevicePlacer(device) if placed.division is None else None)
         else:
             laid, host = served_specs(source, asked, device), ModelPlacement.on_one(find_device("cpu"))
             params = lay_out_on_host(source.restore(dtype, host), source.config, layout, placed, laid)

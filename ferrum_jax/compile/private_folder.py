@@ -108,7 +108,7 @@ class PrivateFolder:
     def _opened(self, *, create: bool = False) -> Iterator[int]:
         """Opens the folder, yields its descriptor."""
         if not hasattr(os, "geteuid"):
-            raise PermissionError(f"{self.path}: this system does not tell who may write a folder")
+            raise PermissionError(f"{self.path}: permissions of folders cannot be checked on this platform")
         with contextlib.ExitStack() as stack:
             above = None if self.within is None else stack.enter_context(self.within._opened(create=create))
             where = self.path if self.within is None else Path(self.path.name)

@@ -196,10 +196,10 @@ def choose_rows(
         way: one that suffices for every row.
     """
     rows = state.settings[slots.clip(max=len(state.settings) - 1)[:, None], np.arange(_STOP)]
-    is_anyones = slots < len(state.settings)
-    inputs = inputs_of(rows, is_anyones, positions)
-    wanted = jnp.where(is_anyones, _number(rows, "num_logprobs"), -1)
-    is_adjusted = (_number(rows, "is_adjusted") != 0) & is_anyones
+    has_slot = slots < len(state.settings)
+    inputs = inputs_of(rows, has_slot, positions)
+    wanted = jnp.where(has_slot, _number(rows, "num_logprobs"), -1)
+    is_adjusted = (_number(rows, "is_adjusted") != 0) & has_slot
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
     no_alternatives = jnp.zeros((len(logits), count), jnp.int32), jnp.zeros((len(logits), count), jnp.float32)
     none = (*[jnp.zeros(len(logits), jnp.float32)] * 2, *no_alternatives)
@@ -252,10 +252,10 @@ def _number(rows: jax.Array, name: str) -> jax.Array:
     return rows[:, len(_FLOATS) + _INTS.index(name)]
 
 
-def inputs_of(rows: jax.Array, is_anyones: jax.Array, positions: jax.Array) -> SampleInputs[jax.Array]:
+def inputs_of(rows: jax.Array, has_slot: jax.Array, positions: jax.Array) -> SampleInputs[jax.Array]:
     """Reads how each row is drawn from its settings `[R, columns]`; nobody's rows are greedy."""
     return SampleInputs(
-        temperature=jnp.where(is_anyones, _number(rows, "temperature"), 0.0),
+        temperature=jnp.where(has_slot, _number(rows, "temperature"), 0.0),
         top_k=_number(rows, "top_k"),
         top_p=_number(rows, "top_p"),
         min_p=_number(rows, "min_p"),
@@ -341,7 +341,7 @@ def each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, 
     return jnp.repeat(slots, width), (starts[:, None] + at + 1).ravel(), drafted
 
 
-def untouched(slots: NDArray[np.int32], num_slots: int) -> NDArray[np.int32]:
+def read_only_slots(slots: NDArray[np.int32], num_slots: int) -> NDArray[np.int32]:
     """Returns the numbers of slots that `distributions` knows, and of which `verify` counts nothing."""
     return slots + num_slots + 1
 
@@ -351,7 +351,7 @@ def distributions(
 ) -> Float[Array, "R V"]:
     """Returns the probabilities with which each row's token is drawn; a row of temperature 0 is taken at 1.
 
-    `rows` are as `sample` takes them, or as `verify` does, then with slots as `untouched` gives them.
+    `rows` are as `sample` takes them, or as `verify` does, then with slots as `read_only_slots` gives them.
     """
     if rows.shape[1] == 2:
         each = rows[:, 0], rows[:, 1], None

@@ -6,7 +6,7 @@ from typing import Any
 from ferrum_jax.contract.checks import check_cache_id
 from ferrum_jax.contract.errors import RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
-from ferrum_jax.executor.adapters import Keep
+from ferrum_jax.executor.adapters import KeptSequences
 from ferrum_jax.executor.observable import Observable
 from ferrum_jax.models.specs import ParamTree
 
@@ -54,7 +54,7 @@ class Adaptable(Observable):
             self._install(name, read, path, is_pinned=True)
 
     def set_lora(
-        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: Keep = False
+        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: KeptSequences = False
     ) -> None:
         """Takes an adapter's arrays until `unload_lora`, in the place of those that were set under the name before.
 
@@ -90,7 +90,7 @@ class Adaptable(Observable):
         with self._device.changing():
             for evicted in adapters.set(name, laid_out):
                 if evicted is older:
-                    table.outdate_adapter(evicted, adapters.named(name), users)
+                    table.invalidate_adapter(evicted, adapters.named(name), users)
                 else:
                     table.forget_adapter(evicted)
 

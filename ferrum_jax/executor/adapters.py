@@ -31,7 +31,7 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter
 
 T = TypeVar("T")
-Keep = bool | Collection[str]  # which sequences stay live while weights change: all, none, or those of these ids
+KeptSequences = bool | Collection[str]  # that stay live while weights change: all, none, or those of these ids
 NONE = -1  # row of the stacks of a sequence without an adapter
 
 
@@ -139,7 +139,7 @@ class Adapters:
         leaves = jax.tree.leaves(lay_out(read, self.spec, self.dtype))
         return self._place(LoadedAdapter(name, *places, NONE, len(read.projections), is_pinned), leaves)
 
-    def check_settable(self, name: str, keep: Keep) -> LoadedAdapter | None:
+    def check_settable(self, name: str, keep: KeptSequences) -> LoadedAdapter | None:
         """Returns the adapter of that name, whose values may be replaced, None if there is none.
 
         Raises:
@@ -312,7 +312,7 @@ class Adapters:
         )
 
 
-def not_kept(cache_ids: Iterable[str], keep: Keep) -> list[str]:
+def not_kept(cache_ids: Iterable[str], keep: KeptSequences) -> list[str]:
     """Returns the ids that are not to stay live."""
     if isinstance(keep, bool):
         return [] if keep else list(cache_ids)

@@ -46,7 +46,7 @@ class Observable(DecoderOnlyLLM):
         """Copies one layer's keys (rotated) and values of a live sequence: `[positions, kv_heads, head_dim]` each."""
         with self._life.lock, self._life:
             key, index = check_cache_id(cache_id), check_int("layer", layer, 0)
-            holder, pool_layer = self._holder(key), self.plan.seat_of(index)
+            holder, pool_layer = self._holder(key), self.plan.pool_layer_of(index)
             if (live := holder._pipeline.table.get(key)) is None:
                 raise RequestValidationError(f"{key!r} is unknown, it has no keys and values")
             return holder._device.gather(pool_layer, holder._pipeline.table.table[live.slot], live.length)

@@ -15,10 +15,10 @@ from ferrum_jax.compile.block_programs import CopyKey
 from ferrum_jax.compile.changes import Changes
 from ferrum_jax.compile.planner import StepPlan
 from ferrum_jax.compile.program_cache import ProgramCache
-from ferrum_jax.compile.sampler import MaskKey, SlotSettings, untouched
+from ferrum_jax.compile.sampler import MaskKey, SlotSettings, read_only_slots
 from ferrum_jax.contract.checks import check_distinct, check_position
 from ferrum_jax.contract.errors import DeviceError, RequestValidationError
-from ferrum_jax.executor.adapters import NONE, Adapters, Keep, not_kept
+from ferrum_jax.executor.adapters import NONE, Adapters, KeptSequences, not_kept
 from ferrum_jax.executor.answers import (
     ActiveRows,
     Answer,
@@ -126,7 +126,7 @@ class Pipeline:
         self.adapters.clear_bindings()
         self.interventions.clear()
 
-    def check_live(self, why: str, kept: Keep = False) -> None:
+    def check_live(self, why: str, kept: KeptSequences = False) -> None:
         """Raises RequestValidationError, saying what for, while a sequence is live that is not to be kept."""
         if live := not_kept(self.table.cache_ids, kept):
             raise RequestValidationError(
@@ -137,10 +137,10 @@ class Pipeline:
         """Forgets known prefixes; sequences that are live, and settled, keep their blocks for themselves alone."""
         self.table.forget_prefixes()
 
-    def outdate(self) -> None:
+    def invalidate_prefixes(self) -> None:
         """Forgets what every block holds, as other weights come; live sequences keep theirs, as `forget_prefixes`."""
         if self.table.cache_ids:
-            self.table.outdate()
+            self.table.invalidate_prefixes()
         else:
             self._reset_table()
 
@@ -410,7 +410,7 @@ class Pipeline:
             slots = [lives[row].slot if type(outputs[row]) in _BY_SLOT else nobody for row in wanted]
         if key.outputs != "last":
             are_read = [type(outputs[row]) is Distributions for row in wanted]
-            packed.block_slots[: len(wanted)] = np.where(are_read, untouched(np.array(slots), nobody), slots)
+            packed.block_slots[: len(wanted)] = np.where(are_read, read_only_slots(np.array(slots), nobody), slots)
             targets = packed.targets.reshape(key.blocks, key.block_tokens)
             for at, (row, start, size) in enumerate(plan.blocks):
                 if isinstance(one := outputs[row], TargetScores):

@@ -18,7 +18,7 @@ from ferrum_jax.contract.errors import FerrumError, ResourceExhaustedError
 from ferrum_jax.contract.execution import ExecutorCapabilities, ExecutorMemoryUsage, ExecutorState
 from ferrum_jax.contract.slots import ActiveLoraAdapter, KvSlotCapacitySnapshot, KvSlotRequest, KvSlotReservation
 from ferrum_jax.executor import multi_step, reservations
-from ferrum_jax.executor.adapters import Keep
+from ferrum_jax.executor.adapters import KeptSequences
 from ferrum_jax.executor.counters import DecodeBatchCounters
 from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.router import NOTHING, ReplicaRouter
@@ -250,7 +250,7 @@ class ReplicatedRunner(ModelRunner):
                 raise
 
     def set_lora(
-        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: Keep = False
+        self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: KeptSequences = False
     ) -> None:
         """Takes an adapter's arrays on every replica; raises as of one runner."""
         with self._life.lock, self._life:
@@ -300,7 +300,7 @@ class ReplicatedRunner(ModelRunner):
                 replica.warmup(**options)
 
     @outside_meshes()
-    def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
+    def set_params(self, params: ParamTree, *, keep_sequences: KeptSequences = False) -> None:
         """Takes other weights on every replica, copied to all but the first; raises as of one runner."""
         with self._life.lock:
             self._life.check_not_closed()
@@ -315,7 +315,7 @@ class ReplicatedRunner(ModelRunner):
             checked += [self._copied(params, replica) for replica in others]  # all there before any is taken
             self.params_version += 1
             for replica in self.replicas:
-                replica._pipeline.outdate()
+                replica._pipeline.invalidate_prefixes()
                 replica.params_version += 1
             self._on_all(lambda at: self.replicas[at]._device.set_params(checked[at]))
 

@@ -21,7 +21,7 @@ from ferrum_jax.contract.values import LlmRuntimeConfig
 from ferrum_jax.executor import describe, multi_step, reservations
 from ferrum_jax.executor import rows as check
 from ferrum_jax.executor.adaptable import Adaptable
-from ferrum_jax.executor.adapters import Adapters, Keep
+from ferrum_jax.executor.adapters import Adapters, KeptSequences
 from ferrum_jax.executor.batch import (
     ALL_LOGITS,
     LAST_LOGITS,
@@ -370,7 +370,7 @@ class ModelRunner(Adaptable):
             self._programs.warmup([*self.plan.declared(drafts=drafts), *more], track, load=load)
 
     @outside_meshes()
-    def set_params(self, params: ParamTree, *, keep_sequences: Keep = False) -> None:
+    def set_params(self, params: ParamTree, *, keep_sequences: KeptSequences = False) -> None:
         """Takes other weights, which must have the tree, shapes and dtypes of those that are there, or another layout.
 
         Arrays that lie where those do are taken as they are; others, such as a trainer's on its own mesh, are moved
@@ -399,7 +399,7 @@ class ModelRunner(Adaptable):
             if self._pipeline.table.cache_ids:
                 with self._life:
                     self._pipeline.settle()
-            self._pipeline.outdate()
+            self._pipeline.invalidate_prefixes()
             self.params_version += 1  # whatever interrupts this: what follows is of no old version
             self._device.set_params(params)
 
@@ -417,7 +417,7 @@ class ModelRunner(Adaptable):
         """
         with self._life.lock, self._life:
             self._pipeline.check_live("the KV is freed")
-            self._pipeline.outdate()
+            self._pipeline.invalidate_prefixes()
             self._device.free()
             self._life.paused = "the KV is freed: allocate_kv() first"
 

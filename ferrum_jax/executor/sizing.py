@@ -55,7 +55,7 @@ class EnginePlan:
     cache: CacheSpec
     buckets: Buckets
     vocab_size: int
-    seats: tuple[int | None, ...] = ()  # of each layer among those that keep everything; None: it keeps its window
+    pool_layers: tuple[int | None, ...] = ()  # index of each layer in the paged pool; None: it has a window's cache
     window: int = 1  # positions that a token sees in a sliding-window cache, itself included
     prefix_cache: bool = False
     loras: LoraSpec | None = None
@@ -74,20 +74,20 @@ class EnginePlan:
         # Of sliding-window layers alone, nothing is gathered.
         return [key for key in keys if self.cache.num_layers or not isinstance(key, GatherKey)]
 
-    def seat_of(self, layer: int) -> int:
-        """Returns a layer's place among those that keep everything.
+    def pool_layer_of(self, layer: int) -> int:
+        """Returns a layer's index in the paged pool.
 
         Raises:
             RequestValidationError: the model has no such layer.
             UnsupportedError: the layer keeps its window alone.
         """
-        if layer >= len(self.seats):
-            raise RequestValidationError(f"layer is {layer}, the model has {len(self.seats)}")
-        if (seat := self.seats[layer]) is None:
+        if layer >= len(self.pool_layers):
+            raise RequestValidationError(f"layer is {layer}, the model has {len(self.pool_layers)}")
+        if (pool_layer := self.pool_layers[layer]) is None:
             raise UnsupportedError(
                 f"layer {layer} keeps its window of {self.window} positions alone; window_kv=False keeps all"
             )
-        return seat
+        return pool_layer
 
     def first(self) -> list[ProgramKey]:
         """The programs of a short prompt and of the tokens drawn after it, which most answers begin with."""
@@ -199,7 +199,7 @@ def _plan_sizes(
         cache=spec(num_blocks),
         buckets=_buckets(engine, max_seqs, capacity, -(-capacity // block_size) + window_blocks, platform, attention),
         vocab_size=cfg.vocab_size,
-        seats=tuple(None if is_windowed else whole.index(layer) for layer, is_windowed in enumerate(windowed)),
+        pool_layers=tuple(None if is_windowed else whole.index(layer) for layer, is_windowed in enumerate(windowed)),
         window=window,
         prefix_cache=bool(engine.prefix_cache),
         loras=loras,

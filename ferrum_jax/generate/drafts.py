@@ -45,7 +45,7 @@ class DraftSource(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
-        """Returns one draft per sequence, in order; an empty one where nothing comes to mind."""
+        """Returns one draft per sequence, in order; empty where there is no proposal."""
 
     def check_target(self, target: DecoderOnlyLLM) -> None:
         """Raises if proposals make no sense for this model."""

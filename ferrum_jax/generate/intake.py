@@ -26,7 +26,7 @@ from ferrum_jax.models.hooks import ATTENTION, Point, check_points, check_suppor
 RAISE = "load with a larger one (kv_capacity=, --kv-capacity or FERRUM_KV_CAPACITY; more kv_blocks, if it was set)"
 
 
-class Treatment(NamedTuple):
+class RequestOptions(NamedTuple):
     """What is done to one prompt beside sampling."""
 
     adapter: ActiveLoraAdapter | None = None
@@ -44,15 +44,15 @@ class Intake:
     new_cache_id: Callable[[], str]
     forms: FormCompiler
 
-    def treatments(
+    def options(
         self,
         count: int,
         lora_request: Any = None,
         interventions: Any = None,
         capture: Sequence[Any] = (),
         priority: Any = None,
-    ) -> list[Treatment]:
-        """Returns the treatment of each of so many prompts: one for all of them, or as many; points are for all.
+    ) -> list[RequestOptions]:
+        """Returns the options of each of so many prompts: one for all of them, or as many; points are for all.
 
         Raises:
             RequestValidationError, InvalidParameterError: there are not as many, or one is none.
@@ -60,7 +60,7 @@ class Intake:
                 divided over devices lacks a point.
         """
         pairs = zip(as_adapters(lora_request, count), as_priorities(priority, count), strict=True)
-        plain = [Treatment(adapter, priority=urgency) for adapter, urgency in pairs]
+        plain = [RequestOptions(adapter, priority=urgency) for adapter, urgency in pairs]
         if interventions is None and not len(capture):
             return plain
         if not isinstance(self.model, ModelRunner):
@@ -127,21 +127,21 @@ class Intake:
             prompt = tokenizer.encode(prompt, add_special_tokens=is_first)
         return as_ids(prompt, self.model.config.vocab_size)
 
-    def group(self, prompt: Any, params: SamplingParams, treatment: Treatment) -> list[Request]:
+    def group(self, prompt: Any, params: SamplingParams, options: RequestOptions) -> list[Request]:
         """Returns the requests of one prompt: the first has the others as its copies."""
-        first = self.request(prompt, params, treatment)
+        first = self.request(prompt, params, options)
         if params.n > 1 and isinstance(prompt, RequestOutput):
             raise RequestValidationError(f"n is {params.n}, an answer that is continued takes n=1")
         for at in range(1, params.n):
             seed = None if params.seed is None else (int(params.seed) + at) % 2**32
-            first.copies.append(self.request(first.prompt, replace(params, seed=seed), treatment, first))
+            first.copies.append(self.request(first.prompt, replace(params, seed=seed), options, first))
         return [first, *first.copies]
 
     def request(
         self,
         prompt: Any,
         params: SamplingParams,
-        treatment: Treatment = Treatment(),
+        options: RequestOptions = RequestOptions(),
         first: Request | None = None,
     ) -> Request:
         """Returns the request of one answer; `prompt` is a text, ids, or an output that is to be continued.
@@ -176,10 +176,10 @@ class Intake:
             limit=room if params.max_tokens is None else min(params.max_tokens, room),
             detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, skip_special_tokens=skip),
             watcher=StopWatcher(params.stop_texts, includes_stop=params.include_stop_str_in_output),
-            adapter=treatment.adapter,
-            interventions=treatment.interventions,
-            capture=treatment.capture,
-            priority=treatment.priority,
+            adapter=options.adapter,
+            interventions=options.interventions,
+            capture=options.capture,
+            priority=options.priority,
             form=form,
             bad_words=bad_words,
             text_prompt=prompt if isinstance(prompt, str) else None if first is None else first.text_prompt,
@@ -200,7 +200,7 @@ class Intake:
         self,
         prompt: Any,
         continuation: Any,
-        treatment: Treatment = Treatment(),
+        options: RequestOptions = RequestOptions(),
         params: SamplingParams | None = None,
     ) -> Request:
         """Returns the request that scores a continuation, also under parameters, and generates nothing."""
@@ -236,8 +236,8 @@ class Intake:
             limit=0,
             detokenizer=None,
             watcher=StopWatcher(()),
-            adapter=treatment.adapter,
-            interventions=treatment.interventions,
+            adapter=options.adapter,
+            interventions=options.interventions,
             bad_words=bad_words,
             score_from=len(before),
             is_scored_by_params=params is not None,

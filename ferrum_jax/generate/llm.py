@@ -301,12 +301,12 @@ class LLM:
 
         return outputs()
 
-    def _groups(self, prompts: Any, params: Any, *treatment: Any) -> Groups:
+    def _groups(self, prompts: Any, params: Any, *options: Any) -> Groups:
         """Returns the requests of each prompt, checked."""
         listed = as_prompts(prompts)
         each = params_of_each(params, len(listed))
-        treatments = self._intake.treatments(len(listed), *treatment)
-        return [self._intake.group(*one) for one in zip(listed, each, treatments, strict=True)]
+        each_options = self._intake.options(len(listed), *options)
+        return [self._intake.group(*one) for one in zip(listed, each, each_options, strict=True)]
 
     def score(
         self,
@@ -341,9 +341,9 @@ class LLM:
             befores *= len(afters)
         if len(befores) != len(afters):
             raise RequestValidationError(f"{len(befores)} prompts, {len(afters)} continuations: give as many of both")
-        treatments = self._intake.treatments(len(afters), lora_request, interventions)
+        each_options = self._intake.options(len(afters), lora_request, interventions)
         each = [None] * len(afters) if params is None else params_of_each(params, len(afters))
-        requests = [self._intake.scored(*one) for one in zip(befores, afters, treatments, each, strict=True)]
+        requests = [self._intake.scored(*one) for one in zip(befores, afters, each_options, each, strict=True)]
 
         def beginning(request: Request) -> tuple[Any, ...]:
             return request.prompt[: request.score_from], request.adapter, id(request.interventions)
@@ -419,9 +419,9 @@ class LLM:
         params = one_of(params, sampling_params)
         return Stream(self.engine, self.request(prompt, params, lora_request, interventions, capture, priority))
 
-    def request(self, prompt: Prompt, params: SamplingParams | None = None, *treatment: Any, **named: Any) -> Request:
+    def request(self, prompt: Prompt, params: SamplingParams | None = None, *options: Any, **named: Any) -> Request:
         """Returns a request for the engine, checked; after `params` comes what `group` takes."""
-        return self.group(prompt, params_of_one(params), *treatment, **named)[0]
+        return self.group(prompt, params_of_one(params), *options, **named)[0]
 
     def group(
         self,
@@ -437,8 +437,8 @@ class LLM:
         Arguments as of `generate`.
         """
         (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
-        (treatment,) = self._intake.treatments(1, lora_request, interventions, capture, priority)
-        return self._intake.group(one, params, treatment)
+        (options,) = self._intake.options(1, lora_request, interventions, capture, priority)
+        return self._intake.group(one, params, options)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
         """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.
@@ -481,8 +481,8 @@ class LLM:
         prompts = [self.chat_prompt(one, **how) for one in conversations]
         if not is_batch:
             params = params_of_one(params)  # pyright: ignore[reportArgumentType]
-        treatment: Any = {"lora_request": lora_request, "interventions": interventions, "capture": capture}
-        outs = self.generate(prompts, params, **treatment, priority=priority, use_tqdm=use_tqdm)
+        options: Any = {"lora_request": lora_request, "interventions": interventions, "capture": capture}
+        outs = self.generate(prompts, params, **options, priority=priority, use_tqdm=use_tqdm)
         return outs if is_batch else outs[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:

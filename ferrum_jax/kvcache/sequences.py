@@ -275,25 +275,25 @@ class SequenceTable:
         if self.prefixes is not None:
             for dropped in self.prefixes.forget_all():
                 self.pool.discard(dropped)
-        self._withdraw(self._live.values())
+        self._stop_sharing(self._live.values())
 
-    def outdate(self) -> None:
+    def invalidate_prefixes(self) -> None:
         """Forgets every prefix, as other weights are there."""
         self.forget_prefixes()
         for live in self._live.values():
             live.is_outdated = live.is_private
 
-    def outdate_adapter(self, adapter: Hashable, instead: Hashable, cache_ids: Iterable[str]) -> None:
-        """As `outdate`, of what an adapter has a part in; these sequences are of the one `instead` from now on."""
+    def invalidate_adapter(self, adapter: Hashable, instead: Hashable, cache_ids: Iterable[str]) -> None:
+        """As `invalidate_prefixes`, for one adapter; these sequences have the adapter `instead` from now on."""
         self.forget_adapter(adapter)
         bound = [live for live in map(self.get, cache_ids) if live is not None]
-        self._withdraw(bound)
+        self._stop_sharing(bound)
         for live in bound:
             live.is_outdated = live.is_private
             if live.adapter is adapter:  # not where interventions keep it from others anyway
                 live.adapter = instead
 
-    def _withdraw(self, lives: Iterable[CachedSequence]) -> None:
+    def _stop_sharing(self, lives: Iterable[CachedSequence]) -> None:
         """Keeps what sequences hold from the prefixes, from now on."""
         for live in lives:
             live.is_private = bool(live.tokens)

@@ -36,7 +36,7 @@ _UNITS = {"mlp": 1, "mlp_pairs": 2, "vocab": 1}  # rows of these logical axes th
 
 
 @dataclass(frozen=True)
-class Cut:
+class DimSplit:
     """How one dimension is divided: the runs of each device, in the order of the mesh axes, the outer one first."""
 
     axes: tuple[str, ...]
@@ -115,39 +115,41 @@ def _chunk(size: int, length: int, at: int) -> Runs:
     return tuple(runs + ([(PADDING, length - count)] if count < length else []))
 
 
-def cuts(spec: ParamSpec, division: Division) -> tuple[Cut | None, ...]:
+def dim_splits(spec: ParamSpec, division: Division) -> tuple[DimSplit | None, ...]:
     """How each dimension of a leaf is divided; None where every device has all of it."""
     axes = (MODEL,) if EXPERT in spec.axes else (EXPERT, MODEL)
 
-    def cut(logical: str, size: int) -> Cut | None:
+    def split(logical: str, size: int) -> DimSplit | None:
         if logical == "fused":
-            parts = [cut(*part) for part in spec.parts]
+            parts = [split(*part) for part in spec.parts]
             starts = accumulate((part_size for _, part_size in spec.parts), initial=0)
             moved = [_moved(one, start) for one, start in zip(parts, starts, strict=False)]
-            return Cut(axes, tuple(_merged([run for one in moved for run in one[at]]) for at in range(len(moved[0]))))
+            merged = [_merged([run for one in moved for run in one[at]]) for at in range(len(moved[0]))]
+            return DimSplit(axes, tuple(merged))
         if logical == EXPERT:
-            return Cut((EXPERT,), tuple(_chunk(size, -(-size // division.expert), at) for at in range(division.expert)))
+            length = -(-size // division.expert)
+            return DimSplit((EXPERT,), tuple(_chunk(size, length, at) for at in range(division.expert)))
         count = math.prod(getattr(division, name) for name in axes)
         if logical == "sum":  # one device holds it, the others zeros
-            return Cut(axes, (((0, size),), *(((PADDING, size),) for _ in range(count - 1))))
+            return DimSplit(axes, (((0, size),), *(((PADDING, size),) for _ in range(count - 1))))
         if logical in ("heads", "kv_heads"):
             of_devices, total = (
                 (division.query_heads, division.cfg.num_attention_heads)
                 if logical == "heads"
                 else (division.key_heads, division.cfg.num_key_value_heads)
             )
-            return Cut(axes, tuple(_scaled(runs, size // total) for runs in of_devices))
+            return DimSplit(axes, tuple(_scaled(runs, size // total) for runs in of_devices))
         if (unit := _UNITS.get(logical)) is not None:
             length = -(-(size // unit) // count)
-            return Cut(axes, tuple(_scaled(_chunk(size // unit, length, at), unit) for at in range(count)))
+            return DimSplit(axes, tuple(_scaled(_chunk(size // unit, length, at), unit) for at in range(count)))
         return None
 
-    return tuple(cut(logical, size) for logical, size in zip(spec.axes, spec.shape, strict=True))
+    return tuple(split(logical, size) for logical, size in zip(spec.axes, spec.shape, strict=True))
 
 
-def _moved(cut: Cut | None, start: int) -> list[Runs]:
-    assert cut is not None
-    return [tuple((at if at == PADDING else at + start, count) for at, count in runs) for runs in cut.parts]
+def _moved(split: DimSplit | None, start: int) -> list[Runs]:
+    assert split is not None
+    return [tuple((at if at == PADDING else at + start, count) for at, count in runs) for runs in split.parts]
 
 
 def _scaled(runs: Runs, unit: int) -> Runs:
@@ -187,21 +189,21 @@ def take(array: Any, dim: int, runs: Runs) -> Any:
 # end with groups, groups are divided first: the same numbers with more scales.
 
 
-def group_size(columns: int, groups: int, cut: Cut | None, *, packed: bool) -> int:
+def group_size(columns: int, groups: int, split: DimSplit | None, *, packed: bool) -> int:
     """Columns of a group of scales on the mesh.
 
     Raises:
         UnsupportedError: columns that share a byte would have to be on different devices.
     """
     size = columns // groups
-    if cut is None or (groups == 1 and not packed):
+    if split is None or (groups == 1 and not packed):
         return size
-    edges = [number for part in cut.parts for start, count in part for number in (max(start, 0), count)]
+    edges = [number for part in split.parts for start, count in part for number in (max(start, 0), count)]
     found = math.gcd(size, *edges)
     if packed and found % 2:
         raise UnsupportedError(
             f"weights of four bits in groups of {size} columns cannot be divided: a device's share of {columns} "
-            f"columns is {_length(cut.parts[0])}, which must be even; quantize='none' dequantises them"
+            f"columns is {_length(split.parts[0])}, which must be even; quantize='none' dequantises them"
         )
     return found
 
@@ -225,14 +227,14 @@ def regroup(weight: QuantisedWeight[Any], size: int) -> QuantisedWeight[Any]:
     return QuantisedWeight(values=values, scales=scales, offsets=offsets)
 
 
-def _take_columns(weight: QuantisedWeight[Any], cut: Cut, runs: Runs) -> QuantisedWeight[Any]:
+def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> QuantisedWeight[Any]:
     last = weight.values.ndim - 1
     if weight.scales is None:
         return QuantisedWeight(values=take(weight.values, last, runs))
     packed, columns, groups = is_packed(weight), weight.shape[-1], weight.scales.shape[-1]
     if groups == 1 and not packed:
         return replace(weight, values=take(weight.values, last, runs))
-    size = group_size(columns, groups, cut, packed=packed)
+    size = group_size(columns, groups, split, packed=packed)
     weight = regroup(weight, size)
     of_groups = tuple((start if start == PADDING else start // size, count // size) for start, count in runs)
     bytes_of = _scaled(of_groups, size // 2 if packed else size)
@@ -260,43 +262,43 @@ class Slices(Protocol):
         ...
 
 
-def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[Cut, int], Runs]) -> Leaf:
-    """Takes what `runs(cut, size)` names out of every dimension that is divided, of that size in the model."""
+def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[DimSplit, int], Runs]) -> Leaf:
+    """Takes what `runs(split, size)` names out of every dimension that is divided, of that size in the model."""
     if isinstance(spec, QuantisedWeight):
         if isinstance(leaf.values, Slices):
             return QuantisedWeight(values=_taken(leaf.values, spec.values, division, runs))
         weight = _weight_spec(spec)
-        *rows, columns = cuts(weight, division)
-        for dim, cut in enumerate(rows):
-            if cut is not None:
-                own = runs(cut, weight.shape[dim])
+        *rows, columns = dim_splits(weight, division)
+        for dim, split in enumerate(rows):
+            if split is not None:
+                own = runs(split, weight.shape[dim])
                 leaf = jax.tree.map(lambda part, dim=dim, own=own: take(part, dim, own), leaf)
         return leaf if columns is None else _take_columns(leaf, columns, runs(columns, weight.shape[-1]))
-    found = cuts(spec, division)
+    found = dim_splits(spec, division)
     if isinstance(leaf, Slices):
         sizes = zip(spec.shape, found, strict=True)
-        return leaf.read(tuple(((0, size),) if cut is None else runs(cut, size) for size, cut in sizes))
-    for dim, cut in enumerate(found):
-        if cut is not None:
-            leaf = take(leaf, dim, runs(cut, spec.shape[dim]))
+        return leaf.read(tuple(((0, size),) if split is None else runs(split, size) for size, split in sizes))
+    for dim, split in enumerate(found):
+        if split is not None:
+            leaf = take(leaf, dim, runs(split, spec.shape[dim]))
     return leaf
 
 
 def part_of(leaf: Leaf, spec: Spec, division: Division, coordinates: Mapping[str, int]) -> Leaf:
     """Returns the part of a checkpoint's leaf that a device at these coordinates of the mesh holds."""
 
-    def part(cut: Cut, _: int) -> Runs:
+    def part(split: DimSplit, _: int) -> Runs:
         at = 0
-        for axis in cut.axes:
+        for axis in split.axes:
             at = at * getattr(division, axis) + coordinates[axis]
-        return cut.parts[at]
+        return split.parts[at]
 
     return _taken(leaf, spec, division, part)
 
 
 def on_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
     """Returns a checkpoint's leaf as it lies on the mesh: the devices' parts one after another."""
-    return _taken(leaf, spec, division, lambda cut, _: cut.whole)
+    return _taken(leaf, spec, division, lambda split, _: split.whole)
 
 
 def from_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
@@ -304,10 +306,10 @@ def from_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
     return _taken(leaf, spec, division, inverse)
 
 
-def inverse(cut: Cut, size: int) -> Runs:
+def inverse(split: DimSplit, size: int) -> Runs:
     """Returns where each number of the model lies on the mesh, the first copy of it."""
     placed, at = [], 0
-    for start, count in cut.whole:
+    for start, count in split.whole:
         if start != PADDING:
             placed.append((start, at, count))
         at += count
@@ -333,7 +335,8 @@ def keeps_numbers(spec: Spec, division: Division) -> bool:
     """Whether the numbers of a leaf on the mesh are the checkpoint's, not padded or copied or in another order."""
     weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
     return all(
-        cut is None or cut.whole == ((0, size),) for cut, size in zip(cuts(weight, division), weight.shape, strict=True)
+        split is None or split.whole == ((0, size),)
+        for split, size in zip(dim_splits(weight, division), weight.shape, strict=True)
     )
 
 
@@ -344,8 +347,10 @@ def specs_on_mesh(specs: ParamTree, division: Division) -> ParamTree:
 
 def _spec_on_mesh(spec: Spec, division: Division) -> Spec:
     weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
-    found = cuts(weight, division)
-    shape = tuple(size if cut is None else _length(cut.whole) for size, cut in zip(weight.shape, found, strict=True))
+    found = dim_splits(weight, division)
+    shape = tuple(
+        size if split is None else _length(split.whole) for size, split in zip(weight.shape, found, strict=True)
+    )
     if not isinstance(spec, QuantisedWeight):
         return replace(spec, shape=shape)
     values = replace(spec.values, shape=(*shape[:-1], shape[-1] // _packing(spec)))
@@ -378,7 +383,7 @@ def partitions(specs: ParamTree, division: Division) -> ParamTree:
 
     def of(spec: Spec) -> Any:
         weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
-        axes = [None if cut is None else cut.axes for cut in cuts(weight, division)]
+        axes = [None if split is None else split.axes for split in dim_splits(weight, division)]
         values = PartitionSpec(*axes)
         if not isinstance(spec, QuantisedWeight):
             return values

@@ -134,9 +134,9 @@ class ModelPlacement:
             return array
         cfg = self.division.cfg
         size = cfg.num_attention_heads if logical == "heads" else cfg.num_key_value_heads
-        (cut,) = divided.cuts(ParamSpec((size,), (logical,)), self.division)
-        assert cut is not None
-        return divided.take(array, axis, divided.inverse(cut, size))
+        (split,) = divided.dim_splits(ParamSpec((size,), (logical,)), self.division)
+        assert split is not None
+        return divided.take(array, axis, divided.inverse(split, size))
 
     def divide(self, params: ParamTree, specs: ParamTree) -> ParamTree:
         """Brings arrays in the checkpoint's form onto the devices, divided; those that are there already are shared."""

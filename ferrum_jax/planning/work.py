@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.models.division import Division, cuts
+from ferrum_jax.models.division import Division, dim_splits
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, named_leaves
 
@@ -143,7 +143,7 @@ def step_collectives(
         found.append(
             Collectives("all-reduce", "squares of queries and keys", cfg.num_hidden_layers, num_tokens * 2 * 4)
         )
-    (columns, _) = cuts(specs["model"]["embed_tokens"]["weight"], division)
+    (columns, _) = dim_splits(specs["model"]["embed_tokens"]["weight"], division)
     assert columns is not None
     width = sum(count for _, count in columns.whole)
     found.append(Collectives("all-gather", "logits", 1, logit_rows * width * 4))

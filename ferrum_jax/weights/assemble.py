@@ -22,7 +22,7 @@ from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamSpec, ParamTree, from_names, is_weight_spec, map_specs, named_leaves
 from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
-from ferrum_jax.weights.huge_pages import Putter, stack_in_turn
+from ferrum_jax.weights.huge_pages import DevicePlacer, stack_in_turn
 
 PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit the cache
 
@@ -87,7 +87,7 @@ def assemble(
     made: dict[str, Recipe] = named_leaves(tree)
     names = Track("reading weights")(made) if progress else made
     own, laid = (named_leaves(tree, is_weight_spec) for tree in (plain, layout_specs(plain, cfg, layout)))
-    put = Putter(placed.placement.first)
+    put = DevicePlacer(placed.placement.first)
     leaves = {name: put_recipe(made[name], read, placed, own, laid[name], put) for name in names}
     return from_names(tree, leaves)
 
@@ -120,7 +120,7 @@ def put_recipe(
     placed: ModelPlacement,
     own: Mapping[str, Any],
     laid: Any,
-    put: Putter,
+    put: DevicePlacer,
 ) -> Any:
     """Makes one leaf of a layout on its devices, out of the checkpoint's leaves that `read` returns.
 
@@ -151,7 +151,7 @@ def lay_out_on_host(
     def take(name: str) -> Any:
         return jax.tree.map(np.asarray, leaves.pop(name))
 
-    laid, put = named_leaves(specs, is_weight_spec), Putter(placed.placement.first)
+    laid, put = named_leaves(specs, is_weight_spec), DevicePlacer(placed.placement.first)
     return map_specs(lambda name, recipe: put_recipe(recipe, take, placed, own, laid[name], put), recipes(cfg, layout))
 
 

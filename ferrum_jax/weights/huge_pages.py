@@ -44,7 +44,7 @@ class HugePages:
         return found
 
 
-class Putter:
+class DevicePlacer:
     """Puts trees of arrays on a device; on a CPU, copies in huge pages if there are any."""
 
     def __init__(self, device: JaxDevice):

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from ferrum_jax import LLM, AsyncLLM
 from ferrum_jax.contract.errors import CancelledError, ResourceExhaustedError
-from ferrum_jax.generate.intake import Treatment
+from ferrum_jax.generate.intake import RequestOptions
 from ferrum_jax.generate.params import RequestOutput, SamplingParams
 from tests.executor.streams import Client, Known
 
@@ -71,7 +71,8 @@ class CallerClient(EngineClient):
             raise KeyboardInterrupt
 
         requests = [
-            self.llm._intake.group(self.text(known), params, Treatment(self.adapter(known))) for known, params in asked
+            self.llm._intake.group(self.text(known), params, RequestOptions(self.adapter(known)))
+            for known, params in asked
         ]
         self.llm._finish(requests, cast(Any, interrupt))
 

@@ -102,7 +102,7 @@ def test_a_kv_of_eight_bits_is_read_by_kernels_as_xla_reads_it(name: str, tmp_pa
         assert (found.describe()["attention"], found.describe()["kv_dtype"]) == ("cpu", "float8_e4m3fn")
         assert 4 * found.plan.cache.num_bytes == whole.plan.cache.num_bytes
         exact, xla, ours = answers(whole, tokens), answers(wanted, tokens), answers(found, tokens)
-        layer = next(at for at, seat in enumerate(found.plan.seats) if seat is not None)  # not a window alone
+        layer = next(at for at, one in enumerate(found.plan.pool_layers) if one is not None)  # not a window alone
         assert found.kv_cache("a", layer)[0].dtype == ml_dtypes.float8_e4m3fn
     for one, two, three in zip(exact, xla, ours, strict=True):
         np.testing.assert_allclose(three, two, rtol=0, atol=1e-4)

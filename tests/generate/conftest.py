@@ -39,7 +39,7 @@ def new_runner(params: ParamTree) -> MakeRunner:
     def make(weights: ParamTree = params, *, strict: bool = False, **changes: Any) -> ModelRunner:
         runner = make_runner(weights, replace(ENGINE, **changes), strict=strict)
         plan = runner.plan
-        sizes, programs = (plan.cache, plan.sampler, plan.seats, plan.window), runner._programs
+        sizes, programs = (plan.cache, plan.sampler, plan.pool_layers, plan.window), runner._programs
         programs._steps, programs._compile_seconds = shared.setdefault(sizes, ({}, {}))
         return runner
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax import LLM, SamplingParams, models
-from ferrum_jax.generate.intake import Treatment
+from ferrum_jax.generate.intake import RequestOptions
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.rollout import kv_spec
 from ferrum_jax.generate.updates import LivePolicy, params_update
@@ -96,7 +96,7 @@ class Traffic:
                 max_tokens=draw.randint(1, 12), temperature=temperature, seed=draw.randrange(2**32),
                 logprobs=True, prompt_logprobs=draw.random() < 0.3, n=n, ignore_eos=True,
             )  # fmt: skip
-            group = self.llm._intake.group(prompt, params, Treatment())
+            group = self.llm._intake.group(prompt, params, RequestOptions())
         self.requests += group
         self.llm.engine.scheduler.submit(group[0])
 

@@ -168,7 +168,7 @@ def test_a_sequence_is_recomputed_only_where_its_next_token_would_see_an_evicted
 def test_what_is_written_after_a_truncation_to_nothing_is_of_the_present_weights():
     table = SequenceTable(max_seqs=2, kv_capacity=CAPACITY, block_size=BLOCK, num_blocks=BLOCKS, prefixes=PrefixIndex())
     live = _written(table, "a", [1] * 9)
-    table.outdate()
+    table.invalidate_prefixes()
     assert (live.is_private, live.is_outdated) == (True, True)
     table.truncate("a", 1)
     assert (live.is_private, live.is_outdated) == (True, True)

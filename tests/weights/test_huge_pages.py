@@ -16,7 +16,7 @@ import pytest
 
 import ferrum_jax
 from ferrum_jax.weights import huge_pages, orbax
-from ferrum_jax.weights.huge_pages import LINE, PAGE, HugePages, Putter
+from ferrum_jax.weights.huge_pages import LINE, PAGE, DevicePlacer, HugePages
 from tests import tiny
 
 NAME = "qwen3_llama3"
@@ -69,7 +69,7 @@ def test_jax_takes_a_copy_as_it_lies():
 
 def test_what_is_put_is_no_view_of_what_was_given():
     given = np.ones(1 << 20)
-    found = Putter(jax.local_devices(backend="cpu")[0])({"a": given})
+    found = DevicePlacer(jax.local_devices(backend="cpu")[0])({"a": given})
     given[:] = 2
     assert float(found["a"].sum()) == 1 << 20
 
@@ -89,7 +89,7 @@ def test_a_stack_is_filled_with_one_part_at_a_time():
             yield {"a": part}
             del part
 
-    found = Putter(jax.local_devices(backend="cpu")[0]).stack(parts(), 4)
+    found = DevicePlacer(jax.local_devices(backend="cpu")[0]).stack(parts(), 4)
     np.testing.assert_array_equal(found["a"], np.repeat(np.arange(4), 1000).reshape(4, 1000))
     assert most == 1
 
