@@ -375,9 +375,12 @@ class Scheduler:
         requests = list(self._running)
         try:
             found = self.model.decode_n(runs, until_one_ends=bool(self._waiting))
-        except FerrumError:  # for blocks of so many tokens, or for what one asks: token by token then
+        except FerrumError as problem:
             self._resynchronise()
-            return False
+            if problem.is_client_error or isinstance(problem, ResourceExhaustedError):
+                return False  # token by token: blocks for so many tokens are short, or one request asks too much
+            self._fail([*self._running], problem)
+            return True
         for request, run in zip(requests, found, strict=True):
             processed = run.logprobs if run.processed_logprobs is None else run.processed_logprobs
             for choice in map(TokenChoice, run.token_ids, run.logprobs, processed):

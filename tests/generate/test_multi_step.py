@@ -6,7 +6,7 @@ import pytest
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.contract import DecodeRun
-from ferrum_jax.contract.errors import ResourceExhaustedError
+from ferrum_jax.contract.errors import DeviceError, ResourceExhaustedError
 from ferrum_jax.executor import ModelRunner
 from tests.generate.conftest import MakeRunner, crowded, is_empty
 
@@ -48,6 +48,18 @@ def test_a_batch_of_decodes_takes_one_call_for_many_tokens(loops: ModelRunner, m
     monkeypatch.setattr(loops, "decode_n", counted)
     LLM.from_model(loops, max_rows=4).generate(PROMPTS[:2], SamplingParams(max_tokens=13))
     assert [[run.max_tokens for run in runs] for runs in calls] == [[4, 4]] * 3
+
+
+def test_a_failure_of_the_device_in_a_loop_is_what_the_caller_hears(
+    loops: ModelRunner, monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: object, **__: object) -> None:
+        raise DeviceError("it fell over")
+
+    monkeypatch.setattr(loops, "decode_n", broken)
+    with pytest.raises(DeviceError, match="it fell over"):
+        LLM.from_model(loops, max_rows=4).generate(PROMPTS[:2], SamplingParams(max_tokens=13))
+    assert is_empty(loops)
 
 
 def test_where_blocks_for_a_whole_call_are_short_it_goes_on_token_by_token(
