@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from ferrum_jax.compile.changes import Changes, tail_of
 from ferrum_jax.config import ModelConfig
 from ferrum_jax.contract.checks import check_int
-from ferrum_jax.contract.errors import RequestValidationError, ResourceExhaustedError, UnsupportedError, safe_repr
+from ferrum_jax.contract.errors import (
+    InvalidParameterError,
+    RequestValidationError,
+    ResourceExhaustedError,
+    UnsupportedError,
+    safe_repr,
+)
 from ferrum_jax.models.hooks import Edit, Point, check_interventions, check_supported
 from ferrum_jax.models.placement import ModelPlacement
 
@@ -165,7 +171,9 @@ def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[
                 "(models.run and generate_fn take functions)"
             )
         shape, dtype = tail_of(point, cfg)
-        edit = jax.tree.map(np.asarray, intervention)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(intervention)):
+            raise InvalidParameterError(f"the edit at {point.name!r} has an array that was donated or deleted")
+        edit = jax.tree.map(np.array, intervention)  # copies: the caller may fill its arrays anew
         layers = range(cfg.num_hidden_layers) if point.layer is None else [point.layer]
         for layer in layers:
             own = edit if point.layer is not None else jax.tree.map(lambda leaf, at=layer: leaf[at], edit)

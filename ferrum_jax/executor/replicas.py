@@ -321,9 +321,7 @@ class ReplicatedRunner(ModelRunner):
 
     def _copied(self, params: ParamTree, replica: ModelRunner) -> ParamTree:
         try:
-            if replica.placed.division is None:  # else they are brought to its devices when they are checked
-                params = jax.device_put(params, replica.device)
-            return replica._device.check_params(params)
+            return replica._device.check_params(params)  # which brings them to its devices
         except jax.errors.JaxRuntimeError as problem:
             raise ResourceExhaustedError(f"these weights cannot be copied to {replica.device}: {problem}") from problem
 

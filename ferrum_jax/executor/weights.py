@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format
+from jax.sharding import SingleDeviceSharding
 
 from ferrum_jax.config import DTYPES, ModelConfig
 from ferrum_jax.contract.checks import check_no_problems, differences
@@ -42,25 +44,30 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
 
 
 def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
-    """Returns parameters as whole arrays on one device; the tree itself if they are, else what lies elsewhere is moved.
+    """Returns parameters as whole arrays in a device's own memory; the tree itself if they are, else others are moved.
 
-    Parts on several devices are joined there, from device to device. What is no array, or deleted, stays as it is.
+    Parts on several devices are joined there, from device to device. An array in host memory, or with another order of
+    axes in memory than a step expects, is moved as well. What is no array, or deleted, stays as it is.
 
     Raises:
         UnsupportedError: an array lies on devices of other processes, too.
     """
+    home = SingleDeviceSharding(device)
 
     def is_there(leaf: Any) -> bool:
         if not isinstance(leaf, jax.Array) or leaf.is_deleted():
             return True
-        return isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding) and leaf.devices() == {device}
+        if leaf.sharding != home:
+            return False
+        return leaf.format.layout.major_to_minor == tuple(range(leaf.ndim))  # pyright: ignore[reportAttributeAccessIssue]
 
     def bring(leaf: Any) -> Any:
         if is_there(leaf):
             return leaf
         if not leaf.is_fully_addressable:
             raise UnsupportedError("these weights lie on devices of several processes, a runner on one device has one")
-        return jax.device_put(joined(leaf), device)
+        moved = jax.device_put(joined(leaf), home)
+        return moved if is_there(moved) else jax.device_put(moved, Format(None, home))
 
     return params if all(map(is_there, jax.tree.leaves(params))) else jax.tree.map(bring, params)
 

@@ -148,6 +148,19 @@ def test_what_cannot_be_bound_is_refused(runner: ModelRunner, oracle: Oracle, gi
         runner.set_interventions("a", STEER)
 
 
+def test_an_edit_is_as_it_was_when_it_was_bound(runner: ModelRunner, changed: Oracle):
+    buffer = VECTOR.copy()
+    for name in ("a", "b"):
+        runner.set_interventions(name, {("resid_post", 0): Edit(add=buffer)})
+        buffer += 1.0
+    for at, name in enumerate(("a", "b")):
+        close(runner.prefill(name, TOKENS), changed(TOKENS, {("resid_post", 0): Edit(add=VECTOR + at)})[-1])
+    gone = jnp.asarray(VECTOR)
+    gone.delete()
+    with pytest.raises(InvalidParameterError, match="'resid_post' has an array that was donated or deleted"):
+        runner.set_interventions("c", {("resid_post", 0): Edit(add=gone)})
+
+
 @pytest.mark.parametrize("second", [Edit(add=HEADS), Edit(scale=np.float32(0.5)), replace_with(HEADS), Edit()])
 def test_edits_of_one_layer_and_of_all_are_done_in_their_order(runner: ModelRunner, params: ParamTree, second: Edit):
     all_layers = Edit(scale=np.full((CFG.num_hidden_layers, 1, 1), 0.7), add=np.stack([HEADS + 1, HEADS - 1]))

@@ -57,6 +57,25 @@ def test_weights_on_a_trainers_mesh_are_served_without_passing_through_the_host(
         tiny.assert_same_tree(runner.params, other)
 
 
+@pytest.mark.parametrize("spec", [P(), P("model")])
+def test_weights_in_host_memory_are_served_by_replicas(spec: P):
+    cfg, params, other = tiny.model_config(NAME), *(tiny.tiny_params(tiny.CONFIGS[NAME], seed) for seed in (1, 2))
+    mesh = jax.make_mesh((2,), ("model",))
+
+    def away(leaf: jax.Array) -> jax.Array:
+        own = spec if leaf.shape[0] % 2 == 0 else P()
+        return jax.device_put(leaf, NamedSharding(mesh, own, memory_kind="pinned_host"))
+
+    with (
+        ferrum_jax.from_params(params, cfg, mesh={"data": 2}, engine=ENGINE) as runner,
+        ferrum_jax.from_params(other, cfg, engine=ENGINE) as expected,
+    ):
+        runner.set_params(jax.tree.map(away, other))
+        answer = expected.prefill("a", TOKENS)
+        for name in ("a", "b"):
+            agree(runner.prefill(name, TOKENS), answer)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_calls_inside_a_mesh_that_the_caller_has_set_are_as_outside(kind: AxisType):
     params, cfg = tiny.tiny_params(tiny.CONFIGS[NAME]), tiny.model_config(NAME)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import SingleDeviceSharding
 from numpy.typing import NDArray
 
 from ferrum_jax import LLM, LlmExecutor, models
@@ -65,6 +67,27 @@ def test_weights_are_taken_without_a_copy(runner: ModelRunner, others: ParamTree
     runner.set_params(others)
     for mine, theirs in zip(jax.tree.leaves(runner.params), jax.tree.leaves(others), strict=True):
         assert mine.unsafe_buffer_pointer() == theirs.unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("where", ["host memory", "another order of axes"])
+def test_weights_are_moved_to_where_steps_read_them(
+    runner: ModelRunner, others: ParamTree, oracle_of: OracleOf, compiles: list[str], where: str
+):
+    device = runner.device
+
+    def away(leaf: jax.Array) -> jax.Array:
+        if where == "host memory":
+            return jax.device_put(leaf, SingleDeviceSharding(device, memory_kind="pinned_host"))
+        return jax.device_put(leaf, Format(Layout(tuple(reversed(range(leaf.ndim)))), SingleDeviceSharding(device)))
+
+    given = jax.tree.map(away, others)
+    runner.set_params(given)
+    expected = oracle_of(others)(TOKENS)[-1]
+    compiles.clear()
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
+    assert compiles == []
+    with from_params(given, CFG, engine=NARROW) as served:
+        np.testing.assert_allclose(served.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
 
 
 def _changed(params: ParamTree, leaf: object) -> ParamTree:
