@@ -64,14 +64,16 @@ class ReplicatedRunner(ModelRunner):
         """Keeps new sequences away from replicas that ran short, unless the others have no room.
 
         Returns whether those have: slots and blocks for sequences of so many positions, each placed where most blocks
-        are left, and one block more.
+        are left, and one block more for each that may grow into it.
         """
         with self._life.lock, self._life:
             self._router.short = frozenset(short)
             tables = [one._pipeline.table for at, one in enumerate(self.replicas) if at not in short]
             left = [[one.pool.num_free, one.num_free_slots] for one in tables if one.num_free_slots]
-            for needed in map(self.replicas[0]._pipeline.table.num_blocks, positions):
-                if not left or max(left)[0] <= needed:
+            table = self.replicas[0]._pipeline.table
+            most = table.num_blocks(table.longest)
+            for needed in map(table.num_blocks, positions):
+                if not left or max(left)[0] < max(needed, min(needed + 1, most)):
                     return False
                 best = max(left)
                 best[0] -= needed

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -103,12 +104,21 @@ class Speculator:
                 owners.append(request)
         if not wants:
             return []
+        vocab_size, fitting = self._model.config.vocab_size, []
         try:
-            drafts = [_fit(*one) for one in zip(owners, self.source.propose(wants), wants, strict=True)]
+            proposed = list(zip(owners, self.source.propose(wants), wants, strict=True))
         except Exception as problem:  # noqa: BLE001  of any kind: a draft that fails costs nobody an answer
             self._warn("propose", problem)
             return []
-        return [(owner, draft) for owner, draft in zip(owners, drafts, strict=True) if draft.tokens]
+        for owner, draft, want in proposed:
+            try:
+                draft = _fit(owner, draft, want, vocab_size)
+            except Exception as problem:  # noqa: BLE001  of any kind: it is no draft
+                self._warn("a draft", problem)
+                continue
+            if draft.tokens:
+                fitting.append((owner, draft))
+        return fitting
 
     def _hand_out(self, request: Request, draft: Draft, verdict: Sequence[TokenChoice]) -> None:
         request.num_read += len(verdict)
@@ -130,12 +140,24 @@ class Speculator:
                 self._backend.truncate_kv(request.cache_id, request.num_read)
 
 
-def _fit(request: Request, draft: Draft, want: DraftWant) -> Draft:
-    """Returns of a draft what fits the form of the answer, if it has one; its probabilities knew nothing of that."""
-    if request.form is None:
-        return draft
-    tokens, masks = request.fit_draft(request.form, draft.tokens, want.count)
-    return Draft(tokens, masks=np.stack(masks) if tokens else None)
+def _fit(request: Request, draft: Draft, want: DraftWant, vocab_size: int) -> Draft:
+    """Returns the part of a draft that can be verified; raises anything if it is malformed.
+
+    Probabilities are dropped where nothing is drawn, and where the answer has a form, of which they know nothing.
+    """
+    proposed = [index(token) for token in draft.tokens][: want.count]
+    count = next((at for at, token in enumerate(proposed) if not 0 <= token < vocab_size), len(proposed))
+    tokens = proposed[:count]
+    if request.form is not None:
+        tokens, masks = request.fit_draft(request.form, tokens, want.count)
+        return Draft(tokens, masks=np.stack(masks) if tokens else None)
+    if draft.probabilities is None or want.settings.temperature == 0:
+        return Draft(tokens)
+    probabilities = np.asarray(draft.probabilities, np.float64)
+    if probabilities.shape != (len(draft.tokens), vocab_size) or not np.isfinite(probabilities.sum()):
+        shape = list(probabilities.shape)
+        raise ValueError(f"probabilities have shape {shape}, expected finite [{len(draft.tokens)}, {vocab_size}]")
+    return Draft(tokens, probabilities[:count])
 
 
 def _row(request: Request, draft: Draft) -> ScheduledRow:

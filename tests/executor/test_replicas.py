@@ -290,12 +290,13 @@ def test_policies_scores_and_captures_go_where_the_sequence_is(two: ReplicatedRu
 def test_room_is_counted_for_all_that_join_and_only_where_they_may_go(two: ReplicatedRunner):
     size, free = two.plan.cache.block_size, [one._pipeline.table.pool.num_free for one in two.replicas]
     assert free == [18, 18]
-    assert two.keep_from((), [17 * size, 17 * size])  # one more is left on each
-    assert not two.keep_from((), [17 * size, 18 * size])
-    assert not two.keep_from((), [9 * size, 9 * size, 9 * size])  # no replica has room for the third
-    assert two.keep_from((), [9 * size, 9 * size, 8 * size, 8 * size])
-    assert two.keep_from((0,), [17 * size])
-    assert not two.keep_from((0,), [18 * size])
+    most = two.kv_capacity()
+    assert size * 5 < most < size * 6
+    assert two.keep_from((), [most] * 6)
+    assert not two.keep_from((), [most] * 7)
+    assert two.keep_from((0,), [5 * size, 5 * size, 3 * size, 4 * size])  # and a block more for the last
+    assert not two.keep_from((0,), [5 * size, 5 * size, 3 * size, 5 * size])
+    assert not two.keep_from((0,), [most] * 4)
     assert two.keep_from((0,), [1] * 4)
     assert not two.keep_from((0,), [1] * 5)  # of four slots
     two.prefill("a", [1])

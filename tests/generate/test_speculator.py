@@ -199,6 +199,52 @@ def test_a_source_with_too_few_drafts_costs_nobody_an_answer():
     assert one.output().token_ids == answer(model, [1, 2], 9)
 
 
+EVEN = np.full((2, 23), 1 / 23)
+MALFORMED = {
+    "none": None,
+    "a token that is none": Draft([None]),  # type: ignore[list-item]
+    "a token of 64 bits": Draft([2**40]),
+    "fewer probabilities": Draft([1, 2], EVEN[:1]),
+    "another vocabulary": Draft([1, 2], EVEN[:, :5]),
+    "no numbers": Draft([1, 2], EVEN * np.nan),
+}
+
+
+@pytest.mark.parametrize("draft", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_malformed_draft_costs_time_only(draft: Draft, temperature: float):
+    model = MarkovLLM(23, seed=1)
+    alone = Scheduler(model, max_rows=2, chunk_tokens=50)
+    plain = [request(alone, [number], 9, temperature=temperature) for number in (1, 2)]
+    finish(alone, plain)
+    said = plain[1].answer
+
+    def say(want: DraftWant) -> Draft:
+        return draft if want.tokens[0] == 1 else Draft(said[len(want.tokens) - 1 :][:2])
+
+    source = Scripted(say, num_tokens=2)
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=source)
+    found = [request(engine, [number], 9, temperature=temperature) for number in (1, 2)]
+    finish(engine, found)
+    assert [one.output().token_ids for one in found] == [one.answer for one in plain]
+    assert found[1].accepted > 0
+
+
+def test_tokens_of_any_kind_of_integer_are_a_draft_and_a_greedy_answer_needs_no_probabilities():
+    model = UnifiedRollingLLM()
+    said = right(model)
+
+    def say(want: DraftWant) -> Draft:
+        (draft,) = said.propose([want])
+        return Draft(np.array(draft.tokens), np.full((len(draft.tokens), 23), 1 / 23))  # type: ignore[arg-type]
+
+    engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=Scripted(say))
+    one = request(engine, [1, 2], 9)
+    finish(engine, [one])
+    assert one.output().token_ids == answer(model, [1, 2], 9)
+    assert one.accepted == one.drafted > 0
+
+
 def test_what_the_model_refuses_of_a_draft_is_generated_without_it():
     model = UnifiedRollingLLM()
     engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=Scripted(lambda _: Draft([0, 999])))
