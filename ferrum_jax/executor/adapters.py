@@ -37,22 +37,22 @@ NONE = -1  # row of the stacks of a sequence without an adapter
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
-    """An adapter on the device. Each loading is another one, so that prefixes never outlive their weights."""
+    """An adapter on the device. Each loading makes a new one, so that no prefix outlives the weights it is of."""
 
     name: str
-    path: str  # as it was given, from the root; empty where its values were set as arrays
-    real_path: str  # where its links led when it was loaded
+    path: str  # as it was given, made absolute; empty if its values were set as arrays
+    real_path: str  # without links, as they led when it was loaded
     row: int  # in the stacks
     num_projections: int
     is_pinned: bool  # loaded by name, not because a sequence was bound to it
 
     def is_from(self, path: str | os.PathLike[str]) -> bool:
-        """True of the path it was loaded by, wherever that leads now, of other spellings of what it was, and of ""."""
+        """True of the path it was loaded from, wherever that leads now, of others that lead there, and of ""."""
         if path == "" or not self.path:
             return path == ""
         try:
             return self.path == _from_root(path) or self.real_path == os.path.realpath(path)
-        except (OSError, TypeError, ValueError):  # what is no path at all
+        except (OSError, TypeError, ValueError):  # `path` is no path
             return False
 
 
@@ -74,7 +74,7 @@ class Adapters:
     def __post_init__(self):
         if self.spec is not None:
             shapes = specs.shapes(stacks := adapters.stack_specs(self.cfg, self.spec), self.dtype)
-            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)  # which JAX would compile
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)  # JAX would compile its own
             self.stacks = self.placed.put_tree(zeros, stacks)
 
     def of(self, cache_id: str) -> LoadedAdapter | None:
@@ -91,7 +91,7 @@ class Adapters:
         return bool(self._bound)
 
     def check_enabled(self, name: str) -> None:
-        """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for what is no name."""
+        """Raises UnsupportedError where no adapter can ever be loaded, RequestValidationError for an invalid name."""
         _check_name(name)
         if self.spec is None:
             raise UnsupportedError(f"adapter {name!r} cannot be used: this model was loaded with max_loras=0")
@@ -106,12 +106,12 @@ class Adapters:
             raise AlreadyExistsError(f"adapter {name!r} is loaded, from {self._loaded[name].path or 'arrays'}")
 
     def check_room(self, name: str) -> None:
-        """Raises ResourceExhaustedError where no adapter may go for one of a new name."""
+        """Raises ResourceExhaustedError if a new name needs room and no loaded adapter may be evicted."""
         if self.spec is not None and not self.has(name) and len(self._loaded) >= self.spec.max_loras:
             self._first_idle()
 
     def read(self, path: str | os.PathLike[str]) -> PeftAdapter:
-        """Reads an adapter's files; raises as `read_adapter` does, NotFoundError also for what may not be read."""
+        """Reads an adapter's files; raises as `read_adapter`, with NotFoundError also for files that cannot be read."""
         if not isinstance(path, (str, os.PathLike)):
             raise RequestValidationError(f"path of an adapter is {safe_repr(path)}, expected a path")
         try:
@@ -122,7 +122,7 @@ class Adapters:
     def load(
         self, name: str, read: PeftAdapter, path: str | os.PathLike[str], *, is_pinned: bool
     ) -> list[LoadedAdapter]:
-        """Puts an adapter on the device; returns those that made room for it.
+        """Puts an adapter on the device; returns those that were evicted for it.
 
         Raises:
             AlreadyExistsError: the name is in use.
@@ -135,17 +135,17 @@ class Adapters:
         if is_pinned or (older is not None and not self._is_idle(older)):
             self.check_new(name)
         places = _from_root(path), os.path.realpath(path)
-        # The files are read here alone, so that no other host needs them, or could find others under the same path.
+        # Only process 0 reads the files: another host may lack them, or have others under the same path.
         leaves = jax.tree.leaves(lay_out(read, self.spec, self.dtype))
         return self._place(LoadedAdapter(name, *places, NONE, len(read.projections), is_pinned), leaves)
 
     def check_settable(self, name: str, keep: KeptSequences) -> LoadedAdapter | None:
-        """Returns the adapter of that name, whose values may be replaced, None if there is none.
+        """Returns the adapter of a name, or None, after checking that `set` may replace or add it.
 
         Raises:
             AlreadyExistsError: it was loaded from a path.
-            RequestValidationError: a sequence is bound to it that is not to be kept.
-            ResourceExhaustedError: as of `load`.
+            RequestValidationError: a sequence that is not kept is bound to it.
+            ResourceExhaustedError: as in `load`.
         """
         self.check_enabled(name)
         older = self._loaded.get(name)
@@ -158,14 +158,14 @@ class Adapters:
         return older
 
     def lay_out(self, tree: Any, scale: float, index: int) -> ParamTree:
-        """Returns the arrays of an adapter as the stacks want them; raises as `lay_out_arrays`."""
+        """Returns the arrays of an adapter in the form of a row of the stacks; raises as `lay_out_arrays`."""
         assert self.spec is not None
         return lay_out_arrays(tree, self.cfg, self.spec, self.dtype, scale=scale, index=index)
 
     def set(self, name: str, laid_out: ParamTree) -> list[LoadedAdapter]:
-        """Puts arrays on the device, in the place of those of that name; returns what made room for them.
+        """Puts an adapter's arrays on the device; returns the adapter that was replaced or evicted for it, if any.
 
-        Sequences that are bound to the former stay bound to the name.
+        Sequences bound to the one replaced are bound to the new one.
         """
         older = self._loaded.get(name)
         users = [] if older is None else self.users_of(older)
@@ -176,7 +176,7 @@ class Adapters:
         return evicted
 
     def named(self, name: str) -> LoadedAdapter | None:
-        """Returns the loaded adapter of a name."""
+        """Returns the loaded adapter of a name, or None."""
         return self._loaded.get(name)
 
     def users_of(self, adapter: LoadedAdapter) -> list[str]:
@@ -184,7 +184,7 @@ class Adapters:
         return [cache_id for cache_id, one in self._bound.items() if one is adapter]
 
     def _place(self, made: LoadedAdapter, leaves: Sequence[Any]) -> list[LoadedAdapter]:
-        """Puts an adapter into the row of the one of its name, or another; returns those that made room for it."""
+        """Puts an adapter into a row of the stacks; returns the adapter that was replaced or evicted for it, if any."""
         assert self.spec is not None
         name, older = made.name, self._loaded.get(made.name)
         if older is not None:
@@ -242,10 +242,11 @@ class Adapters:
             raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
 
     def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
-        """Returns the loaded adapter of that name, None if there is none, or one from another path that may go.
+        """Returns the loaded adapter of that name and path, or None; then one from another path may be evicted.
 
         Raises:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.
+            NotFoundError: no adapter has the name, and the path is empty.
         """
         found = self._loaded.get(adapter.name)
         if found is None and not os.fspath(adapter.path):
@@ -259,7 +260,7 @@ class Adapters:
         )
 
     def check_binding(self, cache_id: str, adapter: ActiveLoraAdapter | None, length: int) -> None:
-        """Raises RequestValidation if a sequence with positions would change its adapter."""
+        """Raises RequestValidationError if a sequence with positions would change its adapter."""
         bound = self._bound.get(cache_id)
         if adapter is None or bound is None:
             is_same = adapter is bound
@@ -297,11 +298,11 @@ class Adapters:
         }
 
     def _is_idle(self, adapter: LoadedAdapter) -> bool:
-        """True of one that may go: not loaded by name, and bound to nothing."""
+        """True of an adapter that may be evicted: not loaded by name, and no sequence is bound to it."""
         return not adapter.is_pinned and all(one is not adapter for one in self._bound.values())
 
     def _first_idle(self) -> LoadedAdapter:
-        """Finds the adapter to give way, of those that may go the one used longest ago."""
+        """Returns the adapter to evict: of those that may be, the one that was bound longest ago."""
         for one in self._loaded.values():
             if self._is_idle(one):
                 return one
@@ -313,16 +314,16 @@ class Adapters:
 
 
 def not_kept(cache_ids: Iterable[str], keep: KeptSequences) -> list[str]:
-    """Returns the ids that are not to stay live."""
+    """Returns the ids that `keep` leaves out."""
     if isinstance(keep, bool):
         return [] if keep else list(cache_ids)
     return [one for one in cache_ids if one not in keep]
 
 
 def call(program: Callable[..., T], *arguments: Any) -> T:
-    """Calls a program that takes arrays of the host: a transfer that is meant, whatever `jax.transfer_guard` says.
+    """Calls a program with arrays of the host, an intended transfer that `jax.transfer_guard` must not refuse.
 
-    To put the arrays on the device first would be as explicit, and takes eight times as long.
+    Putting the arrays on the device first would need no exception, but takes eight times as long.
     """
     with jax.transfer_guard_host_to_device("allow"):
         return program(*arguments)

@@ -1,4 +1,4 @@
-"""What steps have answered: from arrays on the device to one answer per row."""
+"""Reads the outputs of steps: from arrays on the device to one answer per row."""
 
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
@@ -26,20 +26,20 @@ from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.kvcache.sequences import CachedSequence, SequenceTable
 from ferrum_jax.models.hooks import ATTENTION, Point
 
-Answer = Any  # what a row's output says: None, logits, TokenChoice, a list of them, or Scores; or WithCaptures
-CapturedPiece = tuple[int, dict[Point, NDArray[Any]]]  # of one row in one step: first token, and [n, ...] of each
+Answer = Any  # as a row's output asks: None, logits, TokenChoice, a list of them, or Scores; or WithCaptures
+CapturedPiece = tuple[int, dict[Point, NDArray[Any]]]  # of one row in one step: first token's index, [n, ...] by point
 
 
 @dataclass(eq=False)
 class ActiveRows:
-    """The rows of a batch on their way, by column: what is left of each to compute, and where it lies."""
+    """The rows of a batch that runs, by column: the tokens to compute of each, and their place in the KV."""
 
     outputs: Sequence[Output]
-    tokens: Sequence[NDArray[np.int32]]  # [n] each, those that are computed
-    first: InitVar[Sequence[int]]  # positions of the first of them
+    tokens: Sequence[NDArray[np.int32]]  # [n] each, the tokens to compute
+    first: InitVar[Sequence[int]]  # position of the first token of each
     lives: Sequence[CachedSequence]
-    adapters: Sequence[int]  # rows of the stacks
-    changes: Sequence[int] = ()  # rows of the interventions, where there are any
+    adapters: Sequence[int]  # index of each in the stacks of adapters
+    changes: Sequence[int] = ()  # index of each in the stacks of interventions, where there are any
     captures: Sequence[tuple[Point, ...]] = ()  # hook points of each
 
     def __post_init__(self, first: Sequence[int]):
@@ -49,16 +49,16 @@ class ActiveRows:
 
 
 class StepPart(NamedTuple):
-    """One step that was begun, and what is wanted of it."""
+    """One step that was begun, and the outputs that its rows want."""
 
     plan: StepPlan
     outputs: StepOutputs
     rows: ActiveRows
-    wanted: Sequence[int]  # which of the rows, by row of the logits, or by block of those of all tokens
-    asked: Sequence[Output]  # what each of these rows wants
+    wanted: Sequence[int]  # the batch's row for each row of logits; for each query block, if all tokens have logits
+    asked: Sequence[Output]  # the output of each of these rows
     sampled: Sampled[jax.Array] | None = None
     probabilities: jax.Array | None = None  # of `Distributions`
-    processed: jax.Array | None = None  # float32 [X]: of those with settings
+    processed: jax.Array | None = None  # float32 [X]: of `TargetScores` with settings
 
 
 def read_part(
@@ -68,7 +68,7 @@ def read_part(
     device: DeviceState,
     table: SequenceTable,
 ) -> None:
-    """Copies what is wanted of one step to the host, and enters what the device has chosen in the table."""
+    """Copies the wanted outputs of one step to the host, and enters sampled tokens in the table."""
     fetch, rows, kinds = device.fetch, part.rows, set(map(type, part.asked))
     if part.plan.key.capture:
         _read_captured(part, captured, device)
@@ -119,7 +119,7 @@ def read_part(
 
 
 class _Choices:
-    """Tokens that were chosen in one step, read; the alternatives only where a row wants any."""
+    """The tokens chosen in one step, on the host; the alternatives only if a row wants any."""
 
     def __init__(self, sampled: Sampled[jax.Array], asked: Sequence[Output], fetch: Any):
         packed = fetch(sampled.packed)
@@ -131,7 +131,7 @@ class _Choices:
 
     def at(self, index: int, settings: SlotSettings) -> TokenChoice:
         """Returns the choice of one row of logits."""
-        if settings.num_logprobs < 0:  # whatever another row of the step wanted
+        if settings.num_logprobs < 0:  # the step may have computed some for another row
             return TokenChoice(self._ids[index], 0.0, 0.0)
         raw, processed = self._numbers[index]
         if settings.num_logprobs == 0:
@@ -142,7 +142,7 @@ class _Choices:
 
 
 def _scores(part: StepPart, fetch: Any) -> list[NDArray[Any]]:
-    """Copies scores to the host; the alternatives only where a row wants any."""
+    """Copies scores to the host; the alternatives only if a row wants any."""
     found = part.outputs.scores
     assert found is not None
     with_tops = any(isinstance(one, TargetScores) and one.with_alternatives for one in part.asked)
@@ -171,7 +171,7 @@ def _add(answers: list[Answer], index: int, piece: Any) -> None:
 
 
 def join_answer(answer: list[Any]) -> Answer:
-    """Joins the pieces of a row that may take several steps."""
+    """Joins the pieces of a row's answer, one from each of its steps."""
     match answer[0]:
         case _Logits():
             return np.concatenate([piece.rows for piece in answer])
@@ -197,7 +197,7 @@ def join_answer(answer: list[Any]) -> Answer:
 
 
 def _read_captured(part: StepPart, captured: dict[int, list[CapturedPiece]], device: DeviceState) -> None:
-    """Copies what a step captured to the host, and cuts out each row's share."""
+    """Copies the captured arrays of a step to the host, and cuts out the part of each row."""
     key, rows = part.plan.key, part.rows
     found = jax.tree.map(device.fetch, part.outputs.captured)
     found = {
@@ -216,7 +216,7 @@ def _read_captured(part: StepPart, captured: dict[int, list[CapturedPiece]], dev
             cut = {}
             for point in points:
                 array = found[point]
-                if isinstance(array, tuple):  # attention, to the positions up to the row's end
+                if isinstance(array, tuple):  # attention, cut at the row's end
                     array = array[number][at, :, :size, : rows.ends[row]]
                 else:
                     array = array[first + at * width : first + at * width + size]
@@ -226,7 +226,7 @@ def _read_captured(part: StepPart, captured: dict[int, list[CapturedPiece]], dev
 
 
 def join_captured(pieces: list[CapturedPiece]) -> dict[Point, NDArray[Any]]:
-    """Joins what was captured of one row, in the order of its tokens; of attention `[N, n, S]`."""
+    """Joins the captured pieces of one row in the order of its tokens: `[n, ...]`; of attention `[N, n, S]`."""
     ordered = [arrays for _, arrays in sorted(pieces, key=lambda piece: piece[0])]
     return {
         point: np.concatenate([arrays[point] for arrays in ordered], axis=int(point.name in ATTENTION))

@@ -1,4 +1,4 @@
-"""What follows on a step's logits, which stay on the device: a token chosen, drafts verified, given tokens scored."""
+"""Programs that read a step's logits on the device: they choose tokens, verify drafts, or score given tokens."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,16 @@ from ferrum_jax.executor.batch import Distributions, Output, SampledToken, Targe
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.kvcache.sequences import SequenceTable
 
-WITH_SETTINGS = {SampledToken, VerifiedTokens, Distributions, TargetScores}  # outputs that may have some
+WITH_SETTINGS = {SampledToken, VerifiedTokens, Distributions, TargetScores}  # outputs that may have settings
 
 
 def has_settings(output: Output) -> bool:
-    """True of an output that the settings of the row's slot decide."""
+    """True if an output has sampler settings."""
     return getattr(output, "settings", None) is not None
 
 
 def has_masks(outputs: Sequence[Output]) -> bool:
-    """True where any output says which tokens may be chosen now."""
+    """True if any output has a mask of allowed tokens."""
     return any(isinstance(one, SampledToken) and one.mask is not None for one in outputs)
 
 
@@ -43,7 +43,7 @@ def _pack_masks(plan: StepPlan, asked: Sequence[Output]) -> NDArray[np.int32]:
 
 
 def _sample_key(plan: StepPlan, outputs: Sequence[Output], buckets: Buckets) -> SampleKey:
-    """Returns the program that chooses the tokens of a step, in the first way that suffices for all of a batch."""
+    """Returns the program that chooses a step's tokens, in the first of `WAYS` that suffices for all of the batch."""
     first, *others = buckets.samples(plan.key.logit_rows)
     if not others:
         return first
@@ -54,7 +54,7 @@ def _sample_key(plan: StepPlan, outputs: Sequence[Output], buckets: Buckets) -> 
 def chained_keys(
     outputs: Sequence[Output], plans: Sequence[StepPlan], buckets: Buckets, *, masked: bool
 ) -> list[ProgramKey]:
-    """Returns the programs that follow on the steps' logits, and the one that tells the sampler how."""
+    """Returns the programs that read the logits of steps, and those that write the sampler's settings and masks."""
     kinds = set(map(type, outputs))
     with_settings = bool(kinds & WITH_SETTINGS) and any(map(has_settings, outputs))
     keys: list[ProgramKey] = [ConfigureKey(buckets.kv_capacity)] if with_settings else []
@@ -87,7 +87,7 @@ def chain(
     wanted: Sequence[int],
     buckets: Buckets,
 ) -> StepPart:
-    """Begins what follows on a step's logits; `wanted` are the rows that want something, by row of logits or block."""
+    """Begins the programs that read a step's logits; `wanted` is that of `StepPart`."""
     key, asked = plan.key, [rows.outputs[row] for row in wanted]
     kinds = set(map(type, asked))
     sampled = probabilities = processed = None
@@ -104,7 +104,7 @@ def chain(
         probabilities = device.distributions(DistributionKey(key.blocks, key.block_tokens), outputs)
     if TargetScores in kinds and any(isinstance(one, TargetScores) and has_settings(one) for one in asked):
         packed = np.zeros((key.blocks, 3 + 2 * key.block_tokens), np.int32)
-        packed[:, 0] = len(table.table)  # nobody's slot
+        packed[:, 0] = len(table.table)  # one past the last slot: nobody's
         for at, (row, one, piece) in enumerate(zip(wanted, asked, plan.blocks, strict=True)):
             if isinstance(one, TargetScores) and has_settings(one):
                 run = slice(piece.start, piece.start + piece.size)

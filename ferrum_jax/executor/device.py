@@ -1,4 +1,4 @@
-"""What one model has on its device: parameters, KV, the sampler's state, and the programs that change them."""
+"""The state of one model on its devices: parameters, KV and sampler, and the calls of programs that change them."""
 
 import contextlib
 import functools
@@ -47,8 +47,8 @@ from ferrum_jax.models.specs import ParamTree, is_spec, is_weight_spec
 from ferrum_jax.sharding.mesh import Placement
 
 T = TypeVar("T")
-EMPTY_KV = "empty KV"  # what the program that makes it is kept as
-PINNED_BYTES = 1 << 16  # from which on the way by pinned memory pays
+EMPTY_KV = "empty KV"  # name on disk of the program that allocates it
+PINNED_BYTES = 1 << 16  # smallest array for which copying by way of pinned memory is faster
 DONATED = "the served parameters were donated to another function: call set_params with the new ones"
 
 
@@ -65,8 +65,8 @@ class KvMemory:
         """Compiles the program; allocates nothing.
 
         Raises:
-            ConfigError: JAX is set to compile nothing.
-            ResourceExhaustedError: it does not compile.
+            ConfigError: `jax_disable_jit` is set.
+            ResourceExhaustedError: the program does not compile.
         """
         _check_jit()
         self.spec = spec
@@ -79,18 +79,18 @@ class KvMemory:
             self._empty = build(EMPTY_KV, empty.lower, artifacts, options)
         except jax.errors.JaxRuntimeError as problem:
             raise ResourceExhaustedError(
-                f"a KV of {spec.num_blocks} blocks ({spec.num_bytes:,} bytes) cannot be compiled for: {problem}"
+                f"cannot compile a KV of {spec.num_blocks} blocks ({spec.num_bytes:,} bytes): {problem}"
             ) from problem
 
     def allocate_ahead(self) -> None:
-        """Allocates what the next `allocate` returns; raises as it does."""
+        """Allocates now the KV that the next `allocate` returns; raises as `allocate`."""
         self._ahead = self.allocate()
 
     def allocate(self) -> KvState[jax.Array]:
         """Returns a KV of zeros.
 
         Raises:
-            ResourceExhaustedError: the device has not so much memory left.
+            ResourceExhaustedError: the device has too little memory left.
         """
         ready, self._ahead = self._ahead, None
         if ready is not None:
@@ -104,10 +104,10 @@ class KvMemory:
 
 
 class DeviceState:
-    """The arrays of one runner. A program's donated input is dead at dispatch, and its output takes the place.
+    """The arrays of one runner. A donated input is dead once its program is dispatched; the output replaces it.
 
-    A failure of the device loses what the program had taken: `is_lost` until `reallocate`. What a method does to the
-    devices it has every process do (`Hosts.run`), each to its own.
+    A device failure loses the donated arrays: `is_lost` until `reallocate`. Methods that change the devices run in
+    every process, each on its own devices (`Hosts.run`).
     """
 
     def __init__(
@@ -135,13 +135,13 @@ class DeviceState:
         self._kv: KvState[jax.Array] | None = None
         self._sampler: SamplerState[jax.Array] | None = None
         self.fetched_bytes = 0  # copied to the host
-        self.last_fetched_bytes = 0  # of the last step that was read
-        self.losses = 0  # how often everything was lost
-        self._put: dict[int, Any] = {}  # leaves of parameters that were put on the devices of several processes
+        self.last_fetched_bytes = 0  # for the last batch that was read
+        self.losses = 0  # calls of `lose`
+        self._put: dict[int, Any] = {}  # leaves that `put_param` has put on the devices, until `take_params`
         self._reallocate()
 
     def set_params(self, params: ParamTree) -> None:
-        """Takes parameters that `check_params` returned; several processes are sent them leaf by leaf."""
+        """Serves the parameters that `check_params` returned; sends them to other processes leaf by leaf."""
         if not self._hosts.are_several:
             self._keep_params(params)
             return
@@ -155,18 +155,18 @@ class DeviceState:
         self.params, self._leaves, self._shapes = params, jax.tree.leaves(params), served_shapes(params)
 
     def check_params_live(self) -> None:
-        """Raises RequestValidationError where a trainer's function, say, has taken the arrays of a parameter."""
-        for leaf in self._leaves:  # 200 take 6 µs
+        """Raises RequestValidationError if a parameter was donated, for example to a trainer's function."""
+        for leaf in self._leaves:  # 6 µs for 200 leaves
             if leaf.is_deleted():
                 raise RequestValidationError(DONATED)
 
     def check_params(self, params: ParamTree) -> ParamTree:
-        """Returns other parameters as they are to lie on the devices; for several processes, as they are.
+        """Returns new parameters, placed and laid out like the served ones; unchanged for several processes.
 
-        On one device they may have another layout than those that are there: they are copied into it.
+        On one device they may have another layout than the served ones: they are copied into that.
 
         Raises:
-            InvalidParameterError: they differ from those that are there in more than their values.
+            InvalidParameterError: they differ from the served ones in more than their values.
             UnsupportedError: they lie on devices of several processes.
         """
         if self._specs is None:
@@ -184,19 +184,19 @@ class DeviceState:
         return params
 
     def put_param(self, at: int, parts: Sequence[NDArray[Any]]) -> None:
-        """Puts this process's parts of one leaf on its devices, for `take_params`."""
+        """Puts this process's part of a leaf on its devices, for `take_params`; `parts` are the leaf's whole arrays."""
         spec = jax.tree.leaves(self._specs, is_leaf=is_weight_spec)[at]
         leaf = jax.tree.unflatten(jax.tree.structure(spec, is_leaf=is_spec), parts)
         self._put[at] = self.placed.put(lambda part: part(leaf, spec), spec)
 
     def take_params(self) -> None:
-        """Takes the parameters that were put on the devices leaf by leaf."""
+        """Serves the parameters that `put_param` has put on the devices."""
         tree = jax.tree.structure(self._specs, is_leaf=is_weight_spec)
         self._keep_params(jax.tree.unflatten(tree, [self._put[at] for at in range(tree.num_leaves)]))
         self._put.clear()
 
     def undivided_params(self) -> ParamTree:
-        """The parameters in the form of their layout, wherever they lie."""
+        """Returns the parameters in their layout, joined where a mesh divides them."""
         if self._hosts.are_several:
             raise UnsupportedError("parameters that several processes share cannot be read back")
         return self.params if self._specs is None else self.placed.join(self.params, self._specs)
@@ -214,18 +214,18 @@ class DeviceState:
         return self._kv
 
     def context(self) -> ProgramContext:
-        """What programs are lowered for; raises ConfigError where JAX is set to compile nothing."""
+        """Returns what programs are lowered for; raises ConfigError under `jax_disable_jit`."""
         _check_jit()
         return context_of(
             self._cfg, self.params, self._memory.spec, self.sampler_spec, self.placed, self.adapters.stacks
         )
 
     def reallocate(self) -> None:
-        """Drops the KV and the sampler's state and allocates others.
+        """Drops the KV and the sampler's state and allocates new ones.
 
         Raises:
-            ResourceExhaustedError: the device has not so much memory left.
-            DeviceError: another process is gone.
+            ResourceExhaustedError: the device has too little memory left.
+            DeviceError: another process is lost.
         """
         self._hosts.run(self._reallocate, "reallocate")
 
@@ -236,22 +236,22 @@ class DeviceState:
             self._sampler = self.placed.placement.put(sampler.initial(self.sampler_spec))
         except jax.errors.JaxRuntimeError as problem:
             size = self.sampler_spec.num_bytes
-            raise ResourceExhaustedError(f"{size:,} bytes of the sampler cannot be allocated: {problem}") from problem
+            raise ResourceExhaustedError(f"the sampler's {size:,} bytes cannot be allocated: {problem}") from problem
         self._kv = kv
 
     def lose(self) -> None:
-        """Counts everything that steps change as lost: what the host knows of it may no longer be true."""
+        """Counts the KV and the sampler's state as lost: lengths and block tables may no longer describe them."""
         self._kv = None
         self.losses += 1
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Counts everything as lost if what is done within is interrupted: half of the bookkeeping may be written."""
+        """Calls `lose` if the block within fails or is interrupted: half of the bookkeeping may be written."""
         try:
             yield
         except (RequestValidationError, ResourceExhaustedError):  # a refusal, before anything changed
             raise
-        except GeneratorExit:  # interrupted on the way in: the garbage collector ends this, perhaps after a reset
+        except GeneratorExit:  # garbage collection, after an interrupt on entry and perhaps after a reset
             raise
         except BaseException:
             self.lose()
@@ -263,14 +263,14 @@ class DeviceState:
         self._hosts.run(lambda: [leaf.delete() for leaf in jax.tree.leaves(kv)], "free")
 
     def drop(self) -> None:
-        """Frees the KV, forgets the parameters, and lets other processes end."""
+        """Frees the KV, forgets the parameters, and tells other processes to end."""
         self._hosts.close()
         self._kv = self._sampler = None
         self._keep_params({})
         self.adapters.stacks = None
 
     def step(self, key: StepKey, buffer: NDArray[np.int32], *changes: Any) -> StepOutputs:
-        """Begins a step; `changes` are the interventions, where the key has any."""
+        """Begins a step; `changes` are the stacks of interventions, where the key has any."""
         program, sampled = self.programs.get(key), self._sampler
         assert sampled is not None
         loras = (self.adapters.stacks,) if key.adapters else ()
@@ -279,11 +279,11 @@ class DeviceState:
         begin = functools.partial(run, self._leaves, kv, sampled.last_tokens, buffer, *loras, *changes)
         begin = self._hosts.everywhere(begin, "step", key, buffer)
         try:
-            with jax.transfer_guard_host_to_device("allow"):  # as `call`, without its frame, in every step
+            with jax.transfer_guard_host_to_device("allow"):  # what `call` does, without the cost of its frame
                 outputs, self._kv = begin()
         except jax.errors.JaxRuntimeError as problem:
             raise DeviceError(f"{key} failed on the device: {problem}") from problem
-        except (RuntimeError, ValueError) as problem:  # of an array that is deleted, since the batch was planned
+        except (RuntimeError, ValueError) as problem:  # a parameter was deleted after the batch was planned
             if any(leaf.is_deleted() for leaf in self._leaves):
                 raise DeviceError(DONATED) from problem
             raise
@@ -292,7 +292,7 @@ class DeviceState:
     def sample(
         self, key: SampleKey | VerifyKey, outputs: StepOutputs, masks: NDArray[np.int32] | None = None
     ) -> Sampled[jax.Array]:
-        """Begins to choose tokens from the logits of the step that was begun last; `masks` as `sampler.verify`'s."""
+        """Begins to choose tokens from the logits of the last step; `masks` are those of `sampler.verify`."""
         program, state = self.programs.get(key), self._sampler
         more = () if masks is None else (masks,)
         run = program if masks is None else functools.partial(call, program)
@@ -300,7 +300,7 @@ class DeviceState:
             self._sampler, found = self._hosts.run(
                 lambda: run(state, outputs.logits, outputs.rows, *more), "sample", key, *more
             )
-            if self._platform != "cpu":  # now: behind the next step the copy would wait for it
+            if self._platform != "cpu":  # the copy is queued now: after the next step it would wait for that
                 with jax.transfer_guard_device_to_host("allow"):
                     found.packed.copy_to_host_async()
         except jax.errors.JaxRuntimeError as problem:
@@ -309,12 +309,12 @@ class DeviceState:
         return found
 
     def distributions(self, key: DistributionKey, outputs: StepOutputs) -> jax.Array:
-        """Begins to compute what tokens are drawn from, after the step that was begun last."""
+        """Begins to compute the distributions that tokens are drawn from, from the logits of the last step."""
         program = self.programs.get(key)
         return self._guarded(lambda: program(self._sampler, outputs.logits, outputs.rows), "distributions", key)
 
     def score_processed(self, key: ProcessedScoreKey, outputs: StepOutputs, buffer: NDArray[np.int32]) -> jax.Array:
-        """Begins to score given tokens in what the settings of slots draw from, after the step that was begun last."""
+        """Begins to score given tokens under the settings of their slots, from the logits of the last step."""
         program, state = self.programs.get(key), self._sampler
         self._sampler, found = self._guarded(
             lambda: call(program, state, outputs.logits, buffer), "score_processed", key, buffer
@@ -322,12 +322,12 @@ class DeviceState:
         return found
 
     def configure(self, slot: int, settings: SlotSettings) -> None:
-        """Writes how a slot's tokens are chosen."""
+        """Writes the sampler settings of a slot."""
         buffer = sampler.pack_settings(slot, settings, self.sampler_spec)
         self.write_settings(ConfigureKey(self.sampler_spec.capacity), buffer)
 
     def write_settings(self, key: ConfigureKey, buffer: NDArray[np.int32]) -> None:
-        """Writes how a slot's tokens are chosen, as the sampler has packed it."""
+        """Writes the sampler settings of a slot, as `sampler.pack_settings` packed them."""
         program, state = self.programs.get(key), self._sampler
         self._sampler = self._guarded(lambda: call(program, state, buffer), "configure", key, buffer)
 
@@ -337,7 +337,7 @@ class DeviceState:
         self._sampler = self._guarded(lambda: call(program, state, buffer), "write_masks", key, buffer)
 
     def multi_step(self, key: MultiStepKey, buffer: NDArray[np.int32]) -> jax.Array:
-        """Begins many decode steps; returns what they choose, int32 `[N, D, 3]`."""
+        """Begins many decode steps; returns their choices, int32 `[N, D, 3]`, as `compile.multi_step.multi_step`."""
         program, sampled = self.programs.get(key), self._sampler
         loras = (self.adapters.stacks,) if key.adapters else ()
         kv, self._kv = self.kv, None
@@ -384,9 +384,9 @@ class DeviceState:
         return host
 
     def of_heads(self, array: NDArray[Any], axis: int, logical: str) -> NDArray[Any]:
-        """Copies an array of heads, `heads` or `kv_heads`, without those that devices of a mesh have padded or copied.
+        """Copies an array without the heads (`logical`: `heads` or `kv_heads`) that a mesh has padded or duplicated.
 
-        Of latents, which are on every device, there is one head.
+        A latent KV has one head, whole on every device.
         """
         if (self.placed.division is not None and self._cfg.latent is None) or logical == "heads":
             array = self.placed.without_padding(array, axis, logical)
@@ -410,7 +410,7 @@ class DeviceState:
 
 
 def _to_host(array: jax.Array, *, is_pinned: bool) -> NDArray[Any]:
-    """Copies an array to the host, if large by way of pinned memory, which a GPU writes five times as fast."""
+    """Copies an array to the host; a large one by way of pinned memory, which a GPU writes five times as fast."""
     with jax.transfer_guard_device_to_host("allow"):
         if is_pinned and array.nbytes >= PINNED_BYTES and array.is_fully_addressable:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # no pinned memory is left

@@ -1,4 +1,4 @@
-"""What a process other than 0 does with a model: as process 0 tells it, until the end."""
+"""How a process other than 0 serves a model: it runs the commands that process 0 sends, until the end."""
 
 import sys
 from typing import Any
@@ -10,16 +10,16 @@ from ferrum_jax.sharding.processes import Message
 
 
 def follow(device: DeviceState, hosts: Hosts) -> None:
-    """Follows process 0 until it ends, then ends this process; in process 0, does nothing.
+    """Runs the commands of process 0 until it ends, then ends this process; in process 0, does nothing.
 
-    Whatever goes wrong here alone ends this process with code 1, and process 0 is told why.
+    An error here ends this process with code 1 and tells process 0 why; only a failed build is answered instead.
 
     Raises:
         SystemExit: with code 0, at the end.
     """
     if hosts.leads:
         return
-    latest: Any = None  # outputs of the step that was begun last: what is chained on a step follows it at once
+    latest: Any = None  # outputs of the last step: programs chained on a step follow before the next step
     while (message := hosts.channel.receive(0)).op != "end":
         try:
             latest, problem = _do(message, device, latest), ""
@@ -27,7 +27,7 @@ def follow(device: DeviceState, hosts: Hosts) -> None:
             if message.op != "build":
                 hosts.channel.fail(f"{message.op}: {refusal}")
             problem = str(refusal)
-        except Exception as trouble:  # the devices are no longer in step
+        except Exception as trouble:  # this process has missed a command that the others have run
             hosts.channel.fail(f"{message.op}: {type(trouble).__name__}: {trouble}")
             raise
         if "number" in message.facts:
@@ -36,7 +36,7 @@ def follow(device: DeviceState, hosts: Hosts) -> None:
 
 
 def _do(message: Message, device: DeviceState, latest: Any) -> Any:
-    """Does one command; returns the outputs of the latest step."""
+    """Runs one command; returns the outputs of the latest step."""
     facts, arrays = message.facts, message.arrays
     key: Any = unpacked_key(facts["key"]) if "key" in facts else None
     match message.op:

@@ -1,9 +1,9 @@
-"""What process 0 does to its devices, done by every process: the commands of one model on several hosts.
+"""Commands of one model on several hosts: what process 0 does to its devices, every process does to its own.
 
-Process 0 alone checks calls, plans steps, and knows lengths and block tables. Each of its effects on the devices goes
-through `Hosts.run`: it is told to the other processes and then done here, on a thread of its own, so that an interrupt
-or a lost process ends the wait and never leaves a command half sent. The others do as they are told
-(executor/following.py). With one process there is nobody to tell.
+Process 0 alone checks calls, plans steps, and knows lengths and block tables. It changes the devices only through
+`Hosts.run`: one thread sends the command to the other processes and then runs it here, so that an interrupt or a lost
+process ends the caller's wait and never leaves a command half sent. The others follow (executor/following.py). With
+one process, `run` only calls the function.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from ferrum_jax.sharding.mesh import Placement
 from ferrum_jax.sharding.processes import Channel, Message, open_channel
 
 T = TypeVar("T")
-NOTICE_SECONDS = 3.0  # after a failure of the devices, for the loss of a process to be noticed
+NOTICE_SECONDS = 3.0  # to wait after a device failure until a lost process, its likely cause, is noticed
 _KEYS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
@@ -43,31 +43,31 @@ _KEYS: dict[str, Any] = {
 
 @dataclass(eq=False)
 class _Effect:
-    """One command on its way, and what became of it here."""
+    """One command, and its outcome in this process."""
 
     call: Callable[[], Any]
-    message: Message | None  # None: it concerns this process alone
-    number: int  # of the answers to wait for; 0: none
+    message: Message | None  # to the other processes; None: the command concerns this process alone
+    number: int  # in the others' answers to it; 0: they do not answer
     result: Any = None
     problem: BaseException | None = None
     is_done: bool = False
-    ended: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)  # done, or a process is lost
+    ended: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)  # put once done, or once a peer is lost
 
 
 class Hosts:
-    """The processes of one model, as one of them sees them; without a channel, this one alone."""
+    """The processes of one model, seen from one of them; without a channel, it is the only one."""
 
     def __init__(self, channel: Channel | None = None, *, has_joined: bool = False):
-        """Begins to serve effects.
+        """In process 0 of several, starts the thread that runs effects.
 
         Args:
             channel: to the other processes.
-            has_joined: this package made the processes a job, and takes them apart in the end.
+            has_joined: this package has called `jax.distributed.initialize`, so that `close` shuts it down.
         """
         self._channel = channel
         self._has_joined = has_joined
         self._effects: queue.SimpleQueue[_Effect | None] = queue.SimpleQueue()
-        self._number = 0  # of the command last told that is answered
+        self._number = 0  # of the last command that the others answer
         self._awaited: _Effect | None = None
         if channel is not None and channel.index == 0:
             channel.on_loss = self._end_wait
@@ -75,11 +75,11 @@ class Hosts:
 
     @classmethod
     def of(cls, replicas: Sequence[Placement], channel: Channel | None = None) -> "Hosts":
-        """Connects the processes that the devices of a model belong to, if they are several and `channel` does not.
+        """Connects the processes that own a model's devices, if there are several and `channel` has not done so.
 
         Raises:
             ConfigError: a process has none of the devices.
-            UnsupportedError: there are several replicas.
+            UnsupportedError: there are several replicas on several processes.
             DeviceError: the processes do not find each other.
         """
         found = sorted({process_of(device) for one in replicas for device in one.devices})
@@ -110,20 +110,20 @@ class Hosts:
 
     @property
     def channel(self) -> Channel:
-        """The connections to the others; only where there are several."""
+        """The connections to the other processes; only where there are any."""
         assert self._channel is not None
         return self._channel
 
     @property
     def lost(self) -> str:
-        """Why another process counts as gone; empty while all are there."""
+        """Why another process counts as lost; empty while none does."""
         return "" if self._channel is None else self._channel.lost
 
     def run(self, call: Callable[[], T], op: str = "", key: Any = None, *arrays: np.ndarray, **facts: Any) -> T:
-        """Has every process do something, and returns what `call` gives here; arguments as of `everywhere`.
+        """Runs a command in every process, and returns what `call` returns here; arguments as for `everywhere`.
 
         Raises:
-            DeviceError: a process is gone, or was before, or the devices failed: all must be started again.
+            DeviceError: a process is lost, or the devices failed: all processes must be started again.
         """
         return self.everywhere(call, op, key, *arrays, **facts)()
 
@@ -136,15 +136,15 @@ class Hosts:
         is_answered: bool = False,
         **facts: Any,
     ) -> Callable[[], T]:
-        """Returns what has every process do something: `call` itself where this one is alone, or follows.
+        """Returns a function that runs a command in every process; `call` itself in a single or a following process.
 
         Args:
-            call: does it here.
-            op: what it is called; empty for what concerns this process alone, such as to wait.
+            call: runs the command here.
+            op: the command's name; empty for what concerns this process alone, such as waiting.
             key: of the program it runs.
-            *arrays: what the program takes from the host.
-            is_answered: wait until the others have done it, too.
-            **facts: whatever else the others need to know.
+            *arrays: the host arrays that the program takes.
+            is_answered: wait until the others have run it, too.
+            **facts: what else the others need, in values that JSON holds.
         """
         if self._channel is None or self._channel.index:
             return call
@@ -156,39 +156,39 @@ class Hosts:
 
     def _do(self, effect: _Effect) -> Any:
         self._awaited, channel = effect, self.channel
-        channel.check()  # who is lost from here on, ends the wait
+        channel.check()  # a process lost from here on ends the wait
         self._effects.put(effect)
         effect.ended.get()
         if not effect.is_done:
             channel.check()
         if isinstance(effect.problem, jax.errors.JaxRuntimeError):
             deadline = time.monotonic() + NOTICE_SECONDS
-            while not channel.lost and time.monotonic() < deadline:  # a peer's end often shows here first
+            while not channel.lost and time.monotonic() < deadline:  # the end of a peer often shows first as this error
                 time.sleep(0.05)
-            channel.fail(str(effect.problem))  # the processes' collectives may no longer be in step
+            channel.fail(str(effect.problem))  # the processes may now wait in different collectives
             channel.check()
-        self._awaited = None  # it holds arrays
+        self._awaited = None  # the effect holds arrays
         if effect.problem is not None:
             raise effect.problem
         return effect.result
 
     @contextlib.contextmanager
     def together(self, keys: Sequence[Any], **how: Any) -> Iterator[None]:
-        """Has every process build programs, while this one does within.
+        """Has the other processes build programs while this one builds them in the block within.
 
         Raises:
-            BackendError: another process cannot.
+            BackendError: another process cannot build one.
         """
         if self._channel is None or self._channel.index:
             yield
             return
         self._number = number = self._number + 1
         self.run(lambda: None, "build", keys=[packed_key(key) for key in keys], how=how, number=number)
-        yield  # an error here leaves answers, which whoever waits for later ones drops
+        yield  # after an error here the answers stay unread, until the next `_read_answers` drops them
         self._read_answers(number)
 
     def least(self, number: int) -> int:
-        """Returns the least of the numbers that the processes give; each calls this at the same point."""
+        """Returns the smallest of the processes' numbers; every process calls this at the same point."""
         if self._channel is None:
             return number
         if self._channel.index:
@@ -199,7 +199,7 @@ class Hosts:
         return found
 
     def check_same(self, what: str, described: str) -> None:
-        """Raises ConfigError in a process that is to serve something else than process 0."""
+        """Raises ConfigError in a process whose `described` differs from that of process 0."""
         if self._channel is None:
             return
         digest = hashlib.sha256(described.encode()).hexdigest()
@@ -210,13 +210,13 @@ class Hosts:
             raise ConfigError(f"process {self._channel.index} has {what} other than process 0")
 
     def close(self) -> None:
-        """Lets the other processes end."""
+        """Tells the other processes to end."""
         if self._channel is None or not self.leads:
             return
         self._effects.put(None)
         self._channel.close()
         if self._has_joined and not self._channel.lost:
-            with contextlib.suppress(RuntimeError):  # whoever does not come is gone
+            with contextlib.suppress(RuntimeError):  # a process that takes no part has ended already
                 jax.distributed.shutdown()
 
     @property
@@ -230,18 +230,18 @@ class Hosts:
         return message
 
     def _read_answers(self, number: int) -> None:
-        """Waits for the answers of all others; raises BackendError for the first that says what went wrong."""
+        """Waits for the answers of all others; raises BackendError with the first problem among them."""
         problems = {}
         for peer in self._others:
             while (answer := self.channel.receive(peer)).facts["number"] != number:
-                continue  # of a command that was interrupted here
+                continue  # the answer to a command that was interrupted here
             problems[peer] = answer.facts["problem"]
         for peer, problem in problems.items():
             if problem:
                 raise BackendError(f"process {peer} of {self.channel.count}: {problem}")
 
     def _work(self) -> None:
-        """Sends and does one effect after another; what was lost meanwhile is for `run` to say."""
+        """Sends and runs one effect after another; `_do` raises their errors."""
         channel = self.channel
         while (effect := self._effects.get()) is not None:
             try:
@@ -250,7 +250,7 @@ class Hosts:
                 effect.result = effect.call()
                 if effect.number:
                     self._read_answers(effect.number)
-            except BaseException as problem:  # noqa: BLE001  # raised where it is waited for
+            except BaseException as problem:  # noqa: BLE001  # `_do` raises it
                 effect.problem = problem
             effect.is_done = True
             effect.ended.put(None)
@@ -262,12 +262,12 @@ class Hosts:
 
 
 def packed_key(key: Any) -> list[Any]:
-    """A program's key as JSON can hold it."""
+    """Returns a program's key in values that JSON holds."""
     return [type(key).__name__, [getattr(key, field.name) for field in fields(key)]]
 
 
 def unpacked_key(packed: Sequence[Any]) -> Any:
-    """Undoes `packed_key`; raises LookupError for what is no key of a program."""
+    """Returns the key that `packed_key` packed; raises LookupError for an unknown type of key."""
     name, values = packed
     plain = [tuple(map(_point, value)) if isinstance(value, list) else value for value in values]
     return _KEYS[name](*plain)

@@ -1,4 +1,4 @@
-"""The one way to run a step: check, allocate, pack, dispatch, commit; and later, copy what was asked for."""
+"""The one path of every batch: check, allocate, pack, dispatch, commit; later, copy requested outputs to the host."""
 
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -54,8 +54,8 @@ from ferrum_jax.kvcache.transaction import KvTransaction
 from ferrum_jax.models.hooks import Point
 from ferrum_jax.ops.batch import Rows
 
-_ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # of outputs, those that need the last token's logits at most
-_BY_SLOT = WITH_SETTINGS - {TargetScores}  # whose rows of logits the sampler reads
+_ONE_OUTPUT = {LastLogits, SampledToken, NoOutput}  # outputs that need no logits but the last token's
+_BY_SLOT = WITH_SETTINGS - {TargetScores}  # outputs whose rows of logits the sampler reads
 _UNREAD = np.array([UNKNOWN], np.int32)
 
 
@@ -65,15 +65,15 @@ class PendingStep:
 
     pipeline: "Pipeline"
     answers: list[Answer]
-    losses: int  # those of the device when it was begun
+    losses: int  # `DeviceState.losses` when the batch was begun
     parts: deque[StepPart] = field(default_factory=deque)
-    captured: dict[int, list[CapturedPiece]] = field(default_factory=dict)  # by row, read so far
+    captured: dict[int, list[CapturedPiece]] = field(default_factory=dict)  # pieces read so far, by row
 
     def result(self) -> list[Answer]:
-        """Waits, and returns one answer per row, in order; only what was asked for is copied to the host.
+        """Waits, and returns one answer per row, in order; only the requested outputs are copied to the host.
 
         Raises:
-            DeviceError: the device failed, then or since; the KV is lost until `reset`.
+            DeviceError: the device failed after the batch was begun; the KV is lost until `reset`.
         """
         life = self.pipeline.life
         with life.lock, life:
@@ -82,18 +82,18 @@ class PendingStep:
 
 
 class PlannedBatch(NamedTuple):
-    """A batch that nothing refuses any more."""
+    """A batch that was checked and planned: nothing can refuse it any more."""
 
     cache_ids: tuple[str, ...]
     outputs: tuple[Output, ...]
     kinds: set[type]  # of the outputs
     counts: list[int]  # new tokens of each row
-    reused: list[int]  # of them, those that are known already
-    tokens: Sequence[NDArray[np.int32]]  # the others
-    starts: Sequence[int]  # position of the first of those
-    uses: list[int]  # rows of the adapters' stacks
-    changes: list[int]  # rows of the interventions, if any sequence has some
-    captures: Sequence[tuple[Point, ...]]  # of each row
+    reused: list[int]  # how many of these a known prefix holds: they are not computed
+    tokens: Sequence[NDArray[np.int32]]  # the tokens to compute, of each row
+    starts: Sequence[int]  # position of each row's first token to compute
+    uses: list[int]  # each row's index in the stacks of adapters
+    changes: list[int]  # each row's index in the stacks of interventions; empty if no sequence has any
+    captures: Sequence[tuple[Point, ...]]  # each row's hook points
     masked: bool  # whether any output has a mask
     transaction: KvTransaction
     plans: list[StepPlan]
@@ -102,10 +102,10 @@ class PlannedBatch(NamedTuple):
 
 @dataclass(eq=False)
 class Pipeline:
-    """The sequences of one model, on the host and on the device, kept in step.
+    """Runs the batches of one model, and keeps its sequence table in agreement with the device.
 
-    Whatever can refuse, a compilation included, does so before anything changes. What fails or is interrupted later
-    counts the KV as lost.
+    Every check that can refuse a batch, compilation included, comes before anything changes. After a later failure or
+    interrupt, the KV counts as lost.
     """
 
     device: DeviceState
@@ -113,7 +113,7 @@ class Pipeline:
     plan: EnginePlan
     adapters: Adapters
     interventions: BoundInterventions
-    life: Lifecycle  # of every call
+    life: Lifecycle  # the lock and state of the runner
     prefixes: PrefixCounters = field(default_factory=PrefixCounters)
 
     def __post_init__(self):
@@ -121,24 +121,24 @@ class Pipeline:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets every sequence, prefix and binding; counters go on."""
-        self._reset_table()  # first: whatever interrupts this, no sequence goes on without its bindings
+        """Forgets every sequence, prefix and binding; counters are kept."""
+        self._reset_table()  # first: an interrupt must leave no sequence without its bindings
         self.adapters.clear_bindings()
         self.interventions.clear()
 
     def check_live(self, why: str, kept: KeptSequences = False) -> None:
-        """Raises RequestValidationError, saying what for, while a sequence is live that is not to be kept."""
+        """Raises RequestValidationError if a live sequence is not `kept`: it must be released before `why`."""
         if live := not_kept(self.table.cache_ids, kept):
             raise RequestValidationError(
                 f"{len(live)} sequences are live, {live[0]!r} among them: release them before {why}, or reset()"
             )
 
     def forget_prefixes(self) -> None:
-        """Forgets known prefixes; sequences that are live, and settled, keep their blocks for themselves alone."""
+        """Forgets known prefixes. Live sequences, settled before, keep their blocks, which become nobody's prefix."""
         self.table.forget_prefixes()
 
     def invalidate_prefixes(self) -> None:
-        """Forgets what every block holds, as other weights come; live sequences keep theirs, as `forget_prefixes`."""
+        """Forgets every prefix, for a change of weights; live sequences keep their blocks, as in `forget_prefixes`."""
         if self.table.cache_ids:
             self.table.invalidate_prefixes()
         else:
@@ -157,12 +157,12 @@ class Pipeline:
             window_blocks=self.plan.cache.window_blocks,
             window=self.plan.window,
         )
-        # Whose settings the sampler has in each slot, and of which sequence.
+        # The settings that the sampler has in each slot, and the sequence that they were written for.
         self._settings: list[tuple[SlotSettings | None, CachedSequence | None]] = [(None, None)] * self.plan.max_seqs
-        self._pending: deque[PendingStep] = deque()  # not read yet, and with tokens that only the device knows
+        self._pending: deque[PendingStep] = deque()  # unread batches with sampled tokens, which only the device knows
 
     def execute(self, batch: ScheduledBatch) -> PendingStep:
-        """Begins everything that a batch takes, in as few steps as its shapes need.
+        """Begins a batch, in the steps that the planner finds cheapest.
 
         Raises:
             RequestValidationError, ResourceExhaustedError, BackendError: nothing has changed.
@@ -171,7 +171,7 @@ class Pipeline:
         return self.run(self.plan_batch(batch))
 
     def plan_batch(self, batch: ScheduledBatch) -> "PlannedBatch | None":
-        """Checks and plans a batch, and has its programs ready; raises as `execute`, and nothing has changed."""
+        """Checks and plans a batch, and compiles or loads its programs; raises as `execute`, with nothing changed."""
         if not batch:
             return None
         self.device.check_params_live()
@@ -212,7 +212,7 @@ class Pipeline:
         plans = [self._changed(one, changes) for one in plans]
         recompute = self.plan_recompute(zip(cache_ids, uses, strict=True))
         for one in (*plans, *(again for _, again in recompute)) if changes else ():
-            self._edits(one)  # uploads what has changed, while nothing else has
+            self._edits(one)  # uploads new interventions now, where a failure changes nothing
         copy = [CopyKey(buckets.max_copies)] if transaction.num_copies else []
         masked = SampledToken in kinds and has_masks(outputs)
         chained = chained_keys(outputs, plans, buckets, masked=masked)
@@ -224,7 +224,7 @@ class Pipeline:
         )  # fmt: skip
 
     def run(self, planned: "PlannedBatch | None") -> PendingStep:
-        """Begins a batch that was planned, before anything else changed; raises DeviceError."""
+        """Begins a planned batch; nothing may have changed since it was planned. Raises DeviceError."""
         if planned is None:
             return PendingStep(self, [], self.device.losses)
         cache_ids, outputs, transaction = planned.cache_ids, planned.outputs, planned.transaction
@@ -248,7 +248,7 @@ class Pipeline:
                     read_part(pending.parts.popleft(), pending.answers, pending.captured, self.device, self.table)
                 buffer, wanted = self._pack_step(plan, rows)
                 begun = self.device.step(plan.key, buffer, *self._edits(plan))
-                if planned.masked and at == 0:  # computed while the model runs: only the sampler needs them
+                if planned.masked and at == 0:  # masks are computed while the model runs: only the sampler needs them
                     self._write_masks(rows)
                 pending.parts.append(chain(self.device, self.table, plan, begun, rows, wanted, self.plan.buckets))
             transaction.commit()
@@ -260,15 +260,15 @@ class Pipeline:
                 self.adapters.count(cache_ids)
             if SampledToken in planned.kinds:
                 self._pending.append(pending)
-        except BaseException:  # an interrupt, too: nobody knows how far it came
+        except BaseException:  # an interrupt, too: any part of the batch may have run
             self.device.lose()
             raise
         return pending
 
     def collect(self, pending: PendingStep) -> None:
-        """Reads a batch, and the ones begun before it, whose tokens it may have taken."""
+        """Reads a batch, and before it those begun earlier, whose sampled tokens may be its input."""
         if pending.parts and pending.losses != self.device.losses:
-            raise DeviceError("this step was begun before a failure of the device, which has lost what it gives")
+            raise DeviceError("this batch was begun before a failure of the device, and its outputs are lost")
         try:
             while self._pending and pending in self._pending:
                 self._read_all(self._pending.popleft())
@@ -278,12 +278,12 @@ class Pipeline:
             raise
 
     def settle(self) -> None:
-        """Reads every batch that is on its way, so that the host knows all tokens."""
+        """Reads every pending batch, so that the host knows all sampled tokens."""
         while self._pending:
             self.collect(self._pending[-1])
 
     def _check(self, batch: ScheduledBatch, kinds: set[type]) -> list[CachedSequence | None]:
-        """Returns the sequence of each row; raises RequestValidationError for rows that cannot be served."""
+        """Returns each row's live sequence, or None; raises RequestValidationError for rows that cannot be served."""
         cache_ids = [row.cache_id for row in batch]
         lives = self.table.find(cache_ids)
         for (cache_id, tokens, start, _, _), live in zip(batch, lives, strict=True):
@@ -291,7 +291,7 @@ class Pipeline:
             if start != length:
                 check_position(cache_id, "start", start, length)
             if tokens is None and (live is None or live.sampled_at != start):
-                raise RequestValidationError(f"{cache_id!r}: no token was sampled for it that the device could take")
+                raise RequestValidationError(f"{cache_id!r}: tokens is None, but no token was sampled at {start}")
         check_distinct(cache_ids)
         if kinds <= {LastLogits, NoOutput}:
             return lives
@@ -300,7 +300,7 @@ class Pipeline:
             cache_id, output = row.cache_id, row.output
             if isinstance(output, (SampledToken, VerifiedTokens, Distributions)):
                 in_one = isinstance(output, VerifiedTokens) or (
-                    isinstance(output, Distributions) and output.settings.is_adjusted  # penalties count them in order
+                    isinstance(output, Distributions) and output.settings.is_adjusted  # penalties count earlier tokens
                 )
                 if in_one and row.num_tokens > most:
                     raise RequestValidationError(f"{cache_id!r}: {row.num_tokens} tokens to verify, at most {most} go")
@@ -314,7 +314,7 @@ class Pipeline:
         return lives
 
     def _check_settings(self, row: ScheduledRow, live: CachedSequence | None, settings: SlotSettings) -> None:
-        """Raises RequestValidationError for settings that the slot cannot hold; those that it holds were checked."""
+        """Raises RequestValidationError for invalid settings; those that the slot already holds were checked before."""
         if live is not None and self._settings[live.slot][0] is settings and row.start >= settings.min_position:
             return
         position = row.start + (row.num_tokens if isinstance(row.output, SampledToken) else 1)
@@ -325,7 +325,7 @@ class Pipeline:
             raise RequestValidationError(f"{row.cache_id!r}: generated has {count} tokens, the capacity is {capacity}")
 
     def begin(self, transaction: KvTransaction, recompute: Sequence[tuple[ActiveRows, StepPlan]]) -> None:
-        """Takes slots and blocks, copies shared blocks, and recomputes positions that sliding windows have evicted."""
+        """Takes slots and blocks, copies shared blocks that are to be written, and runs the planned `recompute`."""
         if pairs := transaction.apply():
             self.device.copy_blocks(CopyKey(self.plan.buckets.max_copies), pairs)
         for rows, plan in recompute:
@@ -337,7 +337,7 @@ class Pipeline:
     def _needs_known_tokens(
         self, batch: ScheduledBatch, lives: Sequence[CachedSequence | None], kinds: set[type]
     ) -> bool:
-        """True where the host must read what was sampled: a row is computed by more than a decode row."""
+        """True if the host must know all tokens: a sampled one goes to a query block, or a sequence is recomputed."""
         others = [] if kinds <= _ONE_OUTPUT else [row for row in batch if type(row.output) not in _ONE_OUTPUT]
         if any(row.tokens is None for row in others):
             return True
@@ -345,14 +345,14 @@ class Pipeline:
         return any(self.table.needs_recompute(live) for live in known)
 
     def install_settings(self, live: CachedSequence, settings: SlotSettings) -> None:
-        """Writes how a sequence is sampled, unless its slot holds that already."""
+        """Writes a sequence's settings to its sampler slot, unless the slot holds them already."""
         known, owner = self._settings[live.slot]
         if known is not settings or (owner is not live and settings.is_adjusted):
             self.device.configure(live.slot, settings)
             self._settings[live.slot] = settings, live
 
     def _write_masks(self, rows: ActiveRows) -> None:
-        """Writes which tokens the rows may choose that say so for each token."""
+        """Writes the allowed tokens of the rows whose outputs have masks."""
         masks = [getattr(one, "mask", None) for one in rows.outputs]
         masked = [(slot, mask) for slot, mask in zip(rows.slots, masks, strict=True) if mask is not None]
         key = MaskKey(self.plan.buckets.decode_rows[-1])
@@ -365,22 +365,22 @@ class Pipeline:
             self.device.write_masks(key, table.ravel())
 
     def owner_of(self, cache_id: str) -> Hashable:
-        """Returns what a sequence's keys and values are computed with beside the model, as prefixes tell them apart."""
+        """Returns the key of a sequence's prefixes: its adapter, None without one, or PRIVATE with interventions."""
         return self.adapters.of(cache_id) if self.interventions.of(cache_id) is None else PRIVATE
 
     def _edits(self, plan: StepPlan) -> list[Changes[jax.Array]]:
-        """The interventions that a step takes, if any."""
+        """Returns the stacks of interventions that a step takes, if any."""
         return [self.interventions.stacks_of(plan.key.changes)] if plan.key.changes else []
 
     def _changed(self, plan: StepPlan, changes: Sequence[int]) -> StepPlan:
-        """Returns the plan for a step in which any of its rows may have interventions."""
+        """Returns the plan with the hook points at which its rows have interventions, if any."""
         if not changes:
             return plan
         points = self.interventions.points_of([changes[piece.row] for piece in (*plan.decodes, *plan.blocks)])
         return replace(plan, key=replace(plan.key, changes=points)) if points else plan
 
     def _pack_step(self, plan: StepPlan, rows: ActiveRows) -> tuple[NDArray[np.int32], list[int]]:
-        """Returns a step's buffer, and which rows want something of its outputs, by row of logits."""
+        """Returns a step's buffer, and the rows that want an output, in the order of `StepPart.wanted`."""
         key, tokens, outputs = plan.key, rows.tokens, rows.outputs
         buffer, packed = step.blank(key, self.plan.max_seqs)
         indices, wanted = [], []
@@ -425,7 +425,7 @@ class Pipeline:
     def _pack(
         self, group: Rows[NDArray[np.int32]], columns: Sequence[NDArray[np.intp]], rows: ActiveRows
     ) -> NDArray[np.intp]:
-        """Writes where the pieces of one group lie; returns their rows."""
+        """Writes one group's lengths, counts, block tables and adapters; returns the rows of its pieces."""
         members, starts, sizes = columns
         count, slots = len(members), rows.slots[members]
         group.lengths[:count] = rows.starts[members] + starts
@@ -449,8 +449,8 @@ class Pipeline:
     def plan_recompute(self, rows: Iterable[tuple[str, int]]) -> list[tuple[ActiveRows, StepPlan]]:
         """Plans to recompute sequences whose sliding-window caches have evicted positions that their next token sees.
 
-        From their beginning: what a layer keeps depends on what the layer below made of a window, and so on. All their
-        tokens must be known.
+        Each is recomputed from its beginning: a layer's keys and values depend on a window of the layer below, those
+        on a window of the next one below, and so on. The host must know all their tokens.
         """
         if not self.table.window_size:
             return []
@@ -460,8 +460,8 @@ class Pipeline:
             return []
         if outdated := [name for name, one, _ in again if one.is_outdated]:
             raise RequestValidationError(
-                f"{outdated[0]!r} was kept while weights changed, and its sliding-window cache has lost what its next "
-                "token sees: release it"
+                f"{outdated[0]!r} was kept while weights changed, and its sliding-window cache has evicted positions "
+                "that its next token sees: release it"
             )
         names, lives, uses = zip(*again, strict=True)
         changes = list(map(self.interventions.row_of, names)) if self.interventions.are_used else []
@@ -472,14 +472,14 @@ class Pipeline:
 
 
 def _divided(output: Output, count: int) -> tuple[int, int, int]:
-    """Returns how many of a row's tokens are read for their last logits, for all logits, and to be scored alone."""
+    """Returns (n, 0, 0), (0, n, 0) or (0, 0, n): n tokens of steps for last logits, all logits, or scores alone."""
     if type(output) in _ONE_OUTPUT:
         return count, 0, 0
     return (0, 0, count) if isinstance(output, TargetScores) and output.settings is None else (0, count, 0)
 
 
 def _newest(live: CachedSequence | None) -> NDArray[np.int32]:
-    """Returns the token that was sampled last for a sequence, or UNKNOWN."""
+    """Returns the token sampled last for a sequence, int32 `[1]`; UNKNOWN if the host has not read it."""
     assert live is not None
     return _UNREAD if live.sampled == UNKNOWN else np.array([live.sampled], np.int32)
 

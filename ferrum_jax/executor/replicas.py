@@ -1,7 +1,7 @@
 """Data parallel: several replicas of a model, each with a KV of its own, behind one runner.
 
-A sequence lives on one replica. It goes where its prompt's beginning is known, and else where most blocks are free, of
-the replicas that have room. Replicas work at the same time: all steps of a batch are begun before one is read.
+A sequence stays on one replica: of those with room, the one that knows most of its prompt's prefix, or else has most
+free blocks. Replicas work at the same time: all steps of a batch are dispatched before the first is read.
 """
 
 import contextlib
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class ReplicatedRunner(ModelRunner):
-    """Replicas of one model: a `ModelRunner` whose sequences are spread over them.
+    """A `ModelRunner` whose sequences are spread over replicas of one model.
 
-    Sizes are of each replica, but for `plan.max_seqs` and what counts blocks. A sequence never moves to another
-    replica; a fork shares its original's.
+    Sizes are those of one replica, except `plan.max_seqs` and counts of blocks, which are sums. A sequence never moves
+    to another replica; a fork stays on its original's.
     """
 
     def __init__(self, replicas: Sequence[ModelRunner]):
-        """Takes runners of the same model and sizes, which it closes with itself."""
+        """Takes runners of the same model and sizes; `close` closes them, too."""
         first = replicas[0]
         self.replicas = list(replicas)
         self.placed, self.device, self.name = first.placed, first.device, first.name
@@ -57,14 +57,14 @@ class ReplicatedRunner(ModelRunner):
         return len(self.replicas)
 
     def replica_of(self, cache_id: str) -> int | None:
-        """The replica that an id is on, None if it is on none."""
+        """Index of the replica that holds an id; None if none does."""
         return self._router.homes.get(cache_id)
 
     def keep_from(self, short: Collection[int | None], positions: Sequence[int]) -> bool:
-        """Keeps new sequences away from replicas that ran short, unless the others have no room.
+        """Places new sequences on the `short` replicas only while the others have no room.
 
-        Returns whether those have: slots and blocks for sequences of so many positions, each placed where most blocks
-        are left, and one block more for each that may grow into it.
+        Returns True if the others have room for sequences of so many `positions`: each takes a slot and its blocks on
+        the replica with most free blocks, and leaves one block free there if it may grow into it.
         """
         with self._life.lock, self._life:
             self._router.short = frozenset(short)
@@ -87,9 +87,9 @@ class ReplicatedRunner(ModelRunner):
         return self.replicas[0].params
 
     def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
-        """As of one runner, on all replicas at once; `until_one_ends` concerns each replica for itself.
+        """As `ModelRunner.decode_n`, on all replicas at once; `until_one_ends` stops only runs on the same replica.
 
-        Where the device of one fails, the others' tokens are lost with the error: the state is Error until `reset`.
+        If the device of one replica fails, the other replicas' tokens are lost, too: the state is Error until `reset`.
         """
         with self._life.lock, self._life:
             check_flag("until_one_ends", until_one_ends)
@@ -137,18 +137,18 @@ class ReplicatedRunner(ModelRunner):
                 replica.truncate_kv(key, length)
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
-        """Makes `new_cache_id` a copy of a live sequence, on the same replica; raises as of one runner."""
+        """Makes `new_cache_id` a copy of a live sequence, on the same replica; raises as `ModelRunner.fork`."""
         with self._life.lock, self._life:
             old, new = check_cache_id(cache_id), check_cache_id(new_cache_id)
             home = self._router.homes.get(old, 0)
             if (other := self._router.homes.get(new)) not in (None, home):
-                home = other  # which refuses: one of the two is unknown there
+                home = other  # the old id is unknown there, so that the fork is refused
             with self._router.on(home) as replica:
                 replica.fork(old, new)
             self._router.settle_homes({new: home})
 
     def reset(self) -> None:
-        """Drops every sequence and prefix of all replicas; raises as of one runner."""
+        """Drops every sequence and prefix of all replicas; raises as `ModelRunner.reset`."""
         with self._life.lock:
             self._life.check_not_closed()
             for replica in self.replicas:
@@ -157,7 +157,7 @@ class ReplicatedRunner(ModelRunner):
             self._life.state, self._life.paused = ExecutorState.Ready, ""
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
-        """Takes a slot, and compiles what prompts of at most `max_tokens` tokens and decoding after them need."""
+        """Takes a slot, and compiles the programs that a prompt of at most `max_tokens` tokens and decoding need."""
         with self._life.lock, self._life:
             key, count = check_cache_id(cache_id), check_int("max_tokens", max_tokens, 1)
             homes = self._router.place([(key, NOTHING)], [count])
@@ -166,7 +166,7 @@ class ReplicatedRunner(ModelRunner):
             self._router.settle_homes(homes)
 
     def reserve_kv_slots(self, requests: Sequence[KvSlotRequest]) -> KvSlotReservation:
-        """Makes `target_len` positions of each id writable, all or nothing; raises as of one runner."""
+        """As `ModelRunner.reserve_kv_slots`, all or nothing over all replicas."""
         with self._life.lock, self._life:
             checked = check_items("requests", requests, KvSlotRequest)
             targets: dict[str, int] = {}
@@ -195,21 +195,21 @@ class ReplicatedRunner(ModelRunner):
     def set_interventions(
         self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
     ) -> None:
-        """Changes what is computed of one sequence; raises as of one runner.
+        """As `ModelRunner.set_interventions`.
 
-        An id that has no tokens yet is bound on every replica, until they say where it goes.
+        An id that no replica holds yet is bound on every replica, until it is placed on one.
         """
         self._bind(cache_id, lambda one: one.set_interventions(cache_id, interventions, start=start, stop=stop))
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
-        """Binds one id to an adapter, or to none; raises as of one runner.
+        """As `ModelRunner.set_lora_adapter_for_cache`.
 
-        An id that has no tokens yet is bound on every replica, until they say where it goes.
+        An id that no replica holds yet is bound on every replica, until it is placed on one.
         """
         self._bind(cache_id, lambda one: one.set_lora_adapter_for_cache(cache_id, adapter))
 
     def _bind(self, cache_id: str, bind: Callable[[ModelRunner], None]) -> None:
-        """Binds an id on its replica, or on all, and notes whether one without tokens is bound to anything."""
+        """Binds an id on its replica, or on all if none holds it yet; such an id is `unplaced` while it is bound."""
         with self._life.lock, self._life:
             key = check_cache_id(cache_id)
             is_placed = key in self._router.homes
@@ -229,14 +229,14 @@ class ReplicatedRunner(ModelRunner):
                 (self._router.unplaced.add if is_bound else self._router.unplaced.discard)(key)
 
     def load_lora(self, name: str, path: Any) -> None:
-        """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as of one runner.
+        """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as `ModelRunner.load_lora`.
 
-        A name that one replica has, as a sequence there has asked for it, is taken.
+        The name is in use if any replica has loaded an adapter under it, for a sequence there.
         """
         adapters = self.replicas[0]._adapters
         with self._life.lock, self._life:
             adapters.check_enabled(name)
-        read = adapters.read(path)  # which takes a while, and concerns nobody else
+        read = adapters.read(path)  # takes a while, and needs no lock
         with self._life.lock, self._life:
             for replica in self.replicas:
                 replica._adapters.check_new(name)
@@ -254,7 +254,7 @@ class ReplicatedRunner(ModelRunner):
     def set_lora(
         self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: KeptSequences = False
     ) -> None:
-        """Takes an adapter's arrays on every replica; raises as of one runner."""
+        """As `ModelRunner.set_lora`, on every replica."""
         with self._life.lock, self._life:
             for replica in self.replicas:
                 replica._adapters.check_settable(name, keep_sequences)
@@ -269,7 +269,7 @@ class ReplicatedRunner(ModelRunner):
             self.params_version += 1
 
     def _on_all(self, change: Callable[[int], None]) -> None:
-        """Makes a change on every replica; after an interrupt again, so that none is without it."""
+        """Makes a change on every replica; after an interrupt, makes it again on all, so that no replica lacks it."""
         try:
             for at in range(self.num_replicas):
                 change(at)
@@ -287,7 +287,7 @@ class ReplicatedRunner(ModelRunner):
                 replica._pipeline.settle()
 
     def unload_lora(self, name: str) -> None:
-        """Drops an adapter and its prefixes on the replicas that have it; raises as of one runner."""
+        """Drops an adapter and its prefixes on the replicas that have it; raises as `ModelRunner.unload_lora`."""
         with self._life.lock, self._life:
             having = [replica for replica in self.replicas if replica._adapters.has(name)] or self.replicas[:1]
             for replica in having:
@@ -296,14 +296,14 @@ class ReplicatedRunner(ModelRunner):
                 replica.unload_lora(name)
 
     def warmup(self, **options: bool) -> None:
-        """Compiles every declared program of every replica, or finds it whole on disk; options as of one runner."""
+        """As `ModelRunner.warmup`, for every replica in turn."""
         with self._life.lock, self._life:
             for replica in self.replicas:
                 replica.warmup(**options)
 
     @outside_meshes()
     def set_params(self, params: ParamTree, *, keep_sequences: KeptSequences = False) -> None:
-        """Takes other weights on every replica, copied to all but the first; raises as of one runner."""
+        """Serves new weights on every replica, as copies on all but the first; raises as `ModelRunner.set_params`."""
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
@@ -314,7 +314,7 @@ class ReplicatedRunner(ModelRunner):
                     self._settle()
             first, *others = self.replicas
             checked = [first._device.check_params(params)]
-            checked += [self._copied(params, replica) for replica in others]  # all there before any is taken
+            checked += [self._copied(params, replica) for replica in others]  # before any replica changes
             self.params_version += 1
             for replica in self.replicas:
                 replica._pipeline.invalidate_prefixes()
@@ -344,7 +344,7 @@ class ReplicatedRunner(ModelRunner):
             self._life.paused = "the KV is freed: allocate_kv() first"
 
     def allocate_kv(self) -> None:
-        """Brings the KV back after `free_kv`; raises ResourceExhaustedError, and the KV stays freed."""
+        """Allocates the KV again after `free_kv`; after a ResourceExhaustedError, it stays freed on all replicas."""
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
@@ -359,7 +359,7 @@ class ReplicatedRunner(ModelRunner):
             self._life.paused = ""
 
     def compile_stats(self) -> dict[str, Any]:
-        """Counts programs of all replicas, as of one runner; steps have the number of their replica."""
+        """Sums the counts of `ModelRunner.compile_stats`; the name of each step ends in its replica's number."""
         with self._life.lock, self._life:
             each = [replica.compile_stats() for replica in self.replicas]
             found = {name: sum(stats[name] for stats in each) for name in each[0] if name != "steps"}
@@ -369,7 +369,7 @@ class ReplicatedRunner(ModelRunner):
             return found | {"steps": steps}
 
     def close(self) -> None:
-        """Frees all replicas; closing twice is no error, any other call after is."""
+        """Closes all replicas; closing twice is no error, a later call is a CancelledError."""
         with self._life.lock:
             self._life.state = ExecutorState.Shutdown
             for replica in self.replicas:
@@ -379,14 +379,14 @@ class ReplicatedRunner(ModelRunner):
         return self.replicas[self.replica_of(cache_id) or 0]
 
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
-        """Counts the blocks of all replicas; those that only a prefix could want are free."""
+        """Counts the blocks of all replicas; a block that no sequence holds is free, even with a known prefix in it."""
         with self._life.lock, self._life:
             each = [replica.kv_slot_capacity_snapshot() for replica in self.replicas]
             total, free = sum(one.total_blocks for one in each), sum(one.free_blocks for one in each)
             return KvSlotCapacitySnapshot(block_size=each[0].block_size, total_blocks=total, free_blocks=free)
 
     def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of KV reuse of all replicas, and of decode batches as they were called for."""
+        """Sums the replicas' counters of KV reuse; decode batches are counted as the caller passed them."""
         with self._life.lock, self._life:
             each = [replica.cache_metrics_snapshot() for replica in self.replicas]
             return _summed(each) | {
@@ -396,7 +396,7 @@ class ReplicatedRunner(ModelRunner):
             }
 
     def lora_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of adapters; an id that is not placed yet counts once."""
+        """Counters of adapters; an id that is bound on several replicas counts once."""
         with self._life.lock, self._life:
             each = [replica.lora_metrics_snapshot() for replica in self.replicas]
             bound = {cache_id for replica in self.replicas for cache_id in replica._adapters.bound_ids}
@@ -404,13 +404,13 @@ class ReplicatedRunner(ModelRunner):
             return _summed(each) | counts | {"source": type(self).__name__}
 
     def describe(self) -> dict[str, Any]:
-        """What serves the steps of each replica, and how many there are."""
+        """As `ModelRunner.describe` of one replica, with the number of replicas in `mesh`, and `max_seqs` of all."""
         with self._life.lock, self._life:
             first = self.replicas[0].describe()
             return first | {"mesh": {"data": self.num_replicas} | first["mesh"], "max_seqs": self.plan.max_seqs}
 
     def capabilities(self) -> ExecutorCapabilities:
-        """What was built for this model on these devices."""
+        """Capabilities of one replica, with the batch size, devices and fixed memory of all."""
         with self._life.lock, self._life:
             each = [replica.capabilities() for replica in self.replicas]
             devices = tuple(dict.fromkeys(device for one in each for device in one.supported_devices))
@@ -443,7 +443,7 @@ def replicate(
     placements: Sequence[Placement],
     make: Callable[[ModelPlacement, ParamTree], ModelRunner],
 ) -> ModelRunner:
-    """Returns `first`, or a runner of it and of copies on the other placements, which `make` makes."""
+    """Returns `first`, or a `ReplicatedRunner` of it and of the copies that `make` builds on the other placements."""
     runners = [first]
     try:
         for placement in placements[1:]:
@@ -457,5 +457,5 @@ def replicate(
 
 
 def _summed(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Adds counters; what is no number is the first's."""
+    """Adds integer counters; other values are those of the first."""
     return {name: sum(one[name] for one in each) if type(value) is int else value for name, value in each[0].items()}

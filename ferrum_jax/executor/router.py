@@ -1,4 +1,4 @@
-"""Which replica of a model holds each sequence, and batches divided among them."""
+"""Places each sequence on a replica of a model, and divides batches among the replicas."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ class PendingReplicas:
     """A batch that was begun on several replicas. `result` waits for all of them."""
 
     life: Lifecycle
-    steps: list[tuple[PendingStep, list[int]]]  # and which rows of the batch each has
+    steps: list[tuple[PendingStep, list[int]]]  # each with its rows of the batch
     size: int
 
     def result(self) -> list[Any]:
@@ -37,16 +37,16 @@ class PendingReplicas:
 
 
 class ReplicaRouter:
-    """Which replica each sequence is on; it stands for the pipeline of a runner with one."""
+    """Knows which replica holds each sequence; in a `ReplicatedRunner` it takes the place of a `Pipeline`."""
 
     def __init__(self, replicas: Sequence[ModelRunner], life: Lifecycle):
         """Begins without sequences."""
         self.replicas = list(replicas)
         self.life = life
-        self.table = self  # of which a runner asks the length of a sequence
+        self.table = self  # `ModelRunner` asks `_pipeline.table` for lengths
         self.homes: dict[str, int] = {}
-        self.short: frozenset[int | None] = frozenset()  # replicas that are the last to take new ids
-        self.unplaced: set[str] = set()  # with bindings on every replica, until their tokens say where they go
+        self.short: frozenset[int | None] = frozenset()  # replicas that take new ids only if no other has room
+        self.unplaced: set[str] = set()  # ids with bindings on every replica, until they are placed on one
 
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
@@ -54,11 +54,11 @@ class ReplicaRouter:
         return 0 if home is None else self.replicas[home]._pipeline.table.length(cache_id)
 
     def execute(self, batch: ScheduledBatch) -> PendingReplicas:
-        """Begins a batch on the replicas of its rows; raises as `Pipeline.execute`, all replicas or none."""
+        """Begins a batch on the replicas of its rows; raises as `Pipeline.execute`. A refusal changes no replica."""
         return self.run(self.plan_batch(batch))
 
     def plan_batch(self, batch: ScheduledBatch) -> tuple[int, list[tuple[int, list[int], PlannedBatch | None]]]:
-        """Places and plans a batch; returns its size, and what each replica is to run. Raises as `execute`."""
+        """Places and plans a batch; returns its size, and (replica, its rows, their plan). Raises as `execute`."""
         homes = self.place([(row.cache_id, NOTHING if row.tokens is None else row.tokens) for row in batch])
         parts = []
         for index in dict.fromkeys(homes.values()):
@@ -74,7 +74,7 @@ class ReplicaRouter:
         return len(batch), parts
 
     def run(self, planned: tuple[int, list[tuple[int, list[int], PlannedBatch | None]]]) -> PendingReplicas:
-        """Begins a batch that was planned, on all its replicas."""
+        """Begins a planned batch on all its replicas."""
         size, parts = planned
         steps = []
         for index, rows, part in parts:
@@ -84,7 +84,7 @@ class ReplicaRouter:
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[ModelRunner]:
-        """Lets a call onto a replica; an error of want says which one it is."""
+        """Holds a replica's lock, checked to be ready; a ResourceExhaustedError within gets its index as `replica`."""
         replica = self.replicas[index]
         try:
             with replica._life.lock, replica._life:
@@ -94,7 +94,7 @@ class ReplicaRouter:
             raise
 
     def place(self, wanted: Sequence[tuple[str, NDArray[np.int32]]], targets: Sequence[int] = ()) -> dict[str, int]:
-        """Chooses a replica for each id, given its new tokens, or how many positions it is to hold; changes nothing."""
+        """Chooses a replica for each (id, new tokens); `targets`, if given, are its positions. Changes nothing."""
         found: dict[str, int] = {}
         slots = [replica._pipeline.table.num_free_slots for replica in self.replicas]
         blocks = [replica._pipeline.table.pool.num_free for replica in self.replicas]
@@ -108,7 +108,7 @@ class ReplicaRouter:
             ranks = []
             for index in range(len(self.replicas)):
                 known, resting = self._known(index, cache_id, tokens)
-                # Known blocks that nobody holds are among the free ones, until the prompt holds them.
+                # Known blocks that no sequence holds count as free: to reuse them takes them from the free ones.
                 taken = needed - known + resting
                 is_open = index not in self.short
                 fits = slots[index] > 0 and blocks[index] >= taken
@@ -120,7 +120,7 @@ class ReplicaRouter:
         return found
 
     def _known(self, index: int, cache_id: str, tokens: NDArray[np.int32]) -> tuple[int, int]:
-        """Blocks of a prompt that a replica need not compute, and how many of them no sequence holds."""
+        """Counts the blocks of a prompt that a replica knows already, and those of them that no sequence holds."""
         replica = self.replicas[index]
         table = replica._pipeline.table
         if table.prefixes is None or len(tokens) < 2:
@@ -132,7 +132,7 @@ class ReplicaRouter:
         return len(blocks), sum(not table.pool.num_holders(block) for block in blocks)
 
     def settle_homes(self, homes: dict[str, int]) -> None:
-        """Keeps where ids are placed; what was bound to them on every replica stays bound there alone."""
+        """Records the replica of each id; an id that was bound on every replica stays bound on this one alone."""
         for cache_id, home in homes.items():
             self.homes[cache_id] = home
             if cache_id in self.unplaced:
@@ -142,14 +142,14 @@ class ReplicaRouter:
                         replica.release(cache_id)
 
     def owners(self, cache_id: str) -> list[ModelRunner]:
-        """The replicas that know of an id."""
+        """Returns the replicas that hold or bind an id."""
         if cache_id in self.unplaced:
             return self.replicas
         home = self.homes.get(cache_id)
         return [] if home is None else [self.replicas[home]]
 
     def forget(self, cache_id: str) -> None:
-        """Forgets where an id was."""
+        """Forgets the replica of an id."""
         self.homes.pop(cache_id, None)
         self.unplaced.discard(cache_id)
 

@@ -1,4 +1,4 @@
-"""How large everything is: an `EngineConfig` made concrete for one model on one device."""
+"""Decides every size: turns an `EngineConfig` into an `EnginePlan`, for one model on one device or a mesh."""
 
 import contextlib
 from collections.abc import Callable
@@ -36,14 +36,14 @@ from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 
 MOST_IN_FLIGHT = 2  # steps whose outputs lie on the device together
-POOL_SHARE = 0.85  # of an accelerator's free memory, by default; the rest is for what steps need while they run
+POOL_SHARE = 0.85  # of an accelerator's free memory, by default; the rest is for the temporary memory of steps
 DEFAULT_SEQUENCES = 8
-ACCELERATOR_SEQUENCES = (64, 32, 16)  # by default, the most whose KV fits into a half of what is free
+ACCELERATOR_SEQUENCES = (64, 32, 16)  # by default, the most whose KV fits into half of the free memory
 DEFAULT_CAPACITY = 4096  # positions
 DEFAULT_BLOCK = 128  # positions
 POOL_BITS = 4  # significant bits of a number of blocks that free memory decides
-VERIFY_TOKENS = 8  # of the small blocks whose every token has logits
-LOGIT_TOKENS = 64  # of a long row whose every token has logits, in one step
+VERIFY_TOKENS = 8  # C of the small query blocks, in steps that return the logits of every token
+LOGIT_TOKENS = 64  # tokens of a long row that get logits in one step, where every token has them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class EnginePlan:
     cache: CacheSpec
     buckets: Buckets
     vocab_size: int
-    pool_layers: tuple[int | None, ...] = ()  # index of each layer in the paged pool; None: it has a window's cache
+    pool_layers: tuple[int | None, ...] = ()  # index of each layer in the paged pool; None: it has a window cache
     window: int = 1  # positions that a token sees in a sliding-window cache, itself included
     prefix_cache: bool = False
     loras: LoraSpec | None = None
@@ -67,11 +67,11 @@ class EnginePlan:
         return SamplerSpec(num_slots=self.max_seqs, vocab_size=self.vocab_size, capacity=self.kv_capacity)
 
     def declared(self, *, drafts: bool = False) -> list[ProgramKey]:
-        """Every program that legal traffic can need, adapters included; with `drafts` also without `spec_tokens`."""
+        """Every program that legal traffic can need, adapters included; with `spec_tokens` or `drafts` also theirs."""
         keys = self.buckets.declared(adapters=self.loras is not None, drafts=drafts or bool(self.spec_tokens))
         if self.loras is not None:
             keys.append(InstallKey(self.loras.max_loras, self.loras.max_rank))
-        # Of sliding-window layers alone, nothing is gathered.
+        # A model of sliding-window layers alone has no pool to gather from.
         return [key for key in keys if self.cache.num_layers or not isinstance(key, GatherKey)]
 
     def pool_layer_of(self, layer: int) -> int:
@@ -79,7 +79,7 @@ class EnginePlan:
 
         Raises:
             RequestValidationError: the model has no such layer.
-            UnsupportedError: the layer keeps its window alone.
+            UnsupportedError: the layer has a sliding-window cache.
         """
         if layer >= len(self.pool_layers):
             raise RequestValidationError(f"layer is {layer}, the model has {len(self.pool_layers)}")
@@ -90,7 +90,7 @@ class EnginePlan:
         return pool_layer
 
     def first(self) -> list[ProgramKey]:
-        """The programs of a short prompt and of the tokens drawn after it, which most answers begin with."""
+        """The programs of a short prompt and the decode steps after it, which most requests need first."""
         step, decode = self.buckets.blocks(1, mixed=False), self.buckets.decode(1)
         return [step, decode, sampler.ConfigureKey(self.kv_capacity), *self.buckets.samples(step.logit_rows)]
 
@@ -100,11 +100,11 @@ def plan_engine(
 ) -> EnginePlan:
     """Decides every size that was left open.
 
-    Where no number of sequences, rows or blocks is given, an accelerator has as many sequences, 64 at most, as a half
-    of its free memory (or `memory_fraction`) holds at full length; the other half is left for a draft or a trainer.
-    A pool that holds fewer blocks than its sequences could fill, because no more fit, has `POOL_BITS` significant bits:
-    a later start with a little more or less free memory has the same sizes, and finds its programs on disk.
-    `free_bytes` is what the device, or each device of a mesh, has left for the KV, the parameters being there already.
+    Where no number of sequences, rows or blocks is given, an accelerator has as many sequences, 64 at most, as half of
+    its free memory (or `memory_fraction`) holds at full length; the other half is left for a draft or a trainer.
+    If fewer blocks fit than the sequences could fill, their number is rounded down to `POOL_BITS` significant bits: a
+    later start with a little more or less free memory has the same sizes, and finds its programs on disk.
+    `free_bytes` is what the device, or each device of a mesh, has left beside the parameters.
 
     Raises:
         ConfigError: sizes contradict each other or the model.
@@ -177,7 +177,7 @@ def _plan_sizes(
             needed=windows_bytes,
             free=int(free_bytes * fraction),
         )
-    # Given as such, the pool may be smaller than all sequences together could fill: that is paging.
+    # `kv_blocks` may be fewer than all sequences together could fill: that is paging.
     num_blocks = max_seqs * columns if engine.kv_blocks is None else engine.kv_blocks
     affordable = for_blocks // block_bytes if block_bytes else num_blocks
     both = engine.max_seqs is not None and engine.kv_capacity is not None
@@ -233,10 +233,10 @@ def plan_beside(
     free_bytes: int,
     open_artifacts: Callable[[EnginePlan], Artifacts | None] = lambda _: None,
 ) -> EnginePlan:
-    """As `plan_engine`, for parameters that are on their device, leaving room for what the steps need while they run.
+    """As `plan_engine`, for parameters that are on their device, leaving room for the temporary memory of steps.
 
-    A pool of at most half the free memory leaves enough. For a larger one the largest steps are compiled, which tells
-    their temporary memory, and the pool is planned again in what is left; artifacts know it from an earlier start.
+    A pool of at most half the free memory leaves enough. For a larger one the largest steps are compiled, or found in
+    the artifacts of an earlier start, to learn their temporary memory; the pool is then planned again in the rest.
     """
     given = {"platform": placed.placement.first.platform, "division": placed.division}
     own = cfg if placed.division is None else placed.division.local
@@ -257,7 +257,7 @@ def plan_beside(
 def context_of(
     cfg: ModelConfig, params: Any, cache: CacheSpec, sizes: SamplerSpec, placed: ModelPlacement, loras: Any = None
 ) -> ProgramContext:
-    """What the programs of a model on its devices are lowered for; `params` and `loras` are arrays or their shapes."""
+    """Returns what a model's programs are lowered for; `params` and `loras` are arrays or their shapes."""
     at = placed.placement
     slots = at.place(sampler.shapes(sizes))
     return ProgramContext(cfg, params, state.shapes_on(at, cache), slots, loras, cache.attention, at, placed.division)
@@ -285,7 +285,7 @@ def _temporary_bytes(
 
 
 def bytes_beside(memory: dict[str, int]) -> int:
-    """Temporaries of the step that runs, and outputs of all that are begun, out of what `memory_of` says."""
+    """Bytes of the running step's temporaries and of the outputs of all steps in flight, from `memory_of`."""
     if not memory:
         return 0
     return memory["temporary_bytes"] + MOST_IN_FLIGHT * (memory["output_bytes"] - memory["alias_bytes"])
@@ -297,7 +297,7 @@ def _buckets(
     """Chooses the sizes that steps are compiled for."""
     is_cpu = platform == "cpu"
     step_tokens = engine.max_step_tokens or (1024 if is_cpu else 2048)
-    # XLA's attention gathers a sequence's KV for each of its blocks, the kernels read it where it lies.
+    # XLA's attention gathers a sequence's KV for each of its query blocks; the kernels read it in place.
     usual = 32 if attention == "cpu" else 64 if is_cpu else 128
     drafted = engine.spec_tokens + 1 if engine.spec_tokens else VERIFY_TOKENS
     small = engine.verify_tokens or drafted
@@ -306,9 +306,9 @@ def _buckets(
     query_blocks = engine.query_blocks or bucket_sizes(most)
     # On a CPU a separate decode step costs about as little as joining it to the largest step.
     mixed_blocks = two_sizes(query_blocks)[:1] if is_cpu else two_sizes(query_blocks)
-    # Who gives `block_tokens` says with it how many tokens have their logits at once.
+    # A given `block_tokens` also bounds how many tokens of a row have logits in one step.
     logit_blocks = 1 if engine.block_tokens else max(1, min(LOGIT_TOKENS, capacity) // block_tokens)
-    # Two rows cost little less than four, whose weights are as many: a bucket of two is not worth its warm-up.
+    # Two rows read the same weights as four and cost little less: a bucket of two is not worth its warm-up.
     decode_rows = engine.decode_rows or tuple(n for n in bucket_sizes(max_seqs) if n != 2 or max_seqs == 2)
     verify_tokens = min(small, block_tokens)
     verify_blocks = engine.verify_blocks or (bucket_sizes(max_seqs, factor=4) if engine.spec_tokens else (1,))
@@ -368,7 +368,7 @@ def _lora_spec(engine: EngineConfig) -> LoraSpec | None:
 
 
 def stack_bytes(cfg: ModelConfig, spec: LoraSpec | None, dtype: str, division: Division | None = None) -> int:
-    """Bytes of the stacks of adapters on each device; while one is loaded, they are there twice."""
+    """Bytes of the stacks of adapters on each device; there are two copies while an adapter is put there."""
     if spec is None:
         return 0
     stacks = adapters.stack_specs(cfg, spec)
