@@ -1,4 +1,4 @@
-"""What a runner does with adapters: binding, loading, setting them as arrays."""
+"""The methods of a runner for adapters: binding, loading, setting them from arrays."""
 
 import os
 from typing import Any
@@ -12,14 +12,14 @@ from ferrum_jax.models.specs import ParamTree
 
 
 class Adaptable(Observable):
-    """The part of `ModelRunner` that adapters concern."""
+    """The part of `ModelRunner` for adapters."""
 
     params_version: int
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
-        """Binds one id to an adapter, which is loaded from its path if it is not there, or to none.
+        """Binds one id to an adapter, which is loaded from its path if it is not loaded yet, or to none.
 
-        An adapter that came this way makes room for another when no sequence is bound to it.
+        An adapter that was loaded so may be evicted for another when no sequence is bound to it.
 
         Raises:
             RequestValidationError: the sequence holds positions of another adapter, or of none.
@@ -33,12 +33,12 @@ class Adaptable(Observable):
                 adapters.check_enabled(adapter.name)
             adapters.check_binding(key, adapter, self._pipeline.table.length(key))
             if adapter is not None and adapters.find(adapter) is None:
-                adapters.check_room(adapter.name)  # before its files are read: who waits for room asks in every step
+                adapters.check_room(adapter.name)  # before its files are read: a scheduler asks again in every step
                 self._install(adapter.name, adapters.read(adapter.path), adapter.path, is_pinned=False)
             adapters.bind(key, None if adapter is None else adapters.find(adapter))
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads an adapter in PEFT's format until `unload_lora`; nothing is compiled, and others run meanwhile.
+        """Loads an adapter in PEFT's format until `unload_lora`; compiles nothing. Other calls run while it is read.
 
         Raises:
             AlreadyExistsError: the name is in use.
@@ -49,14 +49,14 @@ class Adaptable(Observable):
         """
         with self._life.lock, self._life:
             self._adapters.check_enabled(name)
-        read = self._adapters.read(path)  # which takes a while, and concerns nobody else
+        read = self._adapters.read(path)  # takes a while, and needs no lock
         with self._life.lock, self._life:
             self._install(name, read, path, is_pinned=True)
 
     def set_lora(
         self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, keep_sequences: KeptSequences = False
     ) -> None:
-        """Takes an adapter's arrays until `unload_lora`, in the place of those that were set under the name before.
+        """Sets an adapter from arrays until `unload_lora`, in place of those set under the name before.
 
         An `ActiveLoraAdapter` of this name, with an empty path, binds a sequence to it. Arrays on a device stay there;
         shapes that were set before compile nothing. `params_version` goes up by one.
@@ -68,12 +68,12 @@ class Adaptable(Observable):
                 missing.
             scale: what the products are multiplied by: lora_alpha / r of PEFT's, 1 of stacks.
             index: which adapter of stacks.
-            keep_sequences: which sequences that are bound to the name may be live, as of `set_params`.
+            keep_sequences: which sequences bound to the name may be live, as in `set_params`.
 
         Raises:
             AlreadyExistsError: the name is that of an adapter from a path.
             InvalidParameterError: these are not the arrays of an adapter of this model; the message lists where.
-            RequestValidationError: the rank is above `max_lora_rank`, or another sequence is bound to it.
+            RequestValidationError: the rank is above `max_lora_rank`, or a sequence that is not kept is bound to it.
             ResourceExhaustedError: all `max_loras` adapters are loaded by name or in use.
         """
         with self._life.lock, self._life:

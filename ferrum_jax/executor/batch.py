@@ -1,4 +1,4 @@
-"""What a step is asked to do: rows of new tokens, and what each row wants back."""
+"""Batches as the pipeline takes them: rows of new tokens, each with the output that it wants."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class VerifiedTokens(NamedTuple):
 
 
 class Distributions(NamedTuple):
-    """What tokens are drawn from after each of the tokens comes back, float32 `[n, V]`."""
+    """For each token, the distribution that the next one is drawn from comes back, float32 `[n, V]`."""
 
     settings: SlotSettings
 
@@ -55,7 +55,7 @@ class TargetScores(NamedTuple):
 
     targets: NDArray[np.int32]  # [n]: the token after each one
     with_alternatives: bool = False
-    settings: SlotSettings | None = None  # also under what these draw from; the targets count as generated from then on
+    settings: SlotSettings | None = None  # scores under these, too; the targets count as generated from then on
 
 
 Output: TypeAlias = NoOutput | LastLogits | AllLogits | SampledToken | VerifiedTokens | Distributions | TargetScores
@@ -81,7 +81,7 @@ ScheduledBatch: TypeAlias = Sequence[ScheduledRow]
 
 
 class WithCaptures(NamedTuple):
-    """What comes back for a row that captures."""
+    """The answer of a row that captures."""
 
     answer: Any  # as its output says
     points: dict[Point, NDArray[Any]]  # [n, ...] of its tokens; of attention [N, n, S], S being its length after them

@@ -23,7 +23,7 @@ class DecodeBatchCounters:
     )
 
     def count(self, items: int, *, forced: bool = False, unpadded: bool = False) -> None:
-        """Counts one batch of at least one row; `unpadded`, if its step had room for so many and no more."""
+        """Counts one batch of at least one row; `unpadded`: its step has exactly as many decode rows."""
         self.calls += 1
         self.total_items += items
         self.max_items = max(self.max_items, items)

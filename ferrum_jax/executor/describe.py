@@ -1,4 +1,4 @@
-"""What a loaded model tells of itself."""
+"""Reports of a loaded model: sizes, code that serves it, capabilities, memory and counters."""
 
 import math
 from collections import Counter
@@ -121,7 +121,7 @@ def capabilities(cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> Exe
 def memory_usage(table: SequenceTable, plan: EnginePlan, device: DeviceState) -> ExecutorMemoryUsage:
     """Counts parameters, stacks of adapters and KV of all devices; of the KV, used is what sequences hold.
 
-    The peak is the figure of this process's own devices where they keep one, and what is allocated elsewhere.
+    The peak is what this process's devices report, and never less than what is allocated.
     """
     devices, own = device.placed.placement.devices, device.placed.placement.local
     weights = _num_bytes(device.params) + _num_bytes(device.adapters.stacks)
@@ -139,7 +139,7 @@ def memory_usage(table: SequenceTable, plan: EnginePlan, device: DeviceState) ->
 
 
 def cache_metrics(pipeline: Pipeline) -> dict[str, Any]:
-    """Counters of prefix reuse, in the contract's names, and of what crossed to the host."""
+    """Counters of prefix reuse, in the contract's names, and of bytes copied to the host."""
     table, cache, counts = pipeline.table, pipeline.plan.cache, pipeline.prefixes
     entries = 0 if table.prefixes is None else len(table.prefixes)
     return {

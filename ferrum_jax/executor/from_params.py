@@ -1,4 +1,4 @@
-"""A runner for parameters that are there already, in a training loop say."""
+"""A runner for parameters that are on a device already, for example in a training loop."""
 
 import os
 from typing import Any
@@ -41,10 +41,10 @@ def from_params(
     Args:
         params: the tree that `load_params` and `models.init_params` give, in any layout, wherever it lies.
         cfg: the model's.
-        mesh: as for `load`. What lies on its devices as it is served there is not copied.
-        engine: how to run it; what is None in it is chosen for the model and the device.
+        mesh: as for `load`. Arrays that lie on its devices in the form in which they are served are not copied.
+        engine: how to run it; fields that are None are chosen for the model and the device.
         strict: after `warmup`, a step that would have to be compiled is an error.
-        **settings: fields of `EngineConfig`, which go before those of `engine`. Compiled steps are kept on disk only in
+        **settings: fields of `EngineConfig`, which override those of `engine`. Compiled steps are kept on disk only in
             the folder that `artifacts` or `FERRUM_ARTIFACTS` names; `artifacts=True` is the user's cache folder.
 
     Raises:
@@ -132,7 +132,7 @@ def _no_parameters(tree: Any, cfg: ModelConfig) -> InvalidParameterError:
 
 
 def _layout(params: ParamTree, cfg: ModelConfig, asked: str | None) -> str:
-    """Names the layout of parameters: as it is asked for where a family has no other under that name."""
+    """Returns the layout of parameters: the one asked for, if in this family it is the same as the one found."""
     found = layout_of(params)
     if asked not in (CHECKPOINT, FUSED) or found not in (CHECKPOINT, FUSED):
         return found

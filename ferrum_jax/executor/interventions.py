@@ -1,7 +1,7 @@
-"""What is done at hook points while single sequences are served: bound to a sequence, applied in every step of it.
+"""Interventions at hook points: bound to single sequences, applied in every step that computes their tokens.
 
 The edits of all bound sequences lie on the device in stacks, a row for each slot and a last one that changes nothing.
-Other values compile nothing; another set of points does.
+New values compile nothing; a new set of points compiles a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ LAST = 2**31 - 1  # past every position
 
 @dataclass(frozen=True, eq=False)
 class Interventions:
-    """What is done at hook points (models/hooks.py) to the tokens of one sequence."""
+    """Edits at hook points (models/hooks.py) of the tokens of one sequence."""
 
     edits: Mapping[Any, Any]  # an `Edit` by point, whose arrays broadcast to one token's
     start: int = 0  # the first position that is changed
@@ -65,7 +65,7 @@ class BoundInterventions:
         return bool(self._bound)
 
     def of(self, cache_id: str) -> Binding | None:
-        """Returns what is bound to an id."""
+        """Returns the edits bound to an id, or None."""
         return self._bound.get(cache_id)
 
     def row_of(self, cache_id: str) -> int:
@@ -78,8 +78,8 @@ class BoundInterventions:
 
         Raises:
             InvalidParameterError: a point is unknown, or an edit does not broadcast to the array there.
-            UnsupportedError: a function, a point of attention weights, or on a model divided over devices one that is
-                divided with it.
+            UnsupportedError: a function, a point of attention weights, or on a model divided over devices a point
+                whose array is divided, too.
             ResourceExhaustedError: `max_seqs` ids have interventions.
         """
         first, end = _span(start, stop)
@@ -92,7 +92,7 @@ class BoundInterventions:
         self._stacks.clear()
 
     def restore(self, cache_id: str, binding: Binding | None) -> None:
-        """Binds what `of` has returned before, in place of what is bound since."""
+        """Binds again what `of` returned before, in place of the edits bound since."""
         self._stacks.clear()
         if binding is None:
             self._bound.pop(cache_id, None)
@@ -116,7 +116,7 @@ class BoundInterventions:
             self._free_row(new)
 
     def copy(self, cache_id: str, new: str) -> None:
-        """Binds what one id has to another one as well; raises ResourceExhaustedError as `bind`."""
+        """Binds the edits of one id to another one as well; raises ResourceExhaustedError as `bind`."""
         if (found := self._bound.get(cache_id)) is not None:
             self.bind(new, found.edits, found.start, found.stop)
 
@@ -131,7 +131,7 @@ class BoundInterventions:
         return tuple(sorted({point for row in rows for point in by_row.get(row, {})}))
 
     def stacks_of(self, points: tuple[Point, ...]) -> Changes[jax.Array]:
-        """Returns the edits at some points, on the device; uploaded when a binding has changed."""
+        """Returns the stacked edits at some points, on the device; uploads them if a binding has changed."""
         if points not in self._stacks:
             self._stacks[points] = self.placed.placement.put(self._stacked(points))
         return self._stacks[points]
@@ -185,7 +185,7 @@ def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[
 
 
 def _both(first: Edit[NDArray[Any]], second: Edit[NDArray[Any]]) -> Edit[NDArray[Any]]:
-    """Returns one edit that does what two do one after the other."""
+    """Returns one edit equal to two in succession."""
     scales = [one.scale for one in (first, second) if one.scale is not None]
     adds = [first.add, second.add]
     if first.add is not None and second.scale is not None:
@@ -198,11 +198,11 @@ def _both(first: Edit[NDArray[Any]], second: Edit[NDArray[Any]]) -> Edit[NDArray
 
 
 def check_each(given: Any, count: int, cfg: ModelConfig) -> list[Interventions | None]:
-    """Returns the interventions of each of so many prompts: one for all of them, or as many; edits are checked.
+    """Returns the checked interventions of each of `count` prompts, given one for all of them or a list of `count`.
 
-    A mapping stands for its edits at every position. Each that changes something has the points of all, so that steps
-    in which any of them runs are of one set of points. Raises as `check_edits`; RequestValidationError for what is no
-    interventions, or not as many.
+    A mapping stands for its edits at every position. Each result that is not None has the points of all of them, so
+    that their steps have one set of points, however they are batched. Raises as `check_edits`; RequestValidationError
+    for another type or number of them.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count:

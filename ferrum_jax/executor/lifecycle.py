@@ -1,4 +1,4 @@
-"""One thread at a time, and nothing after a device failure or a close."""
+"""The lock and state of a runner: one thread at a time, and no call after a device failure or a close."""
 
 import contextlib
 import threading
@@ -11,19 +11,19 @@ from ferrum_jax.sharding.mesh import leave_mesh
 
 
 class Lifecycle:
-    """The lock of an object that lives on a device, and the state it is in.
+    """The lock and the state of an object that has arrays on a device.
 
-    `with life.lock, life:` lets one thread in at a time, and none unless the state is Ready; an error that lost what is
-    on the device leaves the state Error. The lock is taken on its own because no interrupt can come between taking it
-    and the body, as one could within a method of this class: it would stay taken. Within, the thread's `jax.set_mesh`
-    does not hold.
+    `with life.lock, life:` lets one thread in at a time, and only in the state Ready; an error that loses the arrays
+    leaves the state Error. The lock is a context of its own because no interrupt can come between taking it and the
+    body, as one could in a method of this class: the lock would stay taken. Inside, the thread's `jax.set_mesh` has no
+    effect.
     """
 
     def __init__(self, noun: str, is_lost: Callable[[], bool]):
-        """Begins Ready; `is_lost` says, after an error, whether what is on the device is lost."""
+        """Begins Ready; `is_lost` says, after an error, whether the arrays on the device are lost."""
         self.lock = threading.RLock()
         self.state = ExecutorState.Ready
-        self.paused = ""  # why nothing may be called for now, though the state is Ready
+        self.paused = ""  # why calls are refused for now, though the state is Ready; empty: they are not
         self._noun = noun
         self._is_lost = is_lost
         self._failure = ""

@@ -1,4 +1,4 @@
-"""Adapters that a caller has as arrays, brought into the form of a row of the stacks; on the device, if they are."""
+"""Converts an adapter that a caller has as arrays to the form of a row of the stacks; arrays on a device stay there."""
 
 import functools
 import math
@@ -24,13 +24,13 @@ _OWN = {".down": 0, ".up": 1}
 
 
 def lay_out_arrays(tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, *, scale: float, index: int) -> ParamTree:
-    """Returns the tree of `models.adapters.adapter_specs`: ranks padded with zeros, projections that lack are zero.
+    """Returns the tree of `models.adapters.adapter_specs`: ranks padded with zeros, missing projections zero.
 
     Tree, scale and index are those of `ModelRunner.set_lora`.
 
     Raises:
         InvalidParameterError: the arrays are not those of an adapter of this model, or not finite in `dtype`, which
-            would be the end of rows without adapters, too; the message lists where.
+            would spoil rows without adapters, too; the message lists where.
         RequestValidationError: the rank is above `spec.max_rank`.
     """
     if not is_real(scale) or not math.isfinite(scale):
@@ -41,7 +41,7 @@ def lay_out_arrays(tree: Any, cfg: ModelConfig, spec: LoraSpec, dtype: str, *, s
     rank = _check(halves, cfg, index)
     if rank > spec.max_rank:
         raise RequestValidationError(f"the adapter has rank {rank}, more than max_lora_rank, which is {spec.max_rank}")
-    with jax.transfer_guard_host_to_device("allow"):  # of the two numbers, and of NumPy's arrays
+    with jax.transfer_guard_host_to_device("allow"):  # for the two numbers, and for NumPy's arrays
         halves = jax.tree.map(lambda half: joined(half) if isinstance(half, jax.Array) else half, halves)
         found, are_finite = _lay_out(halves, np.float32(scale), np.int32(index), cfg=cfg, spec=spec, dtype=dtype)
     with jax.transfer_guard_device_to_host("allow"):

@@ -33,7 +33,7 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(eq=False)
 class _Run:
-    """A run that can be served, and what was chosen so far."""
+    """A checked run, and the tokens chosen for it so far."""
 
     cache_id: str
     token: NDArray[np.int32]  # [1]
@@ -51,10 +51,10 @@ class _Run:
 
 
 def plan(pipeline: Pipeline, runs: Sequence[DecodeRun], *, until_one_ends: bool) -> Callable[[], list[DecodedRun]]:
-    """Returns a call that chooses up to `max_tokens` tokens of each run, in order; runs are of different sequences.
+    """Returns a function that decodes up to `max_tokens` tokens of each run; runs are of different sequences.
 
-    Whatever can refuse does so now; then nothing has changed. With `until_one_ends`, all runs of a device call stop
-    when one of them is over.
+    Whatever can be refused is refused here, before anything changes. With `until_one_ends`, all runs of a device call
+    stop when one of them ends.
     """
     buckets, table = pipeline.plan.buckets, pipeline.table
     if not buckets.multi_step_tokens:
@@ -111,7 +111,7 @@ def _decode(
         for key, group in groups:
             _run_group(pipeline, key, transaction, {at: checked[at] for at in group}, uses, until_one_ends)
         transaction.commit([[int(run.token[0]), *run.token_ids[:-1]] for run in checked])
-    except BaseException:  # an interrupt, too: nobody knows how far it came
+    except BaseException:  # an interrupt, too: any part of the runs may be done
         pipeline.device.lose()
         raise
     pipeline.adapters.count(run.cache_id for run in checked)

@@ -1,4 +1,4 @@
-"""What a runner says of itself: sizes, counters, and the keys and values of a sequence. Nothing here changes it."""
+"""The methods of a runner that only read: sizes, counters, and the keys and values of a sequence."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ class Observable(DecoderOnlyLLM):
     _decode_batches: DecodeBatchCounters
 
     def _holder(self, cache_id: str) -> "Observable":
-        """The runner on whose devices a sequence lies, if it is known: of several replicas, one."""
+        """Returns the runner whose devices hold a sequence: of several replicas, one; any, for an unknown id."""
         return self
 
     def kv_capacity(self) -> int:
@@ -67,7 +67,7 @@ class Observable(DecoderOnlyLLM):
             return BlockTable(physical_blocks=blocks, sequence_length=live.length, block_size=table.block_size)
 
     def kv_slot_capacity_snapshot(self) -> KvSlotCapacitySnapshot:
-        """Counts the pool's blocks; those that only a prefix could want are free."""
+        """Counts the pool's blocks; a block that no sequence holds is free, even with a known prefix in it."""
         with self._life.lock, self._life:
             pool = self._pipeline.table.pool
             return KvSlotCapacitySnapshot(
@@ -75,7 +75,7 @@ class Observable(DecoderOnlyLLM):
             )
 
     def cache_metrics_snapshot(self) -> dict[str, Any]:
-        """Counters of KV reuse, of decode batches and of what crossed to the host."""
+        """Counters of KV reuse, of decode batches and of bytes copied to the host."""
         with self._life.lock, self._life:
             return describe.cache_metrics(self._pipeline) | {
                 "source": type(self).__name__,

@@ -17,9 +17,9 @@ from ferrum_jax.kvcache.transaction import KvTransaction
 
 
 def plan(pipeline: Pipeline, requests: Sequence[KvSlotRequest]) -> Callable[[], KvSlotReservation]:
-    """Returns a call that makes what is asked for writable, all or nothing.
+    """Returns a function that makes the requested positions writable, all or nothing.
 
-    Raises as `ModelRunner.reserve_kv_slots`; then nothing has changed.
+    Raises as `ModelRunner.reserve_kv_slots`, with nothing changed.
     """
     table, pool = pipeline.table, pipeline.table.pool
     targets: dict[str, int] = {}
@@ -76,7 +76,7 @@ def _reserve(
 
 
 def prepare(pipeline: Pipeline, key: str, count: int) -> None:
-    """Takes the slot of an id, and compiles what prompts of at most `count` tokens and decoding after them need."""
+    """Takes a slot for an id, and compiles the programs that a prompt of at most `count` tokens and decoding need."""
     buckets = pipeline.plan.buckets
     pipeline.table.check_capacity(key, pipeline.table.length(key) + count)
     nothing = np.zeros(0, np.int32)

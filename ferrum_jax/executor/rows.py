@@ -1,4 +1,4 @@
-"""From what a caller hands in to scheduled rows: what the caller did wrong is found here, before anything changes."""
+"""From a caller's arguments to scheduled rows: a caller's mistakes are found here, before anything changes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,7 +51,7 @@ _GREEDY = SampledToken(SlotSettings())
 
 
 def check_batch(batch: ScheduledBatch, vocab_size: int) -> None:
-    """Raises RequestValidationError for what is no `ScheduledRow`, or has no int32 tokens of the vocabulary."""
+    """Raises RequestValidationError unless each is a `ScheduledRow`, its tokens int32 of the vocabulary or None."""
     for row in batch:
         if not isinstance(row, ScheduledRow):
             raise RequestValidationError(f"{safe_repr(row)} is a {type(row).__name__}, expected a ScheduledRow")
@@ -68,7 +68,7 @@ def check_batch(batch: ScheduledBatch, vocab_size: int) -> None:
 
 
 def check_settings(cache_id: str, settings: SlotSettings, position: int, vocab_size: int) -> None:
-    """Raises RequestValidationError for settings that no slot holds, or that forbid every token at `position`."""
+    """Raises RequestValidationError for settings out of range, or that forbid every token at `position`."""
     for name, (least, most) in _RANGES.items():
         value = getattr(settings, name)
         if not (is_integer(value) if isinstance(least, int) else is_real(value)) or not least <= value <= most:
@@ -102,7 +102,7 @@ def check_settings(cache_id: str, settings: SlotSettings, position: int, vocab_s
         forbidden.update(settings.stop_ids)
     if settings.allowed_ids is not None:
         allowed = settings.allowed_ids
-    elif mask is not None and (forbidden or not mask.any()):  # else it allows one
+    elif mask is not None and (forbidden or not mask.any()):  # else the mask allows a token
         allowed = np.flatnonzero(mask)
     if all(token in forbidden for token in allowed):
         raise RequestValidationError(
@@ -112,7 +112,7 @@ def check_settings(cache_id: str, settings: SlotSettings, position: int, vocab_s
 
 
 def appended_row(cache_id: str, tokens: Sequence[int], output: Output, vocab_size: int, length: Length) -> ScheduledRow:
-    """Checks tokens that go to a sequence's end."""
+    """Checks tokens to be appended to a sequence; returns their row."""
     key = check_cache_id(cache_id)
     return ScheduledRow(key, check_tokens(key, tokens, vocab_size), length(key), output)
 
@@ -158,7 +158,7 @@ def unified_rows(items: Sequence[Any], policies: Policies, vocab_size: int, leng
 def _placed(
     ids: Sequence[str],
     tokens: Sequence[NDArray[np.int32]],
-    position: str,  # what `starts` are called
+    position: str,  # name of `starts` in messages
     starts: list[Any],
     outputs: Sequence[Output],
     length: Length,

@@ -50,8 +50,8 @@ from ferrum_jax.sharding.mesh import outside_meshes
 class ModelRunner(Adaptable):
     """Live sequences of one model, on one device or divided over the devices of a mesh.
 
-    Calls from several threads are serialised. Whatever can refuse does so before anything changes. A device failure
-    inside a step, or an interrupt, leaves the state Error, in which every call says so until `reset`.
+    Calls from several threads are serialised. A call that is refused changes nothing. A device failure inside a step,
+    or an interrupt, leaves the state Error, in which every call raises until `reset`.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class ModelRunner(Adaptable):
         compiler_options: CompilerOptions = None,
         hosts: Hosts | None = None,
     ):
-        """Allocates the KV unless `memory` has one; `specs` are undivided, for a mesh. Other processes `follow` 0."""
-        hosts, self.params_version = hosts or Hosts(), 0  # how often other parameters were set
+        """Allocates the KV unless `memory` has one; `specs`, for a mesh, are undivided. Other processes `follow` 0."""
+        hosts, self.params_version = hosts or Hosts(), 0  # how often new parameters or adapters were set
         self.placed = placed or ModelPlacement.on_one(device)
         self.model_config, self.plan = model_config, plan
         self.device, self.artifacts = self.placed.placement.first, artifacts
@@ -104,7 +104,7 @@ class ModelRunner(Adaptable):
     @property
     @outside_meshes()
     def params(self) -> ParamTree:
-        """The parameters in the form of their layout, copies of what lies otherwise on a mesh; raises after `close`."""
+        """The parameters in their layout, as joined copies where a mesh divides them; raises after `close`."""
         self._life.check_not_closed()
         return self._device.undivided_params()
 
@@ -118,8 +118,8 @@ class ModelRunner(Adaptable):
     def execute(self, batch: ScheduledBatch) -> PendingStep:
         """Begins a batch of rows, each with the output it wants; the device works while the caller goes on.
 
-        `result()` of what is returned waits. A row may take the token that was sampled last for its sequence before
-        the host has read it (`tokens=None`).
+        `PendingStep.result` waits for the answers. A row may take the token that was sampled last for its sequence
+        before the host has read it (`tokens=None`).
 
         Raises:
             RequestValidationError: a row is no `ScheduledRow`, its tokens are not int32 `[n]` of the vocabulary, it
@@ -155,7 +155,7 @@ class ModelRunner(Adaptable):
     def decode_batch_with_logits_policy(
         self, batch: Sequence[DecodeRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int]:
-        """As `decode_batch`; of greedy rows only the token id crosses to the host."""
+        """As `decode_batch`; for greedy rows, only the token id is copied to the host."""
         with self._life.lock, self._life:
             check_given("policies", policies)
             answers = self._pipeline.execute(self._decode_rows(batch, policies)).result()
@@ -174,7 +174,7 @@ class ModelRunner(Adaptable):
             return self._pipeline.execute(batch).result()
 
     def score_batch(self, rows: Sequence[ScoreRow]) -> list[TokenScores]:
-        """Appends tokens of several sequences; returns what the model says of the targets after each of them.
+        """Appends tokens of several sequences; returns log-probabilities of the targets after them, and greedy ids.
 
         Known prefixes are not reused.
         """
@@ -192,9 +192,9 @@ class ModelRunner(Adaptable):
         attention_weights: Sequence[int] = (),
         points: Sequence[Any] = (),
     ) -> Captured:
-        """Appends `tokens`; returns what is asked of each, `points` being those of models/hooks.py.
+        """Appends `tokens`; returns the logits and the captured arrays of each; `points` are those of models/hooks.py.
 
-        A step for other points compiles when it is first needed.
+        A step for a new set of points is compiled when it is first needed.
         """
         with self._life.lock, self._life:
             cfg = self.model_config
@@ -214,13 +214,13 @@ class ModelRunner(Adaptable):
     def set_interventions(
         self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
     ) -> None:
-        """Changes what is computed of one sequence, until its release, in every call; None changes nothing any more.
+        """Binds interventions to one sequence, for all calls until its release; None unbinds them.
 
         Args:
             cache_id: a sequence without tokens yet.
             interventions: an `Edit` by hook point (models/hooks.py), whose arrays broadcast to one token's, `[D]` in
-                the residual stream, `[N, H]` at `z`. In a batch, other rows are not changed. Other values compile
-                nothing; a step for another set of points is compiled when it is first needed.
+                the residual stream, `[N, H]` at `z`. In a batch, other rows are not changed. New values compile
+                nothing; a step for a new set of points is compiled when it is first needed.
             start: the first position whose token is changed.
             stop: one past the last; None has no end.
 
@@ -245,16 +245,16 @@ class ModelRunner(Adaptable):
     def unified_forward_with_logits_policy(
         self, items: Sequence[UnifiedRow], policies: Sequence[LogitsReturnPolicy]
     ) -> list[Logits | int | None]:
-        """As `unified_forward`; of greedy rows only the token id crosses to the host."""
+        """As `unified_forward`; for greedy rows, only the token id is copied to the host."""
         with self._life.lock, self._life:
             check_given("policies", policies)
             answers = self._pipeline.execute(self._unified_rows(items, policies)).result()
             return [_answer(one) for one in answers]
 
     def decode_n(self, runs: Sequence[DecodeRun], *, until_one_ends: bool = False) -> list[DecodedRun]:
-        """Decodes up to `max_tokens` tokens of each sequence, chosen on the device, `multi_step_tokens` in one call.
+        """Decodes up to `max_tokens` tokens of each sequence, chosen on the device, `multi_step_tokens` a device call.
 
-        What it returns is what `decode` token by token and `ops.sampling.sample` give. The KV of all tokens is
+        The tokens are those that `decode` and `ops.sampling.sample` would give one by one. The KV of all tokens is
         allocated first, so that a call that runs short of blocks changes nothing.
         """
         with self._life.lock, self._life:
@@ -267,7 +267,7 @@ class ModelRunner(Adaptable):
         return self.plan.buckets.multi_step_tokens
 
     def unified_forward_can_return_full_logits(self) -> bool:
-        """Says that it can."""
+        """Returns True."""
         with self._life.lock, self._life:
             return True
 
@@ -289,7 +289,7 @@ class ModelRunner(Adaptable):
                 self._pipeline.table.truncate(key, length)
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
-        """Makes `new_cache_id` a copy of a live sequence; the block both would write is copied when one does.
+        """Makes `new_cache_id` a copy of a live sequence; the block that both go on in is copied when one writes it.
 
         Raises:
             RequestValidationError: `cache_id` is unknown, or `new_cache_id` is not.
@@ -308,7 +308,7 @@ class ModelRunner(Adaptable):
                 self._pipeline.interventions.copy(old, new)
 
     def reset(self) -> None:
-        """Drops every sequence and prefix; keeps weights and compiled steps. Also the way back from the state Error.
+        """Drops every sequence and prefix; keeps weights and compiled steps. It also ends the state Error.
 
         Raises:
             ResourceExhaustedError: a lost KV cannot be allocated again; the state stays Error.
@@ -321,13 +321,13 @@ class ModelRunner(Adaptable):
             self._life.state, self._life.paused = ExecutorState.Ready, ""
 
     def prepare(self, cache_id: str, max_tokens: int) -> None:
-        """Takes the slot, and compiles what prompts of at most `max_tokens` tokens and decoding after them need."""
+        """Takes a slot, and compiles the programs that a prompt of at most `max_tokens` tokens and decoding need."""
         with self._life.lock, self._life:
             key, count = check_cache_id(cache_id), check_int("max_tokens", max_tokens, 1)
             reservations.prepare(self._pipeline, key, count)
 
     def prepare_kv_capacity(self, cache_id: str, capacity_hint: int) -> None:
-        """Refuses a request whose whole length, `capacity_hint` positions, could never be served."""
+        """Raises if a sequence of `capacity_hint` positions could never be served."""
         with self._life.lock, self._life:
             hint, key = check_int("capacity_hint", capacity_hint, 0), check_cache_id(cache_id)
             self._holder(key)._pipeline.table.check_capacity(key, hint)
@@ -356,10 +356,10 @@ class ModelRunner(Adaptable):
     ) -> None:
         """Compiles every declared program, or finds it whole on disk.
 
-        A program on disk is loaded when it is first used, also if it was compiled here; with `load`, all are ready now.
-        `distributions`: also those for the output of that name, as a draft model whose probabilities count needs them.
-        `drafts`: also those that judge drafted tokens, where no `spec_tokens` of the settings ask for them.
-        `masks`: also those for structured output. `scores`: also those for scores under the settings of sampling.
+        A program on disk is loaded when it is first used, even if it was compiled here; `load` loads all of them now.
+        `distributions`: also those for the output `Distributions`, which drafts with probabilities of their own need.
+        `drafts`: also those that verify drafted tokens, which `spec_tokens` in the settings imply.
+        `masks`: also those for structured output. `scores`: also those for scores under sampler settings.
         """
         with self._life.lock, self._life:
             track = Track("compiling steps") if progress else None
@@ -371,20 +371,20 @@ class ModelRunner(Adaptable):
 
     @outside_meshes()
     def set_params(self, params: ParamTree, *, keep_sequences: KeptSequences = False) -> None:
-        """Takes other weights, which must have the tree, shapes and dtypes of those that are there, or another layout.
+        """Serves new weights, which must have the tree, shapes and dtypes of the served ones, or be in another layout.
 
-        Arrays that lie where those do are taken as they are; others, such as a trainer's on its own mesh, are moved
-        from device to device. Weights of another layout (models/layout.py) are copied into that which is served, by a
-        program that the first such call compiles; on a mesh that divides the model they are refused. Steps need no
-        compilation. Every known prefix is forgotten, and `params_version` goes up
-        by one. It may be called while the KV is freed, and when a trainer's function has been given
-        those that are there as donated arguments: until then, every step is a RequestValidationError.
+        Arrays that lie where the served ones do are used without a copy; others, such as a trainer's on its own mesh,
+        are moved from device to device. Weights of another layout (models/layout.py) are copied into the served one, by
+        a program that the first such call compiles; on a mesh that divides the model they are refused. No step is
+        compiled. Every known prefix is forgotten, and `params_version` goes up by one. It may be called while the KV is
+        freed, or after a trainer's function took the served weights as donated arguments; from that donation on, every
+        step is a RequestValidationError until this call.
 
         Args:
             params: the weights.
             keep_sequences: which sequences may be live: True for all, or their ids. They go on under the new weights
-                with the keys and values of the old ones, which no other sequence ever takes for a prefix. Steps in
-                flight are waited for.
+                with the keys and values of the old ones, which never become another sequence's prefix. The call waits
+                for steps in flight.
 
         Raises:
             RequestValidationError: another sequence is live, whose keys and values are of the old weights.
@@ -400,7 +400,7 @@ class ModelRunner(Adaptable):
                 with self._life:
                     self._pipeline.settle()
             self._pipeline.invalidate_prefixes()
-            self.params_version += 1  # whatever interrupts this: what follows is of no old version
+            self.params_version += 1  # before the weights change: an interrupt must leave a new version
             self._device.set_params(params)
 
     def reset_prefix_cache(self) -> None:

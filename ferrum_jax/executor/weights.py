@@ -1,4 +1,4 @@
-"""What weights must be to be served, or to take the place of others in steps that are compiled."""
+"""Checks of weights that are to be served, or to replace the served ones in compiled steps."""
 
 import contextlib
 from typing import Any
@@ -22,7 +22,7 @@ _convert = jax.jit(lay_out, static_argnames=("cfg", "layout"))
 
 
 def served_shapes(params: ParamTree) -> ParamTree:
-    """Shape, dtype and place of every array of a tree, which stay known when the arrays are donated or deleted."""
+    """Returns shape, dtype and sharding of every array of a tree, which remain when the arrays are donated."""
 
     def describe(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
@@ -33,7 +33,7 @@ def served_shapes(params: ParamTree) -> ParamTree:
 
 
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
-    """Raises InvalidParameter unless two trees differ in nothing but values, naming what does.
+    """Raises InvalidParameterError unless two trees differ in values alone; the message names every difference.
 
     `instead_of` are arrays, or their `served_shapes`.
     """
@@ -44,10 +44,10 @@ def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
 
 
 def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
-    """Returns parameters as whole arrays in a device's own memory; the tree itself if they are, else others are moved.
+    """Returns parameters as whole arrays in a device's own memory; the tree itself if they lie there already.
 
-    Parts on several devices are joined there, from device to device. An array in host memory, or with another order of
-    axes in memory than a step expects, is moved as well. What is no array, or deleted, stays as it is.
+    Arrays divided over devices are joined, and moved from device to device. Arrays in host memory, or in another order
+    of axes than steps expect, are moved as well. Leaves that are no arrays, or deleted, stay as they are.
 
     Raises:
         UnsupportedError: an array lies on devices of other processes, too.
@@ -73,12 +73,12 @@ def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
 
 
 def laid_out_like(served: ParamTree, params: ParamTree, cfg: ModelConfig) -> ParamTree:
-    """Copies parameters of another layout into that of those served; the tree itself if it has it, or has none.
+    """Returns parameters copied into the layout of the served ones; the tree itself if it has that layout, or none.
 
-    It is one program, which the first call compiles.
+    The copy is one program, which the first call compiles.
 
     Raises:
-        InvalidParameterError: they are not this model's, or not in the dtypes of those served.
+        InvalidParameterError: they are not this model's, or not in the dtypes of the served ones.
         ResourceExhaustedError: there is no memory for the copy.
     """
     try:
@@ -98,8 +98,8 @@ def laid_out_like(served: ParamTree, params: ParamTree, cfg: ModelConfig) -> Par
 
 
 def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree) -> None:
-    """Raises InvalidParameter unless a tree has the leaves of specs, in the dtypes of the weights that are there."""
-    with contextlib.suppress(LookupError, TypeError, AttributeError):  # what has no layout is described below
+    """Raises InvalidParameterError unless a tree has the leaves of `specs`, in the dtypes of `instead_of`."""
+    with contextlib.suppress(LookupError, TypeError, AttributeError):  # a tree without a layout is described below
         layout, wanted = layout_of(params), layout_of(instead_of)
         if layout != wanted:
             raise InvalidParameterError(
@@ -113,7 +113,7 @@ def check_like_specs(params: ParamTree, specs: ParamTree, instead_of: ParamTree)
 
 
 def check_fits_config(params: ParamTree, cfg: ModelConfig, layout: str) -> None:
-    """Raises InvalidParameter unless a tree has the parameters of a model, in a layout, arrays or quantised."""
+    """Raises InvalidParameterError unless a tree has a model's parameters in a layout, as arrays or quantised."""
     wanted = named_leaves(layout_specs(family(cfg).param_specs(cfg), cfg, layout))
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantised)[0]
     quantised = {name_of(path): leaf for path, leaf in paths if is_quantised(leaf)}
@@ -164,7 +164,7 @@ def _problems_of(name: str, weight: QuantisedWeight[jax.Array], spec: ParamSpec)
 
 
 def _check_alike(given: dict[str, str], wanted: dict[str, str], params: ParamTree, instead_of: ParamTree) -> None:
-    """Raises InvalidParameter unless the leaves of two trees are described alike, and lie in the same structure."""
+    """Raises InvalidParameterError unless two trees have the same structure, and equal descriptions of leaves."""
     kept, plain = (any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised))) for tree in (instead_of, params))
     hint = ", as those served are kept in fewer bits (load with quantize='none' to set others)" * (kept and not plain)
     check_no_problems(f"these weights cannot be set{hint}", differences(given, wanted, "is"))
