@@ -1,6 +1,6 @@
-"""What an executor reports of its model where the model itself reports nothing.
+"""Reports of an executor's model, also where the model itself reports nothing.
 
-A model of four methods has only its sizes. What it does not report is 0 or empty here, never a guess.
+A model of the four required methods reports only its sizes. All else is 0 or empty here, never a guess.
 """
 
 import inspect
@@ -21,7 +21,7 @@ def overrides(model: DecoderOnlyLLM, *methods: str) -> bool:
 
 
 def warm_quietly(model: DecoderOnlyLLM) -> None:
-    """Warms a model up without a progress bar, where it has any."""
+    """Warms a model up without its progress bar, if it has one."""
     parameters = inspect.signature(model.warmup).parameters.values()
     takes_progress = any(one.name == "progress" or one.kind is one.VAR_KEYWORD for one in parameters)
     model.warmup(progress=False) if takes_progress else model.warmup()
@@ -53,10 +53,10 @@ def model_info(model: DecoderOnlyLLM) -> ModelInfo:
 
 
 def capabilities(model: DecoderOnlyLLM, info: ModelInfo) -> ExecutorCapabilities:
-    """What was built; where the model reports nothing, what its class and its configuration show.
+    """Capabilities; where the model reports none, those that its class and its configuration show.
 
-    The batch is then 1 row, for nothing says that more would share a forward, and memory per token of activations and
-    overhead are 0.
+    The batch is then 1 row, because nothing says that more would share a forward, and memory per token of activations
+    and overhead are 0.
     """
     built = check_kind(model, "capabilities", model.capabilities(), ExecutorCapabilities)
     if built is not None:

@@ -26,9 +26,9 @@ from ferrum_jax.executor.llm_executor.worker import CallWorker
 class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     """Runs a model's calls in a thread of its own, one at a time, off the event loop.
 
-    A refused call changes nothing. A cancelled one waits for the device, and what it did there is undone: the caller's
-    handle is as good as before, unless the model cannot truncate; then its sequence is released. Plain methods wait
-    while a call runs. The model may be called directly as well; a sequence it drops makes its handles stale.
+    A refused call changes nothing. A cancelled one waits for the device and is undone: the caller's handle stays valid,
+    unless the model cannot truncate; then its sequence is released. Methods that are not async wait while a call runs.
+    The model may be called directly as well; if it drops a sequence, the handles on it are stale.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         return self._info
 
     def capabilities(self) -> execution.ExecutorCapabilities:
-        """What was built, as the model reported when the executor was made."""
+        """Capabilities of the model, as of the making of the executor."""
         return self._capabilities
 
     def status(self) -> execution.ExecutorStatus:
-        """How the executor is doing now; answers in every state and waits for no call made here.
+        """State, latencies and memory now; answers in every state and waits for no call made here.
 
-        Ready and Busy, where calls queue, are both `is_ready`; a warm-up is Initializing. Memory is as of the last
-        time this was asked while no call ran; zeros where the model reports none.
+        `is_ready` holds in Ready and in Busy, where calls queue; during a warm-up the state is Initializing. Memory is
+        as of the last status or metrics while no call ran; zeros where the model reports none.
         """
         state = self._meter.state if self._table.state is ExecutorState.Ready else self._table.state
         if self._table.is_closed:
@@ -200,7 +200,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         await self._worker.run(None, (), lambda _log, _rows: self._warm(), ExecutorState.Initializing)
 
     async def reset(self) -> None:
-        """Drops every sequence of the model, and makes every handle stale; also the way back from the state Error.
+        """Drops every sequence of the model, and makes every handle stale; it also ends the state Error.
 
         Weights, loaded adapters, compiled programs, metrics and the numbering of ids are kept. A reset that runs when
         its caller is cancelled is not undone.
@@ -257,7 +257,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
             return check_kind(model, "kv_slot_capacity_snapshot", pool, KvSlotCapacitySnapshot)
 
     def cache_metrics_snapshot(self) -> Mapping[str, Any]:
-        """The model's counters; in `decode_batch`, this executor's fallbacks are added; and `executor_model_lock`.
+        """The model's counters, with this executor's fallbacks in `decode_batch`, and waits in `executor_model_lock`.
 
         `unsupported_fallback_calls` counts calls that ran chunk by chunk because the model's unified forward is
         Unsupported, or cannot return the logits that were asked for. `lora_fallback_calls` counts calls that ran row
@@ -277,7 +277,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         return description.overrides(self._model, "unified_forward") and not self._table.lacks_unified
 
     def optimal_batch_size(self) -> int:
-        """Live sequences and, where the model counts blocks, those that a free block could begin.
+        """Live sequences and free blocks, each of which could begin one; `max_batch_size` if blocks are not counted.
 
         At least 1 and at most `max_batch_size`.
         """

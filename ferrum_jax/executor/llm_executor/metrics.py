@@ -36,13 +36,13 @@ class Tally:
 
 
 class Meter:
-    """Counts calls that ended well; a latency is the time a call had the model, waiting not included.
+    """Counts successful calls; a latency is the time that a call held the model, without its wait for it.
 
     Attributes:
         tallies: calls by kind.
-        state: Ready between calls; else what the running call is: Busy, or Initializing in a warm-up.
+        state: Ready between calls; else that of the running call: Busy, or Initializing in a warm-up.
         running_rows: rows of the running call; 0 between calls.
-        last_operation: when the last call ended well, in seconds of `time.monotonic()`.
+        last_operation: when the last call succeeded, in seconds of `time.monotonic()`.
     """
 
     def __init__(self, max_batch_size: int):

@@ -100,9 +100,9 @@ def verify(log: UndoLog, rows: Sequence[RowRequest], *, policies: Sequence[Logit
 
 
 def speculate(log: UndoLog, rows: Sequence[RowRequest], *, threshold: float) -> SpeculativeDecodeOutput:
-    """Appends the first token of the one row and what the model accepts of the rest.
+    """Appends the first token of the one row and the drafted tokens that the model accepts.
 
-    One forward over all tokens and a roll back of the rest; token by token where the model cannot roll back.
+    It runs one forward over all tokens and rolls back the others; token by token where the model cannot roll back.
     """
     table, (row,) = log.table, rows
     open_rows(log, rows)
@@ -129,7 +129,7 @@ def speculate(log: UndoLog, rows: Sequence[RowRequest], *, threshold: float) -> 
 
 
 def forward(log: UndoLog, rows: Sequence[RowRequest]) -> NDArray[np.float32]:
-    """Returns the logits of every token of every row, `[B, n, V]`, and releases what it began."""
+    """Returns the logits of every token of every row, `[B, n, V]`, and releases the sequences that it began."""
     table, model = log.table, log.table.model
     longest = max(len(row.tokens) for row in rows)
     if longest > table.capacity:
@@ -158,7 +158,7 @@ def is_accepted(logits: Logits, token: int, threshold: float) -> bool:
 
 
 def open_rows(log: UndoLog, rows: Sequence[RowRequest]) -> None:
-    """Finds or begins the sequence of every row, binds adapters, and checks that the KV admits what was announced.
+    """Finds or begins the sequence of every row, binds adapters, and checks that the KV admits the announced lengths.
 
     Nothing is reserved: the forward takes what it needs, and a refused call leaves no block behind. An adapter that
     was unloaded for another one is not loaded again where the call fails after that; its next use loads it.
@@ -213,7 +213,7 @@ def _find(table: SequenceTable, row: RowRequest) -> TrackedSequence | None:
 
 
 def _unified(table: SequenceTable, rows: Sequence[RowRequest]) -> bool:
-    """Appends every row in one forward; False, and counted, if the model cannot: nothing has changed then."""
+    """Appends every row in one forward; if the model cannot, counts that and returns False with nothing changed."""
     model, policies = table.model, [row.policy for row in rows]
     items = [(row.sequence.cache_id, row.tokens, row.sequence.length, row.is_final) for row in rows]
     wanted = [row.policy if row.is_final else None for row in rows]

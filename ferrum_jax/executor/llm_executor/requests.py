@@ -1,4 +1,4 @@
-"""From what a caller passes to checked rows of tokens. Nothing here knows a sequence's length."""
+"""From a caller's arguments to checked rows of tokens. Nothing here knows a sequence's length."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class RowRequest:
     label: str  # its name in messages
     tokens: list[int]
     handle: Any = None  # of the sequence they are appended to
-    name: str | None = None  # the sequence's id where there is no handle; None with neither: a new sequence
+    name: str | None = None  # the sequence's id where there is no handle; without either, a new sequence
     offset: int | None = None  # position of the first token, as the caller believes
     positions: NDArray[np.integer] | None = None  # [n], the same for every token
     is_final: bool = True
@@ -158,7 +158,7 @@ def join_rows(rows: Sequence[RowRequest]) -> RowRequest:
 
 
 def extend_row(row: RowRequest, draft_tokens: Any, vocab_size: int) -> RowRequest:
-    """Appends drafted tokens, of which there may be none, to a row of one token, whose position they continue."""
+    """Appends drafted tokens, perhaps none, to a row of one token; their positions follow that token's."""
     draft = []
     if _array("draft_tokens", draft_tokens).shape != (0,):
         draft = check_tokens("draft_tokens", draft_tokens, vocab_size).tolist()
@@ -167,7 +167,7 @@ def extend_row(row: RowRequest, draft_tokens: Any, vocab_size: int) -> RowReques
 
 
 def read_options(label: str, metadata: Any) -> Options:
-    """Reads the keys that begin with `ferrum_`; all others are the caller's own. None is as good as absent.
+    """Reads the keys that begin with `ferrum_`; all others are the caller's own. A value of None counts as absent.
 
     Raises:
         RequestValidationError: an unknown key, a value of the wrong type, or one half of a LoRA adapter.

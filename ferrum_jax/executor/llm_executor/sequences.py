@@ -87,12 +87,12 @@ class SequenceTable:
 
     @property
     def state(self) -> ExecutorState:
-        """The model's state; Ready where that is something else of the model's author."""
+        """The model's state; Ready if its attribute is no `ExecutorState`."""
         state = self.model.state
         return state if isinstance(state, ExecutorState) else ExecutorState.Ready
 
     def release_all(self) -> None:
-        """Releases every sequence that was begun here, as far as the model still can."""
+        """Releases every sequence that was begun here, if the model still can."""
         for cache_id in [cache_id for cache_id, sequence in self._live.items() if not sequence.is_adopted]:
             with contextlib.suppress(FerrumError):
                 self.release(cache_id)
@@ -137,10 +137,10 @@ class SequenceTable:
         return sequence
 
     def find_or_adopt(self, cache_id: str) -> TrackedSequence | None:
-        """As `find`; of what the model alone knows of, a sequence to `track`. None: the id is free.
+        """As `find`; for an id that only the model knows, returns a sequence to `track`. None: the id is free.
 
         Raises:
-            RequestValidationError: an executor has had the id, and it is no sequence of this one.
+            RequestValidationError: the id has the form of those that executors make, and is not live here.
         """
         if (sequence := self.find(cache_id)) is not None:
             return sequence
@@ -163,9 +163,9 @@ class SequenceTable:
         self.model.release(cache_id)
 
     def forget(self, sequence: TrackedSequence) -> None:
-        """Releases a sequence that was begun in vain.
+        """Releases a sequence that an undone call had begun.
 
-        Of a caller's own id, of which the model says that it holds nothing, what the caller has taken for it stays.
+        If the id is the caller's own and unknown to the model, the model keeps what the caller has bound to the id.
         """
         key, tells_lengths = sequence.cache_id, overrides(self.model, "kv_len")
         if sequence.adapter is None and not _OWN_ID.fullmatch(key) and tells_lengths and self.model.kv_len(key) is None:
@@ -182,7 +182,7 @@ class SequenceTable:
             sequence.version += 1
 
     def truncate_by_id(self, cache_id: str, new_len: int) -> None:
-        """As `truncate`, of a sequence that the model may have without this executor; an unknown id is no error."""
+        """As `truncate`, also for a sequence that only the model knows; an unknown id is no error."""
         sequence = self.find(cache_id)
         if sequence is not None:
             self.truncate(sequence, new_len)
@@ -273,7 +273,7 @@ class UndoLog:
         return self.table.track(sequence)
 
     def seal(self) -> bool:
-        """Ends the call: a later `undo` leaves alone whatever has changed since. True if it was abandoned before."""
+        """Ends the call: a later `undo` skips sequences that change from now on. True if it was abandoned before."""
         for entry in self._entries:
             entry.version = entry.sequence.version
         with self._mutex:
@@ -298,7 +298,7 @@ class UndoLog:
                     self._roll_back(entry.sequence, entry.length)
             rebound = [entry for entry in entries if entry.length is not None and entry.sequence.knows_adapter]
             rebound = [entry for entry in rebound if entry.sequence.adapter != entry.adapter]
-            for entry in rebound:  # all of them first, so that the adapters they had can be loaded again
+            for entry in rebound:  # all are unbound first, to make room for their former adapters
                 self._bind(entry.sequence, None)
             for entry in rebound:
                 self._bind(entry.sequence, entry.adapter)
@@ -320,7 +320,7 @@ class UndoLog:
             try:
                 self.table.model.truncate_kv(sequence.cache_id, length)
                 sequence.length = min(sequence.length, length)
-                if sequence.reserved > length:  # which the truncation has given back
+                if sequence.reserved > length:  # the truncation has freed the reserved blocks
                     again = KvSlotRequest(cache_id=sequence.cache_id, target_len=sequence.reserved)
                     self.table.model.reserve_kv_slots([again])
             except UnsupportedError:
