@@ -32,8 +32,8 @@ from ferrum_jax.sharding.devices import JaxDevice
 _log = logging.getLogger(__name__)
 MAGIC = b"ferrum_jax step 1\n"
 SUFFIX = ".step"
-PROGRAM = re.compile(r"[0-9a-f]{32}")  # what a program's folder is called
-FACTS = "program.json"  # what a folder's steps depend on, for people
+PROGRAM = re.compile(r"[0-9a-f]{32}")  # name of a program's folder
+FACTS = "program.json"  # what a folder's steps depend on, for people to read
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # What JAX, pickle and a compressor raise for what they cannot write or read, unless the allocation failed.
 _UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, EOFError,
@@ -42,7 +42,7 @@ _UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, I
 
 @dataclass(frozen=True, eq=False)
 class Artifact:
-    """One step as it lay on disk, found whole and this user's own; none of it has run."""
+    """One step as read from disk, verified to be whole and this user's own; none of its code has run."""
 
     name: str
     program: str  # digest of what it depends on
@@ -71,25 +71,25 @@ class Artifacts:
     """The compiled steps of one program in a folder of this user's."""
 
     def __init__(self, root: Path, facts: Facts, options: CompilerOptions = None):
-        """Reads and makes nothing yet; `facts` are all that steps depend on but JAX's settings and `options`."""
+        """Touches no file yet; `facts` are all that steps depend on, except JAX's settings and `options`."""
         self.root = root
         self.facts = facts | {"compiler_options": dict(options or ())}
         self._folder = PrivateFolder(root)
         self.num_saved = 0  # in this process
-        self.num_unwritten = 0  # for which the disk had no place, say
+        self.num_unwritten = 0  # for example because the disk was full
         self._lock = threading.Lock()
         self._warned: set[str] = set()
         self._prepared: set[str] = set()  # digests of programs whose folder is ready to be written
-        self._proven: set[str] = set()  # kinds of calls of which one that was written could be loaded
+        self._proven: set[str] = set()  # kinds of programs of which one could be loaded after it was packed
         self._coming: dict[tuple[str, str], Future[jax.stages.Compiled | None]] = {}  # by program and name
 
     @property
     def folder(self) -> PrivateFolder:
-        """Where the steps lie that are compiled now, under this thread's settings of JAX."""
+        """The folder of steps that are compiled under this thread's settings of JAX."""
         return self._folder.child(self._program()[:32])
 
     def find(self, name: str) -> Artifact | None:
-        """Returns a step that is there, whole and this user's own; what is there but must not be used is warned of."""
+        """Returns a step on disk that is whole and this user's own, or None; warns of one that must not be used."""
         return self._find(self._program(), name)
 
     def _find(self, program: str, name: str) -> Artifact | None:
@@ -104,7 +104,7 @@ class Artifacts:
             return _verified(data, program, name)
         except (LookupError, TypeError, ValueError) as problem:
             self._warn(
-                f"{_file_name(name)} in {self._folder.child(program[:32]).path}, of {name}, is compiled: {problem}"
+                f"{_file_name(name)} in {self._folder.child(program[:32]).path} is not used, {name} is compiled: {problem}"
             )
             return None
 
@@ -123,7 +123,7 @@ class Artifacts:
         pool.shutdown(wait=False)
 
     def load(self, artifact: Artifact) -> jax.stages.Compiled | None:
-        """Makes a step callable, or says why it cannot be and returns None; waits for it if it is being preloaded."""
+        """Makes a step callable, or warns why it cannot be and returns None; waits for it if it is being preloaded."""
         with self._lock:
             coming = self._coming.pop((artifact.program, artifact.name), None)
         try:
@@ -134,13 +134,13 @@ class Artifacts:
             return None
 
     def save(self, name: str, executable: jax.stages.Compiled) -> Artifact | None:
-        """Writes a step and returns it as it lies there; where that cannot be done, says so once and returns None."""
+        """Writes a step and returns it as written; if it cannot be written, warns once and returns None."""
         program = self._program()
         folder = self._folder.child(program[:32])
         try:
             artifact = _packed(program, name, executable)
             kind = name.split("(")[0]
-            if kind not in self._proven:  # what cannot be loaded here cannot be loaded by any start
+            if kind not in self._proven:  # a step that cannot be loaded here cannot be loaded by a later start
                 artifact.load()
                 self._proven.add(kind)
         except _UNUSABLE as problem:
@@ -167,7 +167,7 @@ class Artifacts:
         self._prepare(self.folder, self._program())
 
     def listed(self) -> dict[str, int]:
-        """Bytes of each call that is kept, by file name; none where the folder must not be used."""
+        """Bytes of each step on disk, by file name; empty if the folder must not be used."""
         try:
             return {name: size for name, size in self.folder.sizes().items() if name.endswith(SUFFIX)}
         except OSError:
@@ -221,13 +221,13 @@ def artifacts_folder(asked: str | bool | None) -> Path | None:
 
 
 def check_compiler_options(options: CompilerOptions, device: JaxDevice) -> None:
-    """Raises ConfigError for options that the compiler refuses, before what matters is compiled."""
+    """Raises ConfigError for options that the compiler refuses, before any step is compiled."""
     if not options:
         return
     nothing = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         jax.jit(jax.numpy.negative).lower(nothing).compile(compiler_options=dict[str, Any](options))
-    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as problem:  # JAX's own, and what its binding refuses
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as problem:  # JAX's own, and those of its binding
         given = safe_repr(dict(options))
         raise ConfigError(f"compiler_options {given} on {device}: {_first_line(problem)}") from problem
 
@@ -235,7 +235,7 @@ def check_compiler_options(options: CompilerOptions, device: JaxDevice) -> None:
 def build(
     name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None, options: CompilerOptions = None
 ) -> jax.stages.Compiled:
-    """Loads a call, or compiles and keeps it."""
+    """Loads a program, or compiles and saves it."""
     artifact = None if artifacts is None else artifacts.find(name)
     loaded = None if artifacts is None or artifact is None else artifacts.load(artifact)
     return compile_and_save(name, lower, artifacts, options)[0] if loaded is None else loaded
@@ -244,10 +244,10 @@ def build(
 def compile_and_save(
     name: str, lower: Callable[[], jax.stages.Lowered], artifacts: Artifacts | None, options: CompilerOptions = None
 ) -> tuple[jax.stages.Compiled, Artifact | None]:
-    """Compiles a call and saves it in `artifacts`, which have the same options; returns both forms."""
+    """Compiles a program and saves it in `artifacts`, which have the same options; returns both forms."""
     hits = _HITS.count()
     executable = lower().compile(compiler_options=dict[str, Any](options) if options else None)
-    # What came out of JAX's persistent cache serialises into something that lacks its functions and fails when called.
+    # An executable from JAX's persistent cache serialises without its functions, and fails when it is called.
     kept = artifacts.save(name, executable) if artifacts is not None and _HITS.count() == hits else None
     return executable, kept
 
@@ -263,7 +263,7 @@ def clear(root: Path) -> int:
     for program in PrivateFolder(root).children():
         sizes = program.sizes()
         ours = [name for name in sizes if name == FACTS or name.endswith((SUFFIX, TEMPORARY))]
-        if PROGRAM.fullmatch(program.path.name) and len(ours) == len(sizes):  # whatever else is there is none of ours
+        if PROGRAM.fullmatch(program.path.name) and len(ours) == len(sizes):  # a folder with other files is not ours
             freed += sum(sizes.values())
             program.remove_all()
     return freed
@@ -334,8 +334,8 @@ def memory_of(executable: jax.stages.Compiled) -> dict[str, int]:
 class _CacheHits:
     """Counts the hits of JAX's persistent cache in each thread.
 
-    One listener, for good: JAX walks over its list of them while other threads compile, and passes one over when the
-    one before it is taken off.
+    Its one listener is never removed: JAX iterates over its list of listeners while other threads compile, and would
+    skip one if the one before it were removed.
     """
 
     def __init__(self):

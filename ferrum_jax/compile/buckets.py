@@ -59,7 +59,7 @@ class Buckets:
         return StepKey(0, count, tokens, self.table_columns, count * tokens, "all")
 
     def scores(self, count: int) -> StepKey:
-        """The step that scores every token of so many query blocks; a few take the step of all logits."""
+        """The step that scores every token of so many query blocks; up to `logit_blocks`, the step of all logits."""
         if count <= self.logit_blocks:
             return self.all_logits(self.logit_blocks, self.block_tokens)
         return replace(self.all_logits(count, self.block_tokens), outputs="scores")
@@ -99,7 +99,7 @@ class Buckets:
         ]
 
     def declared(self, *, adapters: bool = False, drafts: bool = False) -> list[ProgramKey]:
-        """Every program that legal traffic can need; `drafts`: drafted tokens are judged on the device, too."""
+        """Every program that legal traffic can need; `drafts`: also those that verify drafted tokens on the device."""
         steps = self.steps(adapters=adapters)
         samples = {one for key in steps if key.outputs == "last" for one in self.samples(key.logit_rows)}
         verifies: list[ProgramKey] = [VerifyKey(p, self.verify_tokens) for p in self.verify_blocks] if drafts else []
@@ -119,16 +119,16 @@ class Buckets:
         return [SampleKey(logit_rows, way) for way in self.sample_ways]
 
     def masks(self, *, drafts: bool = False) -> list[ProgramKey]:
-        """The programs for tokens that are allowed at one place alone, which structured output needs."""
+        """The programs that take masks of allowed tokens, which structured output needs."""
         verifies = [VerifyKey(p, self.verify_tokens, is_masked=True) for p in self.verify_blocks] if drafts else []
         return [MaskKey(self.decode_rows[-1]), *verifies]
 
     def distributions(self) -> list[ProgramKey]:
-        """The programs for what tokens are drawn from, which drafts with probabilities of their own need."""
+        """The programs of the distributions that tokens are drawn from, which drafts with probabilities need."""
         return [DistributionKey(*one) for one in self._blocks_of_logits()]
 
     def processed_scores(self) -> list[ProgramKey]:
-        """The programs for scores under the settings of sampling."""
+        """The programs of scores under sampler settings."""
         return [ProcessedScoreKey(*one) for one in self._blocks_of_logits()]
 
     def _blocks_of_logits(self) -> list[tuple[int, int]]:

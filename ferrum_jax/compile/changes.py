@@ -19,7 +19,7 @@ Leaf = TypeVar("Leaf")
 
 @flax.struct.dataclass
 class Changes(Generic[Leaf]):
-    """What is done to each sequence's tokens; row S, one past the last slot, changes nothing."""
+    """The stacked edits of sequences' tokens; row S, one past the last slot, changes nothing."""
 
     spans: Leaf  # int32 [S + 1, 2]: first position that is changed, and one past the last
     scale: dict[Point, Leaf]  # [S + 1, ...] of one token's array
@@ -27,7 +27,7 @@ class Changes(Generic[Leaf]):
 
     @staticmethod
     def neutral(cfg: ModelConfig, num_slots: int, points: tuple[Point, ...]) -> "Changes[NDArray[Any]]":
-        """Returns changes, to be filled in, that change nothing."""
+        """Returns stacks that change nothing, to be filled in."""
         tails = {point: tail_of(point, cfg) for point in points}
         return Changes(
             spans=np.zeros((num_slots + 1, 2), np.int32),
@@ -64,7 +64,7 @@ def tail_of(point: Point, cfg: ModelConfig) -> tuple[tuple[int, ...], Any]:
 def of_tokens(
     changes: Changes[jax.Array], rows: Int[Array, " X"]
 ) -> dict[Point, Callable[[jax.Array, jax.Array], jax.Array]]:
-    """Returns what is done at each point, given the row of every token of a step."""
+    """Returns the function to apply at each point, given every token's row of the stacks."""
 
     def at(point: Point) -> Callable[[jax.Array, jax.Array], jax.Array]:
         def change(x: jax.Array, positions: jax.Array) -> jax.Array:

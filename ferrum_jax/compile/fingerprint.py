@@ -90,7 +90,7 @@ def is_edited(package: Path = PACKAGE, began: float | None = None) -> bool:
     """
     began = psutil.Process().create_time() if began is None else began
     times = [(found.st_mtime, found.st_ctime) for found in (path.stat() for path in _modules(package))]
-    return any(max(changed) > began for changed in times)  # what is copied with its old time changes the other
+    return any(max(changed) > began for changed in times)  # a copy with its old mtime has a new ctime
 
 
 def _modules(package: Path) -> list[Path]:

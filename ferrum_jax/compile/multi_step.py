@@ -89,7 +89,7 @@ class _Carry:
     kv: KvState[jax.Array]
     sampler: SamplerState[jax.Array]
     at: jax.Array  # int32 []: tokens chosen so far
-    tokens: jax.Array  # int32 [D]: to be read
+    tokens: jax.Array  # int32 [D]: input of the next step
     alive: jax.Array  # bool [D]
     chosen: jax.Array  # int32 [N, D, 3]: as `Sampled.packed`, with the id -1 where none was chosen
 

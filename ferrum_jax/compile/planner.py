@@ -1,4 +1,4 @@
-"""Which steps serve a batch: rows of any number of tokens in the cheapest sequence of programs."""
+"""Plans the steps of a batch: rows of any number of tokens in the cheapest sequence of programs."""
 
 import functools
 from collections.abc import Sequence
@@ -31,19 +31,19 @@ class StepPlan:
 
     @functools.cached_property
     def columns(self) -> list[tuple[NDArray[np.intp], ...]]:
-        """Rows, starts and sizes of what decodes, and of the blocks: `[n]` each."""
+        """Rows, starts and sizes of the pieces in decode rows, and of those in blocks: `[n]` each."""
         groups = self.decodes, self.blocks
         return [tuple(np.array(pieces, np.intp).reshape(-1, len(Piece._fields)).T) for pieces in groups]
 
 
 def capturing(plan: StepPlan, captures: Sequence[tuple[Point, ...]]) -> StepPlan:
-    """Returns the plan for a step that captures what its rows ask for, all of them together."""
+    """Returns the plan with the hook points that any of its rows captures."""
     points = {point for piece in (*plan.decodes, *plan.blocks) for point in captures[piece.row]}
     return replace(plan, key=replace(plan.key, capture=tuple(sorted(points)))) if points else plan
 
 
 def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
-    """Serves rows of `counts` tokens whose last token alone has logits; a row of none takes no part.
+    """Plans rows of `counts` tokens that want logits of their last token alone; a row of 0 takes no part.
 
     Rows of one token decode; a longer one takes consecutive query blocks, of which those of one step see each other's
     keys and values. Decode rows run beside the first blocks, or after all of them where that costs less.
@@ -65,7 +65,7 @@ def plan_steps(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
 
 
 def _plan_blocks(pieces: Sequence[Piece], singles: Sequence[Piece], buckets: Buckets) -> list[StepPlan]:
-    """Serves blocks, decode rows beside the first of them, and then the other decode rows."""
+    """Plans blocks, decode rows beside the first of them, and then the other decode rows."""
     steps: list[StepPlan] = []
     most = buckets.decode_rows[-1]
     while pieces:
@@ -89,7 +89,7 @@ def _decode_steps(singles: Sequence[Piece], buckets: Buckets) -> list[StepPlan]:
 
 
 def plan_all_logits(counts: Sequence[int], buckets: Buckets) -> list[StepPlan]:
-    """Serves rows whose every token has logits: short ones together, longer ones one by one; some have none."""
+    """Plans rows that want logits of every token: short ones together, longer ones one by one; rows of 0 not at all."""
     small, size, most = buckets.verify_tokens, buckets.block_tokens, buckets.verify_blocks[-1]
     short, steps = [], []
     for row, count in enumerate(counts):
@@ -139,7 +139,7 @@ def _plan_scores(counts: Sequence[int], rests: Sequence[int], buckets: Buckets) 
 
 
 def cost(key: StepKey, buckets: Buckets) -> int:
-    """What a step takes, in tokens: those it computes, and those that reading the weights is worth."""
+    """The cost of a step in tokens: those it computes, and `step_overhead` for reading the weights."""
     return buckets.step_overhead + key.num_tokens
 
 
@@ -157,7 +157,7 @@ def _choose(count: int, buckets: Buckets, sizes: tuple[int, ...], later: tuple[i
 
 @functools.lru_cache(maxsize=4096)
 def _least(count: int, buckets: Buckets, sizes: tuple[int, ...]) -> int:
-    """Returns what so many blocks cost without decode rows, in steps of these sizes."""
+    """Returns the least cost of `count` blocks without decode rows, in steps of these sizes."""
     costs = [0]
     for blocks in range(1, count + 1):
         costs.append(min(size * buckets.block_tokens + costs[max(0, blocks - size)] for size in sizes))

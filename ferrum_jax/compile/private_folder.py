@@ -18,7 +18,7 @@ class PrivateFolder:
     """A folder, and those above it that have to be as private.
 
     Every access opens the folders again, refuses links, and checks owner and permissions of what is open, so that
-    nothing can be exchanged between check and use.
+    nothing can be replaced between check and use.
     """
 
     path: Path

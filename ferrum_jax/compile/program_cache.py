@@ -27,7 +27,7 @@ MOST_THREADS = 16  # that compile at once; each may take gigabytes
 class ProgramCache:
     """Keys to executables. A key that is missing is compiled, counted and logged; in strict mode, refused.
 
-    With `artifacts`, what is on disk is loaded instead, and what is compiled is kept there.
+    With `artifacts`, programs on disk are loaded instead, and compiled ones are saved there.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class ProgramCache:
         options: CompilerOptions = None,
         together: Together = lambda *_, **__: contextlib.nullcontext(),
     ):
-        """Compiles nothing yet; `together` has other processes build the same programs, while this one does within."""
+        """Compiles nothing yet; within `together`, other processes build the same programs as this one."""
         self._together = together
         self._lower = lower
-        self._strict = strict  # but what was compiled here and cannot be loaded is compiled once more
+        self._strict = strict  # yet a program that was compiled here and cannot be loaded is compiled again
         self._artifacts = artifacts
         self._options = options
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class ProgramCache:
         """Returns the executable of a program.
 
         Raises:
-            BackendError: it does not compile; or it is not there after `warmup`, in strict mode.
+            BackendError: it does not compile; or, in strict mode, it is missing after `warmup`.
         """
         found = self._steps.get(key)
         if found is not None:
@@ -70,11 +70,11 @@ class ProgramCache:
     def warmup(
         self, keys: Iterable[Key], track: Callable[[list[Key]], Any] | None = None, *, load: bool = False
     ) -> None:
-        """Makes sure of the given steps, on all cores: each is compiled, or on disk, whole and this user's own.
+        """Makes sure, on all cores, that each given step is compiled, or on disk, whole and this user's own.
 
         Args:
             keys: the steps.
-            track: wraps the list of what is left to show progress.
+            track: wraps the list of missing keys to show progress.
             load: steps that are on disk are loaded now, not when first asked for.
         """
         missing = [key for key in dict.fromkeys(keys) if key not in self._steps and (load or key not in self._held)]
@@ -102,7 +102,7 @@ class ProgramCache:
     def _do_all(
         self, keys: list[Key], do: Callable[[Key], Any], track: Callable[[list[Key]], Any] | None = None
     ) -> None:
-        """Does something for each key on all cores, or in this thread if it has settings of JAX of its own."""
+        """Calls `do` for each key on all cores, or in this thread alone if it has settings of JAX of its own."""
         if not keys:
             return
         with ThreadPoolExecutor(max_workers=min(MOST_THREADS, _num_cores())) as pool:
@@ -141,7 +141,7 @@ class ProgramCache:
             raise BackendError(f"step {key} was not compiled by warmup, and strict mode compiles nothing afterwards")
 
     def _make_sure(self, key: Key) -> None:
-        """Finds a step on disk, or compiles it; what is on disk takes no more memory than there until it is used."""
+        """Finds a step on disk, or compiles it; until its first use, it takes only the bytes of its file in memory."""
         started = time.perf_counter()
         artifact = None if self._artifacts is None else self._artifacts.find(repr(key))
         if artifact is not None:
@@ -202,9 +202,9 @@ def _num_cores() -> int:
 
 
 def trim_heap() -> None:
-    """Returns to the operating system what compilers and readers have freed, where the C library keeps it (glibc).
+    """Gives memory that compilers and readers have freed to the operating system, where the C library keeps it (glibc).
 
-    Compiling a dozen steps leaves some 400 MB so, which takes a tenth of a second; loading one leaves 50 MB, and
+    Compiling a dozen steps leaves some 400 MB, which take a tenth of a second to return; loading one leaves 50 MB, and
     reading a GGUF 40.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # other C libraries have no such call

@@ -1,8 +1,8 @@
-"""The sampler: programs chained on the logits of a step, over settings that lie on the device by slot.
+"""The sampler: programs that choose tokens from a step's logits, by settings that lie on the device in slots.
 
-What a request asks for is written to its slot once (`ConfigureKey`). A step's logits then go straight to `SampleKey`,
-or to `VerifyKey` where drafted tokens of a row are judged, and 12 bytes a row come back. The same functions run inside
-a multi-step program.
+A request's settings are written to its slot once (`ConfigureKey`). Then `SampleKey` reads the logits of each step, or
+`VerifyKey` where rows have drafted tokens, and 12 bytes per row are copied to the host. The same functions run inside a
+multi-step program.
 """
 
 import functools
@@ -24,10 +24,10 @@ from ferrum_jax.sharding.mesh import WHOLE
 
 Leaf = TypeVar("Leaf")
 Way = Literal["branches", "draw", "filter"]
-BRANCHES: Way = "branches"  # no more than the rows need; on a GPU the host waits to read what that is
-DRAW: Way = "draw"  # nothing is filtered, changed by penalties or masks, or reported beside the token's own
-FILTER: Way = "filter"  # all of that, but no alternatives
-WAYS = (DRAW, FILTER, BRANCHES)  # each does what those before it do
+BRANCHES: Way = "branches"  # all, in branches that run only if a row needs them; on a GPU the host waits to read which
+DRAW: Way = "draw"  # no filters, penalties, masks or alternatives; the log-probabilities of the token alone
+FILTER: Way = "filter"  # everything but alternatives
+WAYS = (DRAW, FILTER, BRANCHES)  # each can do what those before it can
 MAX_STOP_IDS = 16  # of one slot
 MAX_BIAS = 512  # tokens with a bias of their own, of one slot
 _WORD = 32  # tokens per int32 of a set
@@ -40,10 +40,7 @@ _COLUMNS = _BIAS + 2 * MAX_BIAS
 
 @dataclass(frozen=True, eq=False)
 class SlotSettings:
-    """How the tokens of one slot are chosen, checked. Greedy by default.
-
-    `is_adjusted` is derived: whether anything changes the logits before the temperature.
-    """
+    """The checked settings by which one slot's tokens are chosen. Greedy by default."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -54,13 +51,13 @@ class SlotSettings:
     top_k: int = 0
     seed: int = 0  # 0 to 2^32 - 1
     min_position: int = 0  # stop ids are not chosen before this position of the sequence
-    num_logprobs: int = -1  # alternatives whose log-probabilities are reported; -1: none, nor that of the token
-    is_processed: bool = False  # those of the alternatives are of the distribution that was drawn from
+    num_logprobs: int = -1  # alternatives that are reported; 0: log-probabilities of the token alone; -1: none
+    is_processed: bool = False  # alternatives are reported under the distribution that the token is drawn from
     stop_ids: tuple[int, ...] = ()
     bias: dict[int, float] = field(default_factory=dict)  # added to logits; -inf forbids
     allowed: NDArray[np.bool_] | None = None  # [V]; None: all tokens, unless there are `allowed_ids`
     allowed_ids: tuple[int, ...] | None = None
-    has_masks: bool = False  # the allowed tokens come with every token (`SampledToken.mask`)
+    has_masks: bool = False  # the allowed tokens change with every token (`SampledToken.mask`)
     seen: NDArray[np.integer] | None = None  # token ids of the prompt, for the repetition penalty
     generated: NDArray[np.integer] | None = None  # token ids of the answer so far, for all three penalties
 
@@ -95,7 +92,7 @@ class SamplerSpec:
 
 @flax.struct.dataclass
 class SamplerState(Generic[Leaf]):
-    """Everything that choosing tokens needs, by slot. Donated to every program that writes it."""
+    """All that the choice of tokens needs beside logits, by slot. Donated to every program that writes it."""
 
     last_tokens: Leaf  # int32 [S]: the token chosen last
     settings: Leaf  # int32 [S, columns]: numbers, bits of floats, stop ids, and tokens with a bias
@@ -118,7 +115,7 @@ def initial(spec: SamplerSpec) -> SamplerState[NDArray[np.int32]]:
 
 
 def pack_settings(slot: int, settings: SlotSettings, spec: SamplerSpec) -> NDArray[np.int32]:
-    """Packs what `ConfigureKey` writes to one slot into one buffer."""
+    """Packs one slot's settings into the buffer that `ConfigureKey` takes."""
     words = _num_words(spec.vocab_size)
     buffer = np.empty(1 + _COLUMNS + 2 * words + spec.capacity, np.int32)
     buffer[0] = slot
@@ -158,7 +155,7 @@ def configure(
 
 
 def write_masks(state: SamplerState[jax.Array], buffer: Int[Array, " size"], *, rows: int) -> SamplerState[jax.Array]:
-    """Writes the allowed tokens of some slots, `[rows, 1 + V / 32]`: a slot and the words of its set.
+    """Writes the allowed tokens of some slots; `buffer` is `[rows, 1 + V / 32]`: a slot and the words of its set.
 
     `state` is donated.
     """
@@ -189,10 +186,10 @@ def choose_rows(
     Args:
         state: the sampler's; it is not changed.
         logits: of the model.
-        slots: whose settings; what one past the last slot chooses is nobody's.
+        slots: whose settings each row uses; one past the last slot for padding.
         positions: of the tokens to be chosen, in their sequences.
         drafted: tokens of the answer that `state` does not count yet, V where there is none.
-        masks: bits of the tokens that may be chosen, in place of the slot's; 0 throughout where the slot's count.
+        masks: bits of the allowed tokens, in place of the slot's; a row of zeros leaves those of the slot.
         way: one that suffices for every row.
     """
     rows = state.settings[slots.clip(max=len(state.settings) - 1)[:, None], np.arange(_STOP)]
@@ -230,7 +227,7 @@ def choose_rows(
 
         return ids, *lax.cond(jnp.any(wanted >= 0), logprobs, lambda: none)
 
-    # Most steps only take the best token, or only draw: nothing else is computed or copied for them.
+    # Most steps only take the best token, or only draw: they compute and copy nothing else.
     needs_all = jnp.any(is_adjusted | (wanted >= 0) | sampling.is_filtered(inputs))
     which = jnp.where(needs_all, 2, jnp.any(inputs.temperature > 0).astype(jnp.int32))
     ways = (lambda: (sampling.argmax(logits), *none), lambda: (sampling.draw(logits, inputs), *none), choose_by_all)
@@ -253,7 +250,7 @@ def _number(rows: jax.Array, name: str) -> jax.Array:
 
 
 def inputs_of(rows: jax.Array, has_slot: jax.Array, positions: jax.Array) -> SampleInputs[jax.Array]:
-    """Reads how each row is drawn from its settings `[R, columns]`; nobody's rows are greedy."""
+    """Reads the inputs of sampling from each row's settings `[R, columns]`; rows without a slot are greedy."""
     return SampleInputs(
         temperature=jnp.where(has_slot, _number(rows, "temperature"), 0.0),
         top_k=_number(rows, "top_k"),
@@ -310,10 +307,10 @@ def verify(
     rows: Int[Array, "P W"],
     masks: Int[Array, " size"] | None = None,
 ) -> tuple[SamplerState[jax.Array], Sampled[jax.Array]]:
-    """Chooses a token after each of a row's tokens, and counts those up to the first that was not drafted.
+    """Chooses a token after each of a row's tokens, and counts the choices up to the first that was not drafted.
 
     A row of `rows` is its slot, the position of its first token, its number of tokens, and the tokens: the newest one
-    and what was drafted after it. A drafted token is accepted where the choice before it is the same. `masks`
+    and the drafted ones. A drafted token is accepted if it equals the choice made after the token before it. `masks`
     are those of `choose_rows` for each of a row's tokens, flattened, `[P * C * V / 32]`. `state` is donated.
     """
     slots, counts, tokens = rows[:, 0], rows[:, 2], rows[:, 3:]
@@ -331,7 +328,7 @@ def verify(
 
 
 def each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns slot, position and drafted tokens of the choice after each token of rows as `verify` takes them."""
+    """Returns slot, position and drafted tokens so far for the choice after each token; `rows` as for `verify`."""
     slots, starts, tokens = rows[:, 0], rows[:, 1], rows[:, 3:]
     width = tokens.shape[1]
     at = jnp.arange(width, dtype=jnp.int32)
@@ -342,16 +339,16 @@ def each_token(rows: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, 
 
 
 def read_only_slots(slots: NDArray[np.int32], num_slots: int) -> NDArray[np.int32]:
-    """Returns the numbers of slots that `distributions` knows, and of which `verify` counts nothing."""
+    """Returns numbers past the last slot: `distributions` maps them to the slots, and `verify` counts nothing there."""
     return slots + num_slots + 1
 
 
 def distributions(
     state: SamplerState[jax.Array], logits: Float[Array, "R V"], rows: Int[Array, "P W"]
 ) -> Float[Array, "R V"]:
-    """Returns the probabilities with which each row's token is drawn; a row of temperature 0 is taken at 1.
+    """Returns the probabilities with which each row's token is drawn; temperature 0 counts as 1.
 
-    `rows` are as `sample` takes them, or as `verify` does, then with slots as `read_only_slots` gives them.
+    `rows` are those of `sample`, or those of `verify` with `read_only_slots` in place of the slots.
     """
     if rows.shape[1] == 2:
         each = rows[:, 0], rows[:, 1], None
@@ -383,7 +380,7 @@ class VerifyKey:
 
     blocks: int  # P
     block_tokens: int  # C
-    is_masked: bool = False  # whether the tokens that may be chosen come with it
+    is_masked: bool = False  # whether masks of allowed tokens are an argument
 
     def lower(self, context: ProgramContext) -> jax.stages.Lowered:
         """Lowers the program; the sampler's state is donated."""
@@ -395,7 +392,7 @@ class VerifyKey:
 
 @dataclass(frozen=True, order=True)
 class DistributionKey:
-    """The probabilities that the token after each of P rows' up to C is drawn with."""
+    """The distribution that a token is drawn from after each token of P rows of up to C."""
 
     blocks: int  # P
     block_tokens: int  # C
@@ -441,12 +438,12 @@ def lower_writing(context: ProgramContext, function: Any, *inputs: Any) -> jax.s
 
 
 def logits_of(context: ProgramContext, rows: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a step's logits, where the step leaves them."""
+    """Returns the shape of a step's logits, with the sharding in which the step leaves them."""
     return _placed(context, jnp.float32, rows, context.sampler.counts.shape[1])
 
 
 def _placed(context: ProgramContext, dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape of an array that another program leaves where the sampler is."""
+    """Returns the shape of an array that another program leaves with the sharding of the sampler's state."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=context.sampler.last_tokens.sharding)
 
 

@@ -1,4 +1,4 @@
-"""Scores of given tokens in what a slot's settings draw from: programs chained on the logits of a step."""
+"""Scores of given tokens under the distribution that a slot's settings draw from: a program that reads logits."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -16,11 +16,11 @@ from ferrum_jax.ops import sampling
 def score_processed(
     state: SamplerState[jax.Array], logits: Float[Array, "R V"], buffer: Int[Array, " size"], *, blocks: int
 ) -> tuple[SamplerState[jax.Array], Float[Array, " R"]]:
-    """Returns the log-probability of the token given for each row of logits, in what its slot's settings draw from.
+    """Returns the log-probability of the token given for each row of logits, under what its slot's settings draw from.
 
-    `buffer` is `[P, 3 + 2 * C]`: the slot, the position of the first token, how many there are, the tokens, and what is
-    given after each of them, which the penalties count from then on. A row of nobody has the slot one past the last.
-    Blocks of one sequence follow each other. `state` is donated.
+    `buffer` is `[P, 3 + 2 * C]`: the slot, the position of the first token, how many there are, the tokens, and the
+    token given after each, which the penalties count from then on. A padding row has the slot one past the last.
+    The blocks of a sequence come in order. `state` is donated.
     """
     rows = buffer.reshape(blocks, -1)
     width = (rows.shape[1] - 3) // 2
@@ -43,7 +43,7 @@ def score_processed(
 
 @dataclass(frozen=True, order=True)
 class ProcessedScoreKey:
-    """The log-probability of a given token after each token of P rows of up to C, in what the settings draw from."""
+    """The log-probability of a given token after each token of P rows of up to C, under what the settings draw from."""
 
     blocks: int  # P
     block_tokens: int  # C

@@ -36,7 +36,7 @@ from ferrum_jax.sharding.mesh import WHOLE, Placement
 
 Leaf = TypeVar("Leaf")
 Outputs = Literal["last", "all", "scores"]
-SCORED_ROWS = 128  # of logits in memory at once in a step of scores alone; one block, if that has more
+SCORED_ROWS = 128  # rows of logits in memory at once in a step of scores alone; one block's, if these are more
 DEVICE_TOKEN = -1  # in the place of a token id: the one sampled last for this slot
 
 
@@ -54,7 +54,7 @@ class ProgramContext:
     division: Division | None = None  # of the model over the devices of a mesh
 
     def spread(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-        """Returns a function of the arrays on the mesh, for one of a device's own parts (`Placement.spread`).
+        """Makes a function of one device's parts one of the arrays on the mesh (`Placement.spread`).
 
         It uses the CPU's kernels where the KV has their layout.
         """
@@ -64,7 +64,7 @@ class ProgramContext:
                 return function(*arrays)
 
         named = function.func if isinstance(function, functools.partial) else function
-        traced.__name__ = named.__name__  # of the compiled module
+        traced.__name__ = named.__name__  # names the compiled module
         return traced if self.placement is None else self.placement.spread(traced, in_specs, out_specs)
 
     @property
@@ -79,7 +79,7 @@ class ProgramContext:
 
     @property
     def readable(self) -> jax.sharding.Sharding | None:
-        """Where results of a program must lie that only a host of several reads: whole, on its devices, too."""
+        """Sharding of results that one host of several reads: whole on every device. None with one host."""
         return self.placement.sharding() if self.placement is not None and self.placement.is_shared else None
 
     @property
@@ -157,9 +157,9 @@ class StepKey:
 
 
 def of_leaves(function: Callable[..., Any], context: ProgramContext, key: Any) -> Callable[..., Any]:
-    """Returns a function of the parameters as one of the list of their leaves, with its settings filled in.
+    """Makes a function of the parameters one of the list of their leaves, with its static arguments filled in.
 
-    A list is checked in half the time that nested mappings take in every call of a program.
+    In every call of a program, JAX checks a list in half the time that nested mappings take.
     """
     tree, division = jax.tree.structure(context.params), context.division
     cfg, shards = (context.cfg, WHOLE_SHARDS) if division is None else (division.local, division.shards)
@@ -177,14 +177,14 @@ class StepOutputs(Generic[Leaf]):
     """What a step returns beside the KV."""
 
     logits: Leaf | None  # float32 [R, V]; None where the key wants scores alone
-    rows: Leaf  # int32 [R, 2]: sampler slot and position of each; but for "last", [P, 3 + C], as `VerifyKey` takes them
+    rows: Leaf  # int32 [R, 2] of "last": sampler slot and position of each; else [P, 3 + C], as `VerifyKey` takes them
     captured: Captured  # at the points that the key names
-    scores: tuple[Leaf, ...] | None = None  # but for "last", of the R tokens, as `sampling.score` returns them
+    scores: tuple[Leaf, ...] | None = None  # of the R tokens, as `sampling.score` returns them; None for "last"
 
 
 @flax.struct.dataclass
 class PackedStep(Generic[Leaf]):
-    """The pieces of a step's buffer, int32; those of NumPy are views to fill it through."""
+    """The pieces of a step's buffer, int32; of a NumPy buffer, they are views to fill it through."""
 
     decode: Rows[Leaf] | None  # tokens [D, 1]
     blocks: Rows[Leaf] | None  # tokens [P, C]
@@ -193,10 +193,10 @@ class PackedStep(Generic[Leaf]):
     decode_changes: Leaf  # [D]: row of the interventions; empty where the key has none
     block_changes: Leaf  # [P]
     logit_index: Leaf  # [R]: which of the X tokens
-    sample_slots: Leaf  # [R]: whose settings choose a token there; one past the last slot: nobody's
+    sample_slots: Leaf  # [R]: slot whose settings choose a token there; one past the last: no token is chosen
     sample_positions: Leaf  # [R]: of the token to be chosen, in its sequence
-    targets: Leaf  # [R]: the token whose score after each one is wanted; empty for "last", as the next
-    scored: Leaf  # [1]: what of the scores is wanted, as `sampling.score` takes it
+    targets: Leaf  # [R]: the token to be scored after each one; empty for "last", like `scored`
+    scored: Leaf  # [1]: which scores are wanted, as `sampling.score` takes it
 
 
 def packed_size(key: StepKey) -> int:
@@ -309,7 +309,7 @@ def step(
 def _read_scores(
     head: Callable[[jax.Array], jax.Array], x: Float[Array, "X D"], *, packed: PackedStep[jax.Array], key: StepKey
 ) -> tuple[jax.Array | None, tuple[jax.Array, ...]]:
-    """Returns the logits of all tokens, and their scores; for scores alone, logits of some tokens at a time."""
+    """Returns the logits and scores of all tokens; or scores alone, with the logits of some tokens at a time."""
     wanted = packed.scored[0]
     if key.outputs == "all":
         logits = head(x)
