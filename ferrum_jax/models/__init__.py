@@ -32,10 +32,9 @@ jax.tree_util.register_static(ModelConfig)  # here: `config` imports no JAX
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, quantize: str | None = None) -> ParamTree:
-    """Draws random weights in the tree that `load_params` returns.
+    """Draws random weights in a tree like that of `load_params`.
 
-    With `quantize`, a matrix is drawn in float32 and quantised before the next one is drawn: only one of them is in
-    memory in float32.
+    With `quantize`, each matrix is drawn in float32 and quantised before the next: only one is in memory in float32.
     """
     plain = family(cfg).param_specs(cfg)
     if quantize is None:

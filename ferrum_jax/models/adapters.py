@@ -1,8 +1,8 @@
-"""Adapters (LoRA): stacks beside a model's parameters, one row for each adapter.
+"""LoRA adapters: stacks beside a model's parameters, one row for each adapter.
 
-A tree of stacks has the paths of the parameters, down to the projection: `model.layers.3.self_attn.q_proj` holds
-`down` `[A, R, D]` and `up` `[F, A, R]`. An adapter's own tree has the same paths, with `down` `[R, D]` and `up`
-`[F, R]`. Ranks below R are padded with zeros, which changes nothing; the scale (alpha / r) is part of `up`.
+A tree of stacks has the parameters' paths down to the projection: `model.layers.3.self_attn.q_proj` holds `down`
+`[A, R, D]` and `up` `[F, A, R]`. The tree of one adapter has the same paths, with `down` `[R, D]` and `up` `[F, R]`.
+Ranks below R are padded with zeros, which change no result; the scale (alpha / r) is part of `up`.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ PROJECTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSpec:
-    """How many adapters fit beside a model, and up to which rank."""
+    """Capacity of the adapter stacks of a model."""
 
-    max_loras: int  # A
+    max_loras: int  # A: adapters loaded at once
     max_rank: int  # R
 
     def __post_init__(self):
@@ -37,7 +37,7 @@ class LoraSpec:
 
 
 def stack_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
-    """Specs of every stack; `specs.initialise` draws the start of LoRA tuning: `down` normal and `up` zero."""
+    """Specs of every stack; `specs.initialise` draws initial values for LoRA tuning: `down` normal and `up` zero."""
 
     def stack(weight: ParamSpec) -> ParamTree:
         (out_size, in_size), (out_axis, in_axis) = weight.shape, weight.axes
@@ -62,9 +62,9 @@ def adapter_specs(cfg: ModelConfig, spec: LoraSpec) -> ParamTree:
 
 
 def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) -> ParamTree:
-    """Writes an adapter's tree into row `index` of the stacks, from 0 to A - 1; it may be traced.
+    """Writes an adapter's tree into row `index` of the stacks, 0 to A - 1, which may be traced.
 
-    Pure: donate `stacks` to have it done in place. Leaves of `adapter` may be NumPy's.
+    Pure: donate `stacks` to update them in place. Leaves of `adapter` may be NumPy arrays.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, stack, own: stack.at[_row(path, index)].set(own), stacks, adapter
@@ -72,7 +72,7 @@ def install(stacks: ParamTree, adapter: ParamTree, index: int | Int[Array, ""]) 
 
 
 def _row(path: tuple[Any, ...], index: int | Int[Array, ""]) -> tuple[Any, ...]:
-    """Index of an adapter in a stack: on the first axis of `down`, on the second of `up`."""
+    """Returns where an adapter is in a stack: an index into the first axis of `down`, the second of `up`."""
     return (index,) if specs.name_of(path[-1:]) == "down" else (slice(None), index)
 
 

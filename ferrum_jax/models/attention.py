@@ -1,4 +1,4 @@
-"""The attention block of a layer: parameters, heads, and the cache."""
+"""The attention block of a layer: its parameters, its heads, and its use of the KV cache."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,27 +18,27 @@ from ferrum_jax.ops.norm import wide_rms_norm
 from ferrum_jax.ops.rope import rotate
 from ferrum_jax.ops.shards import WHOLE, Shards, mean_squares
 
-Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of the last axis: numbers, weight and epsilon
+Norm = Callable[[jax.Array, jax.Array, float], jax.Array]  # of x over its last axis, given x, weight and epsilon
 Held = TypeVar("Held", KvState[jax.Array], None)
 Cache = KvState[jax.Array] | None  # None: every row begins in this forward, which keeps no keys and values
-LayerOutput = tuple[jax.Array, Cache, dict[str, Any]]  # [X, D], the KV written, and what hook points have captured
+LayerOutput = tuple[jax.Array, Cache, dict[str, Any]]  # [X, D], the updated KV, and captures by name of hook point
 
 
 class LayerContext(NamedTuple):
-    """What a layer needs of its step beside its parameters, activations and KV."""
+    """A layer's inputs from the step, beside parameters, activations and KV."""
 
-    layer: int | jax.Array  # index into the first axis of its KV
+    layer: int | jax.Array  # index into the first axis of the KV
     window: int | jax.Array | None  # positions a token sees, or None for all
     rope: tuple[jax.Array, jax.Array]  # cosines and sines of each token, [X, 1, H / 2] each
-    slot_mapping: tuple[jax.Array, jax.Array]  # block and offset each token is written to, [X] each
+    slot_mapping: tuple[jax.Array, jax.Array]  # block and offset to which each token is written, [X] each
     batch: Batch[jax.Array]
     backend: str  # of attention
     taps: Taps = NO_TAPS
-    shards: Shards = WHOLE  # of the heads
+    shards: Shards = WHOLE  # how heads are divided
 
 
 def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
-    """Specs of the four products, and of sinks and norms of query and key heads where the model has them."""
+    """Specs of the four projections, and of sinks and norms of query and key heads where the model has them."""
     model = (cfg.hidden_size, "embed")
     queries = (cfg.num_attention_heads * cfg.head_dim, "heads")
     keys = (cfg.num_key_value_heads * cfg.head_dim, "kv_heads")
@@ -56,7 +56,7 @@ def attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
 
 
 def wide_norm_attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
-    """As `attention_specs`, with norms over all query or all key heads of a token together, as OLMo 2 has them."""
+    """As `attention_specs`, with one norm over all query heads and one over all key heads of a token, as in OLMo 2."""
     return attention_specs(cfg) | {
         "q_norm": norm_specs(cfg.num_attention_heads * cfg.head_dim, "heads", norm_init),
         "k_norm": norm_specs(cfg.num_key_value_heads * cfg.head_dim, "kv_heads", norm_init),
@@ -64,7 +64,7 @@ def wide_norm_attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> Para
 
 
 def fused_attention_specs(cfg: ModelConfig, norm_init: str = "ones") -> ParamTree:
-    """As `attention_specs`, with queries, keys and values fused in the checkpoint itself, as Phi-3 has them."""
+    """As `attention_specs`, with the projections q, k and v fused in the checkpoint itself, as in Phi-3."""
     keys = ("kv_heads", cfg.num_key_value_heads * cfg.head_dim)
     parts = ("heads", cfg.num_attention_heads * cfg.head_dim), keys, keys
     qkv = linear_specs((sum(size for _, size in parts), "fused"), (cfg.hidden_size, "embed"), parts=parts)
@@ -81,10 +81,10 @@ def self_attention(
     cfg: ModelConfig,
     norm: Norm,
 ) -> LayerOutput:
-    """Attends with grouped query heads; writes keys and values first.
+    """Writes keys and values to the KV, then attends with grouped query heads.
 
     Norms of queries and keys are over each head (`cfg.qk_norm`) or over all heads of a token together. With `shards`,
-    the heads are this device's, and so is the output: a part of a sum.
+    the heads are this device's, and the output is this device's term of a sum over devices.
     """
 
     def normed(y: jax.Array, name: str) -> jax.Array:
@@ -126,9 +126,10 @@ def attend_rows(
     softcap: float | None = None,
     sinks: jax.Array | None = None,  # [N]
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Attends, one group of rows after another: outputs of heads `[X, N, H]`, and captured scores and weights.
+    """Attends, one group of rows after another; returns heads' outputs `[X, N, H]`, and captured scores and weights.
 
-    Scores and weights are computed all at once, beside the attention itself or, where they are changed, in its place.
+    Captured scores and weights are computed for the whole group at once, beside the backend's attention. Where
+    interventions change them, this dense attention replaces the backend's.
     """
     taps, outs, start = context.taps, [], 0
     found: dict[str, tuple[jax.Array, ...]] = {name: () for name in ("attn_scores", "pattern") if taps.wants(name)}

@@ -1,4 +1,4 @@
-"""The attention backend that serves a model on a device, and the KV layout it reads."""
+"""The choice of an attention backend for a model on a device, and the KV layout that the backend reads."""
 
 import importlib.util
 import logging
@@ -18,7 +18,7 @@ from ferrum_jax.sharding.devices import JaxDevice, default_dtype
 PLATFORMS = ("cpu", "gpu", "tpu")
 WIDEST_HEAD = 256
 WIDEST_LATENT = 640
-OWN = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}  # the backend made for a platform
+OWN = {"cpu": "cpu", "gpu": "triton", "tpu": "tpu"}  # each platform's own kernels
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ def choose_attention(
     block_size: int,
     layout: str | None = None,
 ) -> str:
-    """Returns the backend asked for, or the platform's default; `xla` if the default cannot serve the model.
+    """Returns the backend asked for; if None, the platform's default, or `xla` if that cannot serve the model.
 
-    The layout is that of the parameters, `checkpoint` if None.
+    `layout` is the layout of the parameters, `checkpoint` if None.
 
     Raises:
-        ConfigError: the backend runs on other platforms, or there is none of this name.
-        UnsupportedError: it cannot serve these dtypes or sizes.
+        ConfigError: the backend does not exist or does not run on this platform.
+        UnsupportedError: the backend cannot serve these dtypes or sizes.
     """
     if asked is None:
         own = OWN.get(platform, "xla")
@@ -80,7 +80,7 @@ def choose_attention(
 def settle_attention(
     settings: EngineConfig, cfg: ModelConfig, device: JaxDevice, *, warn: bool = False
 ) -> EngineConfig:
-    """Fills in `xla` as the attention where a GPU's or TPU's own kernel cannot serve a model; may log a warning."""
+    """Sets `attention` to `xla` where the kernels for this GPU or TPU cannot serve a model; `warn` logs why."""
     obstacle = fallback_reason(settings, cfg, device)
     if obstacle is None:
         return settings
@@ -90,7 +90,7 @@ def settle_attention(
 
 
 def fallback_reason(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> str | None:
-    """Says why attention on this GPU or TPU falls back to XLA's code; None where it does not or was asked to."""
+    """Returns why attention on this GPU or TPU falls back to XLA's code; None if it does not, or if it was chosen."""
     own = OWN.get(device.platform)
     if settings.attention is not None or own not in ("triton", "tpu"):
         return None
@@ -106,12 +106,12 @@ def fallback_reason(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice)
 
 
 def layout_for(cfg: ModelConfig, attention: str) -> str:
-    """Returns the layout in which one device serves a model's parameters best.
+    """Returns the layout of parameters that is fastest on one device.
 
-    The kernels for CPUs read a layer's weights in the stack of all: one loop then runs as fast as the layers one after
-    the other, and compiles sooner. Elsewhere, and of latents' up-projections, XLA copies each layer's weights out of
-    the stack in every step; with NEON also for products of more than 64 tokens, which was not measured. On a GPU, two
-    products in the place of five take 5 to 7 % off a step of 1 and 32 rows (docs/benchmarks.md).
+    CPU kernels read a layer's weights inside the stack of all layers: a loop over the layers then runs as fast as the
+    unrolled layers, and compiles sooner. Without these kernels, and for latents' up-projections, XLA copies a layer's
+    weights out of the stack in every step; with NEON also for products of more than 64 tokens, which was not measured.
+    On a GPU, two products in the place of five take 5 to 7 % off a step of 1 and 32 rows (docs/benchmarks.md).
     """
     best = {"cpu": SCANNED, "triton": FUSED}.get(attention, CHECKPOINT)
     if cfg.latent is not None:
@@ -124,7 +124,7 @@ def layout_for(cfg: ModelConfig, attention: str) -> str:
 
 
 def _takes_window(attention: str, cfg: ModelConfig, layout: str | None) -> bool:
-    """Whether a backend can be told each layer's window: in one loop over the layers it is not known when traced."""
+    """Whether a backend can use each layer's window: in one loop over layers with different windows it is traced."""
     return attention in ("xla", "cpu") or layout != SCANNED or len(set(cfg.layer_windows)) == 1
 
 
@@ -135,7 +135,7 @@ def _obstacle(
     if attention == "xla":
         return None
     if not _takes_window(attention, cfg, layout):
-        return "the layers have different windows, which one loop over them (layout 'scanned') cannot tell it"
+        return "the layers have different windows, which one loop over them (layout 'scanned') cannot pass to it"
     if attention == "cpu":
         return obstacle_of_kernels(cfg, dtype)
     if attention == "tpu" and cfg.latent is not None:

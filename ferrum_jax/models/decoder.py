@@ -1,4 +1,4 @@
-"""What every family shares: embeddings, positions, the layer and the loop over the layers, and logits."""
+"""The decoder that all families share: embeddings, positions, the layer, the loop over the layers, and logits."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -32,12 +32,12 @@ from ferrum_jax.ops.shards import WHOLE, Shards, add_parts, join_columns, own_ro
 from ferrum_jax.sharding.types import vary_alike, vary_like
 
 Adapted = dict[str, Lora]  # adapters of each block of a layer: `self_attn` and `mlp`
-NO_WINDOW = 2**30  # wider than any sequence; for layers without a window beside layers with one, in one loop
+NO_WINDOW = 2**30  # wider than any sequence; stands for no window where one loop runs layers with and without windows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What sets a family's decoder apart from Llama's."""
+    """How a family's decoder differs from Llama's."""
 
     # Names of the norms before and after attention, then before and after the feed-forward block; None: there is none.
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -57,7 +57,7 @@ class Family:
     mix_experts: Callable[[ParamTree, jax.Array, ExpertsConfig, Shards, Taps], BlockOutput] | None = None
 
     def param_specs(self, cfg: ModelConfig) -> ParamTree:
-        """Specs of every parameter, in a tree whose paths are the checkpoint's names."""
+        """Returns the spec of every parameter, in a tree whose paths are the checkpoint's names."""
         vocabulary = {"weight": ParamSpec((cfg.vocab_size, cfg.hidden_size), ("vocab", "embed"))}
         specs: ParamTree = {
             "model": {
@@ -86,7 +86,7 @@ class Family:
         context: LayerContext,
         cfg: ModelConfig,
     ) -> LayerOutput:
-        """Adds attention to x `[X, D]`, then the feed-forward block.
+        """Adds the output of attention to x `[X, D]`, then that of the feed-forward block.
 
         `cfg.residual_multiplier` scales what each block adds, in float32, so that the factor is not rounded.
         """
@@ -121,7 +121,7 @@ class Family:
 
     @jax.named_scope("head")
     def head(self, params: ParamTree, x: jax.Array, cfg: ModelConfig, shards: Shards = WHOLE) -> jax.Array:
-        """Logits, float32 `[R, V]`, of the last layer's output `[R, D]`, after the last norm."""
+        """Applies the final norm to the last layer's output `[R, D]` and returns its logits, float32 `[R, V]`."""
         x = self.norm(x, params["model"]["norm"]["weight"], cfg.rms_norm_eps)
         table = params["model"]["embed_tokens"] if cfg.tie_word_embeddings else params["lm_head"]
         logits = vocabulary_logits(x, table["weight"])
@@ -151,32 +151,32 @@ class Family:
         """Runs all new tokens of a batch.
 
         Args:
-            params: in any layout of models/layout.py.
-            kv: keys and values so far; donate it to have them written in place. None where every row begins here and no
-                token follows later: then nothing is kept, and gradients need the memory of one block's scores.
+            params: parameters in any layout of models/layout.py.
+            kv: the KV cache; donate it to have new keys and values written in place. None if every row begins in this
+                call and is never continued: then no KV is kept, and gradients need the memory of one block's scores.
             batch: X new tokens, and the R of them whose logits are returned.
-            cfg: the model's.
-            inputs_embeds: `[X, D]`, used instead of the tokens' embeddings and their factor.
+            cfg: the model's configuration.
+            inputs_embeds: `[X, D]`, used instead of the tokens' embeddings, without the family's factor.
             loras: adapter stacks of models/adapters.py, in the parameters' dtype; used by rows that have adapters.
-            attention: the backend whose layout the KV has (ops/attention.py).
-            capture: points of models/hooks.py that are returned, as `check_points` gives them; static under `jit`.
-            interventions: what is done at such points, as `check_interventions` gives them.
-            remat: gradients recompute each layer instead of keeping what is inside it; `products`: all but what its
-                products with weights give.
-            first_layer: layers before it are left out: `inputs_embeds` are what goes into it. Where it is traced, they
-                are skipped at run time, and what is captured of them is 0.
-            read: makes what is returned instead of logits, given the function that computes the logits of states
-                `[R, D]`, float32 `[R, V]`, and the states of all X tokens.
-            shards: inside a `shard_map`, over which mesh axes the model is divided: parameters and KV are then one
-                device's parts, and so are attention weights that are captured. `cfg` counts this device's heads.
+            attention: the backend for whose layout the KV was made (ops/attention.py).
+            capture: points of models/hooks.py to return, as from `check_points`; static under `jit`.
+            interventions: changes at such points, as from `check_interventions`.
+            remat: gradients recompute each layer instead of keeping its intermediates; `products`: all of them except
+                the results of products with weights.
+            first_layer: the forward begins with this layer, whose input is `inputs_embeds`. If it is traced, the layers
+                before are skipped at run time, and their captures are 0.
+            shards: inside a `shard_map`, the mesh axes that divide the model: parameters, KV and captured attention
+                weights are then this device's parts, and `cfg` counts this device's heads.
+            read: computes the result in the place of logits. Its arguments are the function from states `[R, D]` to
+                logits, float32 `[R, V]`, and the states of all X tokens.
 
         Returns:
-            Logits, float32 `[R, V]`, or what `read` has made; the KV written; and what was captured, by point.
+            Logits, float32 `[R, V]`, or the result of `read`; the KV with the new tokens; and the captures, by point.
 
         Raises:
-            InvalidParameterError: rows have adapters but there are no `loras`, or an intervention has another shape.
-            UnsupportedError: a point that a sliding-window cache or a divided model lacks, or such a cache with stacked
-                layers without kernels.
+            InvalidParameterError: rows have adapters but there are no `loras`, or an intervention has a wrong shape.
+            UnsupportedError: a sliding-window cache or a divided model lacks a point, or a sliding-window cache is used
+                with stacked layers and without CPU kernels.
         """
         params, kv, batch, inputs_embeds, loras, *edits = vary_alike(
             params, kv, batch, inputs_embeds, loras, *edits_of(interventions)
@@ -198,7 +198,7 @@ class Family:
             slots = _slots(windowed, kv.windowed, is_cyclic=True)
             windowed = window_tables(windowed, widest, state.block_size(kv.windowed))
             window_context = LayerContext(0, widest, ropes[0], slots, windowed, attention, shards=shards)
-        slots = (tokens, tokens) if kv is None else _slots(batch, kv)  # nothing is written where nothing is kept
+        slots = (tokens, tokens) if kv is None else _slots(batch, kv)  # placeholders where there is no KV to write
         context = LayerContext(0, cfg.layer_windows[0], ropes[0], slots, batch, attention, shards=shards)
         taps = Taps(interventions=tuple(interventions.items()), positions=at)
         step = _Step(
@@ -208,7 +208,7 @@ class Family:
         with kernels(attention):
             has_adapters = any(lora is not None for lora in adapted[0].values())
             is_special = bool(every) or has_adapters or window_context is not None
-            if are_used("cpu") and isinstance(layers, dict) and is_special:  # else all layers do what one is to do
+            if are_used("cpu") and isinstance(layers, dict) and is_special:  # a loop treats all layers alike
                 layers = [_layer_of(layers, jnp.int32(index)) for index in range(cfg.num_hidden_layers)]
             x, written, captured = (_scan if isinstance(layers, dict) else _unroll)(step, layers, x, kv)
             head = functools.partial(self.head, params, cfg=cfg, shards=shards)
@@ -217,18 +217,18 @@ class Family:
 
 
 def _rows_with_logits(x: jax.Array, batch: Batch[jax.Array]) -> jax.Array:
-    """Picks the states whose logits are returned, `[X, D]` to `[R, D]`."""
+    """Selects the states whose logits are returned, `[X, D]` to `[R, D]`."""
     rows = batch.logit_rows
     if rows is None:
         return x
     if rows.ndim == 1:
         return x[rows]
-    own = x.reshape(len(rows), -1, x.shape[-1])  # a row's own: a mesh divides them with the rows
+    own = x.reshape(len(rows), -1, x.shape[-1])  # by row, so that a mesh that shards rows needs no communication
     return jnp.take_along_axis(own, rows[..., None], axis=1).reshape(-1, x.shape[-1])
 
 
 def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig, shards: Shards) -> jax.Array:
-    """Looks up token embeddings, int32 `[X]` to `[X, D]`; a factor on them is rounded to their dtype first."""
+    """Looks up token embeddings, int32 `[X]` to `[X, D]`; the family's factor is first rounded to their dtype."""
     table = params["model"]["embed_tokens"]["weight"]
     rows, is_here = own_rows(tokens, table.shape[0], shards)
     x = rows_of(table, rows, activation_dtype(params))
@@ -238,19 +238,19 @@ def _embed(params: ParamTree, tokens: jax.Array, cfg: ModelConfig, shards: Shard
 
 
 class _Step(NamedTuple):
-    """What the loop over the layers needs beside the layers' parameters, activations and KV."""
+    """Arguments of the loop over the layers, beside parameters, activations and KV."""
 
     family: Family
     cfg: ModelConfig
     context: LayerContext  # of layers whose cache keeps all positions
     window_context: LayerContext | None  # of layers with a sliding-window cache
-    ropes: list[tuple[jax.Array, jax.Array]]  # the different rotations
-    rope_of_layer: list[int]
+    ropes: list[tuple[jax.Array, jax.Array]]  # cosines and sines of each distinct rotation
+    rope_of_layer: list[int]  # index into `ropes`
     adapted: list[Adapted]  # by layer
     capture: tuple[Point, ...]
-    taps: Taps  # of all layers
+    taps: Taps  # interventions of all layers
     remat: bool | str
-    first: int | jax.Array  # layers before it are left out
+    first: int | jax.Array  # the first layer that runs
 
     def run(
         self, name: str, params: ParamTree, adapted: Adapted, x: jax.Array, kv: Cache, context: LayerContext
@@ -275,7 +275,7 @@ class _Step(NamedTuple):
 
 
 def _unroll(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array, Cache, Captured]:
-    """Runs the layers one after another; each has an index of its own in the cache of its kind."""
+    """Runs the layers one after another; each has its own index in the full or the sliding-window cache."""
     captured: Captured = {}
     full_index, window_index = count(), count()
     for index, (params, adapted, window) in enumerate(zip(layers, step.adapted, step.cfg.layer_windows, strict=True)):
@@ -298,10 +298,10 @@ def _unroll(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Arra
 
 
 def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array, Cache, Captured]:
-    """Runs stacked layers, leaves `[L, ...]`, in one loop. The KV is carried, so that it is written in place.
+    """Runs stacked layers, leaves `[L, ...]`, in one loop. The KV is a carry of the scan, so it is written in place.
 
-    Kernels read matrices where they are in the stacks; others have a copy of each layer's. Adapter stacks have a leaf
-    for each layer and are stacked here, a copy in every step. What is captured of one layer is computed for all.
+    CPU kernels read matrices in the stacks; without them XLA copies each layer's out. Adapter stacks have a leaf for
+    each layer and are stacked here, a copy in every step. A point captured in one layer is computed in all.
     """
     if step.window_context is not None:
         raise UnsupportedError("stacked layers share one cache, this KV has a sliding-window cache for some of them")
@@ -343,7 +343,7 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
 
 
 def _layer_of(stacks: ParamTree, index: jax.Array) -> ParamTree:
-    """Takes one layer's parameters out of stacks, but for matrices: kernels read those where they are."""
+    """Copies one layer's vectors out of stacks; matrices become views, which kernels read in the stacks."""
 
     def take(stack: Any) -> Any:
         weight = StackedWeight(stack, index)
@@ -353,7 +353,7 @@ def _layer_of(stacks: ParamTree, index: jax.Array) -> ParamTree:
 
 
 def _slots(batch: Batch[jax.Array], kv: KvState[jax.Array], *, is_cyclic: bool = False) -> tuple[jax.Array, jax.Array]:
-    """Returns the block and offset that each of the concatenated tokens is written to, `[X]` each."""
+    """Returns the block and the offset to which each of the X tokens is written, `[X]` each."""
     size, blocks = state.block_size(kv), state.num_blocks(kv)
     groups = [slot_mapping(rows, size, blocks, is_cyclic=is_cyclic) for rows in batch.groups]
     block_ids, offsets = (jnp.concatenate([side.ravel() for side in sides]) for sides in zip(*groups, strict=True))
@@ -361,7 +361,7 @@ def _slots(batch: Batch[jax.Array], kv: KvState[jax.Array], *, is_cyclic: bool =
 
 
 def _adapted(loras: ParamTree | None, batch: Batch[jax.Array], cfg: ModelConfig) -> list[Adapted]:
-    """Returns each layer's adapters by block, None where no row of the step has an adapter."""
+    """Returns each layer's adapters by block; None for each block if no row of the step can have an adapter."""
     adapters = adapter_of_token(batch)
     if adapters is None:
         return [{"self_attn": None, "mlp": None}] * cfg.num_hidden_layers

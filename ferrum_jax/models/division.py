@@ -1,13 +1,13 @@
-"""How a model is divided over the devices of a mesh: which part of every parameter each of them holds.
+"""How a model is divided over the devices of a mesh: the part of every parameter that each device holds.
 
-Heads, feed-forward blocks and the vocabulary are divided over the axes `expert` and `model` together; experts by
-number over `expert`, and each of them over `model`. What a size leaves over is padded with zeros, which change no
-number. Where there are fewer key/value heads than devices, several devices have a copy of the same one and share its
-query heads.
+Heads, feed-forward widths and the vocabulary are divided over the axes `expert` and `model` together. Experts are
+divided by number over `expert`, and the width of each over `model`. A size that does not divide evenly is padded with
+zeros, which change no result. Where there are fewer key/value heads than devices, several devices copy one of them and
+share its query heads.
 
-A leaf on the mesh is the devices' parts one after another. Products that a layout joins are joined within each part,
-so that a device finds its own queries, keys and values side by side. Everything here follows from a leaf's
-`ParamSpec`; the functions that take arrays take NumPy's and JAX's, and the latter may be traced.
+On the mesh a leaf is the concatenation of the devices' parts. Weights are fused within each part, so that a device's
+own queries, keys and values are adjacent. Everything here follows from a leaf's `ParamSpec`. Functions that take arrays
+take NumPy arrays and JAX arrays, which may be traced.
 """
 
 import math
@@ -27,24 +27,24 @@ from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 from ferrum_jax.ops.shards import Shards
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
-PADDING = -1  # where a run has no numbers of the model: they are zeros
-Run = tuple[int, int]  # first index, or PADDING, and how many
+PADDING = -1  # in the place of a run's first index: the run is zeros, not numbers of the model
+Run = tuple[int, int]  # first index, or PADDING, and length
 Runs = tuple[Run, ...]
 Leaf = Any  # an array, or a QuantisedWeight of arrays
 Spec = ParamSpec | QuantisedWeight[ParamSpec]
-_UNITS = {"mlp": 1, "mlp_pairs": 2, "vocab": 1}  # rows of these logical axes that belong together
+_UNITS = {"mlp": 1, "mlp_pairs": 2, "vocab": 1}  # by logical axis: rows that stay on one device
 
 
 @dataclass(frozen=True)
 class DimSplit:
-    """How one dimension is divided: the runs of each device, in the order of the mesh axes, the outer one first."""
+    """How one dimension is divided: the runs of each device, the devices in row-major order of the mesh axes."""
 
     axes: tuple[str, ...]
     parts: tuple[Runs, ...]
 
     @property
     def whole(self) -> Runs:
-        """The runs of the dimension as it lies on the mesh."""
+        """Runs of the whole dimension on the mesh: the devices' parts one after another."""
         return _merged([run for part in self.parts for run in part])
 
 
@@ -53,15 +53,15 @@ class Division:
     """A model on `expert * model` devices. Made by `divide`."""
 
     cfg: ModelConfig
-    local: ModelConfig  # the same, with the heads of one device
+    local: ModelConfig  # `cfg` with the number of heads on one device
     expert: int
     model: int
-    query_heads: tuple[Runs, ...]  # of each device, in heads
+    query_heads: tuple[Runs, ...]  # by device, counted in heads
     key_heads: tuple[Runs, ...]
 
     @property
     def shards(self) -> Shards:
-        """What the forward needs to know."""
+        """The mesh axes and head counts that the forward needs."""
         return Shards(
             axes=(EXPERT, MODEL),
             expert_axis=EXPERT if self.expert > 1 else None,
@@ -74,7 +74,8 @@ def divide(cfg: ModelConfig, *, expert: int = 1, model: int = 1) -> Division:
     """Divides a model over the axes of a mesh.
 
     Raises:
-        ConfigError: there are more devices than attention heads or experts, or experts where the model has none.
+        ConfigError: there are more devices than attention heads, or more on the axis `expert` than the model has
+            experts (1 if it is dense).
     """
     devices, heads, keys = expert * model, cfg.num_attention_heads, cfg.num_key_value_heads
     if devices > heads:
@@ -100,7 +101,7 @@ def divide(cfg: ModelConfig, *, expert: int = 1, model: int = 1) -> Division:
 
 
 def _heads_of(device: int, keys: int, copies: int, group: int, own_group: int) -> tuple[Runs, Runs]:
-    """The key head and the query heads of a device where key heads have copies."""
+    """Returns the key head and the query heads of a device, where several devices copy one key head."""
     key, share = divmod(device, copies)
     queries = _chunk(group, own_group, share)
     if key >= keys or queries[0][0] == PADDING:
@@ -109,14 +110,14 @@ def _heads_of(device: int, keys: int, copies: int, group: int, own_group: int) -
 
 
 def _chunk(size: int, length: int, at: int) -> Runs:
-    """Chunk number `at` of so many of 0 to size - 1, padded at the end."""
+    """Returns chunk number `at` of the indices 0 to size - 1 in chunks of `length`, padded at the end."""
     count = min(max(size - at * length, 0), length)
     runs = [(at * length, count)] if count else []
     return tuple(runs + ([(PADDING, length - count)] if count < length else []))
 
 
 def dim_splits(spec: ParamSpec, division: Division) -> tuple[DimSplit | None, ...]:
-    """How each dimension of a leaf is divided; None where every device has all of it."""
+    """Returns how each dimension of a leaf is divided; None where every device holds all of it."""
     axes = (MODEL,) if EXPERT in spec.axes else (EXPERT, MODEL)
 
     def split(logical: str, size: int) -> DimSplit | None:
@@ -157,7 +158,7 @@ def _scaled(runs: Runs, unit: int) -> Runs:
 
 
 def _merged(runs: Sequence[Run]) -> Runs:
-    """Joins runs that go on where the one before them ends."""
+    """Joins each run to the one before it where that ends at its start; drops empty runs."""
     found: list[Run] = []
     for start, count in runs:
         before, length = found[-1] if found else (0, 0)
@@ -173,7 +174,7 @@ def _length(runs: Runs) -> int:
 
 
 def take(array: Any, dim: int, runs: Runs) -> Any:
-    """Takes runs of one dimension, one after another, zeros where they are padding; all of it without a copy."""
+    """Concatenates runs of one dimension, with zeros for padding; a run of all of it is returned without a copy."""
     if runs == ((0, array.shape[dim]),):
         return array
     xp, pieces = array.__array_namespace__(), []
@@ -185,15 +186,15 @@ def take(array: Any, dim: int, runs: Runs) -> Any:
     return pieces[0] if len(pieces) == 1 else xp.concatenate(pieces, dim)
 
 
-# A quantised weight's columns are divided in whole groups, which have one scale each. Where the devices' columns do not
-# end with groups, groups are divided first: the same numbers with more scales.
+# A quantised weight's columns are divided in whole groups of one scale each. Where a device's columns would end inside
+# a group, all groups are split first: the same numbers with more scales.
 
 
 def group_size(columns: int, groups: int, split: DimSplit | None, *, packed: bool) -> int:
-    """Columns of a group of scales on the mesh.
+    """Returns how many columns share one scale on the mesh.
 
     Raises:
-        UnsupportedError: columns that share a byte would have to be on different devices.
+        UnsupportedError: two columns that share a byte would lie on different devices.
     """
     size = columns // groups
     if split is None or (groups == 1 and not packed):
@@ -209,7 +210,7 @@ def group_size(columns: int, groups: int, split: DimSplit | None, *, packed: boo
 
 
 def regroup(weight: QuantisedWeight[Any], size: int) -> QuantisedWeight[Any]:
-    """Divides a quantised weight's groups into groups of `size` columns: the same numbers, with more scales."""
+    """Splits a quantised weight's groups into groups of `size` columns: the same numbers, with more scales."""
     assert weight.scales is not None
     before = weight.shape[-1] // weight.scales.shape[-1]
     if before == size:
@@ -245,7 +246,7 @@ def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> 
 
 
 def _weight_spec(spec: QuantisedWeight[ParamSpec]) -> ParamSpec:
-    """Spec of the weight itself, whatever it is packed in."""
+    """Spec of a quantised weight's values with one column for each number, packed or not."""
     return replace(spec.values, shape=(*spec.values.shape[:-1], spec.values.shape[-1] * _packing(spec)))
 
 
@@ -255,15 +256,15 @@ def _packing(spec: QuantisedWeight[ParamSpec]) -> int:
 
 @runtime_checkable
 class Slices(Protocol):
-    """An array that is still in its file, of which parts can be read."""
+    """An array in a file, of which parts can be read."""
 
     def read(self, runs: tuple[Runs, ...]) -> Any:
-        """Reads runs of every dimension as a NumPy array, zeros where they are padding."""
+        """Reads runs of every dimension into a NumPy array, with zeros for padding."""
         ...
 
 
 def _taken(leaf: Leaf, spec: Spec, division: Division, runs: Callable[[DimSplit, int], Runs]) -> Leaf:
-    """Takes what `runs(split, size)` names out of every dimension that is divided, of that size in the model."""
+    """Takes the runs `runs(split, size)` of every divided dimension; `size` is the dimension's size in the model."""
     if isinstance(spec, QuantisedWeight):
         if isinstance(leaf.values, Slices):
             return QuantisedWeight(values=_taken(leaf.values, spec.values, division, runs))
@@ -302,12 +303,12 @@ def on_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
 
 
 def from_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
-    """Undoes `on_mesh`; a quantised weight may have more scales than before, which give the same numbers."""
+    """Undoes `on_mesh`; a quantised weight may keep more scales than the checkpoint has, for the same numbers."""
     return _taken(leaf, spec, division, inverse)
 
 
 def inverse(split: DimSplit, size: int) -> Runs:
-    """Returns where each number of the model lies on the mesh, the first copy of it."""
+    """Returns the runs on the mesh that hold the model's numbers, in the model's order; of copies the first."""
     placed, at = [], 0
     for start, count in split.whole:
         if start != PADDING:
@@ -324,7 +325,7 @@ def inverse(split: DimSplit, size: int) -> Runs:
 
 
 def is_plain(spec: Spec, division: Division) -> bool:
-    """Whether a leaf on the mesh is the checkpoint's own: its numbers, and of quantised ones as many scales."""
+    """Whether a leaf on the mesh equals the checkpoint's: the same numbers and, if quantised, as many scales."""
     if not keeps_numbers(spec, division):
         return False
     own, its = (jax.tree.leaves(one, is_leaf=is_spec) for one in (spec, _spec_on_mesh(spec, division)))
@@ -332,7 +333,7 @@ def is_plain(spec: Spec, division: Division) -> bool:
 
 
 def keeps_numbers(spec: Spec, division: Division) -> bool:
-    """Whether the numbers of a leaf on the mesh are the checkpoint's, not padded or copied or in another order."""
+    """Whether a leaf on the mesh has the checkpoint's numbers in their order, without padding or copies."""
     weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
     return all(
         split is None or split.whole == ((0, size),)

@@ -1,7 +1,7 @@
 """The feed-forward blocks of a layer: the gated MLP, and each family's router with experts.
 
-Shazeer 2020, "GLU Variants Improve Transformer"; Shazeer et al. 2017, "Outrageously Large Neural Networks". The
-products of all experts are one leaf, `[E, out, in]`, named as one expert's in the checkpoint, without its number.
+Shazeer 2020, "GLU Variants Improve Transformer"; Shazeer et al. 2017, "Outrageously Large Neural Networks". A weight of
+all experts is one leaf, `[E, out, in]`; its name is that of one expert's weight in the checkpoint, less the number.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from ferrum_jax.ops.linear import linear, vocabulary_logits
 from ferrum_jax.ops.moe import choose_in_groups, clamped_swiglu, route, shares_of, swiglu_experts, weigh_experts
 from ferrum_jax.ops.shards import WHOLE, Shards, first_expert
 
-BlockOutput = tuple[jax.Array, dict[str, Any]]  # [X, D], and what hook points have captured
+BlockOutput = tuple[jax.Array, dict[str, Any]]  # [X, D], and captures by name of hook point
 
 NAMES = "gate_proj", "up_proj", "down_proj"
 MIXTRAL_NAMES = "w1", "w3", "w2"  # gate, up and down
 
 
 def mlp_specs(cfg: ModelConfig, width: int | None = None) -> ParamTree:
-    """Specs of the three products of a gated MLP; `width` is F, `cfg.intermediate_size` if None."""
+    """Specs of the three projections of a gated MLP; `width` is F, `cfg.intermediate_size` if None."""
     model, wide = (cfg.hidden_size, "embed"), (width or cfg.intermediate_size, "mlp")
     return {
         "gate_proj": linear_specs(wide, model, cfg.mlp_bias),
@@ -36,7 +36,7 @@ def mlp_specs(cfg: ModelConfig, width: int | None = None) -> ParamTree:
 
 
 def fused_mlp_specs(cfg: ModelConfig) -> ParamTree:
-    """As `mlp_specs`, with gate and up fused in the checkpoint itself, as Phi-3 has them."""
+    """As `mlp_specs`, with gate and up fused in the checkpoint itself, as in Phi-3."""
     model, wide = (cfg.hidden_size, "embed"), (cfg.intermediate_size, "mlp")
     both = linear_specs((2 * cfg.intermediate_size, "fused"), model, parts=(("mlp", cfg.intermediate_size),) * 2)
     return {"gate_up_proj": both, "down_proj": linear_specs(model, wide)}
@@ -59,7 +59,7 @@ def gated_mlp(
 
 
 def mixtral_specs(cfg: ModelConfig, experts: ExpertsConfig, names: tuple[str, str, str] = MIXTRAL_NAMES) -> ParamTree:
-    """Specs of a router and the three products of all experts; `names` are those of gate, up and down."""
+    """Specs of a router and of all experts' gate, up and down projections, which are named `names`."""
     count, wide, size = experts.num_experts, experts.moe_intermediate_size, cfg.hidden_size
     gate, up, down = names
     into = ParamSpec((count, wide, size), ("expert", "mlp", "embed"))
@@ -78,9 +78,9 @@ def mix_experts(
     taps: Taps = NO_TAPS,
     names: tuple[str, str, str] = NAMES,
 ) -> BlockOutput:
-    """Sends each token through the experts that the router `gate` chooses for it, `[X, D]` to `[X, D]`.
+    """Applies to each token the experts that the router `gate` chooses for it, `[X, D]` to `[X, D]`.
 
-    Here and below, with `shards` the output is a part of a sum over devices, each of which has some of the experts.
+    Here and below, with `shards` the output is this device's term of a sum over the devices that divide the experts.
     """
     logits = taps.changed("router_logits", linear(x, block["gate"]["weight"]))
     chosen, shares, captured = _route(logits, experts, taps)
@@ -88,7 +88,7 @@ def mix_experts(
 
 
 def _route(logits: jax.Array, experts: ExpertsConfig, taps: Taps) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Returns the experts of each token and their shares, after interventions, and what is captured of both."""
+    """Returns each token's experts and their shares, after interventions, and the captured arrays."""
     chosen, shares = route(logits, experts.num_experts_per_tok, renormalise=experts.norm_topk_prob)
     if taps.changes("expert_indices"):
         chosen = taps.changed("expert_indices", chosen)
@@ -105,7 +105,7 @@ def _swiglu_experts(
 
 
 def qwen_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
-    """Mixtral's under other names; Qwen2 has also an expert for every token, and its gate."""
+    """Specs as Mixtral's with other names; Qwen2 also has a shared expert, which runs for every token, and its gate."""
     specs, shared = mixtral_specs(cfg, experts, NAMES), experts.shared_expert_intermediate_size
     if shared is None:
         return specs
@@ -124,7 +124,7 @@ def qwen_experts(
 
 
 def deepseek_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
-    """Qwen's, without a gate of the shared experts; V3's router has a bias."""
+    """Specs as Qwen's, without a gate for the shared experts; V3's router has a bias."""
     assert experts.shared_expert_intermediate_size is not None
     specs = mixtral_specs(cfg, experts, NAMES)
     if experts.scoring_func == "sigmoid":
@@ -161,7 +161,7 @@ def deepseek_experts(
 
 
 def gpt_oss_specs(cfg: ModelConfig, experts: ExpertsConfig) -> ParamTree:
-    """Experts with biases; the rows of their first product alternate between gate and up, as in the checkpoint."""
+    """Specs of experts with biases; rows of `gate_up_proj` alternate between gate and up, as in the checkpoint."""
     count, wide, size, transposed = experts.num_experts, experts.moe_intermediate_size, cfg.hidden_size, (0, 2, 1)
     bias = ParamSpec((count,), ("router",), "zeros")
     return {
@@ -194,5 +194,5 @@ def _gpt_oss_expert(experts: ExpertsConfig, own: ParamTree, x: jax.Array) -> jax
 
 
 def _router_specs(num_outputs: int, model_size: int) -> ParamTree:
-    """Specs of a router or gate: a product that is never quantised."""
+    """Specs of a router or gate, whose weight is never quantised."""
     return {"weight": ParamSpec((num_outputs, model_size), ("router", "embed"))}

@@ -1,7 +1,8 @@
-"""Hook points: where a forward returns what it computes, and where something else can take its place.
+"""Hook points: named arrays inside a forward that can be captured or changed.
 
-The points and their names are those of TransformerLens (Nanda and Bloom 2022), which calls ("z", 3) also
-`blocks.3.attn.hook_z`; either form is taken. `capture` says which are returned, `interventions` what is done there.
+The points and their names are TransformerLens's (Nanda and Bloom 2022), which also writes ("z", 3) as
+`blocks.3.attn.hook_z`; both forms are accepted. `capture` lists the points to return, `interventions` maps points to
+changes of their arrays.
 
 | point | array | what it is |
 |---|---|---|
@@ -9,15 +10,15 @@ The points and their names are those of TransformerLens (Nanda and Bloom 2022), 
 | `attn_out`, `mlp_out` | `[X, D]` | what attention and the feed-forward block add to it, norms and factors included |
 | `q` | `[X, N, H]` | queries as projected, before norms and rotation |
 | `k`, `v` | `[X, K, H]` | keys and values as projected; latent attention has none |
-| `z` | `[X, N, H]` | what each head has mixed from the values, before the output projection |
-| `attn_scores`, `pattern` | float32 `[B, N, T, S]` | scores before the softmax, -inf where unseen; weights after it |
-| `mlp_pre`, `mlp_pre_linear`, `mlp_post` | `[X, F]` | gate and up projections, and what the down projection takes |
-| `router_logits` | `[X, E]` | logits of a mixture's router |
+| `z` | `[X, N, H]` | each head's weighted sum of values, before the output projection |
+| `attn_scores`, `pattern` | float32 `[B, N, T, S]` | scores before the softmax, -inf where masked; weights after it |
+| `mlp_pre`, `mlp_pre_linear`, `mlp_post` | `[X, F]` | gate and up projections; the down projection's input |
+| `router_logits` | `[X, E]` | the router's logits over the experts |
 | `expert_indices`, `expert_weights` | int32, float32 `[X, U]` | the experts each token goes through, and their shares |
 
-Functions at `attn_scores` are given -1e30 where unseen. X are all tokens of a step; in `models.run` every X is
-`[B, T]`. Replaced `expert_indices` keep the router's own shares of those experts, so that a trainer that replays a
-sampler's routes still has the router's gradients.
+Functions at `attn_scores` are given -1e30 where masked. X counts all tokens of a step; in `models.run` the axis X is
+the two axes `[B, T]`. Where `expert_indices` are replaced, the shares of the new experts come from the router's logits,
+so that a trainer that replays a sampler's routing still has the router's gradients.
 """
 
 import re
@@ -55,10 +56,10 @@ class Point(NamedTuple):
 
 @flax.struct.dataclass
 class Edit(Generic[Leaf]):
-    """What is done at a point: `scale * x + add`, in float32 (of expert ids, in integers).
+    """A change at a point: `scale * x + add`, computed in float32 (expert ids in integers).
 
-    Both broadcast against the array there and count as 1 and 0 if None. Where `scale` is 0, `add` takes the place of
-    whatever is there, NaN included. They are arguments of a compiled forward: other values compile nothing.
+    Both broadcast against the point's array; None counts as 1 and 0. Where `scale` is 0, `add` replaces the array's
+    number, even a NaN. Both are arguments of a compiled forward: new values do not recompile it.
     """
 
     scale: Leaf | None = None
@@ -67,11 +68,11 @@ class Edit(Generic[Leaf]):
 
 Change = Callable[[jax.Array, jax.Array], jax.Array]  # a traced function of the array and its tokens' positions
 Intervention = Edit[Any] | Change
-Captured = dict[Point, Any]  # arrays; of `attn_scores` and `pattern` a tuple of them, one for each group of rows
+Captured = dict[Point, Any]  # arrays; for `attn_scores` and `pattern` tuples of one array for each group of rows
 
 
 def replace_with(value: Any, where: Any = True) -> Edit[jax.Array]:
-    """Returns the edit that puts `value` where the mask `where` is True; both broadcast against the array there."""
+    """Returns the edit that puts `value` where the mask `where` is True; both broadcast against the point's array."""
     mask = jnp.asarray(where)
     value = jnp.asarray(value)
     return Edit(scale=jnp.where(mask, 0, 1), add=jnp.where(mask, value, jnp.zeros((), value.dtype)))
@@ -90,11 +91,11 @@ class Taps(NamedTuple):
         return not self.wanted.isdisjoint(names)
 
     def changes(self, *names: str) -> bool:
-        """True where something may be done at one of these points."""
+        """True where one of these points may have an intervention."""
         return any(point.name in names for point, _ in self._here)
 
     def changed(self, name: str, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        """Returns an array after the interventions at a point; `positions` are the layer's tokens' if None."""
+        """Returns an array after the interventions at a point; `positions` default to those of the layer's tokens."""
         at = self.positions if positions is None else positions
         for point, intervention in self._here:
             if point.name != name:
@@ -109,7 +110,7 @@ class Taps(NamedTuple):
         return x
 
     def captured(self, **arrays: Any) -> dict[str, Any]:
-        """Returns those of the arrays, by name, that are wanted."""
+        """Returns the wanted ones of the arrays, by name."""
         return {name: array for name, array in arrays.items() if name in self.wanted}
 
     @property
@@ -141,7 +142,7 @@ def _apply(point: Point, intervention: Intervention, x: jax.Array, positions: ja
 
 
 def _returned(point: Point, found: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Returns what a function at a point has returned, one number for all of an array as an array of it."""
+    """Returns the result of a function at a point as an array of this shape; a scalar is broadcast."""
     try:
         y = jnp.asarray(found)
     except (TypeError, ValueError):
@@ -149,12 +150,14 @@ def _returned(point: Point, found: Any, shape: tuple[int, ...]) -> jax.Array:
             f"the function at {point.name!r} returns {safe_repr(found)}, expected an array {list(shape)}"
         ) from None
     if y.shape not in ((), shape):
-        raise InvalidParameterError(f"the function at {point.name!r} returns {list(y.shape)} of {list(shape)}")
+        raise InvalidParameterError(
+            f"the function at {point.name!r} returns shape {list(y.shape)}, expected {list(shape)}"
+        )
     return jnp.broadcast_to(y, shape)
 
 
 def edited(x: jax.Array, edit: Edit[Any]) -> jax.Array:
-    """Computes `scale * x + add` in float32, of integers in theirs, and rounds once."""
+    """Computes `scale * x + add` in float32 and rounds once; integers are computed in their own dtype."""
     wide = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
     if edit.scale is not None:
         scale = jnp.asarray(edit.scale).astype(wide.dtype)
@@ -169,7 +172,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 def hidden_points(hidden: object, attention: object, cfg: ModelConfig) -> tuple[tuple[Point, ...], tuple[Point, ...]]:
-    """Returns the points of hidden states, by number of layers passed (0 to L), and of attention weights, by layer.
+    """Returns the points of hidden states, given as layers passed (0 to L), and of the attention weights of layers.
 
     Raises:
         InvalidParameterError: a layer does not exist; the message names it.
@@ -182,7 +185,7 @@ def hidden_points(hidden: object, attention: object, cfg: ModelConfig) -> tuple[
 
 
 def state_number(point: Point) -> int:
-    """The number of layers before a hidden state, as `hidden_points` takes it."""
+    """Returns how many layers a hidden state has passed: its number in `hidden_points`."""
     assert point.layer is not None
     return point.layer + (point.name == "resid_post")
 
@@ -201,8 +204,8 @@ def _layers(name: str, given: object, most: int) -> list[int]:
 def check_points(given: object, cfg: ModelConfig, first_layer: int = 0) -> tuple[Point, ...]:
     """Returns hook points, each once, in order; raises as `check_point`. A layer None stands for every layer that runs.
 
-    A point `(name, layer)` alone is as a list of it. Layers before `first_layer` do not run: InvalidParameterError for
-    their points.
+    A single `(name, layer)` counts as a list of one. Raises InvalidParameterError for a layer before `first_layer`,
+    which does not run.
     """
     if isinstance(given, tuple) and _parse(given) is not None:
         given = [given]
@@ -219,10 +222,10 @@ def check_points(given: object, cfg: ModelConfig, first_layer: int = 0) -> tuple
 
 
 def check_point(given: object, cfg: ModelConfig) -> Point:
-    """Returns a hook point that a model has.
+    """Parses a hook point and checks that the model has it.
 
     Raises:
-        InvalidParameterError: it is neither a known name with a layer, nor TransformerLens' name of one.
+        InvalidParameterError: it is neither a known name with a layer nor a name in TransformerLens's long form.
         UnsupportedError: the model, or this layer of it, has no such point.
     """
     point = _parse(given)
@@ -270,7 +273,7 @@ def _has(point: Point, cfg: ModelConfig) -> bool:
 
 
 def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Intervention]:
-    """Returns interventions by point; raises as `check_point`, and InvalidParameterError for what is none."""
+    """Returns interventions by point; raises as `check_point`, and InvalidParameterError for a malformed one."""
     if given is None:
         return {}
     if not isinstance(given, Mapping):
@@ -302,7 +305,7 @@ def check_interventions(given: object, cfg: ModelConfig) -> dict[Point, Interven
 
 
 def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
-    """Raises InvalidParameterError for ids that replace others and are no experts, where there are values yet."""
+    """Raises InvalidParameterError if an edit sets ids that no expert has; traced values are not checked."""
     leaves = edit.scale, edit.add
     if point.name != "expert_indices" or any(leaf is None or isinstance(leaf, Tracer) for leaf in leaves):
         return
@@ -322,12 +325,12 @@ def _check_experts(point: Point, edit: Edit[Any], cfg: ModelConfig) -> None:
 
 
 def _numbers(point: Point, name: str, given: Any) -> Any:
-    """Returns what an edit has, an array of what is neither one nor a number."""
+    """Returns an edit's scale or add: arrays and numbers as they are, lists as an array."""
     if given is None or isinstance(given, (jax.Array, np.ndarray, np.generic, int, float)):
         return given
     try:
         array = np.asarray(given)
-    except (TypeError, ValueError):  # of rows that differ in length
+    except (TypeError, ValueError):  # lists of different lengths
         array = np.asarray(None)
     if array.dtype.kind not in "biuf":
         raise InvalidParameterError(f"{name} at {point.name!r} is {safe_repr(given)}, expected an array of numbers")
@@ -342,7 +345,7 @@ def edits_of(interventions: Mapping[Point, Intervention]) -> tuple[Edit[Any] | N
 def with_edits(
     interventions: Mapping[Point, Intervention], edits: Iterable[Edit[Any] | None]
 ) -> dict[Point, Intervention]:
-    """Returns interventions with other edits, as `edits_of` gives them."""
+    """Returns interventions with their edits replaced by `edits`, in the order of `edits_of`."""
     own = zip(interventions.items(), edits, strict=True)
     return {point: function if edit is None else edit for (point, function), edit in own}
 
@@ -350,7 +353,7 @@ def with_edits(
 def check_supported(points: Iterable[Point], cfg: ModelConfig, *, has_window_cache: bool, is_divided: bool) -> None:
     """Raises UnsupportedError for points that this cache, or a model divided over devices, does not have.
 
-    A sliding-window cache no longer has the keys of the whole sequence.
+    A sliding-window cache does not hold the keys of the whole sequence.
     """
     for point in points:
         layers = range(cfg.num_hidden_layers) if point.layer is None else [point.layer]
@@ -365,7 +368,7 @@ def check_supported(points: Iterable[Point], cfg: ModelConfig, *, has_window_cac
 
 
 def rows_as_tokens(interventions: Mapping[Point, Intervention], batch: int, length: int) -> dict[Point, Intervention]:
-    """Returns interventions on `[B, T, ...]` for a forward whose tokens are one axis, X = B * T."""
+    """Converts interventions on `[B, T, ...]` for a forward whose tokens are one axis, X = B * T."""
     return {point: _of_tokens(point, one, batch, length) for point, one in interventions.items()}
 
 
@@ -402,7 +405,7 @@ def _of_tokens(point: Point, intervention: Intervention, batch: int, length: int
 
 
 def partitions_of_edit(point: Point, edit: Edit[Any] | None, rows: Any, batch: int) -> Edit[Any] | None:
-    """How an edit on `[B, T, ...]` is divided where rows are, over the mesh axes `rows`; None of a function."""
+    """Returns how to partition an edit on `[B, T, ...]` if rows lie on the mesh axes `rows`; None for a function."""
     after = 3 if point.name in (*ATTENTION, *_HEADS) else 2  # axes after that of rows
 
     def spec(leaf: Any) -> PartitionSpec:
@@ -416,7 +419,7 @@ def partitions_of_edit(point: Point, edit: Edit[Any] | None, rows: Any, batch: i
 def steered(
     steering: jax.Array, interventions: Mapping[Point, Intervention], cfg: ModelConfig, each: tuple[int, ...]
 ) -> dict[Point, Intervention]:
-    """Returns interventions with vectors, `[L, D]` or `[L, *each]`, added to the output of each layer as well."""
+    """Adds an intervention that adds `steering`, `[L, D]` or `[L, *each]`, to the output of each layer."""
     layers, width = cfg.num_hidden_layers, cfg.hidden_size
     meaning = "[L, D] or [L, B, T, D]" if len(each) == 3 else "[L, D]"
     check_shape("steering", steering, meaning, (layers, width), *([(layers, *each)] if len(each) == 3 else []))

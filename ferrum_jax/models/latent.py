@@ -1,9 +1,9 @@
-"""Multi-head latent attention: the KV holds one compressed latent a position instead of the heads' keys and values.
+"""Multi-head latent attention: the KV holds one compressed latent per position instead of the heads' keys and values.
 
-DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. A position takes `kv_lora_rank + qk_rope_head_dim` numbers of the KV: its
-latent, normed, and the rotated part of the key, which all heads share. Keys and values are never expanded: queries go
-through the keys' up-projection and attention outputs through the values', which that section calls absorbing them. So
-attention has one kv head, whose values are its keys.
+DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. The KV holds `kv_lora_rank + qk_rope_head_dim` numbers per position: the
+latent, normed, and the rotated part of the key, which all heads share. Keys and values are never expanded. Instead,
+queries are multiplied by the keys' up-projection and attention outputs by the values' (the section calls this absorbing
+the projections), so attention has one kv head, whose values are its keys.
 """
 
 import jax
@@ -18,7 +18,7 @@ from ferrum_jax.ops.linear import StackedWeight, linear, precision
 from ferrum_jax.ops.quantised import QuantisedWeight, dequantise_weight
 from ferrum_jax.ops.rope import rotate
 
-EPSILON = 1e-6  # of the latents' norms, whatever `rms_norm_eps` is
+EPSILON = 1e-6  # of the latents' norms; `rms_norm_eps` does not apply to them
 
 
 def latent_attention_specs(cfg: ModelConfig, norm_init: str) -> ParamTree:
@@ -51,7 +51,7 @@ def latent_attention(
     cfg: ModelConfig,
     norm: Norm,
 ) -> LayerOutput:
-    """Writes the new tokens' latents and attends to all, `[X, D]` to `[X, D]`."""
+    """Writes the new tokens' latents to the KV, then attends over all latents, `[X, D]` to `[X, D]`."""
     latent, heads = cfg.latent, cfg.num_attention_heads
     assert latent is not None
     assert cfg.attention_multiplier is not None
@@ -88,7 +88,7 @@ def _queries(block: ParamTree, lora: Lora, x: jax.Array, norm: Norm) -> jax.Arra
 
 
 def _rotate(x: jax.Array, latent: LatentConfig, context: LayerContext) -> jax.Array:
-    """Rotates `[X, heads, H]`; interleaved pairs first go half a head apart, in queries and keys alike."""
+    """Rotates `[X, heads, H]`; interleaved pairs are first moved half a head apart, in queries and keys alike."""
     if latent.rope_interleave:
         x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
     return rotate(x, *context.rope)

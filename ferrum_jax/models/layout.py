@@ -1,10 +1,10 @@
 """Layouts of a model's parameters: the checkpoint's own, and two that serve faster or compile faster.
 
-`checkpoint` has a leaf for every tensor, named as there. In `fused`, projections of the same input share one weight: q,
-k and v, and gate and up, concatenated along their outputs. `scanned` is fused, with the leaves of all layers stacked
-`[L, ...]`: the forward is then one loop over the layers, a program that compiles in a fraction of the time.
+`checkpoint` has a leaf for every tensor, with the tensor's name. In `fused`, projections of the same input share one
+weight: q, k and v, and gate and up, concatenated along their outputs. `scanned` is fused, with the leaves of all layers
+stacked `[L, ...]`: the forward is then one loop over the layers, which compiles in a fraction of the time.
 
-The forward takes any of them, by the structure of the tree. Conversions are pure and lose nothing.
+The forward takes any layout and tells it by the structure of the tree. Conversions are pure and exact.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,22 +25,22 @@ from ferrum_jax.ops.quantised import is_quantised
 from ferrum_jax.sharding.types import take
 
 CHECKPOINT, FUSED, SCANNED = LAYOUTS
-FUSED_PARTS = {  # by block: name of the joined weight, and its parts
+FUSED_PARTS = {  # by block: name of the fused weight, and of its parts
     "self_attn": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "mlp": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
-Stack = Callable[[Iterator[Any], int], Any]  # stacks so many trees of the same kind
+Stack = Callable[[Iterator[Any], int], Any]  # stacks trees of one structure, given an iterator and their number
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one leaf is made of the checkpoint's: the parts of a layer concatenated, then the layers stacked."""
+    """How one leaf is made of the checkpoint's leaves: parts of a layer are concatenated, then layers are stacked."""
 
     layers: tuple[tuple[str, ...], ...]  # names of the parts, by layer
     is_stacked: bool = False
 
     def make(self, get: Callable[[str], Any], join: Callable[..., Any], stack: Stack) -> Any:
-        """Makes the leaf of what `get` returns for names; `join` is NumPy's `concatenate` or JAX's."""
+        """Makes the leaf from checkpoint leaves, `get(name)`; `join` is the `concatenate` of NumPy or JAX."""
         rows = (self._make_layer(names, get, join) for names in self.layers)
         return stack(rows, len(self.layers)) if self.is_stacked else next(rows)
 
@@ -50,13 +50,13 @@ class Recipe:
         return jax.tree.map(lambda *leaves: join(leaves), *parts) if len(parts) > 1 else parts[0]
 
     def check_alike(self, parts: Sequence[Any]) -> None:
-        """Raises UnsupportedError unless all parts, arrays or shapes, have the same quantisation or none."""
+        """Raises UnsupportedError unless all parts, arrays or shapes, are quantised alike or not at all."""
         kinds = {(jax.tree.structure(part), *((x.dtype, x.shape[1:]) for x in jax.tree.leaves(part))) for part in parts}
         if len(kinds) > 1:
             name = self.layers[0][0]
             raise UnsupportedError(
-                f"{name} is kept in another form than what it is joined or stacked with: only the layout "
-                f"{CHECKPOINT!r} has leaves of different kinds side by side"
+                f"{name} is kept in another form than the weights it is fused or stacked with: only the layout "
+                f"{CHECKPOINT!r} can mix forms"
             )
 
 
@@ -74,7 +74,7 @@ def recipes(cfg: ModelConfig, layout: str) -> ParamTree:
 
 
 def _fused(layer: ParamTree) -> ParamTree:
-    """Joins parts where a block has all of them; layers with latent attention stay as they are."""
+    """Fuses the parts of each block that has all of them; layers with latent attention stay as they are."""
     if "kv_b_proj" in layer["self_attn"]:
         return layer
     made = dict(layer)
@@ -87,7 +87,7 @@ def _fused(layer: ParamTree) -> ParamTree:
 
 
 def joinable(formats: Mapping[str, Any], cfg: ModelConfig, layout: str) -> dict[str, Any]:
-    """Leaves out the formats of weights that a layout joins or stacks with others of another format."""
+    """Drops the formats of weights that a layout would fuse or stack with weights of another format."""
     found = dict(formats)
     for recipe in jax.tree.leaves(recipes(cfg, layout), is_leaf=lambda leaf: isinstance(leaf, Recipe)):
         names = [name for part in recipe.layers for name in part]
@@ -97,7 +97,7 @@ def joinable(formats: Mapping[str, Any], cfg: ModelConfig, layout: str) -> dict[
 
 
 def layout_specs(specs: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
-    """Specs of every parameter of a layout, given those of the checkpoint's tree, which may be quantised."""
+    """Converts the specs of the checkpoint's tree, quantised or not, into those of a layout."""
     own = named_leaves(specs, is_weight_spec)
 
     def describe(recipe: Recipe) -> Any:
@@ -128,7 +128,7 @@ def layout_of(params: ParamTree) -> str:
 
 
 def check_names(params: ParamTree, cfg: ModelConfig) -> None:
-    """Raises InvalidParameterError unless a tree of any layout has the parameters of a model, by their names."""
+    """Raises InvalidParameterError unless a tree, in any layout, has exactly the parameter names of a model."""
     try:
         layout = layout_of(params)
     except (LookupError, TypeError, AttributeError):
@@ -140,13 +140,13 @@ def check_names(params: ParamTree, cfg: ModelConfig) -> None:
 
 
 def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
-    """Converts parameters of any layout into another; pure, so it may be jitted, donated to and differentiated.
+    """Converts parameters from any layout to another; pure, so it may be jitted, donated to and differentiated.
 
     Leaves that do not change are shared; the others are copies.
 
     Raises:
-        InvalidParameterError: there is no such layout, or they are not this model's.
-        UnsupportedError: weights that would be joined or stacked are quantised in different ways.
+        InvalidParameterError: there is no such layout, or the parameters are not this model's.
+        UnsupportedError: weights to be fused or stacked are quantised in different ways.
     """
     if layout not in LAYOUTS:
         raise InvalidParameterError(f"layout is {layout!r}, expected {', '.join(LAYOUTS[:-1])} or {LAYOUTS[-1]}")
@@ -167,7 +167,7 @@ def lay_out(params: ParamTree, cfg: ModelConfig, layout: str) -> ParamTree:
 
 
 def checkpoint_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
-    """Splits a tree of any layout into the checkpoint's leaves, by name; raises as `check_names`."""
+    """Converts a tree of any layout into a dict of the checkpoint's leaves by name; raises as `check_names`."""
     check_names(params, cfg)
     layout = layout_of(params)
     own: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))

@@ -1,4 +1,4 @@
-"""A model's parameters on its devices: host arrays to device arrays, and trees of arrays from one form to the other."""
+"""A model's parameters on its devices: host arrays are put there, and trees are divided over the devices or joined."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -21,18 +21,18 @@ class ModelPlacement:
     """The devices of one model, and how it is divided over them."""
 
     placement: Placement
-    division: Division | None = None  # None: it is whole, on one device
+    division: Division | None = None  # None: the whole model is on one device
 
     @classmethod
     def of(cls, cfg: ModelConfig, placement: Placement) -> "ModelPlacement":
-        """Divides a model over the devices of a placement; raises ConfigError where they are too many."""
+        """Divides a model over the devices of a placement; raises ConfigError if there are too many devices."""
         if placement.mesh is None:
             return cls(placement)
         return cls(placement, divided.divide(cfg, **placement.sizes))
 
     @classmethod
     def on_mesh(cls, cfg: ModelConfig, sizes: Mapping[str, int], first: Any) -> "ModelPlacement":
-        """Divides the first replica of a model over a mesh, as `place_on_mesh`; raises as that and `of`."""
+        """Divides a model over the devices of the first replica on a mesh; raises as `place_on_mesh` and `of`."""
         return cls.of(cfg, place_on_mesh(sizes, first)[0])
 
     @classmethod
@@ -56,14 +56,14 @@ class ModelPlacement:
         return num_bytes(specs if self.division is None else divided.specs_of_one(specs, self.division), dtype)
 
     def shardings(self, specs: ParamTree) -> ParamTree:
-        """The sharding of every array, in a tree like the parameters; `specs` are the undivided ones."""
+        """Shardings of the arrays on the devices, in a tree like the parameters; `specs` are the undivided ones."""
         if self.division is None:
             whole = self.placement.sharding()
             return jax.tree.map(lambda _: whole, specs, is_leaf=is_spec)
         return jax.tree.map(self.placement.sharding, divided.partitions(specs, self.division))
 
     def stored_shardings(self, specs: ParamTree) -> ParamTree:
-        """The sharding to read each array of a checkpoint with: its own, or an even one if it lies otherwise here."""
+        """Shardings to read a checkpoint's arrays with: final ones, or even ones for arrays that `divide` changes."""
         if self.division is None:
             return self.shardings(specs)
         count, axes, division = len(self.placement.devices), self.placement.axes, self.division
@@ -82,9 +82,9 @@ class ModelPlacement:
         """Puts one leaf on its devices.
 
         Args:
-            get: makes the leaf of NumPy arrays, given a function that takes a device's part of each array it is made
-                of; called once for each device of this process.
-            spec: the leaf's, undivided.
+            get: returns the leaf as NumPy arrays. It is given a function that takes one device's part of an array, and
+                applies it to each array that the leaf is made of. Called once for each device of this process.
+            spec: the undivided spec of the leaf.
         """
         if self.division is None:
             return jax.device_put(get(lambda leaf, _: leaf), self.placement.first)
@@ -109,7 +109,7 @@ class ModelPlacement:
         )
 
     def local_devices(self) -> list[tuple[Any, Mapping[str, int]]]:
-        """This process's devices of the mesh, with their coordinates."""
+        """Devices of the mesh that belong to this process, with their coordinates."""
         mesh = self.placement.mesh
         assert mesh is not None
         process = jax.process_index()
@@ -120,13 +120,13 @@ class ModelPlacement:
         ]
 
     def copied(self, params: ParamTree) -> ParamTree:
-        """Copies the parameters of another replica, which is divided alike, to these devices."""
+        """Copies the parameters of another replica, divided in the same way, to these devices."""
         if self.division is None:
             return jax.device_put(params, self.placement.first)
         return jax.tree.map(lambda leaf: jax.device_put(leaf, self.placement.sharding(leaf.sharding.spec)), params)
 
     def without_padding(self, array: Any, axis: int, logical: str) -> Any:
-        """Leaves out the heads along an axis that devices have padded or copied, and brings them in the model's order.
+        """Drops padding and copies from an axis of heads and returns the heads in the model's order.
 
         `logical` is `heads` or `kv_heads`.
         """
@@ -139,15 +139,15 @@ class ModelPlacement:
         return divided.take(array, axis, divided.inverse(split, size))
 
     def divide(self, params: ParamTree, specs: ParamTree) -> ParamTree:
-        """Brings arrays in the checkpoint's form onto the devices, divided; those that are there already are shared."""
+        """Divides arrays in the checkpoint's form over the devices; leaves that are there already are shared."""
         if self.division is None:
             return params
         return self._converted(params, specs, divided.on_mesh, self.shardings(specs))
 
     def join(self, params: ParamTree, specs: ParamTree) -> ParamTree:
-        """Undoes `divide`: arrays in the checkpoint's form, which lie on the devices as the compiler chooses.
+        """Undoes `divide`: returns arrays in the checkpoint's form, with shardings that the compiler chooses.
 
-        Leaves that are in that form already are shared, the others are copies.
+        Leaves already in that form are shared, the others are copies.
         """
         if self.division is None:
             return params

@@ -1,4 +1,4 @@
-"""Projections of a block: products with its weights, fused or not, and the low-rank deltas of adapters."""
+"""Projections of a block: products with its weights, fused or not, plus the low-rank deltas of adapters."""
 
 import jax
 
@@ -8,16 +8,16 @@ from ferrum_jax.ops.linear import linear, low_rank
 Lora = tuple[ParamTree, jax.Array] | None  # adapter stacks of one block, and bool [X, A]: the adapter of each token
 
 
-DIVIDED = ("heads", "mlp")  # logical axes of inputs of which each device of a mesh has its part
+DIVIDED = ("heads", "mlp")  # logical axes of inputs that a mesh divides
 
 
 def linear_specs(
     out: tuple[int, str], into: tuple[int, str], bias: bool = False, parts: tuple[tuple[str, int], ...] = ()
 ) -> ParamTree:
-    """Specs of a product, given size and logical axis of its outputs and inputs; weights are `[out, in]`.
+    """Specs of a projection, given size and logical axis of its outputs and inputs; weights are `[out, in]`.
 
-    `parts` are the logical axes and sizes of outputs that are joined. Where devices have parts of the inputs, their
-    products are added, and one of them has the bias: its axis is `sum`.
+    `parts` are the logical axes and sizes of fused outputs. Where inputs are divided over devices, their products are
+    added, so that only one device may hold the bias: its axis is `sum`.
     """
     specs: ParamTree = {"weight": ParamSpec((out[0], into[0]), (out[1], into[1]), parts=parts)}
     if bias:
@@ -27,14 +27,14 @@ def linear_specs(
 
 
 def project(x: jax.Array, block: ParamTree, lora: Lora, name: str) -> jax.Array:
-    """Multiplies `[X, in]` by one weight of a block and adds each token's adapter: `[X, out]`."""
+    """Multiplies `[X, in]` by one weight of a block and adds each token's adapter delta: `[X, out]`."""
     return _adapt(linear(x, block[name]["weight"], block[name].get("bias")), x, lora, name)
 
 
 def project_all(
     x: jax.Array, block: ParamTree, lora: Lora, fused: str, names: tuple[str, ...], shares: tuple[int, ...]
 ) -> list[jax.Array]:
-    """Multiplies one input by several weights; where the block has them `fused`, by one, whose output is split.
+    """Multiplies one input by several weights, or by the one weight `fused` if the block has it, and splits its output.
 
     `shares` are the relative sizes of the outputs.
     """

@@ -36,10 +36,10 @@ _dequantise = jax.jit(dequantise_weight, static_argnums=1)
 class Format:
     """How one weight is stored."""
 
-    dtype: str  # of the values; "uint4" packs two into a byte, and those of 16 bits have no scales
-    groups: int = 1  # scales of an output channel
+    dtype: str  # of the values; "uint4" packs two values into a byte; 16-bit values have no scales
+    groups: int = 1  # scales per output channel
     scales: str = "float32"  # their dtype
-    offsets: str | None = None  # their dtype; None where there are none
+    offsets: str | None = None  # their dtype; None: no offsets
 
     def __post_init__(self):
         known = (*LARGEST, UINT4, *NARROW)
@@ -52,7 +52,7 @@ class Format:
                 raise InvalidParameterError(f"{name} are {dtype!r}, expected {' or '.join(DTYPES)}")
 
 
-Formats = Mapping[str, Format]  # by the names of the weights that are quantised
+Formats = Mapping[str, Format]  # by name of weight, of quantised weights only
 
 
 def choose_formats(
@@ -63,8 +63,8 @@ def choose_formats(
     With `vocabulary`, embeddings and head (one matrix if tied) are quantised too.
 
     Raises:
-        InvalidParameterError: there is no such format, or `group_size` is no number that divides the inputs of every
-            product.
+        InvalidParameterError: there is no such format, or `group_size` is not an integer that divides the columns of
+            every matrix.
     """
     if group_size is not None:
         group_size = check_int("group_size", group_size, 1, InvalidParameterError)
@@ -85,7 +85,7 @@ def choose_formats(
 def quantised_specs(plain: ParamTree, formats: Formats) -> ParamTree:
     """Specs of the tree in which the weights named in `formats` are values, scales and offsets.
 
-    Scales are sharded like the output channels; those of groups also like the input.
+    Scales are sharded like the output channels; with several groups per channel, also like the inputs.
     """
 
     def kept(name: str, spec: ParamSpec) -> ParamSpec | QuantisedWeight[ParamSpec]:
@@ -112,7 +112,7 @@ def formats_of(params: ParamTree) -> dict[str, Format]:
 
 
 def specs_like(params: ParamTree, cfg: ModelConfig) -> ParamTree:
-    """Specs of the parameters of a model as they are, quantised or not, in their layout; leaves may be shapes."""
+    """Specs of given parameters of a model, in their own layout and quantisation; leaves may be shapes."""
     leaves = jax.eval_shape(lambda tree: checkpoint_leaves(tree, cfg), params)
     plain = family(cfg).param_specs(cfg)
     return layout_specs(quantised_specs(plain, formats_of(leaves)), cfg, layout_of(params))
@@ -129,13 +129,13 @@ def _format_of(leaf: QuantisedWeight[Any]) -> Format:
 def quantise(
     params: ParamTree, cfg: ModelConfig, dtype: str, *, group_size: int | None = None, vocabulary: bool = True
 ) -> ParamTree:
-    """Quantises a plain tree as `quantise_weight` says; leaves that are not quantised are shared with `params`.
+    """Quantises the matrices of a plain tree by `quantise_weight`; the other leaves are shared with `params`.
 
     Args:
         params: arrays, as `load_params` returns them; the result has the same layout.
-        cfg: their model.
+        cfg: the model's configuration.
         dtype: of the values, `int8` or `float8_e4m3fn`.
-        group_size: adjacent input columns that share a scale; all of a channel if None.
+        group_size: adjacent input columns that share a scale; None: one scale per output channel.
         vocabulary: whether embeddings and head are quantised, too.
 
     Raises:
@@ -150,7 +150,7 @@ def quantise(
         form = formats.get(specs.name_of(path))
         if form is None:
             return leaf
-        quantised = quantise_weight if isinstance(leaf, np.ndarray) else _quantise  # which would leave the host
+        quantised = quantise_weight if isinstance(leaf, np.ndarray) else _quantise  # jit would move it to a device
         return quantised(leaf, form.dtype, form.groups)
 
     return lay_out(jax.tree_util.tree_map_with_path(kept, params), cfg, layout)
@@ -167,10 +167,10 @@ def _wide_dtype(dtype: Any) -> jnp.dtype:
 
 
 def dequantise(params: ParamTree, dtype: str | None = None) -> ParamTree:
-    """Returns the plain tree of dequantised weights, in `dtype` or, if None, in that of the other parameters.
+    """Dequantises the weights of a tree to `dtype`; if None, to the dtype of the other parameters.
 
     Raises:
-        InvalidParameterError: `dtype` is none of floating-point numbers of at least 16 bits.
+        InvalidParameterError: `dtype` is not a floating-point type of at least 16 bits.
     """
     wanted = activation_dtype(params) if dtype is None else _wide_dtype(dtype)
 

@@ -1,4 +1,4 @@
-"""Families by the `model_type` of their checkpoints: what each changes of Llama's decoder.
+"""Families by the `model_type` of their checkpoints, each as its differences from Llama's decoder.
 
 | family | source |
 |---|---|
@@ -14,7 +14,7 @@
 | DeepSeek V2, V3, R1 | DeepSeek-AI 2024, "DeepSeek-V2" and "DeepSeek-V3": latent attention |
 | GPT-OSS | OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", sections 2.2 and 2.3: attention with sinks |
 
-What is a setting (windows, biases, factors, soft caps, RoPE) is a field of `ModelConfig`.
+Settings (windows, biases, factors, soft caps, RoPE) are fields of `ModelConfig`.
 Parity with Hugging Face transformers: tests/models/test_parity.py.
 """
 
@@ -74,7 +74,7 @@ def family(cfg: ModelConfig) -> Family:
     """Returns the family of a configuration.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: no family has this `model_type`.
     """
     found = _FAMILIES.get(cfg.model_type)
     if found is None:

@@ -13,12 +13,12 @@ Frequencies = tuple[NDArray[np.float32], float]  # radians per position of each 
 
 
 def frequencies_of_layers(cfg: ModelConfig) -> tuple[list[Frequencies], list[int]]:
-    """Returns the different frequencies of a model, and for each layer the index of its own."""
+    """Returns the distinct frequencies of a model, and for each layer the index of its frequencies."""
     kinds, of_layer = [frequencies(cfg)], [0] * cfg.num_hidden_layers
     if cfg.local_rope_theta is not None:
         kinds.append((rope.default_frequencies(cfg.rotary_dim, cfg.local_rope_theta), 1.0))
         of_layer = [int(window is not None) for window in cfg.layer_windows]
-    if cfg.layers_without_rope:  # rotating by 0 changes no number
+    if cfg.layers_without_rope:  # a rotation by 0 changes nothing
         kinds.append((np.zeros(cfg.rotary_dim // 2, np.float32), 1.0))
         zero, without = len(kinds) - 1, set(cfg.layers_without_rope)
         of_layer = [zero if layer in without else kind for layer, kind in enumerate(of_layer)]
@@ -26,7 +26,7 @@ def frequencies_of_layers(cfg: ModelConfig) -> tuple[list[Frequencies], list[int
 
 
 def frequencies(cfg: ModelConfig) -> Frequencies:
-    """Returns the frequencies of all layers that have none of their own."""
+    """Returns the frequencies of the layers without special ones."""
     plain = rope.default_frequencies(cfg.rotary_dim, cfg.rope_theta)
     scaling = cfg.rope_scaling
     if scaling is None:

@@ -1,7 +1,7 @@
-"""Whole sequences through a model without a cache: logits, log-probabilities, and what hook points show and change.
+"""Forwards of whole sequences without a cache: logits, log-probabilities, captures and interventions at hook points.
 
-These are the functions that research code embeds. Under a mesh of the caller's, of whatever kind of axes, and inside
-`jax.shard_map`, they give what they give on one device.
+These are the functions that research code calls. Under a caller's mesh, with axes of any type, and inside
+`jax.shard_map`, they compute the same as on one device.
 """
 
 import math
@@ -42,16 +42,16 @@ from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.ops.sampling import over_temperature, token_logprobs
 from ferrum_jax.sharding.types import partition_of, promoting_ranks, vary_alike, with_auto_axes
 
-_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # smaller numbers may count as 0
-BLOCK = 256  # tokens whose logits are in memory at once, where no logits are returned
+_LEAST_TEMPERATURE = float(np.finfo(np.float32).tiny)  # a device may flush smaller numbers to 0
+BLOCK = 256  # `log_probs`: tokens whose logits are in memory at once
 
 
 def forward(params: ParamTree, tokens: Int[Array, "B T"], cfg: ModelConfig, **options: Any) -> Float[Array, "B R V"]:
-    """Runs whole sequences from position 0 and returns the logits of every token, or of R of each row, float32.
+    """Runs whole sequences from position 0 and returns float32 logits of every token, or of R tokens of each row.
 
-    It is the family's serving forward without a cache, so it may be differentiated, vmapped, scanned and jitted
-    (with `cfg` closed over or static). There is no padding: to batch sequences of different lengths, pad on the right
-    and ignore the logits there. The other arguments, and what is raised, are those of `run`.
+    This is the family's serving forward without a cache. It may be differentiated, vmapped, scanned and jitted (with
+    `cfg` closed over or static). There is no padding mask: to batch sequences of different lengths, pad on the right
+    and ignore the logits of the padding. The other arguments and the errors are those of `run`.
     """
     return run(params, tokens, cfg, **options)[0]
 
@@ -67,8 +67,8 @@ def capture(
 ) -> tuple[Float[Array, "B R V"], dict[int, Array], dict[int, Array]]:
     """As `forward`; returns also hidden states `[B, T, D]` and attention weights `[B, N, T, T]` of chosen layers.
 
-    `hidden` counts layers: 0 is the embeddings, L the output of the last layer, before the final norm. Layers of
-    `attention_weights` go from 0 to L-1. Both are static under `jit`; the other arguments are those of `run`.
+    `hidden` counts layers passed: 0 is the embeddings, L the output of the last layer, before the final norm.
+    `attention_weights` are layers from 0 to L-1. Both are static under `jit`; the other arguments are those of `run`.
 
     Raises:
         InvalidParameterError: as `run`, or a layer does not exist.
@@ -80,16 +80,16 @@ def capture(
 
 
 class _Arrays(NamedTuple):
-    """What a forward is given that may be divided, differentiated and mapped."""
+    """The arguments of a forward that may be sharded, differentiated and vmapped."""
 
     params: ParamTree
     tokens: jax.Array
     inputs_embeds: jax.Array | None
     loras: ParamTree | None
     adapters: jax.Array | None
-    edits: tuple[Any, ...]  # by intervention; None where it is a function
-    logits: jax.Array | None  # int32 [B, R]: the tokens of each row whose logits are returned; None: all
-    first_layer: jax.Array | None  # None where it is no array
+    edits: tuple[Any, ...]  # one for each intervention; None for a function
+    logits: jax.Array | None  # int32 [B, R]: positions in each row whose logits are returned; None: all
+    first_layer: jax.Array | None  # None if it is an int
 
 
 @promoting_ranks
@@ -111,38 +111,38 @@ def run(
 ) -> tuple[Float[Array, "B R V"], dict[Point, Array]]:
     """As `forward`; returns also the arrays at hook points, by point: `captured["z", 3]` is `[B, T, N, H]`.
 
-    Under a mesh with explicit axes the compiler divides the computation, as under auto axes; results are divided as
-    `tokens` are by rows and positions, and along no other axis.
+    Under a mesh with explicit axes the compiler shards the computation, as under auto axes; results are sharded by rows
+    and positions as `tokens` are, and along no other axis.
 
     Args:
         params: the model's, in any layout.
-        tokens: token ids; inside `jit`, where nobody can tell, the logits of ids outside the vocabulary are undefined.
-        cfg: the model's.
+        tokens: token ids; inside `jit` they cannot be checked, and logits of ids outside the vocabulary are undefined.
+        cfg: the model's configuration.
         capture: hook points, such as `("z", 3)`, `("resid_post", None)` for all layers, or `blocks.3.attn.hook_z`;
-            static under `jit`. What is captured is what goes on: after the interventions there.
-        inputs_embeds: used instead of the tokens' embeddings, after any factor that the family multiplies those by.
+            static under `jit`. Arrays are captured after the interventions at their point.
+        inputs_embeds: used instead of the tokens' embeddings; a family's factor on embeddings is not applied to them.
         loras: adapter stacks (models/adapters.py) in the parameters' dtype, differentiable like them.
-        adapters: the adapter of each row; an index outside the stacks, such as -1, is none.
+        adapters: the adapter of each row; an index outside the stacks, such as -1, means no adapter.
         steering: added to the output of each layer, for all tokens or for each one.
-        interventions: an `Edit` or a function by hook point (models/hooks.py). What an edit has broadcasts against the
-            array there, whose first axes are `[B, T]`; a function is given that array and int32 `[B, T]` positions, and
-            returns its like. They are differentiable. Under explicit axes a function is given arrays of auto axes.
-        logits: of which tokens logits are computed: all, the last one of each row, none, or those at positions `[B, R]`
-            from 0 to T-1, such as the end of each row's own text or a completion alone. The names make
-            R of `[B, R, V]` T, 1 or 0.
-        first_layer: the layers before it are left out, and `inputs_embeds` are the residual stream that goes into it,
-            as captured at `("resid_pre", first_layer)`. If it is an array, it may be traced: one program serves all
-            first layers, skips those before at run time, and captures zeros of them.
-        attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; of those
-            only `xla` has gradients, and needs far more memory for them.
-        remat: gradients recompute each layer instead of keeping what is inside it; `products` keeps what products with
-            weights give, so that little is computed twice. JAX 0.10 needs an option for it on a CPU: docs/research.md.
+        interventions: an `Edit` or a function by hook point (models/hooks.py). An edit's arrays broadcast against the
+            point's array, whose first axes are `[B, T]`. A function is given that array and int32 `[B, T]` positions,
+            and returns an array of its shape. Both are differentiable. Under explicit axes a function is given arrays
+            with auto axes.
+        logits: the tokens whose logits are computed: "all" (R = T), the "last" of each row (R = 1), "none" (R = 0), or
+            those at positions `[B, R]` from 0 to T-1, such as the end of each row's own text or a completion alone.
+        first_layer: the forward begins with this layer, and `inputs_embeds` are the residual stream that goes into it,
+            as captured at `("resid_pre", first_layer)`. An array may be traced: one program then serves all first
+            layers, skips the layers before at run time, and captures zeros for them.
+        attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; only `xla`
+            has gradients through a paged KV, and needs far more memory for them.
+        remat: gradients recompute each layer instead of keeping its intermediates; `products` keeps the results of
+            products with weights, so that little is recomputed. On a CPU JAX 0.10 needs an option: docs/research.md.
 
     Raises:
         InvalidParameterError: the parameters are not this model's, only one of `loras` and `adapters` is given, an
-            array has another shape, tokens are no ids of the vocabulary, a hook point is unknown or lies before
-            `first_layer`, or that is none of the layers or has no `inputs_embeds`.
-        UnsupportedError: this model has no such hook point.
+            array has a wrong shape, a token id is outside the vocabulary, a hook point is unknown or lies before
+            `first_layer`, or `first_layer` does not exist, or is not 0 and there are no `inputs_embeds`.
+        UnsupportedError: the model does not have a hook point.
     """
     check_names(params, cfg)
     if not isinstance(remat, bool) and remat != "products":
@@ -246,25 +246,25 @@ def log_probs(
     block: int = BLOCK,
     **options: Any,
 ) -> Float[Array, "B R"]:
-    """Log-probabilities of each row's next tokens, `[B, T - 1]`, or of `targets` after each of its tokens, float32.
+    """Returns float32 log-probabilities of each row's next tokens, `[B, T - 1]`, or of `targets`, `[B, T]`.
 
-    Logits go in blocks of tokens, in gradients as well, which compute them again: with a large vocabulary those of a
-    whole batch would be most of a step's memory.
+    Logits are computed in blocks of tokens, and again for gradients: with a large vocabulary, the logits of a whole
+    batch would take most of a step's memory.
 
     Args:
         params: the model's, in any layout.
         tokens: token ids.
-        cfg: the model's.
-        targets: the tokens whose log-probabilities these are, each given all tokens of its row up to its own place.
-            All are ids of the vocabulary: mask padding in what is returned, not here by -100.
-        temperature: that logits are divided by, a positive number for all rows or one for each. Arrays may be traced,
-            and other values of them compile nothing.
+        cfg: the model's configuration.
+        targets: at each position, the token whose log-probability is returned, given the row's tokens up to and with
+            that position. Only ids of the vocabulary: mask padding in the result, not here with -100.
+        temperature: divides the logits; a positive number for all rows or one for each. Arrays may be traced, and new
+            values of them do not recompile.
         block: tokens, of all rows together, whose logits are in memory at once; at least one of each row.
-        **options: those of `run` but `capture` and `logits`.
+        **options: those of `run` except `capture` and `logits`.
 
     Raises:
-        InvalidParameterError: as `run`, `targets` have another shape or are no ids of the vocabulary, there is no next
-            token, or the temperature is no positive number.
+        InvalidParameterError: as `run`, `targets` have a wrong shape or an id outside the vocabulary, there is no next
+            token, or the temperature is not positive.
     """
     tokens, is_next = jnp.asarray(tokens), targets is None
     temperature = _check_temperature(temperature, tokens)
@@ -294,7 +294,7 @@ def log_probs(
 def _log_probs(
     params: ParamTree, x: jax.Array, targets: jax.Array, cfg: ModelConfig, block: int, temperature: float | jax.Array
 ) -> jax.Array:
-    """Log-probabilities of `targets` `[B, T]` after states `[B, T, D]` of the last layer."""
+    """Returns log-probabilities of `targets` `[B, T]`, given the last layer's outputs `[B, T, D]`."""
     batch, length = targets.shape
     size = min(length, max(1, block // batch))  # positions of each row in a block, so that a mesh divides rows
     is_scaled = not isinstance(temperature, float) or temperature != 1
@@ -315,7 +315,7 @@ def _log_probs(
 
 
 def _check_temperature(given: Any, tokens: jax.Array) -> float | jax.Array:
-    """Returns a temperature, a number as a float and arrays `[]` or `[B]` in float32."""
+    """Returns a temperature: a number as a float, an array `[]` or `[B]` in float32."""
     if is_real(given) and 0 < given < math.inf:
         return max(float(given), _LEAST_TEMPERATURE)
     if not isinstance(given, (jax.Array, np.ndarray)) or given.shape not in ((), tokens.shape[:1]):
@@ -328,9 +328,9 @@ def _check_temperature(given: Any, tokens: jax.Array) -> float | jax.Array:
 def check_range(
     name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None, hint: str = ""
 ) -> None:
-    """Raises InvalidParameterError for integers out of bounds, up to each row's length, where there are values yet.
+    """Raises InvalidParameterError for integers out of bounds, in each row up to its length.
 
-    Values of other processes' devices are not looked at.
+    Traced arrays, and arrays that lie partly on other processes' devices, are not checked.
     """
     if isinstance(values, Tracer) or isinstance(lengths, Tracer) or not values.is_fully_addressable:
         return
@@ -348,7 +348,7 @@ def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> i
     """Returns the first layer that runs, an integer or a scalar of the array type.
 
     Raises:
-        InvalidParameterError: it is none of the layers, or not the first one and there is no residual stream for it.
+        InvalidParameterError: the layer does not exist, or is not 0 and there are no `inputs_embeds`.
     """
     last = cfg.num_hidden_layers - 1
     if isinstance(given, (jax.Array, np.ndarray)):
@@ -370,7 +370,7 @@ def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> i
 
 
 def _logit_positions(given: object, batch: int, length: int) -> jax.Array | None:
-    """Returns the positions `[B, R]` of each row whose logits are asked for; None for all."""
+    """Returns the positions `[B, R]` in each row whose logits are asked for; None for all."""
     if isinstance(given, str) and given in ("all", "last", "none"):
         if given == "all":
             return None
@@ -388,7 +388,7 @@ def _logit_positions(given: object, batch: int, length: int) -> jax.Array | None
 
 
 def logits_of(params: ParamTree, x: Float[Array, "*B D"], cfg: ModelConfig) -> Float[Array, "*B V"]:
-    """Logits of hidden states, float32: the final norm, then the product with the vocabulary."""
+    """Returns float32 logits of hidden states: the final norm, then the product with the output embeddings."""
 
     def compute(params: ParamTree, x: jax.Array) -> jax.Array:
         return family(cfg).head(params, x.reshape(-1, x.shape[-1]), cfg).reshape(*x.shape[:-1], -1)

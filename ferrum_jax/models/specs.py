@@ -1,4 +1,4 @@
-"""Parameter specs: trees of shapes, logical axes and initialisers, before there are values.
+"""Parameter specs: trees of shapes, logical axes and initialisers, which exist before the values do.
 
 The path of a leaf, joined by dots, is its name in a Hugging Face checkpoint.
 """
@@ -18,10 +18,10 @@ from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
 ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes, quantised or not
-RULES: Mapping[str, str | None] = {  # the mesh axis of each logical axis, where a whole model is on a mesh
+RULES: Mapping[str, str | None] = {  # the mesh axis that divides each logical axis; None: no axis does
     **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "mlp_pairs"), MODEL),
     "expert": EXPERT,
-    "fused": None,  # a division would separate the parts of fused products
+    "fused": None,  # dividing it would separate the fused parts
     **dict.fromkeys(("router", "latent", "embed", "sum", "head", "layer", "adapter", "rank", "group")),
 }
 
@@ -33,13 +33,13 @@ class ParamSpec:
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     init: str = "normal"  # or "ones", "zeros"
-    dtype: str | None = None  # that of the activations if None
-    parts: tuple[tuple[str, int], ...] = ()  # logical axis and size of what is joined along a `fused` axis
-    stored: tuple[int, ...] | None = None  # for experts stored as one tensor: its axis for each axis here
+    dtype: str | None = None  # None: the dtype of the activations
+    parts: tuple[tuple[str, int], ...] = ()  # logical axis and size of each part of a `fused` axis
+    stored: tuple[int, ...] | None = None  # for experts stored as one tensor: the tensor's axis for each axis here
 
 
 def norm_specs(size: int, axis: str = "embed", init: str = "ones") -> ParamTree:
-    """Spec of the scale of a norm over `size` numbers."""
+    """Spec of the weight of a norm over `size` numbers."""
     return {"weight": ParamSpec((size,), (axis,), init)}
 
 
@@ -49,7 +49,7 @@ def is_spec(leaf: Any) -> bool:
 
 
 def is_weight_spec(leaf: Any) -> bool:
-    """True for the spec of one parameter, which is several arrays if it is quantised: an `is_leaf` for `jax.tree`."""
+    """True for the spec of one parameter, which if quantised is several arrays: an `is_leaf` for `jax.tree`."""
     return isinstance(leaf, (ParamSpec, QuantisedWeight))
 
 
@@ -59,7 +59,7 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> dict[st
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """Joins a pytree path by dots, as checkpoints name it; an `nnx.Variable` adds nothing to it."""
+    """Joins a pytree path by dots, as checkpoints name it; leaves out the keys that `nnx.Variable` adds."""
     parts: list[str] = []
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey) and key.name in ("value", "raw_value"):
@@ -102,8 +102,9 @@ def partition(
 ) -> NamedSharding:
     """Returns the sharding of one parameter on a mesh, given the logical axis of each of its dimensions.
 
-    It is for research code with a mesh of its own: serving divides models by models/division.py, which pads and copies.
-    `rules` name the mesh axis of each logical axis. None replicates, and so does `expert` or `model` on a mesh without.
+    This is for research code with its own mesh: serving divides models by models/division.py, which pads and copies.
+    `rules` name the mesh axis of each logical axis. None replicates, and so does an axis of `MESH_AXES` that
+    the mesh lacks.
 
     Raises:
         ConfigError: a rule is missing, names an axis that neither the mesh nor `MESH_AXES` has, or does not divide a
@@ -130,7 +131,7 @@ def num_parameters(specs: ParamTree) -> int:
 
 
 def num_bytes(specs: ParamTree, dtype: str) -> int:
-    """Counts the bytes of all parameters, those without a dtype of their own in `dtype`."""
+    """Counts the bytes of all parameters; those without their own dtype are in `dtype`."""
     return sum(int(leaf.size) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes(specs, dtype)))
 
 
