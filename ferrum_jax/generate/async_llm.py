@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the same engine for asyncio, which a server needs."""
+"""`AsyncLLM`: the engine for asyncio, as servers use it."""
 
 import asyncio
 import contextlib
@@ -29,18 +29,18 @@ class AsyncLLM:
     """Answers prompts for coroutines of any event loop; one engine thread steps for all of them."""
 
     def __init__(self, llm: LLM | str | None = None, **settings: Any):
-        """Takes an `LLM`, which stays the caller's, or loads one as `LLM` does, which `close` closes.
+        """Takes an `LLM`, which the caller closes, or loads one as `LLM` does, which `close` closes.
 
         Raises:
             ConfigError: there are settings beside an `LLM`, which is loaded already.
-            FerrumError: as of `LLM`.
+            FerrumError: as `LLM` raises.
         """
         if isinstance(llm, LLM) and settings:
             raise ConfigError(f"settings beside an LLM, which is loaded already: {', '.join(settings)}")
         self._is_owner = not isinstance(llm, LLM)
         self.llm = llm if isinstance(llm, LLM) else LLM(llm, **settings)
         self._live: dict[str, Request] = {}  # by the caller's id
-        self._lock = threading.Lock()  # of leaving it
+        self._lock = threading.Lock()  # for removals from it
         self._tokenising = ThreadPoolExecutor(1, "async-llm-tokenising")  # one thread keeps the order of the calls
 
     async def __aenter__(self) -> Self:
@@ -61,24 +61,24 @@ class AsyncLLM:
         capture: Sequence[Any] = (),
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields what there is of the answer each time there is more, at last with its `finish_reason`.
+        """Yields the answer so far each time it grows, and at last the finished one with its `finish_reason`.
 
-        A consumer that is slow skips outputs in between: each holds everything so far. Leaving the iterator early, or
-        a cancellation, aborts the request.
+        Each output holds the whole answer so far, so a slow consumer skips outputs in between. Leaving the iterator
+        early, or a cancellation, aborts the request.
 
         Args:
             prompt: a text or token ids.
             params: how to answer; greedy if None.
             sampling_params: another name of `params`.
-            request_id: for `abort`, and what the outputs have; a new one if None.
+            request_id: the id for `abort` and of the outputs; a new one if None.
             lora_request: an adapter, as for `LLM.generate`.
             interventions: as for `LLM.generate`.
-            capture: as for `LLM.generate`; only the last output has what was captured.
+            capture: as for `LLM.generate`; only the last output has the captures.
             priority: as for `LLM.generate`.
 
         Raises:
-            AlreadyExistsError: a request of this id runs.
-            CancelledError: it is closed, or the request was aborted.
+            AlreadyExistsError: a request with this id runs.
+            CancelledError: this `AsyncLLM` is closed, or the request was aborted.
             FerrumError: the prompt is refused, or the request failed.
         """
         if not isinstance(request_id, str | None):
@@ -98,7 +98,7 @@ class AsyncLLM:
                 self._forget(request)
             try:
                 loop.call_soon_threadsafe(changed.set)
-            except RuntimeError:  # the loop is closed: nobody can take more, and this generator cannot end
+            except RuntimeError:  # the loop is closed: the generator can neither take outputs nor end
                 self._forget(request)
                 self.llm.engine.abort(request)
 
@@ -108,9 +108,9 @@ class AsyncLLM:
             while True:
                 await changed.wait()
                 changed.clear()
-                is_last = request.is_settled  # first: all there is is there then
+                is_last = request.is_settled  # read first: the output after it is then complete
                 output = request.output(return_error=not is_last)
-                if is_last or not output.finished:  # what a finished one held may not be freed yet
+                if is_last or not output.finished:  # else its slot and blocks may not be free yet
                     yield output
                 if is_last:
                     return
@@ -133,7 +133,7 @@ class AsyncLLM:
     ) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Answers prompts together, and yields each output with its index when it is finished, as `LLM.as_completed`.
 
-        Leaving the iterator early, a cancellation or an error aborts the others.
+        Leaving the iterator early, a cancellation or an error aborts the requests that still run.
         """
         loop, done = asyncio.get_running_loop(), asyncio.Queue[Request]()
         asked = prompts, one_of(params, sampling_params), lora_request, interventions, capture, priority
@@ -141,7 +141,7 @@ class AsyncLLM:
         indices = {request: at for at, request in enumerate(itertools.chain.from_iterable(groups))}
 
         def notify(request: Request) -> None:
-            if loop.is_closed():  # nobody can take more, and this generator cannot end
+            if loop.is_closed():  # the generator can neither take outputs nor end
                 self.llm.engine.abort(*indices)
             elif request.is_settled:
                 with contextlib.suppress(RuntimeError):  # it was closed just now
@@ -161,21 +161,21 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Ends a request after the step that runs; its iterator raises CancelledError. An unknown id is no error."""
-        if request_id not in self._live:  # it may be one whose prompt is being tokenised: it is known after that
-            with contextlib.suppress(CancelledError):  # it is closed, and nothing begins any more
+        if request_id not in self._live:  # its prompt may still be tokenised: it is known after that
+            with contextlib.suppress(CancelledError):  # closed: no request begins any more
                 await self._tokenise(lambda: None)
         request = self._live.get(request_id)
         if request is not None:
             await asyncio.to_thread(self.llm.engine.cancel, request)
 
     def _forget(self, request: Request) -> None:
-        """Lets others have the id of a request that ended or was given up."""
+        """Makes the id of a request free that ended or was aborted."""
         with self._lock:
             if self._live.get(request.request_id) is request:
                 del self._live[request.request_id]
 
     async def _tokenise(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Returns what a call gives, made in the thread that keeps the order; raises CancelledError once closed."""
+        """Runs a call in the thread that keeps the order of calls; raises CancelledError once closed."""
         try:
             pending = self._tokenising.submit(work, *arguments)
         except RuntimeError as problem:
@@ -183,11 +183,11 @@ class AsyncLLM:
         return await asyncio.wrap_future(pending)
 
     async def reset_prefix_cache(self) -> None:
-        """Forgets every known prefix, as `LLM.reset_prefix_cache`."""
+        """Clears the prefix cache, as `LLM.reset_prefix_cache`."""
         await asyncio.to_thread(self.llm.reset_prefix_cache)
 
     async def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
-        """Takes other weights, as `LLM.set_params`; a cancellation before they are there leaves the old ones."""
+        """Sets new weights, as `LLM.set_params`; a cancellation before they are set keeps the old ones."""
         update = params_update(self.llm.model, params, live)
         self.llm.engine.begin_update(update)
         return await asyncio.wrap_future(update.done)
@@ -195,13 +195,13 @@ class AsyncLLM:
     async def set_lora(
         self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, live: LivePolicy = "wait"
     ) -> int:
-        """Takes an adapter's arrays, as `LLM.set_lora`; a cancellation before they are there leaves the old ones."""
+        """Sets an adapter's arrays, as `LLM.set_lora`; a cancellation before they are set keeps the old ones."""
         update = lora_update(self.llm.model, name, tree, live, scale=scale, index=index)
         self.llm.engine.begin_update(update)
         return await asyncio.wrap_future(update.done)
 
     async def close(self) -> None:
-        """Closes the `LLM` if it was loaded here; every request ends with a CancelledError then."""
+        """Closes the `LLM` if it was loaded here, which ends every request with a CancelledError."""
         self._tokenising.shutdown(wait=False)
         if self._is_owner:
             await asyncio.to_thread(self.llm.close)

@@ -1,8 +1,8 @@
-"""Chat templates: messages to the text a chat model was trained on.
+"""Chat templates: render messages as the text that a chat model was trained on.
 
-The environment is that of `apply_chat_template` in transformers, so that templates made for it render the same.
-Templates come with models and may be hostile, so they see nothing but JSON values, and `chat_sandbox` renders them in a
-process of its own, within limits of time, memory and output.
+The environment is that of `apply_chat_template` in transformers, so that its templates render the same here. Templates
+come with models and may be hostile: they see only JSON values, and `chat_sandbox` renders them in a process of its own,
+with limits of time, memory and output.
 """
 
 import atexit
@@ -23,7 +23,7 @@ SECONDS = 5.0  # of one rendering
 MEMORY = 1 << 30  # bytes of the whole process
 LARGEST_TEXT = 1 << 26  # characters
 LARGEST_SOURCE = 1 << 20  # characters
-_MARK = "\u27e6end of the final message\u27e7 "  # ends in a space, which only a template that trims takes away
+_MARK = "\u27e6end of the final message\u27e7 "  # a template that trims the message removes the space at the end
 TEMPLATE_OWN = frozenset({
     "template", "messages", "tools", "add_generation_prompt", "continue_final_message", "bos_token", "eos_token"
 })  # fmt: skip
@@ -41,24 +41,24 @@ def render_chat(
     eos_token: str = "",
     **extra: Any,
 ) -> str:
-    """Renders messages through a chat template.
+    """Renders messages with a chat template.
 
-    The text holds the special tokens that the template writes, so it is to be encoded without adding any.
+    The text contains the special tokens that the template writes: encode it without adding any.
 
     Args:
         template: the Jinja source.
         messages: each a mapping with `role` and `content`; the content may be missing beside `tool_calls`.
-        add_generation_prompt: end with what introduces the assistant's answer.
-        continue_final_message: end where the content of the last message does, so that the answer goes on there; what
-            the template puts after it is left out, and spaces at its end where the template trims them.
+        add_generation_prompt: end with the header of the assistant's answer.
+        continue_final_message: end with the content of the last message, so that the answer continues it. Text of the
+            template after it is left out, and so are spaces at its end if the template trims them.
         tools: JSON schemas of the functions that the model may call.
-        bos_token: what the template sees under this name.
-        eos_token: the same.
+        bos_token: the template's variable of this name.
+        eos_token: the template's variable of this name.
         **extra: further variables of the template, such as `documents` or `enable_thinking`.
 
     Raises:
-        RequestValidationError: the messages, tools or variables do not have their form.
-        TokenizerError: the template is malformed, refuses these messages, or takes more time or memory than it may.
+        RequestValidationError: messages, tools or variables are malformed, or the last message cannot be continued.
+        TokenizerError: the template is malformed, refuses these messages, or exceeds a limit.
     """
     if len(template) > LARGEST_SOURCE:
         raise TokenizerError(f"the chat template has {len(template):,} characters, at most {LARGEST_SOURCE:,} are read")
@@ -93,16 +93,16 @@ _OUT_OF_TIME = (1,) if sys.platform == "win32" else (-signal.SIGALRM,)  # status
 
 
 class _Renderer:
-    """The process that renders, begun with the first template and again after one that ended it."""
+    """The process that renders; started with the first template, and again after a template that ended it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # of the process: after a fork, the child needs one of its own
+        self._owner = 0  # pid that started the process: after a fork, the child starts its own
         atexit.register(self._stop)
 
     def answer(self, question: bytes) -> dict[str, str]:
-        """Returns what the process answers to a pickle, or the error that it ended with."""
+        """Sends a pickle to the process and returns its answer, or the error that ended it."""
         with self._lock:
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
                 self._start()
@@ -116,7 +116,7 @@ class _Renderer:
                 line = process.stdout.readline()
             except BrokenPipeError:
                 line = b""
-            except BaseException:  # interrupted: the answer would be taken for that of the next question
+            except BaseException:  # interrupted: the next question would get this answer
                 self._stop()
                 raise
             if line:

@@ -1,8 +1,8 @@
-"""The process that renders chat templates, so that whatever a hostile template takes or breaks ends with it.
+"""The process that renders chat templates, so that a hostile template can harm only this process.
 
 It is run as a file and imports nothing of this package. It reads pickles of a source, its variables and the limits, and
-answers each with a line of JSON: the text, or what is wrong. A template sees JSON values only, in Jinja's sandbox; one
-that takes too much time ends the process.
+answers each with a line of JSON: the text, or an error. A template sees only JSON values, in Jinja's sandbox. A
+template that takes too much time ends the process.
 """
 
 import faulthandler
@@ -21,17 +21,17 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-if sys.platform != "win32":  # where memory is not limited
+if sys.platform != "win32":  # Windows has no limit of memory
     import resource
 
 
 def render(source: str, variables: dict[str, Any], most_characters: int) -> dict[str, str]:
-    """Returns the text of a template, or the error that it ends in."""
+    """Renders a template; returns its text, or an error message."""
     try:
         template = compile_template(source)
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"is malformed at line {error.lineno}: {error.message}"}
-    except (RecursionError, MemoryError, SyntaxError):  # the latter two are of Python's own parser
+    except (RecursionError, MemoryError, SyntaxError):  # Python's own parser raises the latter two
         return {"error": "is nested too deeply"}
     except ValueError as error:  # a number of thousands of digits
         return {"error": f"is malformed: {error}"}
@@ -41,7 +41,7 @@ def render(source: str, variables: dict[str, Any], most_characters: int) -> dict
         return {"error": "recurses without end"}
     except MemoryError:
         return {"error": "takes too much memory"}
-    except Exception as error:  # noqa: BLE001  of any kind: it is the template that raises
+    except Exception as error:  # noqa: BLE001  of any kind: the template raises it
         return {"error": f"refused the messages: {error}"}
     if len(text) > most_characters:
         return {"error": f"makes a text of more than {most_characters:,} characters"}
@@ -50,12 +50,12 @@ def render(source: str, variables: dict[str, Any], most_characters: int) -> dict
 
 @functools.lru_cache(maxsize=8)
 def compile_template(source: str) -> jinja2.Template:
-    """Compiles a template in the environment that transformers gives it, whose names it may use."""
+    """Compiles a template in the environment that transformers gives templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[GenerationTag, jinja2.ext.loopcontrols],
-        optimized=False,  # or constants would be computed here, where an error is one of form
+        optimized=False,  # else constants are computed here, and their errors look like a malformed template
     )
     environment.filters["tojson"] = _dump_json
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
@@ -117,9 +117,9 @@ def main() -> None:
 
 
 def set_alarm(seconds: float) -> None:
-    """Ends the process after some time, whatever it does then; never if the time is 0."""
+    """Ends the process after some seconds, whatever it does then; 0 cancels this."""
     if sys.platform != "win32":
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel's: SIGALRM, which nothing here catches
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel sends SIGALRM, which nothing here catches
     elif seconds:
         faulthandler.dump_traceback_later(seconds, exit=True)
     else:

@@ -1,4 +1,4 @@
-"""What speculation guesses: tokens that may come next, and who proposes them."""
+"""Drafts for speculative decoding, and the sources that propose them."""
 
 import abc
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from ferrum_jax.contract.llm import DecoderOnlyLLM
 class Draft:
     """Tokens that are proposed to follow a sequence.
 
-    `probabilities`, `[n, vocab]` float64, says from which distributions they were drawn independently of everything
-    else; None where the tokens are no such draws. `masks` are those of `VerifiedTokens`, for an answer that has a form.
+    `probabilities`, `[n, V]` float64, are the distributions from which the tokens were drawn, with noise used nowhere
+    else; None if they were chosen otherwise. `masks` are those of `VerifiedTokens`, for an answer that has a form.
     """
 
     tokens: list[int]
@@ -28,31 +28,31 @@ class Draft:
 
 @dataclass(frozen=True)
 class DraftWant:
-    """A sequence for which up to `count` tokens are to be proposed."""
+    """A sequence for which a source is to propose up to `count` tokens."""
 
-    cache_id: str  # of the request: stays the same while it lives
-    tokens: Sequence[int]  # its prompt and answer so far
-    settings: SlotSettings  # how its next token is chosen
+    cache_id: str  # the request's; constant while the sequence lives
+    tokens: Sequence[int]  # prompt and answer so far
+    settings: SlotSettings  # how the next token is chosen
     count: int
-    num_prompt: int = 0  # of the tokens, those that were not generated
+    num_prompt: int = 0  # how many of `tokens` are the prompt
 
 
 class DraftSource(abc.ABC):
-    """Proposes tokens. Whatever it proposes, answers stay right: a bad proposal costs time only."""
+    """Proposes tokens. Answers stay right whatever it proposes: a bad proposal only costs time."""
 
-    num_tokens: int  # proposed at most
-    has_probabilities: bool = False  # whether drafts may come with them
+    num_tokens: int  # the most that it proposes
+    has_probabilities: bool = False  # whether drafts may have probabilities
 
     @abc.abstractmethod
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
-        """Returns one draft per sequence, in order; empty where there is no proposal."""
+        """Returns one draft per sequence, in order; a draft without tokens where there is no proposal."""
 
     def check_target(self, target: DecoderOnlyLLM) -> None:
-        """Raises if proposals make no sense for this model."""
+        """Raises if the source cannot draft for this model."""
         return None
 
     def warmup(self, *, progress: bool = True) -> None:
-        """Compiles whatever proposing may need."""
+        """Compiles all programs that proposing may need."""
         return None
 
     def release(self, cache_id: str) -> None:
@@ -60,7 +60,7 @@ class DraftSource(abc.ABC):
         return None
 
     def reset(self) -> None:
-        """Forgets every sequence; also the way back after a failure."""
+        """Forgets every sequence; also recovers from a failure."""
         return None
 
     def close(self) -> None:
@@ -69,10 +69,10 @@ class DraftSource(abc.ABC):
 
 
 class PromptLookup(DraftSource):
-    """Proposes what followed the last tokens where they stood before, in the prompt or in the answer.
+    """Proposes the tokens that followed an earlier occurrence of the last tokens, in the prompt or the answer.
 
-    The longest run of at most `max_ngram` last tokens that occurred before decides, and its most recent occurrence.
-    Saxena 2023, "Prompt Lookup Decoding".
+    It looks for the longest n-gram, of at most `max_ngram` tokens, at the end of the sequence that occurred before, and
+    takes its most recent occurrence. Saxena 2023, "Prompt Lookup Decoding".
     """
 
     def __init__(self, max_ngram: int = 3, num_tokens: int = 4):
@@ -80,17 +80,17 @@ class PromptLookup(DraftSource):
         self.num_tokens = check_int("num_tokens", num_tokens, 1, InvalidParameterError)
 
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
-        """Returns each sequence's continuation after the n-gram that it ends in."""
+        """Returns for each sequence what followed the n-gram at its end before."""
         return [Draft(look_up(want.tokens, self.max_ngram, want.count)) for want in wants]
 
 
 def look_up(tokens: Sequence[int], max_ngram: int, count: int) -> list[int]:
-    """Returns `count` tokens that followed the longest known end of `tokens`, or none.
+    """Returns `count` tokens that followed an earlier occurrence of the last n-gram of `tokens`, or none.
 
-    Where fewer follow, they go round: the end is taken to repeat itself as it just did.
+    If fewer tokens follow it, they are repeated cyclically: the text is assumed to repeat itself.
     """
     ids = np.asarray(tokens)
-    hits = np.flatnonzero(ids[:-1] == ids[-1])  # where an n-gram ends that equals the last one
+    hits = np.flatnonzero(ids[:-1] == ids[-1])  # ends of n-grams that equal the last one
     if not len(hits):
         return []
     for n in range(2, max_ngram + 1):

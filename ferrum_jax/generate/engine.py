@@ -1,4 +1,4 @@
-"""The thread that steps: callers submit requests and wait on queues; everybody else only puts messages into one."""
+"""The thread that runs the scheduler: all other threads put messages into its queue and wait on their own queues."""
 
 import atexit
 import logging
@@ -23,7 +23,7 @@ LINGER = 0.5  # seconds that the thread waits for more work before it ends
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """Something to do between two steps."""
+    """A function to call between two steps."""
 
     work: Callable[[], Any]
     result: Future[Any]
@@ -32,8 +32,8 @@ class _Call:
 class Engine:
     """Runs one scheduler in a thread of its own, which lives while there is work.
 
-    `submit`, `abort` and `call` may be used by any thread. `abort` only puts a message into a queue that is safe to
-    touch from a finalizer or a signal handler; no step is ever interrupted half-way.
+    Any thread may call `submit`, `abort` and `call`. `abort` only puts a message into a queue, which is safe in a
+    finalizer or a signal handler. No step is ever interrupted.
     """
 
     def __init__(self, scheduler: Scheduler):
@@ -45,20 +45,20 @@ class Engine:
         _ENGINES.add(self)
 
     def submit(self, *requests: Request) -> None:
-        """Hands requests over, which then begin together; their `notify` is called by the engine's thread.
+        """Queues requests, which then begin together; the engine's thread calls their `notify`.
 
         Raises:
             CancelledError: the engine is closed.
-            RequestValidationError: it was called by the model, in the middle of a step.
+            RequestValidationError: the engine's own thread called this, in the middle of a step.
         """
         self._put(list(requests))
 
     def abort(self, *requests: Request) -> None:
-        """Forgets requests and frees what they hold, after the step that runs; one that is done is no error."""
+        """Drops requests and frees their slots and blocks after the current step; one that is done is no error."""
         self._inbox.put(requests)
 
     def cancel(self, request: Request) -> None:
-        """Ends a request with a CancelledError, for whoever waits for it; one that is done is no error."""
+        """Ends a request with a CancelledError, which its caller gets; one that is done is no error."""
 
         def end() -> None:
             if not request.is_done:
@@ -69,31 +69,31 @@ class Engine:
         self.call(end)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Runs something between two steps, and waits for it; raises as `submit`."""
+        """Calls a function between two steps and returns its result; raises as `submit`, and what it raises."""
         waiting: Future[T] = Future()
         self._put(_Call(work, waiting))
         return waiting.result()
 
     def begin_update(self, update: Update) -> None:
-        """Hands other weights over; `update.done` says when they are there. Raises as `submit`."""
+        """Queues an update of weights; `update.done` is set when it is made. Raises as `submit`."""
         self._put(_Call(lambda: self.scheduler.update(update), Future()))
 
     def update(self, update: Update) -> int:
-        """Sets other weights and waits for it; returns their version. Raises as `submit`, and what it raises."""
+        """Queues an update, waits for it, and returns the weights' version; raises as `submit` and the update."""
         self.begin_update(update)
         try:
             return update.done.result()
-        except BaseException:  # an interrupt, perhaps
+        except BaseException:  # perhaps a KeyboardInterrupt
             update.done.cancel()
             raise
 
     def settle(self) -> None:
-        """Waits until all that was aborted is freed."""
+        """Waits until all aborted requests are freed."""
         if not self._inbox.empty() or self._thread is not None:
             self.call(lambda: None)
 
     def close(self) -> None:
-        """Ends every request with a CancelledError, and the thread."""
+        """Ends every request with a CancelledError, then ends the thread."""
         with self._lock:
             self._is_closed = True
             thread = self._thread
@@ -120,11 +120,11 @@ class Engine:
                     return
                 if self.scheduler.has_work:
                     self.scheduler.step()
-            except BaseException as problem:  # noqa: BLE001  of a model that breaks the contract, or of this package
+            except BaseException as problem:  # noqa: BLE001  the model breaks the contract, or a bug here
                 self._fail(problem)
 
     def _listen(self) -> bool:
-        """Takes messages, and waits for one where there is no work; returns False where the thread is to end."""
+        """Takes messages, and waits for one if there is no work; returns False if the thread is to end."""
         self._drain()
         if self._is_closed:
             return False
@@ -142,15 +142,15 @@ class Engine:
         return True
 
     def _fail(self, problem: BaseException) -> None:
-        """Ends every request after an error that no request can answer for; raises nothing."""
+        """Ends every request after an error that no single request caused; never raises."""
         if not isinstance(problem, FerrumError):
             failure = InternalError(f"a step failed: {problem!r}")
             failure.__cause__ = problem
             problem = failure
         try:
             self.scheduler.fail(problem)
-        except BaseException:  # noqa: BLE001  callers have their errors, and others are to be served
-            _log.exception("what the ended requests hold could not be freed; LLM.reset frees it")
+        except BaseException:  # noqa: BLE001  callers have their errors, and the thread must go on
+            _log.exception("slots and blocks of the ended requests could not be freed; LLM.reset frees them")
 
     def _drain(self) -> None:
         while True:
@@ -171,7 +171,7 @@ class Engine:
         elif message.result.set_running_or_notify_cancel():
             try:
                 message.result.set_result(message.work())
-            except BaseException as problem:  # noqa: BLE001  it belongs to who asked
+            except BaseException as problem:  # noqa: BLE001  the caller of `call` gets it
                 message.result.set_exception(problem)
 
 
@@ -180,6 +180,6 @@ _ENGINES: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Ends the threads before the interpreter does, in the middle of a device call perhaps."""
+    """Ends the threads before the interpreter would, perhaps in the middle of a device call."""
     for engine in list(_ENGINES):
         engine.close()

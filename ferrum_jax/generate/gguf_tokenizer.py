@@ -1,6 +1,6 @@
 """Tokenizers from the metadata of a GGUF file.
 
-What a pre-tokenizer's name means is in llama.cpp's `llama-vocab.cpp`; where that approximates a model's own
+The names of pre-tokenizers are defined in llama.cpp's `llama-vocab.cpp`; where it only approximates a model's own
 `tokenizer.json`, the table here follows the model.
 """
 
@@ -46,11 +46,11 @@ class ByteLevelRecipe:
     """How a byte-level vocabulary cuts text before its merges apply.
 
     Attributes:
-        splits: regular expressions applied in turn; every match and every gap is a piece.
-        isolates_digits: every numeric character is a piece, before `splits`.
-        composes: text is brought to Unicode's form NFC first.
+        splits: regular expressions applied in turn; every match and every gap between matches is a piece.
+        isolates_digits: before `splits`, every numeric character becomes a piece.
+        composes: text is first normalised to Unicode's NFC.
         ignores_merges: a piece that is itself a token is taken whole.
-        adds_bos: what holds where the file has no `add_bos_token`.
+        adds_bos: the default where the file has no `add_bos_token`.
     """
 
     splits: tuple[str, ...]
@@ -78,7 +78,7 @@ PRE_TOKENIZERS: Mapping[str, ByteLevelRecipe] = {
 
 
 def named_token_id(metadata: Mapping[str, Any], name: str) -> int | None:
-    """Returns the id under `tokenizer.ggml.<name>_token_id`, or None where the file names none."""
+    """Returns the id under `tokenizer.ggml.<name>_token_id`, or None if the file has no such key."""
     token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
     size = len(_require(metadata, "tokens"))
     if token_id is not None and not (type(token_id) is int and 0 <= token_id < size):
@@ -124,7 +124,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _frame_with_specials(tokenizer: Tokenizer, *, bos: str | None, eos: str | None) -> None:
-    """Sets the tokens that `tokenizer` puts around what it encodes."""
+    """Sets the tokens that `tokenizer` puts around an encoded text."""
     pieces = [token for token in (bos, "$A", eos) if token is not None]
     specials = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys((bos, eos)) if token is not None]
     tokenizer.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=specials)
@@ -184,8 +184,8 @@ def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int]
         vocabulary, _merges_from_scores(normal, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
     )
     tokenizer = Tokenizer(bpe)
-    # SentencePiece's dummy prefix stands before a space, too, and llama.cpp puts one after each added token: the text
-    # between those is normalised run by run. transformers does neither with these files.
+    # SentencePiece puts its dummy prefix before a leading space, too, and llama.cpp puts one after each added token, as
+    # it normalises each run of text between added tokens. transformers does neither with these files.
     prefixed, replace = prefixes_runs(metadata), normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefixed else replace
     undo = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -194,8 +194,8 @@ def _build_sentencepiece(metadata: Mapping[str, Any], vocabulary: dict[str, int]
 
 
 def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    # Every way to cut a token into two tokens is a merge, the best score first; ties go to the longer left part, then
-    # the longer right part, then vocabulary order (`generate_merges` in transformers).
+    # Every cut of a token into two tokens is a merge, in descending order of score; ties go to the longer left part,
+    # then the longer right part, then vocabulary order (`generate_merges` in transformers).
     merges: list[tuple[float, str, str]] = []
     for token, token_id in vocabulary.items():
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

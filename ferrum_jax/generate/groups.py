@@ -1,4 +1,4 @@
-"""Requests that share the beginning of a prompt: it is read once, and the others go on from there."""
+"""Requests that share the beginning of a prompt: one of them prefills it, the others fork from its sequence."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from ferrum_jax.generate.request import Request
 
 
 def fork_from_group(request: Request, running: Iterable[Request], backend: Backend) -> None:
-    """Lets a request begin with what one of its group that runs has read, if there is any and the model can.
+    """Forks a new request from a running one of its group, if there is one and the model can fork.
 
     Raises:
         FerrumError: the model failed.
@@ -20,21 +20,21 @@ def fork_from_group(request: Request, running: Iterable[Request], backend: Backe
         if one.group == request.group and one.can_share(position) and is_current(one, backend):
             try:
                 backend.fork(one.cache_id, request.cache_id)
-                if backend.kv_len(request.cache_id) != position:  # more than `num_read`, while scores are in flight
+                if backend.kv_len(request.cache_id) != position:  # `num_read` does not count scores in flight
                     backend.truncate_kv(request.cache_id, position)
             except FerrumError as problem:
                 if not problem.is_client_error and not isinstance(problem, ResourceExhaustedError):
                     raise
-                backend.release(request.cache_id)  # it reads the prompt itself
+                backend.release(request.cache_id)  # it will prefill the prompt itself
             else:
                 request.share(one)
             return
 
 
 def take_over(heir: Request, request: Request, backend: Backend) -> bool:
-    """Lets a request go on in the sequence of another of its group, which is done; returns whether it can.
+    """Gives `heir` the sequence of `request`, which is done and of the same group; returns whether it could.
 
-    The two change their ids.
+    The two requests swap their cache ids.
     """
     position = heir.fork_position
     if heir.is_begun or not 0 < position <= request.num_read or not is_current(request, backend):
@@ -49,5 +49,5 @@ def take_over(heir: Request, request: Request, backend: Backend) -> bool:
 
 
 def is_current(request: Request, backend: Backend) -> bool:
-    """True of a request whose keys and values are of the weights that are there."""
+    """True if a request's keys and values were computed by the current weights."""
     return request.kv_version == backend.params_version

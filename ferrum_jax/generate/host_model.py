@@ -1,4 +1,4 @@
-"""Any `DecoderOnlyLLM` as the scheduler wants it: its logits come to the host, and tokens are chosen here."""
+"""Any `DecoderOnlyLLM` with the interface that the scheduler needs: logits come to the host, which chooses tokens."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ from ferrum_jax.executor.runner import ModelRunner
 
 SettledRow: TypeAlias = tuple[ScheduledRow, SlotSettings]
 HostState: TypeAlias = SamplerState[NDArray[np.int32]]  # of one slot
-ROWS = (1, 8)  # that are chosen for at a time
+ROWS = (1, 8)  # buckets of rows for which tokens are chosen at a time
 
 
 class HostSampler:
-    """Chooses tokens from logits on the host by the functions of the device's sampler, so the choices are the same."""
+    """Chooses tokens from logits on the host with the functions of the device's sampler, so choices are the same."""
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -45,7 +45,7 @@ class HostSampler:
         self._states: dict[str, tuple[SlotSettings, HostState]] = {}  # by cache id; `counts` are kept up to date
 
     def warmup(self) -> None:
-        """Compiles everything."""
+        """Compiles every program."""
         for size in ROWS:
             for function in (_choose, _distributions):
                 self._run(function, [(self._nobody, 0)] * size, np.zeros((size, self.vocab_size), np.float32))
@@ -55,9 +55,9 @@ class HostSampler:
         self._states.pop(cache_id, None)
 
     def choose(self, rows: Sequence[SettledRow], logits: Sequence[Any]) -> list[Any]:
-        """Chooses from the logits `[n, V]` of each row a token after its last one, or a list after each of its tokens.
+        """Chooses from each row's logits `[n, V]` the token after its last, or a list of one after each of its tokens.
 
-        What is chosen is counted, up to the first of the choices that was not drafted.
+        Penalties count the choices, up to the first one that was not drafted.
         """
         if all(_is_plain(settings) for _, settings in rows):
             best = [[TokenChoice(token, 0.0, 0.0) for token in one.argmax(axis=1).tolist()] for one in logits]
@@ -81,12 +81,12 @@ class HostSampler:
         return choices
 
     def distributions(self, rows: Sequence[SettledRow], logits: Sequence[Any]) -> list[Any]:
-        """Returns what is drawn from after each token of each row, `[n, V]`."""
+        """Returns the distributions to sample from after each token of each row, `[n, V]`."""
         found = self._run(_distributions, self._places(rows), np.concatenate(logits))
         return np.split(found, np.cumsum([len(one) for one in logits])[:-1])
 
     def _places(self, rows: Sequence[SettledRow]) -> list[tuple[HostState, int]]:
-        """Returns state and position of each choice; drafted tokens before it are counted."""
+        """Returns sampler state and position of each choice; the state counts the drafted tokens before it."""
         places = []
         for row, settings in rows:
             state = self._state(row.cache_id, settings)
@@ -106,7 +106,7 @@ class HostSampler:
         return places
 
     def _state(self, cache_id: str, settings: SlotSettings) -> HostState:
-        """Returns what `sampler.configure` would write to a slot, with the tokens counted that were chosen since."""
+        """Returns what `sampler.configure` would write to a slot, and the counts of tokens chosen since."""
         known, state = self._states.get(cache_id, (None, None))
         if state is None or known is not settings:
             state = jax.tree.map(np.copy, self._nobody)
@@ -121,7 +121,7 @@ class HostSampler:
     def _run(
         self, function: Callable[..., Any], places: Sequence[tuple[HostState, int]], logits: NDArray[np.float32]
     ) -> Any:
-        """Calls a function of (state, logits, rows), for as many rows at a time as were compiled for."""
+        """Calls a function of (state, logits, rows) in batches of a compiled size."""
         answers = []
         size = choose_bucket(ROWS, len(places))
         for start in range(0, len(places), size):
@@ -144,28 +144,28 @@ _distributions = jax.jit(sampler.distributions)
 
 
 class HostModel:
-    """Runs scheduled batches on a model's contract methods: `unified_forward` where it has one, else one by one.
+    """Runs scheduled batches by a model's contract methods: `unified_forward` if it has one, else row by row.
 
-    What fails leaves every sequence as it was, or drops it: `kv_len` says which.
+    A batch that fails leaves each of its sequences unchanged, or drops it: `kv_len` tells which.
     """
 
-    can_run_ahead = False  # every token is read before the next step begins
-    params_version = 0  # whatever its weights are
+    can_run_ahead = False  # the host reads every token before the next step begins
+    params_version = 0  # constant: weights of such a model are never updated here
 
     def __init__(self, model: DecoderOnlyLLM):
         self.model = model
         self.sampler = HostSampler(model.config.vocab_size)
         self._lengths: dict[str, int] = {}
         self._checked: dict[str, SlotSettings] = {}  # by cache id
-        self._is_unified: bool | None = None  # None until it has been tried: then a refusal is about the method
+        self._is_unified: bool | None = None  # None before the first call, which may find the method unsupported
 
     def warmup(self, *, progress: bool = True, **_: bool) -> None:
-        """Compiles the model's programs and all that choosing needs; other options are for a `ModelRunner` alone."""
+        """Compiles the model's programs and the sampler's; other options are only for a `ModelRunner`."""
         self.model.warmup(progress=progress)
         self.sampler.warmup()
 
     def execute(self, batch: ScheduledBatch) -> Future[list[Any]]:
-        """Runs a batch to its end; `result()` of what is returned is one answer per row."""
+        """Runs a batch to its end; the future's `result()` is one answer per row."""
         done: Future[list[Any]] = Future()
         answers: list[Any] = [None] * len(batch)
         advanced: list[ScheduledRow] = []
@@ -187,14 +187,14 @@ class HostModel:
                         answers[at] = answer
         except BaseException:
             for row in advanced:  # their answers are lost with the others'
-                with contextlib.suppress(FerrumError):  # of a model that is dead: its reset drops them
+                with contextlib.suppress(FerrumError):  # the model has failed: its reset drops them
                     self.release(row.cache_id)
             raise
         done.set_result(answers)
         return done
 
     def kv_len(self, cache_id: str) -> int | None:
-        """Positions of a sequence that this holds; None for an unknown id."""
+        """Returns how many positions a sequence has; None for an unknown id."""
         return self._lengths.get(cache_id)
 
     def release(self, cache_id: str) -> None:
@@ -210,7 +210,7 @@ class HostModel:
         self._lengths[cache_id] = min(new_len, self._lengths.get(cache_id, 0))
 
     def fork(self, cache_id: str, new_cache_id: str) -> None:
-        """Makes a copy of a sequence; raises as the model does."""
+        """Copies a sequence; raises as the model does."""
         self.model.fork(cache_id, new_cache_id)
         self._lengths[new_cache_id] = self._lengths.get(cache_id, 0)
 
@@ -274,7 +274,7 @@ class HostModel:
         *,
         may_stop_half_way: bool = False,
     ) -> list[Any]:
-        """Returns what a method of the model answers, one for each row, which has then advanced."""
+        """Calls a method of the model, advances the rows, and returns its answers, one for each row."""
         try:
             given = getattr(self.model, method)(items)
         except BaseException:
@@ -294,7 +294,7 @@ class HostModel:
         advanced += rows
 
     def _choose(self, rows: Sequence[ScheduledRow], logits: Sequence[NDArray[np.float32] | None]) -> list[Any]:
-        """Returns the tokens or distributions that rows want, from the logits of each."""
+        """Returns the tokens or distributions that rows ask for, given each row's logits."""
         answers: list[Any] = [None] * len(rows)
         kinds = (SampledToken, VerifiedTokens), (Distributions,)
         for kind, answer in zip(kinds, (self.sampler.choose, self.sampler.distributions), strict=True):
@@ -319,5 +319,5 @@ def _as_wanted(row: ScheduledRow, choices: list[TokenChoice]) -> Any:
 
 
 def _is_plain(settings: SlotSettings) -> bool:
-    """True where the best token is chosen and nothing else is wanted."""
+    """True for greedy settings without adjustments and log-probabilities."""
     return settings.temperature == 0 and not settings.is_adjusted and settings.num_logprobs < 0

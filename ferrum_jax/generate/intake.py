@@ -1,4 +1,4 @@
-"""From prompts and parameters to requests: whatever is wrong with them is found here, before anything starts."""
+"""Makes requests from prompts and parameters, and checks both before anything starts."""
 
 import itertools
 import secrets
@@ -27,7 +27,7 @@ RAISE = "load with a larger one (kv_capacity=, --kv-capacity or FERRUM_KV_CAPACI
 
 
 class RequestOptions(NamedTuple):
-    """What is done to one prompt beside sampling."""
+    """Options of one prompt beside its sampling parameters."""
 
     adapter: ActiveLoraAdapter | None = None
     interventions: Interventions | None = None
@@ -52,12 +52,14 @@ class Intake:
         capture: Sequence[Any] = (),
         priority: Any = None,
     ) -> list[RequestOptions]:
-        """Returns the options of each of so many prompts: one for all of them, or as many; points are for all.
+        """Returns the options of each of `count` prompts.
+
+        Adapters, interventions and priorities are one for all prompts or one for each; `capture` is for all prompts.
 
         Raises:
-            RequestValidationError, InvalidParameterError: there are not as many, or one is none.
-            UnsupportedError: the model is no `ModelRunner`, attention weights are to be captured, or a model that is
-                divided over devices lacks a point.
+            RequestValidationError, InvalidParameterError: their number is not `count`, or one is malformed.
+            UnsupportedError: hook points are given and the model is not a `ModelRunner`, attention weights are to be
+                captured, or a model that is divided over devices lacks a point.
         """
         pairs = zip(as_adapters(lora_request, count), as_priorities(priority, count), strict=True)
         plain = [RequestOptions(adapter, priority=urgency) for adapter, urgency in pairs]
@@ -78,7 +80,7 @@ class Intake:
         return [one._replace(interventions=own, capture=points) for one, own in zip(plain, edits, strict=True)]
 
     def need_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer; raises UnsupportedError where there is none."""
+        """Returns the tokenizer; raises UnsupportedError if there is none."""
         if self.tokenizer is None:
             raise UnsupportedError("this LLM has no tokenizer: pass token ids")
         return self.tokenizer
@@ -90,7 +92,7 @@ class Intake:
 
     @property
     def _hint(self) -> str:
-        """What allows longer sequences, if anything does."""
+        """End of a message about length: how to allow longer sequences, if the model can have them."""
         return f": {RAISE}" if self.kv_capacity < self.model.config.max_seq_len else ", as long as the model allows"
 
     def conversation(
@@ -102,7 +104,7 @@ class Intake:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Returns the token ids of a conversation; options are those of `render_chat`."""
+        """Returns the token ids of a conversation, rendered with the options of `render_chat`."""
         tokenizer, variables = self.need_tokenizer(), {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
             given = safe_repr(variables)
@@ -123,12 +125,12 @@ class Intake:
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer()
             if tokenizer.prefixes_runs and not is_first:
-                prompt = prompt.removeprefix(" ")  # the prefix is this space
+                prompt = prompt.removeprefix(" ")  # `encode` adds this space as the prefix
             prompt = tokenizer.encode(prompt, add_special_tokens=is_first)
         return as_ids(prompt, self.model.config.vocab_size)
 
     def group(self, prompt: Any, params: SamplingParams, options: RequestOptions) -> list[Request]:
-        """Returns the requests of one prompt: the first has the others as its copies."""
+        """Returns the `n` requests of one prompt; the others are `copies` of the first."""
         first = self.request(prompt, params, options)
         if params.n > 1 and isinstance(prompt, RequestOutput):
             raise RequestValidationError(f"n is {params.n}, an answer that is continued takes n=1")
@@ -144,9 +146,9 @@ class Intake:
         options: RequestOptions = RequestOptions(),
         first: Request | None = None,
     ) -> Request:
-        """Returns the request of one answer; `prompt` is a text, ids, or an output that is to be continued.
+        """Returns the request of one answer; `prompt` is a text, token ids, or an output to continue.
 
-        `first` is the request of another answer to the same prompt, under the same parameters but for the seed.
+        `first` is the request of another answer to the same prompt, with the same parameters except the seed.
         """
         if first is not None:
             form = None if first.form is None else first.form.copy()
@@ -161,7 +163,7 @@ class Intake:
         if len(ids) > capacity:
             raise RequestValidationError(f"the prompt has {len(ids)} tokens, the KV capacity is {capacity}{self._hint}")
         stop_ids, bad_words = self._forbidden(params) if first is None else (first.stop_ids, first.bad_words)
-        room = capacity - len(ids) + 1  # the last token is never read
+        room = capacity - len(ids) + 1  # the last token takes no position
         if params.min_tokens > room:
             raise RequestValidationError(
                 f"min_tokens is {params.min_tokens}, a KV capacity of {capacity} leaves {room} after {len(ids)} tokens"
@@ -203,7 +205,7 @@ class Intake:
         options: RequestOptions = RequestOptions(),
         params: SamplingParams | None = None,
     ) -> Request:
-        """Returns the request that scores a continuation, also under parameters, and generates nothing."""
+        """Returns a request that scores a continuation and generates nothing; with `params`, also under these."""
         before, note = self.ids(prompt), ""
         if isinstance(prompt, str) and isinstance(continuation, str):
             joined, note = self.ids(prompt + continuation), ", both texts being tokenised as one"
@@ -216,7 +218,7 @@ class Intake:
             raise RequestValidationError(
                 f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{note}"
             )
-        needed, capacity = len(before) + len(after) - 1, self.kv_capacity  # the last token is never read
+        needed, capacity = len(before) + len(after) - 1, self.kv_capacity  # the last token takes no position
         if needed > capacity:
             raise RequestValidationError(f"scoring needs {needed} positions, the KV capacity is {capacity}{self._hint}")
         if params is not None and not isinstance(self.model, ModelRunner):
@@ -247,7 +249,7 @@ class Intake:
         return request
 
     def _forbidden(self, params: SamplingParams) -> tuple[frozenset[int], list[list[int]]]:
-        """Returns the ids that end an answer, and bad words as tokens; checks the ids that parameters name."""
+        """Returns the stop ids and the bad words as tokens; checks the token ids in the parameters."""
         vocab_size = self.model.config.vocab_size
         if (params.stop_texts or params.bad_words) and self.tokenizer is None:
             raise UnsupportedError("texts in the parameters need a tokenizer, and this LLM has none")
@@ -263,7 +265,7 @@ class Intake:
         return stop_ids, bad_words
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Returns each bad word as the tokens it is by itself and after a space, if the model can choose them all."""
+        """Tokenises each bad word alone and after a space; drops those with ids beyond the model's vocabulary."""
         found: dict[tuple[int, ...], None] = {}
         for word in params.bad_words or ():
             for text in (word, f" {word.lstrip()}"):
@@ -274,7 +276,7 @@ class Intake:
 
 
 def capacity_of(model: DecoderOnlyLLM) -> int:
-    """Returns the positions that a sequence can reach; no more than the whole pool has, where that is known."""
+    """Returns how many positions a sequence can have: at most those of the whole pool, where its size is known."""
     capacity = model.kv_capacity()
     if not isinstance(model, ModelRunner):
         return capacity

@@ -28,7 +28,7 @@ from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
 
-Groups = Sequence[Sequence[Request]]  # that begin alike
+Groups = Sequence[Sequence[Request]]  # the requests of a group share the beginning of their prompts
 
 
 class LLM:
@@ -49,9 +49,9 @@ class LLM:
 
         Args:
             path: the model.
-            tokenizer: a folder or `.gguf` file with a tokenizer, where the model's own is missing or not implemented.
-            speculation: draft several tokens at a time and verify them together; if None, prompt lookup drafts where
-                the engine's `spec_tokens` or `FERRUM_SPEC_N` says how many, and nobody otherwise.
+            tokenizer: a folder or `.gguf` file with a tokenizer, if the model's own is missing or not implemented.
+            speculation: draft several tokens at a time and verify them together; if None, prompt lookup drafts if the
+                engine's `spec_tokens` or `FERRUM_SPEC_N` is set, else there is no speculation.
             **settings: as for `ferrum_jax.load`.
         """
         check_settings(settings, "tokenizer", "speculation")
@@ -84,14 +84,14 @@ class LLM:
     ) -> Self:
         """Generates with any `DecoderOnlyLLM`; without a tokenizer, prompts are token ids and texts stay empty.
 
-        Without one no end of sequence is known either: give `SamplingParams.stop_token_ids`.
+        Without a tokenizer no end of sequence is known either: give `SamplingParams.stop_token_ids`.
 
-        `max_rows` sequences run at a time, and `chunk_tokens` tokens of prompts go into one step: as many as a
-        `ModelRunner` has slots and as its largest step takes, 8 and 512 of any other model. Two LLMs of one model take
-        its slots and blocks from each other, and do not wait for each other.
+        At most `max_rows` sequences run at a time, and at most `chunk_tokens` prompt tokens go into one step. The
+        defaults are a `ModelRunner`'s slots and the tokens of its largest step, and 8 and 512 for any other model. Two
+        LLMs with one model compete for its slots and blocks, and do not wait for each other.
 
         Raises:
-            ConfigError: an argument is of another kind, or a number below 1; draft and model do not go together.
+            ConfigError: an argument has a wrong type, a number is below 1, or draft and model do not go together.
         """
         if not callable(getattr(model, "prefill", None)):
             raise ConfigError(f"model is {safe_repr(model)}, expected a DecoderOnlyLLM")
@@ -111,7 +111,7 @@ class LLM:
         max_rows: int | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
-        """Gets ready to run a model that is there; `num_tokens` are drafted at a time."""
+        """Sets up an engine for a loaded model; `num_tokens` are drafted at a time."""
         runner = model if isinstance(model, ModelRunner) else None
         if max_rows is None:
             max_rows = 8 if runner is None else runner.plan.max_seqs
@@ -128,13 +128,13 @@ class LLM:
             raise
         self.model = model
         self.tokenizer = tokenizer
-        self.engine = Engine(scheduler)  # for those who submit requests themselves
+        self.engine = Engine(scheduler)  # public: callers may submit requests themselves
         forms = FormCompiler(tokenizer, model.config.vocab_size)
         self._intake = Intake(model, tokenizer, scheduler.new_cache_id, forms)
 
     def __enter__(self) -> Self:
         if isinstance(self.model, ModelRunner):
-            self.model.__enter__()  # which refuses once it is closed
+            self.model.__enter__()  # raises if it is closed
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,10 +142,10 @@ class LLM:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner below, once what was aborted is freed.
+        """The `ModelRunner` below, after aborted requests are freed.
 
         Raises:
-            UnsupportedError: the model is none.
+            UnsupportedError: the model is not a `ModelRunner`.
         """
         self.engine.settle()
         if not isinstance(self.model, ModelRunner):
@@ -154,12 +154,12 @@ class LLM:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafted tokens that came to stand in an answer; 0 before there were any."""
+        """Share of drafted tokens that are in an answer; 0 if nothing was drafted."""
         speculator = self.engine.scheduler.speculator
         return speculator.accepted / speculator.drafted if speculator is not None and speculator.drafted else 0.0
 
     def warmup(self, *, progress: bool = True, load: bool = False, scores: bool = False) -> None:
-        """Compiles everything that serving may need; options as of `ModelRunner.warmup`, which other models lack."""
+        """Compiles all programs that serving may need; options are `ModelRunner.warmup`'s, ignored for other models."""
         self.engine.settle()
         backend, speculator = self.engine.scheduler.backend, self.engine.scheduler.speculator
         more = {"masks": self.tokenizer is not None, "drafts": speculator is not None}
@@ -168,56 +168,56 @@ class LLM:
             speculator.source.warmup(progress=progress)
 
     def reset(self) -> None:
-        """Drops every sequence of the model; also the way back after a step that failed on the device.
+        """Drops every sequence of the model; also recovers from a step that failed on the device.
 
-        Answers that are being generated are recomputed and stay the same. Those that the failure ended stay failed.
+        Running requests are recomputed, and their answers stay the same. Requests that the failure ended stay failed.
         """
         self.engine.call(self.engine.scheduler.reset)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every known prefix, between two steps; what runs goes on.
+        """Clears the prefix cache between two steps; running requests go on.
 
         Raises:
-            UnsupportedError: the model is no `ModelRunner`; nobody knows what it keeps.
+            UnsupportedError: the model is not a `ModelRunner`; whether it has a prefix cache is not known.
         """
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"prefixes are forgotten by a ModelRunner, not by a {type(self.model).__name__}")
         self.engine.call(self.model.reset_prefix_cache)
 
     def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
-        """Takes other weights as `ModelRunner.set_params` does, between two steps, also while requests run.
+        """Sets new weights as `ModelRunner.set_params` does, between two steps, also while requests run.
 
         Args:
-            params: the weights; arrays are shared, not copied, and nothing is compiled, if they have the layout of
-                those served.
-            live: what becomes of requests that run. `wait`: they end under the old weights, others begin after the
-                change. `abort`: they end with the reason `abort` and what they have; what is being scored, with a
-                CancelledError. `keep`: they go on with the KV of the old weights; those that have sampled nothing yet
-                restart, and one that is preempted later is recomputed under the new weights. `recompute`: they go on,
-                and their KV is recomputed under the new weights. Log-probabilities of a prompt stay those of the
-                weights that read it first.
+            params: the weights; if they have the layout of the served ones, their arrays are shared, not copied, and
+                nothing is compiled.
+            live: what happens to running requests. `wait`: they end under the old weights, others begin after the
+                change. `abort`: they end with the reason `abort` and the answer so far; scoring ends with a
+                CancelledError. `keep`: they go on with the KV of the old weights; requests without a token yet restart,
+                and a request that is preempted later is recomputed under the new weights. `recompute`: they go on, and
+                their KV is recomputed under the new weights. Log-probabilities of a prompt stay those of the weights
+                that computed it first.
 
         Returns:
-            The version of these weights, which `RequestOutput.weight_versions` names.
+            The version of these weights, as in `RequestOutput.weight_versions`.
 
         Raises:
-            UnsupportedError: the model is no `ModelRunner`.
-            RequestValidationError, InvalidParameterError, ResourceExhaustedError: as of `ModelRunner.set_params`;
+            UnsupportedError: the model is not a `ModelRunner`.
+            RequestValidationError, InvalidParameterError, ResourceExhaustedError: as `ModelRunner.set_params` raises;
                 nothing has changed.
         """
         return self.engine.update(params_update(self.model, params, live))
 
     def set_lora(self, name: str, tree: Any, *, scale: float = 1.0, index: int = 0, live: LivePolicy = "wait") -> int:
-        """Takes an adapter's arrays as `ModelRunner.set_lora` does, between two steps, also while requests run.
+        """Sets an adapter's arrays as `ModelRunner.set_lora` does, between two steps, also while requests run.
 
-        Requests name it: `lora_request=name`. `live` is what becomes of requests that run under the arrays that the
-        name had before, as of `set_params`; others go on. Returns the version that `weight_versions` names. Raises as
-        `set_params` and `ModelRunner.set_lora`.
+        Requests use it by `lora_request=name`. `live`, as for `set_params`, is what happens to requests that run under
+        earlier arrays of this name; others go on. Returns the version for `weight_versions`. Raises as `set_params` and
+        `ModelRunner.set_lora`.
         """
         return self.engine.update(lora_update(self.model, name, tree, live, scale=scale, index=index))
 
     def close(self) -> None:
-        """Ends every request, and frees the model, and the draft model if it was loaded with it."""
+        """Ends every request and frees the model, and a draft model that was loaded here."""
         self.engine.close()
         if self.engine.scheduler.speculator is not None:
             self.engine.scheduler.speculator.source.close()
@@ -238,35 +238,36 @@ class LLM:
         use_tqdm: bool = False,
         return_errors: bool = False,
     ) -> list[RequestOutput]:
-        """Answers prompts together; outputs come in their order, the `n` of one prompt side by side.
+        """Answers prompts together; outputs are in the order of the prompts, the `n` outputs of a prompt side by side.
 
         Args:
-            prompts: one text or one list of ids, or several of either; `{"prompt_token_ids": …}` is such a list. A
-                `RequestOutput` whose answer is not complete is continued: its tokens stay, and count among
-                `max_tokens`. What the prefix cache still has of it is not computed again.
-            params: for all prompts, or one for each; greedy if None.
+            prompts: one text or list of token ids, or several; `{"prompt_token_ids": …}` counts as such a list. A
+                `RequestOutput` with an incomplete answer is continued: its tokens stay, and count among `max_tokens`.
+                Blocks of it that are still in the prefix cache are reused.
+            params: one for all prompts or one for each; greedy if None.
             sampling_params: another name of `params`.
-            lora_request: an adapter's name, an `ActiveLoraAdapter`, or what has `lora_name` and `lora_path`: for all
-                prompts, or one each.
-            interventions: what is done at hook points (models/hooks.py): edits by point, or `Interventions`, which
-                also say at which positions; for all prompts, or one each. Other values compile nothing; steps for
-                the points of all prompts of a call are compiled when they are first needed, and each that changes
-                something brings all these to the device. For a sweep over layers use `("resid_post", None)`.
-            capture: hook points that `RequestOutput.captured` has of every token that was read. Known prefixes are then
-                not reused, and nothing is drafted. Steps compile when they are first needed.
-            priority: for all prompts, or one each; 0 if None. Lower ones begin first where requests wait; higher ones
-                are preempted first where the KV runs short. A request that waits never takes the row of one that runs.
+            lora_request: an adapter's name, an `ActiveLoraAdapter`, or an object with `lora_name` and `lora_path`; one
+                for all prompts or one for each.
+            interventions: changes at hook points (models/hooks.py): edits by point, or `Interventions`, which also give
+                the positions; one for all prompts or one for each. New values do not recompile. Steps are compiled for
+                the points of all prompts of a call together, when first needed, and each prompt with interventions has
+                edits at all these points on the device. For a sweep over layers use `("resid_post", None)`.
+            capture: hook points whose arrays `RequestOutput.captured` has, for every token that was computed. The
+                prefix cache and speculation are then not used. Steps compile when they are first needed.
+            priority: one for all prompts or one for each; 0 if None. Of waiting requests, lower numbers begin first;
+                when the KV runs short, higher numbers are preempted first. A waiting request never takes the row of a
+                running one.
             progress: show a bar of finished prompts.
             use_tqdm: another name of `progress`.
-            return_errors: a prompt that fails on the way ends with the reason `error` and the error in its output, and
-                the others go on to their ends. Otherwise the error of the first that failed is raised, with a note of
-                which it is, and the others are given up.
+            return_errors: a prompt that fails ends with the reason `error` and the error in its output, and the others
+                go on. Otherwise the error of the first prompt that failed is raised, with its index as a note, and the
+                others are aborted.
 
         Raises:
             RequestValidationError: a prompt is empty or longer than the KV capacity, or an answer to be continued is
-                complete; nothing was started.
-            UnsupportedError: hook points of a model that is no `ModelRunner`.
-            FerrumError: a prompt failed, and errors are not to be returned.
+                complete; no request has started.
+            UnsupportedError: there are hook points, and the model is not a `ModelRunner`.
+            FerrumError: a prompt failed, and `return_errors` is False.
         """
         params = one_of(params, sampling_params)
         groups = self._groups(prompts, params, lora_request, interventions, capture, priority)
@@ -285,10 +286,10 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         return_errors: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Answers prompts together as `generate`; yields each output as soon as it is finished.
+        """Answers prompts together as `generate`; yields each output, with its index, as soon as it is finished.
 
-        Every output comes with the index that it has in what `generate` returns. They start with the first one that is
-        asked for; a loop that ends early, or an error, aborts the others.
+        The index is the output's index in the result of `generate`. Requests start when the first output is asked for;
+        a loop that ends early, or an error, aborts the others.
         """
         params = one_of(params, sampling_params)
         groups = self._groups(prompts, params, lora_request, interventions, capture, priority)
@@ -302,7 +303,7 @@ class LLM:
         return outputs()
 
     def _groups(self, prompts: Any, params: Any, *options: Any) -> Groups:
-        """Returns the requests of each prompt, checked."""
+        """Checks prompts and options, and returns the requests of each prompt."""
         listed = as_prompts(prompts)
         each = params_of_each(params, len(listed))
         each_options = self._intake.options(len(listed), *options)
@@ -321,20 +322,20 @@ class LLM:
         """Returns the log-probability of every token of each continuation after its prompt; nothing is generated.
 
         Args:
-            prompts: texts or lists of ids; one alone goes before every continuation. What several continuations in a
-                row share is read once, and a known prefix not at all.
-            continuations: as many. A text is scored from the first token that differs from those of the prompt alone,
-                so that its beginning may be a token that the two share.
-            params: for all continuations, or one each: `Score.processed_logprobs` are then those that `generate` with
-                these parameters would have reported, had it drawn the continuation. Compiles what it needs when it is
-                first asked for. Log-probabilities of the model's own distribution always come as well.
-            lora_request: an adapter, as for `generate`: for all continuations, or one each.
-            interventions: as for `generate`: for all continuations, or one each.
+            prompts: texts or lists of token ids, one for each continuation or one for all. A beginning that successive
+                continuations share is computed once, and a prefix in the prefix cache is not computed.
+            continuations: texts or lists of token ids. Texts are tokenised together with their prompt and scored from
+                the first token that differs from the prompt's own tokens.
+            params: one for all continuations or one for each. `Score.processed_logprobs` are then the figures that
+                `generate` would report if it sampled the continuation with these parameters. Programs for this compile
+                when they are first needed. Log-probabilities of the model's own distribution are always returned.
+            lora_request: an adapter, as for `generate`; one for all continuations or one for each.
+            interventions: as for `generate`; one for all continuations or one for each.
             progress: show a bar of finished continuations.
 
         Raises:
-            RequestValidationError: there are not as many of both, one is empty or is no token of its own, or both
-                together exceed the KV capacity; nothing was started.
+            RequestValidationError: the numbers of prompts and continuations differ, one of them is empty or has no
+                token of its own, or both together exceed the KV capacity; no request has started.
         """
         befores, afters = as_prompts(prompts), as_prompts(continuations)
         if len(befores) == 1:
@@ -364,9 +365,9 @@ class LLM:
         ]
 
     def _finish(self, groups: Groups, track: Track | None, *, return_errors: bool = False, sort: bool = False) -> None:
-        """Runs groups of requests as `_run`; raises the error of the first that failed, unless they are returned."""
+        """Runs groups of requests to their end; raises the error of the first that failed unless `return_errors`."""
         if not groups:
-            self.model.kv_capacity()  # which a closed model refuses
+            self.model.kv_capacity()  # raises if the model is closed
         try:
             with contextlib.closing(self._run(groups, sort=sort)) as settled:
                 for at, group in enumerate(groups if track is None else track(groups)):
@@ -381,9 +382,9 @@ class LLM:
             raise
 
     def _run(self, groups: Groups, *, sort: bool = False) -> Generator[Request]:
-        """Runs groups of requests that begin alike, of which the first has the others as its copies.
+        """Runs groups of requests that share a beginning; the others of a group are `copies` of its first.
 
-        Yields each request once it is done and what it held is freed; whoever leaves early aborts the others.
+        Yields each request once it is done and its slot and blocks are free. Leaving the iterator aborts the others.
         """
         events: queue.SimpleQueue[Request] = queue.SimpleQueue()
         left = set(itertools.chain.from_iterable(groups))
@@ -391,7 +392,7 @@ class LLM:
             request.notify = lambda one: events.put(one) if one.is_settled else None
         try:
             firsts = [first for first, *_ in groups]
-            if sort:  # the longest first, so that rows of like length share steps
+            if sort:  # the longest first, so that rows of similar length share steps
                 firsts.sort(key=lambda one: -len(one.prompt))
             self.engine.submit(*firsts)
             while left:
@@ -414,13 +415,13 @@ class LLM:
     ) -> Stream:
         """Yields the answer piece by piece, as soon as a piece can no longer change.
 
-        The request starts with the first piece; an abandoned stream frees what it holds when it is closed.
+        The request starts when the first piece is asked for; closing an unfinished stream aborts it.
         """
         params = one_of(params, sampling_params)
         return Stream(self.engine, self.request(prompt, params, lora_request, interventions, capture, priority))
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None, *options: Any, **named: Any) -> Request:
-        """Returns a request for the engine, checked; after `params` comes what `group` takes."""
+        """Returns a checked request for the engine; the other arguments are those of `group`."""
         return self.group(prompt, params_of_one(params), *options, **named)[0]
 
     def group(
@@ -432,19 +433,18 @@ class LLM:
         capture: Sequence[Any] = (),
         priority: int = 0,
     ) -> list[Request]:
-        """Returns requests for the engine, one for each of the `n` answers: the first has the others as its copies.
+        """Returns requests for the engine, one for each of the `n` answers; the others are `copies` of the first.
 
-        Arguments as of `generate`.
+        Arguments are those of `generate`.
         """
         (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
         (options,) = self._intake.options(1, lora_request, interventions, capture, priority)
         return self._intake.group(one, params, options)
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None = None) -> None:
-        """Compiles what answering this prompt once and alone will need, the sampler included; leaves no trace.
+        """Compiles the programs for answering this prompt once and alone, the sampler included; changes no state.
 
-        Log-probabilities of the prompt, several answers and structured output compile what they need more when first
-        asked for.
+        Programs for log-probabilities of the prompt, several answers and structured output compile when first needed.
         """
         request = self.request(prompt, params)
         try:
@@ -468,9 +468,9 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> Any:
-        """Answers a conversation by the model's chat template with a `RequestOutput`; a list of them with a list.
+        """Answers a conversation, rendered by the model's chat template; for a list of them, returns a list of outputs.
 
-        `continue_final_message` lets the answer go on where the last message ends, with `add_generation_prompt=False`;
+        With `continue_final_message` and `add_generation_prompt=False` the answer continues the last message.
         `chat_template_kwargs` are further variables of the template, such as `enable_thinking`.
         """
         params = one_of(params, sampling_params)
@@ -486,11 +486,11 @@ class LLM:
         return outs if is_batch else outs[0]
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """Returns the token ids of a conversation up to where the assistant answers, laid out by `chat`'s options."""
+        """Returns the token ids of a conversation up to the assistant's answer, rendered with the options of `chat`."""
         return self._intake.conversation(messages, **options)
 
 
 def _check_kind(name: str, given: Any, kind: type, *, may_lack: bool = False) -> None:
-    """Raises ConfigError, naming the argument, unless it is of a kind, or None where it may be."""
+    """Raises ConfigError, naming the argument, unless it has this type or, with `may_lack`, is None."""
     if not isinstance(given, kind) and not (may_lack and given is None):
         raise ConfigError(f"{name} is {safe_repr(given)}, expected a {kind.__name__}")

@@ -30,7 +30,7 @@ Drawing = Literal["best", "shared", "own"]
 
 @dataclass(eq=False)
 class _Row:
-    """A sequence on its way through the draft model."""
+    """A sequence that the draft model extends."""
 
     want: DraftWant
     settings: SlotSettings
@@ -39,7 +39,7 @@ class _Row:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the request has, with those drafted after them."""
+        """Number of the request's tokens and of those drafted after them."""
         return len(self.want.tokens) + len(self.tokens)
 
     def tokens_from(self, start: int) -> list[int]:
@@ -48,11 +48,10 @@ class _Row:
 
 
 class ModelDraft(DraftSource):
-    """Proposes what a draft model would say; several sequences are drafted in one batch.
+    """Proposes the tokens that a draft model chooses; several sequences are drafted in one batch.
 
-    The draft keeps a cache per request. It is brought into step with the accepted tokens before each draft: what was
-    not accepted is rolled back, or read anew where the model cannot do that. A draft model that fails or is full
-    proposes nothing.
+    The draft model has its own sequence for each request. Before each draft, tokens that were not accepted are rolled
+    back; a model that cannot roll back recomputes the sequence. A draft model that fails or is full proposes nothing.
     """
 
     def __init__(
@@ -66,13 +65,13 @@ class ModelDraft(DraftSource):
         """Drafts with a model.
 
         Args:
-            model: the draft; its vocabulary must be the target's.
-            num_tokens: drafted at a time.
-            drawing: how tokens are drafted for requests that draw. `best`: the draft's best token. `shared`: drawn with
-                the very noise that the target will use, so that both tend to agree (Daliri et al. 2024, "Coupling
-                without Communication and Drafter-Invariant Speculative Decoding"). `own`: drawn with noise of its own
-                and judged by the draft's probabilities (Leviathan et al. 2023), which accepts most.
-            is_owner: also close the model.
+            model: the draft model; it must have the target's vocabulary.
+            num_tokens: tokens drafted at a time.
+            drawing: how tokens are drafted for requests that sample. `best`: the draft's likeliest token. `shared`:
+                sampled with the same noise as the target's choice, so that both tend to agree (Daliri et al. 2024,
+                "Coupling without Communication and Drafter-Invariant Speculative Decoding"). `own`: sampled with
+                separate noise and judged by the draft's probabilities (Leviathan et al. 2023), which accepts most.
+            is_owner: `close` also closes the model.
         """
         if drawing not in ("best", "shared", "own"):
             raise InvalidParameterError(f"drawing is {drawing!r}, expected 'best', 'shared' or 'own'")
@@ -82,7 +81,7 @@ class ModelDraft(DraftSource):
         self.has_probabilities = drawing == "own"
         self._backend: Backend = model if isinstance(model, ModelRunner) else HostModel(model)
         self._is_owner = is_owner
-        # Tokens after each of which a distribution is asked for: the last drafted one is not read yet, and one follows.
+        # Tokens in a row that asks for distributions: the last drafted token is not in the KV yet, and one may follow.
         self._most_at_once = min(2, model.plan.buckets.verify_tokens) if isinstance(model, ModelRunner) else 2
         self._held: dict[str, list[int]] = {}  # tokens in the draft's KV, by the request's cache id
         self._room: int | None = None  # sequences admitted after the KV ran short, until one is released
@@ -101,7 +100,7 @@ class ModelDraft(DraftSource):
         self._backend.warmup(progress=progress, distributions=self.has_probabilities)
 
     def propose(self, wants: Sequence[DraftWant]) -> list[Draft]:
-        """Drafts token by token, each for all sequences at once."""
+        """Drafts token by token, one step for all sequences at a time."""
         rows = [_Row(want, self._settings(want)) for want in wants]
         active = [row for row in rows if self._align(row)]
         while active:
@@ -113,14 +112,14 @@ class ModelDraft(DraftSource):
         return [Draft(row.tokens, np.stack(row.probabilities) if row.probabilities else None) for row in rows]
 
     def release(self, cache_id: str) -> None:
-        """Frees the sequence of a request."""
+        """Frees the draft model's sequence of a request."""
         self._room = None
         if self._held.pop(cache_id, None) is not None:
-            with contextlib.suppress(Exception):  # a model that failed refuses this too; its reset frees everything
+            with contextlib.suppress(Exception):  # a failed model refuses this, too; its reset frees everything
                 self._backend.release(self._id(cache_id))
 
     def reset(self) -> None:
-        """Resets the draft model; sequences are computed anew when they are drafted for."""
+        """Resets the draft model; the next draft of a sequence recomputes it."""
         self._held.clear()
         self._room = None
         self._backend.reset()
@@ -134,22 +133,22 @@ class ModelDraft(DraftSource):
         return f"draft-{self._name}-{cache_id}"
 
     def _settings(self, want: DraftWant) -> SlotSettings:
-        """How the draft's tokens are chosen: with the target's noise, or its best; penalties count what it counts."""
+        """Returns the target's settings, greedy if `drawing` is `best`; penalties count the same answer."""
         settings = replace(want.settings, num_logprobs=-1)
         if settings.is_adjusted:
             settings = replace(settings, generated=np.array(want.tokens[want.num_prompt :], np.int64))
         return settings if self.drawing != "best" else replace(settings, temperature=0.0)
 
     def _draws_itself(self, row: _Row) -> bool:
-        # The model's own log-probability of a token is not known where the draft's probabilities judge it.
+        # Judging by the draft's probabilities does not yield the target's own log-probabilities.
         return self.drawing == "own" and row.settings.temperature > 0 and row.want.settings.num_logprobs < 0
 
     def _most(self, row: _Row) -> int:
-        """Tokens that can be drafted for a row; the last of them is never read."""
+        """Returns how many tokens can be drafted for a row; the last one takes no position of the KV."""
         return min(row.want.count, self.model.kv_capacity() - len(row.want.tokens) + 1)
 
     def _align(self, row: _Row) -> bool:
-        """Rolls the draft's sequence back to what it shares with the request; says whether there is room for it."""
+        """Rolls the draft's sequence back to the prefix it shares with the request; returns whether there is room."""
         key, tokens = row.want.cache_id, row.want.tokens
         if self._most(row) < 1:
             self.release(key)
@@ -159,12 +158,12 @@ class ModelDraft(DraftSource):
                 return False
             self._held[key] = []
         held = self._held[key]
-        # All but the last drafted tokens nearly always agree: one comparison of lists says so.
+        # Tokens before the last draft nearly always agree, which one comparison of lists checks.
         start = max(0, len(held) - self.num_tokens)
         start = start if held[:start] == list(tokens[:start]) else 0
         pairs = zip(held[start:], tokens[start:], strict=False)
         kept = next((at for at, (a, b) in enumerate(pairs, start) if a != b), len(held))
-        kept = min(kept, len(tokens) - 1)  # at least one token is read, for its logits
+        kept = min(kept, len(tokens) - 1)  # at least one token is computed, for its logits
         if kept == len(held):
             return True
         try:
@@ -179,18 +178,18 @@ class ModelDraft(DraftSource):
         return True
 
     def _feed(self, rows: Sequence[_Row]) -> list[tuple[_Row, Any]]:
-        """Reads what is new in each sequence; returns the answers of those that the model took."""
+        """Runs the draft model over each sequence's new tokens; returns the rows that it accepted, with answers."""
         items = [self._item(row) for row in rows]
         try:
             answers = self._backend.execute(items).result()
         except ResourceExhaustedError:
-            self.release(rows[-1].want.cache_id)  # who came last gives way
+            self.release(rows[-1].want.cache_id)  # the last row loses its sequence
             left = self._not_advanced(rows[:-1])
             self._room = len(self._held)
             return self._feed(left) if left else []
         except BaseException as problem:
             if isinstance(problem, FerrumError) and problem.is_client_error and len(rows) > 1:
-                # It concerns what one of them asks: the others are drafted for.
+                # One row is at fault: run them one by one.
                 return [pair for row in self._not_advanced(rows) for pair in self._feed([row])]
             for row in rows:
                 self.release(row.want.cache_id)
@@ -203,14 +202,14 @@ class ModelDraft(DraftSource):
         return list(zip(rows, answers, strict=True))
 
     def _not_advanced(self, rows: Sequence[_Row]) -> list[_Row]:
-        """Returns the rows that a batch which failed has left as they were; the others' sequences are released."""
+        """Returns the rows whose sequences a failed batch left unchanged; releases the other sequences."""
         for key in [row.want.cache_id for row in rows]:
             if (self._backend.kv_len(self._id(key)) or 0) != len(self._held[key]):
                 self.release(key)
         return [row for row in rows if row.want.cache_id in self._held]
 
     def _item(self, row: _Row) -> ScheduledRow:
-        """Returns what a row is to read next: all that is unread, or first what comes before what is drawn from."""
+        """Returns a row of new tokens; if they are drawn on the host and are many, first those before the last."""
         want, key = row.want, self._id(row.want.cache_id)
         held = len(self._held[want.cache_id])
         tokens = np.array(row.tokens_from(held), np.int32)
@@ -219,13 +218,13 @@ class ModelDraft(DraftSource):
         if len(tokens) > self._most_at_once or (len(tokens) > 1 and held < want.num_prompt - 1):
             return ScheduledRow(key, tokens[:-1], held, NO_OUTPUT)
         settings = row.settings
-        if settings.is_adjusted:  # what is drawn on the host is counted here, up to the first token of the row
+        if settings.is_adjusted:  # the device has not counted tokens drawn on the host: count up to the row's first
             generated = row.tokens_from(want.num_prompt)[: held + 1 - want.num_prompt]
             settings = replace(settings, generated=np.array(generated, np.int64))
         return ScheduledRow(key, tokens, held, Distributions(settings))
 
     def _extend(self, row: _Row, answer: Any) -> None:
-        """Takes one more token."""
+        """Appends one drafted token."""
         if isinstance(answer, TokenChoice):
             row.tokens.append(answer.token_id)
             return

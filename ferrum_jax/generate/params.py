@@ -1,4 +1,4 @@
-"""What a caller asks of a generation, and what they get."""
+"""Parameters of a generation, and its output."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -26,40 +26,40 @@ _MAX_BAD_WORDS = 1024  # each is compared with the answer after every token
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(Sampling):
-    """How tokens are chosen and when to stop. The defaults are greedy; the names are vLLM's where the meaning is.
+    """How tokens are chosen and when to stop. The default is greedy; names are vLLM's where the meaning is the same.
 
     Args:
-        temperature: 0 takes the best token; above, logits are divided by it before drawing.
-        top_k: draw among the k best; 0 and -1 are off.
-        top_p: draw among the fewest tokens whose probabilities reach this; 1 is off.
-        min_p: draw among tokens at least this likely relative to the best; 0 is off.
+        temperature: 0 takes the likeliest token; above 0, logits are divided by it before sampling.
+        top_k: sample among the k likeliest; 0 and -1 are off.
+        top_p: sample among the fewest tokens whose probabilities reach this; 1 is off.
+        min_p: sample among tokens at least this likely relative to the likeliest; 0 is off.
         repetition_penalty: divides positive and multiplies negative logits of tokens of the prompt and answer.
         presence_penalty: subtracted from the logits of tokens that the answer has.
         frequency_penalty: subtracted from the logits of a token for each time the answer has it.
-        logit_bias: added to the logits of token ids, at most 512 of them, those that `bad_words` forbid at one time
-            included; -inf forbids one.
+        logit_bias: added to the logits of token ids; -inf forbids a token. At most 512 ids, together with those that
+            `bad_words` forbid at one time.
         allowed_token_ids: only these may be chosen; None allows all.
-        bad_words: texts that the answer must not contain, at most 1024, as the sequences of tokens they are by
-            themselves and after a space. An answer that can go on with nothing else ends with an error.
-        min_tokens: tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen, and a `stop`
-            that is complete ends nothing; no more than the KV capacity leaves after the prompt.
-        seed: makes draws repeatable, alone or in any batch; drawn anew for each request if None.
-        max_tokens: tokens to generate at most; None goes on to the end of the KV capacity.
-        stop: texts that end the answer, which then ends before them; None is none.
-        include_stop_str_in_output: the answer ends after the stop text, or after the text of the token that ends it,
-            which a special token has only without `skip_special_tokens`.
+        bad_words: texts that the answer must not contain, at most 1024, each tokenised alone and after a space. If no
+            other token may come next, the answer ends with an error.
+        min_tokens: number of tokens before which neither the model's end of sequence nor `stop_token_ids` is chosen,
+            and no `stop` ends the answer; at most the KV capacity left after the prompt.
+        seed: makes sampling repeatable, alone or in any batch; a random seed for each request if None.
+        max_tokens: the most tokens to generate; None: up to the end of the KV capacity.
+        stop: texts that end the answer and are left out of it; None: no stop texts.
+        include_stop_str_in_output: the answer includes the stop text, or the text of the token that ends it (of a
+            special token only without `skip_special_tokens`).
         stop_token_ids: ids that end the answer, besides the model's own.
         ignore_eos: go on past the model's own end of sequence.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: report each token's log-probability: True or 0 that of the token, k also those of the k likeliest,
-            at most 20. None and False report none.
-        logprobs_mode: which distribution the likeliest tokens are of: `raw`, the model's own, or `processed`, after
-            penalties, temperature and filters. The token's own are reported under both.
-        prompt_logprobs: the same for the prompt's tokens, all of which are then computed, known prefix or not.
-        structured: the form of the answer: JSON of a schema, a regular expression, a grammar or choices. It ends where
-            nothing may follow, so not with `min_tokens` or `ignore_eos`. Extra `structured`.
-        n: how many answers to draw, at a temperature above 0 if more than one; the prompt is read once, where there is
-            room. Answer i has the seed `seed + i`, modulo 2^32.
+        logprobs: True or 0: report the log-probability of each chosen token; k, at most 20: also those of the k
+            likeliest tokens. None and False: report none.
+        logprobs_mode: the distribution for the likeliest tokens: `raw`, the model's own, or `processed`, after
+            penalties, temperature and filters. Log-probabilities of chosen tokens are reported under both.
+        prompt_logprobs: the same for the prompt's tokens; the prefix cache is then not used for them.
+        structured: the form of the answer: a JSON schema, a regular expression, a grammar or choices. The answer ends
+            where nothing may follow, so `min_tokens` and `ignore_eos` are refused. Needs the extra `structured`.
+        n: number of answers; above 1 only with a temperature above 0. The prompt is prefilled once if the KV has room.
+            Answer i has the seed `seed + i`, modulo 2^32.
     """
 
     presence_penalty: float = 0.0
@@ -129,22 +129,22 @@ class SamplingParams(Sampling):
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """The stop texts, as a tuple whatever was given."""
+        """The stop texts as a tuple."""
         return tuple(_texts(self.stop))
 
     @property
     def num_logprobs(self) -> int:
-        """Alternatives to report for each token of the answer; -1: nothing at all."""
+        """Number of alternatives to report for each token of the answer; -1: no log-probabilities at all."""
         return _count(self.logprobs)
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Alternatives to report for each token of the prompt; -1: nothing at all."""
+        """Number of alternatives to report for each token of the prompt; -1: no log-probabilities at all."""
         return _count(self.prompt_logprobs)
 
 
 def _texts(given: Any) -> list[Any]:
-    """Returns texts as a list, of which a single one is one; what is no text or sequence is no text in it either."""
+    """Returns texts as a list, a single text as a list of one; `[None]`, which is refused, for any other type."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -166,10 +166,10 @@ def one_of(params: Any, sampling_params: Any) -> Any:
 
 
 def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    """Returns the params of each of so many prompts: one for all of them, or as many; greedy if None.
+    """Returns the params of each of `count` prompts, given one for all or one for each; greedy if None.
 
     Raises:
-        RequestValidationError: there are not as many, or one is none.
+        RequestValidationError: their number is not `count`, or one is not a SamplingParams.
     """
     each = list(given) if isinstance(given, Sequence) else [SamplingParams() if given is None else given] * count
     if len(each) != count:
@@ -181,7 +181,7 @@ def params_of_each(given: SamplingParams | Sequence[SamplingParams] | None, coun
 
 
 def params_of_one(given: SamplingParams | None, hint: str = "`LLM.generate` gives several") -> SamplingParams:
-    """Returns the params of a single answer; raises RequestValidationError where they ask for several."""
+    """Returns the params of a single answer; raises RequestValidationError if `n` is not 1."""
     (params,) = params_of_each([SamplingParams() if given is None else given], 1)
     if params.n != 1:
         raise RequestValidationError(f"n is {params.n}, but this call gives one answer: {hint}")
@@ -189,9 +189,9 @@ def params_of_one(given: SamplingParams | None, hint: str = "`LLM.generate` give
 
 
 def check_fits(params: SamplingParams, stop_ids: Collection[int], bad_words: Sequence[Sequence[int]]) -> None:
-    """Raises InvalidParameterError for more stop ids under `min_tokens`, or more tokens with a bias, than a slot holds.
+    """Raises InvalidParameterError for more stop ids under `min_tokens`, or more biased tokens, than a slot holds.
 
-    Bad words count as far as all of them can forbid their last tokens at one time.
+    Bad words count by the most last tokens that they can forbid at one time.
     """
     if params.min_tokens and len(stop_ids) > MAX_STOP_IDS:
         raise InvalidParameterError(f"min_tokens goes with at most {MAX_STOP_IDS} stop ids, there are {len(stop_ids)}")
@@ -199,7 +199,7 @@ def check_fits(params: SamplingParams, stop_ids: Collection[int], bad_words: Seq
     biased = len(ends[()])
     for *before, last in bad_words:
         ends.setdefault(tuple(before), set()).add(last)
-    # After some tokens, the words whose beginnings are ends of those tokens are one token short of complete.
+    # A word forbids its last token while its other tokens are the end of the answer.
     lengths = {len(one) for one in ends}
     most = max(len(set().union(*(ends.get(one[len(one) - n :], ()) for n in lengths if n <= len(one)))) for one in ends)
     if most > MAX_BIAS:
@@ -211,19 +211,19 @@ def check_fits(params: SamplingParams, stop_ids: Collection[int], bad_words: Seq
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """One finished generation, or what there is of one so far.
+    """One answer, finished or as far as it is generated.
 
-    `token_ids` holds everything generated, the token that stopped it included; `text` leaves special tokens and the
-    stop text out. It is what follows the prompt's text, the space between the two included. `logprobs` has one figure
-    per id under the model's own distribution, `processed_logprobs` under the one it was drawn from, `top_logprobs` the
-    likeliest ids there; None where it was not asked for. Those of the prompt have None for the first id, which nothing
-    predicts. `error` is what ended a generation whose `finish_reason` is `error`: the rest is then what there was
-    before it. With speculation, `drafted` counts the tokens that were proposed and verified, and `accepted` those of
-    them that stand in the answer. `preemptions` counts how often the request lost its slot and blocks because the KV
-    ran short, and was recomputed. `weight_versions` says of each generated token by which weights it was sampled: the
-    `params_version` that the runner had then, which goes up with every `set_params` and `set_lora`. A generation that a
-    change of weights ended has the reason `abort`. `captured` has of a finished one the arrays at the hook points that
-    were asked for, `[n, ...]` of the n tokens of prompt and answer but the last, which was never read.
+    `token_ids` holds every generated token, a stop token included. `text` leaves out special tokens and the stop text;
+    it follows the prompt's text, and includes the space between the two. `logprobs` has one figure per id under the
+    model's own distribution, `processed_logprobs` one under the distribution it was sampled from, `top_logprobs` the
+    likeliest ids at its position; they are None if not asked for. Log-probabilities of the prompt have None for the
+    first id, which nothing predicts. `error` ended an answer whose `finish_reason` is `error`; the other fields then
+    hold what was generated before. With speculation, `drafted` counts the tokens that were drafted and verified, and
+    `accepted` those of them in the answer. `preemptions` counts how often the request lost its slot and blocks because
+    the KV ran short, and was recomputed. `weight_versions` has for each generated token the version of the weights that
+    chose it: the runner's `params_version`, which every `set_params` and `set_lora` increases. An answer that a change
+    of weights ended has the reason `abort`. A finished answer has in `captured` the arrays at the hook points asked
+    for, `[n, ...]`: n counts the tokens of prompt and answer except the last, which no step has computed.
     """
 
     prompt_token_ids: list[int]
@@ -243,20 +243,20 @@ class RequestOutput:
     accepted: int = 0
     preemptions: int = 0
     request_id: str = ""
-    prompt: str | None = field(default=None, repr=False)  # the text, where one was given
-    num_answers: int = 1  # that its prompt was to have, `n`
+    prompt: str | None = field(default=None, repr=False)  # the prompt's text, if it was given as text
+    num_answers: int = 1  # `n` of its prompt
 
     @property
     def finished(self) -> bool:
-        """True once nothing more comes."""
+        """True once the answer is complete."""
         return self.finish_reason is not None
 
     @property
     def outputs(self) -> list["RequestOutput"]:
-        """This answer as the only one of a list, for code that was written for vLLM.
+        """A list of this answer alone, for code that was written for vLLM.
 
         Raises:
-            UnsupportedError: there are several answers to the prompt, each an output of its own.
+            UnsupportedError: the prompt has several answers, each an output of its own.
         """
         if self.num_answers > 1:
             n = self.num_answers
@@ -271,8 +271,8 @@ class Score:
     prompt_token_ids: list[int]
     token_ids: list[int]  # of the continuation
     logprobs: list[float]  # natural logarithms, one for each of them
-    greedy_ids: list[int]  # the likeliest token at each of their places
-    processed_logprobs: list[float] | None = None  # in what the parameters draw from, -inf for what they exclude
+    greedy_ids: list[int]  # the likeliest token in the place of each of them
+    processed_logprobs: list[float] | None = None  # in the distribution of the parameters; -inf for tokens they exclude
 
     @property
     def total(self) -> float:
@@ -281,5 +281,5 @@ class Score:
 
     @property
     def is_greedy(self) -> bool:
-        """True if greedy decoding would have given this continuation."""
+        """True if greedy decoding would produce this continuation."""
         return self.token_ids == self.greedy_ids

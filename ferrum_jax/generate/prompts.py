@@ -1,4 +1,4 @@
-"""Prompts in every form that a caller may give them."""
+"""Prompts, adapters and priorities in every form that callers may pass."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,12 +9,12 @@ from ferrum_jax.contract.errors import RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.generate.params import RequestOutput
 
-# A mapping has `prompt`, a text, or `prompt_token_ids`; an output is one that is to be continued.
+# A mapping has `prompt`, a text, or `prompt_token_ids`; a RequestOutput is an answer to continue.
 Prompt = str | Sequence[int] | Mapping[str, Any] | RequestOutput
 
 
 def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[str | Sequence[int] | RequestOutput]:
-    """Returns a list of prompts, of which a single text, list of ids, mapping or output is one."""
+    """Returns a list of prompts; a single text, list of ids, mapping or output becomes a list of one."""
     if isinstance(prompts, (str, Mapping, RequestOutput)):
         return [_unwrapped(prompts)]
     listed = [_unwrapped(prompt) for prompt in _listed("prompts", prompts)]
@@ -41,10 +41,10 @@ def _unwrapped(prompt: Any) -> Any:
 
 
 def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
-    """Returns the adapter of each of so many prompts: one for all of them, or as many; none if None.
+    """Returns the adapter of each of `count` prompts, given one for all or one for each; None is no adapter.
 
-    A text is the name of one that is loaded or set. Anything with `lora_name` and `lora_path` will do for an adapter,
-    such as vLLM's LoRARequest.
+    A text is the name of a loaded adapter. Any object with `lora_name` and `lora_path`, such as vLLM's LoRARequest, is
+    accepted.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count:
@@ -53,7 +53,7 @@ def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
 
 
 def as_priorities(given: Any, count: int) -> list[int]:
-    """Returns the priority of each of so many prompts: one for all of them, or as many; 0 if None."""
+    """Returns the priority of each of `count` prompts, given one for all or one for each; 0 if None."""
     if isinstance(given, np.ndarray):
         given = given.tolist()
     is_several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
@@ -80,7 +80,11 @@ def _adapter(given: Any) -> ActiveLoraAdapter | None:
 
 
 def as_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """Returns a prompt's token ids, from any iterable or array, or raises naming the first that is none."""
+    """Returns a prompt's token ids, given any iterable or array.
+
+    Raises:
+        RequestValidationError: an element is not an id of the vocabulary; the message names the first.
+    """
     ids = _listed("the prompt", prompt)
     for at, token in enumerate(ids):
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -91,7 +95,7 @@ def as_ids(prompt: Any, vocab_size: int) -> list[int]:
 
 
 def _listed(name: str, given: Any) -> list[Any]:
-    """Returns what an array or an iterable holds, its numbers as Python's."""
+    """Returns the elements of an array or iterable, numbers as Python numbers."""
     if isinstance(given, (bytes, bytearray, memoryview)):
         raise RequestValidationError(f"{name} is of bytes: give text, or token ids")
     if hasattr(given, "ndim"):
@@ -102,8 +106,8 @@ def _listed(name: str, given: Any) -> list[Any]:
 
 
 def _read(name: str, array: Any) -> Any:
-    """Returns an array of NumPy or JAX as Python's lists and numbers."""
+    """Converts a NumPy or JAX array to Python lists and numbers."""
     try:
         return np.asarray(array).tolist()
-    except (RuntimeError, TypeError) as problem:  # deleted, or of another library that does not give it away
+    except (RuntimeError, TypeError) as problem:  # deleted, or an array of another library that cannot be converted
         raise RequestValidationError(f"{name} cannot be read: {problem}") from problem

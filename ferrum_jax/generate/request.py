@@ -1,4 +1,4 @@
-"""One request on its way through the scheduler."""
+"""`Request`: the state of one answer in the scheduler."""
 
 import copy
 import logging
@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what was generated from it so far, and how much of it lies in the KV.
+    """A prompt, the answer so far, and how much of both is in the KV.
 
-    Where tokens of the prompt are to be scored, the model reads up to the first of them, scores them, and reads on.
+    If prompt tokens are to be scored, the prompt is prefilled up to the first of them, then scored to its end.
     """
 
     cache_id: str
@@ -46,35 +46,35 @@ class Request:
     priority: int = 0  # lower ones go first
     captured: list[dict[Point, NDArray[Any]]] = field(default_factory=list)  # [n, ...] of each step that it was in
     form: AnswerForm | None = None  # of the answer
-    bad_words: list[list[int]] = field(default_factory=list)  # sequences of tokens that must not be completed
+    bad_words: list[list[int]] = field(default_factory=list)  # token sequences that the answer must not complete
     text_prompt: str | None = None
-    tokens: list[int] = field(default_factory=list)  # prompt and answer, as far as the host has read it
-    num_read: int = 0  # positions of the KV that steps begun so far fill
-    num_in_flight: int = 0  # tokens that were chosen on the device and not read yet
+    tokens: list[int] = field(default_factory=list)  # prompt, and the answer as far as the host knows it
+    num_read: int = 0  # positions of the KV that are filled once all steps begun so far are done
+    num_in_flight: int = 0  # tokens that the device has chosen and the host has not read yet
     has_scores_in_flight: bool = False
-    score_from: int | None = None  # the first token of the prompt that is to be scored; None: none is
-    scores: list[float] = field(default_factory=list)  # log-probabilities of the tokens from there on
-    is_scored_by_params: bool = False  # also in what the parameters draw from
+    score_from: int | None = None  # index of the first prompt token to score; None: no scores
+    scores: list[float] = field(default_factory=list)  # log-probabilities of the tokens from `score_from` on
+    is_scored_by_params: bool = False  # also under the distribution that the parameters sample from
     processed_scores: list[float] = field(default_factory=list)
-    greedy_ids: list[int] = field(default_factory=list)  # the likeliest tokens there
+    greedy_ids: list[int] = field(default_factory=list)  # the likeliest tokens in the place of scored ones
     top_scores: list[dict[int, float]] = field(default_factory=list)
-    copies: list["Request"] = field(default_factory=list)  # that begin where the prompt, or what they share, is read
-    group: str = ""  # of the requests that share the beginning of a prompt; empty: it is alone
-    is_bound: bool = False  # its adapter and interventions to its sequence, which is to begin
-    kv_version: int = -1  # of the weights by which the beginning of its KV was computed
+    copies: list["Request"] = field(default_factory=list)  # requests to fork from this one at `fork_position`
+    group: str = ""  # id of the requests that share the beginning of a prompt; empty: not shared
+    is_bound: bool = False  # adapter and interventions are bound to its sequence, which may be empty still
+    kv_version: int = -1  # version of the weights that computed the beginning of its KV
     choices: list[TokenChoice] = field(default_factory=list)  # one for each token of the answer
-    versions: list[int] = field(default_factory=list)  # of the weights by which each of them was chosen
-    logprobs: list[float] = field(default_factory=list)  # of each of them, like the next two if they are asked for
+    versions: list[int] = field(default_factory=list)  # versions of the weights that chose these tokens
+    logprobs: list[float] = field(default_factory=list)  # of these tokens; this and the next two only if asked for
     processed_logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    text: list[str] = field(default_factory=list)  # pieces; grows only, since another thread may be taking them
+    text: list[str] = field(default_factory=list)  # pieces; only appended to, as another thread may be taking them
     num_taken: int = 0  # pieces of `text` that were taken
-    drafted: int = 0  # tokens that were proposed and verified
-    accepted: int = 0  # of those, the ones that stand in the answer
+    drafted: int = 0  # tokens that were drafted and verified
+    accepted: int = 0  # drafted tokens that are in the answer
     finish_reason: FinishReason | None = None
     error: FerrumError | None = None
-    is_settled: bool = False  # it is done, and what it held is freed: set before its caller is told
-    num_before_loss: int = -1  # tokens that it had when `has_progressed` was asked last
+    is_settled: bool = False  # it is done, and its slot and blocks are free: set before `notify` is called
+    num_before_loss: int = -1  # tokens that it had at the last call of `has_progressed`
     preemptions: int = 0  # times it lost its slot and blocks to others, and was recomputed
     submitted: float = field(default_factory=time.perf_counter)
     first_token_after: float = 0.0  # seconds
@@ -82,51 +82,51 @@ class Request:
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
-        self.request_id = self.cache_id  # the sequence of one request may be taken over by another
-        self._joined = ("", 0)  # the text of the last output, and how many pieces it has; replaced as a whole
+        self.request_id = self.cache_id  # stays the same if another request takes its sequence over
+        self._joined = ("", 0)  # text of the last output, and its number of pieces; replaced as a whole
         self._settings: SlotSettings | None = None
         self._sampled: SampledToken | None = None
         self._banned: frozenset[int] = frozenset()
         self.refusal: RequestValidationError | None = None  # why no token may come next
-        # Whether its settings change with its tokens, and whether the host must read each before the next is chosen.
+        # Whether settings depend on the answer, and whether the host must read each token before the next is chosen.
         self.has_changing_settings = any(len(words) > 1 for words in self.bad_words)
         self.needs_every_token = self.form is not None or self.has_changing_settings
 
     @property
     def is_done(self) -> bool:
-        """True once it finished or failed."""
+        """True once the request finished or failed."""
         return self.finish_reason is not None or self.error is not None
 
     @property
     def is_begun(self) -> bool:
-        """True once something was chosen or scored."""
+        """True once a token was chosen or scored."""
         return bool(self.choices or self.scores)
 
     @property
     def fork_position(self) -> int:
-        """Where copies part: before the last token of the prompt, or before what is scored if nothing is generated."""
+        """Positions shared with copies: all but the prompt's last; if nothing is generated, those before scoring."""
         return (self.score_from or 1) - 1 if self.limit == 0 else len(self.prompt) - 1
 
     def can_share(self, position: int) -> bool:
-        """True once others can begin with what it has read before a position."""
+        """True once the positions before `position` are filled, so that others can fork there."""
         captured = sum(len(next(iter(one.values()))) for one in self.captured)
         return self.num_read >= position and (not self.capture or captured >= position)
 
     @property
     def num_unscored(self) -> int:
-        """Tokens of the prompt that are still to be scored."""
+        """Number of prompt tokens that are still to be scored."""
         return 0 if self.score_from is None else len(self.prompt) - self.score_from - len(self.scores)
 
     @property
     def unread(self) -> list[int]:
-        """The known tokens that an ordinary step may read next."""
+        """Known tokens that are not in the KV yet; before scoring, only those in front of the scored ones."""
         if self.score_from is None or self.num_unscored == 0:
             return self.tokens[self.num_read :]
         return self.tokens[self.num_read : self.score_from - 1]
 
     @property
     def is_scoring(self) -> bool:
-        """True while what comes next is to be scored."""
+        """True while the next tokens are to be scored."""
         return self.score_from is not None and self.num_unscored > 0 and not self.unread
 
     @property
@@ -136,11 +136,11 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """Tokens that may still be chosen, those that are in flight left out."""
+        """Number of tokens that may still be chosen, beside those in flight."""
         return self.limit - (len(self.tokens) - len(self.prompt)) - self.num_in_flight
 
     def output_wanted(self) -> SampledToken:
-        """What its next step is asked for: a token chosen by its settings."""
+        """Returns the output for its next row: a token chosen by its settings."""
         if self.form is not None:
             return SampledToken(self.settings(), partial(self.mask_of_next, self.form))
         if self._sampled is None or self.bad_words:
@@ -148,13 +148,13 @@ class Request:
         return self._sampled
 
     def mask_of_next(self, form: AnswerForm) -> Mask:
-        """Returns the tokens that the form and the parameters allow next, as `SampledToken.mask` gives them.
+        """Returns the tokens that the form and the parameters allow next, in the format of `SampledToken.mask`.
 
-        It raises nothing, as a step waits for it: where there are none, `refusal` says so.
+        Never raises, as a step waits for it: if no token is allowed, it sets `refusal`.
         """
         try:
             mask = self._within_params(form.mask)
-        except Exception as problem:  # noqa: BLE001  of any kind: it concerns this request alone
+        except Exception as problem:  # noqa: BLE001  of any kind: only this request fails
             self.refusal = RequestValidationError(f"the form of the answer cannot be followed: {problem}")
             return form.everything
         if not mask.any():
@@ -164,22 +164,22 @@ class Request:
         return mask
 
     def fit_draft(self, form: AnswerForm, drafted: Sequence[int], most: int) -> tuple[list[int], list[Mask]]:
-        """Returns of drafted tokens those that fit the form, with the masks that `VerifiedTokens` takes.
+        """Returns the drafted tokens that fit the form, with the masks that `VerifiedTokens` takes.
 
-        If the form forces a text that is longer than the part of the draft that fits, that text is the draft. Returns
-        nothing where no token is allowed next: the ordinary step says why.
+        If the form forces a text longer than the fitting part of the draft, that text becomes the draft. Returns empty
+        lists if no token is allowed next: the ordinary step then reports why.
         """
         try:
             forced = form.forced[:most]
             longest = max(list(drafted[: form.count_fitting(drafted)]), forced[: form.count_fitting(forced)], key=len)
             masks = [self._within_params(mask) for mask in form.masks_along(longest)]
-        except Exception:  # noqa: BLE001  of any kind: it concerns this request alone
+        except Exception:  # noqa: BLE001  of any kind: only this request fails
             return [], []
         count = next((at for at, mask in enumerate(masks) if not mask.any()), len(masks))
         return longest[: max(0, count - 1)], masks[:count]
 
     def _within_params(self, mask: Mask) -> Mask:
-        """Returns what the parameters allow of a mask."""
+        """Removes the tokens from a mask that the parameters forbid."""
         if self.params.allowed_token_ids is not None:
             mask = mask & _bits_of(self.params.allowed_token_ids, len(mask))
         if never := [token for token, bias in self.settings().bias.items() if bias == -np.inf]:
@@ -187,7 +187,7 @@ class Request:
         return mask
 
     def settings(self) -> SlotSettings:
-        """How its next token is chosen; the same object until that changes."""
+        """Returns how its next token is chosen; the same object until this changes."""
         if self._settings is not None and not self.bad_words:
             return self._settings
         banned = frozenset(
@@ -201,12 +201,12 @@ class Request:
         return self._settings
 
     def forget_settings(self) -> None:
-        """Makes the next settings count the answer anew: another slot does not know it."""
+        """Makes the next `settings` a new object with the answer so far, as a new slot has not counted it."""
         self._settings = self._sampled = None
 
     def _make_settings(self, banned: frozenset[int]) -> SlotSettings:
         params = self.params
-        # Of what is only scored, the rest is given.
+        # If tokens are only scored, those before `score_from` count as the prompt.
         prompt = self.prompt if self.limit else self.prompt[: self.score_from]
         bias = dict(params.logit_bias or {}) | dict.fromkeys(banned, -np.inf)
         penalised = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -231,8 +231,8 @@ class Request:
         )
 
     def append(self, choice: TokenChoice, version: int = 0) -> None:
-        """Takes the next generated token, chosen by weights of a version, and decides whether it was the last."""
-        if self.refusal is not None:  # one that was chosen from none is no token
+        """Appends a generated token, chosen by weights of this version, and decides whether it was the last."""
+        if self.refusal is not None:  # no token was allowed, so this one means nothing
             self.error = self.refusal
             return
         if len(self.tokens) == len(self.prompt):
@@ -245,9 +245,9 @@ class Request:
             self.processed_logprobs.append(choice.processed_logprob)
         if wanted > 0:
             self.top_logprobs.append(dict(choice.alternatives))
-        self.choices.append(choice)  # last: who counts these finds the rest
+        self.choices.append(choice)  # last: a thread that counts `choices` finds the rest, too
         is_stop = token in self.stop_ids
-        is_own = token in (self.params.stop_token_ids or ())  # the caller's, which may end what is not complete
+        is_own = token in (self.params.stop_token_ids or ())  # the caller's stops may end an incomplete form
         if is_stop and self.form is not None and not is_own and not self.form.may_end:
             self.error = RequestValidationError(
                 f"the form of the answer has the special token {token} before its end, and that token ends answers"
@@ -272,7 +272,7 @@ class Request:
             self._finish("length")
 
     def take_scores(self, scores: Scores) -> None:
-        """Takes the scores of the next tokens of the prompt; without an answer, it is done after the last of them."""
+        """Appends the scores of the next prompt tokens; if nothing is generated, the last one ends the request."""
         self.has_scores_in_flight = False
         self.num_read += len(scores.logprobs)
         self.scores += scores.logprobs.tolist()
@@ -286,7 +286,7 @@ class Request:
             self.finish_reason = "length"
 
     def share(self, other: "Request") -> None:
-        """Takes over what another request of its group has read before they part; the model's part is done."""
+        """Takes positions, captures and scores before `fork_position` from a request whose KV it now has, too."""
         self.num_read, self.kv_version = self.fork_position, other.kv_version
         if self.capture:
             joined = other.captured_points(self.num_read)
@@ -297,14 +297,14 @@ class Request:
             self.top_scores = other.top_scores[:count]
 
     def interrupt(self) -> None:
-        """Ends it with what it has; without an answer, with a CancelledError."""
+        """Ends the request with the answer so far; if it generates nothing, with a CancelledError."""
         if self.limit:
             self._finish("abort")
         else:
             self.error = CancelledError(f"{self.request_id!r} was ended by a change of weights")
 
     def restart(self) -> None:
-        """Begins again with a KV that holds nothing; what was generated stays, and scores if they are complete."""
+        """Begins again with an empty KV; keeps the generated tokens, and the scores if they are complete."""
         self.num_read, self.num_in_flight, self.has_scores_in_flight, self.captured = 0, 0, False, []
         self.is_bound = False
         self.forget_settings()
@@ -312,15 +312,16 @@ class Request:
             self.scores, self.greedy_ids, self.top_scores, self.processed_scores = [], [], [], []
 
     def has_progressed(self) -> bool:
-        """Whether tokens were generated since this was asked last."""
+        """Returns whether tokens were generated since the last call."""
         former, self.num_before_loss = self.num_before_loss, len(self.choices)
         return self.num_before_loss > former
 
     def resume(self, former: RequestOutput) -> None:
-        """Takes over what another answer to the same prompt has.
+        """Appends the tokens of an earlier answer to the same prompt, which this request continues.
 
         Raises:
-            RequestValidationError: that answer is complete, or lacks log-probabilities that are asked for.
+            RequestValidationError: that answer is complete, lacks log-probabilities that are asked for, or has another
+                number of weight versions than tokens.
         """
         count, tops = len(former.token_ids), former.top_logprobs
         for name, lacking in (
@@ -354,30 +355,30 @@ class Request:
         self.first_token_after = former.time_to_first_token
 
     def tell(self) -> None:
-        """Calls `notify`; a caller's function that fails is logged, and harms no other request."""
+        """Sets `is_settled` and calls `notify`; an exception in `notify` is logged and affects no other request."""
         self.is_settled = self.is_done
         try:
             if self.notify is not None:
                 self.notify(self)
-        except Exception:  # noqa: BLE001  of any kind: it is the caller's
+        except Exception:  # noqa: BLE001  of any kind: the function is the caller's
             _log.exception("notify of request %r failed", self.request_id)
 
     def captured_points(self, count: int) -> dict[Point, NDArray[Any]]:
-        """Returns what was captured of its first `count` tokens."""
+        """Returns the captures of its first `count` tokens, by point."""
         return {point: np.concatenate([one[point] for one in self.captured])[:count] for point in self.capture}
 
     def take_text(self) -> str:
-        """Returns the text that became final since the last time."""
+        """Returns the text that became final since the last call."""
         taken = self.text[self.num_taken :]
         self.num_taken += len(taken)
         return "".join(taken)
 
     def output(self, *, return_error: bool = False) -> RequestOutput:
-        """Returns what there is of the answer; raises what made it fail, or puts that in the output as well."""
+        """Returns the answer so far; raises the error of a failed request or, if asked, returns it in the output."""
         error = self.error  # once: the engine's thread may set it meanwhile
         if error is not None and not return_error:
             raise error
-        reason = self.finish_reason if error is None else "error"  # first: what it tells of is there then
+        reason = self.finish_reason if error is None else "error"  # read first: all that it promises is there then
         params, begin, count = self.params, len(self.prompt), len(self.choices)
         wanted, scored = params.num_logprobs, params.num_prompt_logprobs >= 0
         return RequestOutput(
@@ -391,7 +392,7 @@ class Request:
             prompt_logprobs=[None, *self.scores] if scored else None,
             prompt_top_logprobs=[None, *self.top_scores] if params.num_prompt_logprobs > 0 else None,
             weight_versions=self.versions[:count],
-            # of all tokens but the last, which was never read; of a request that failed, less
+            # all tokens but the last, which no step has computed; fewer if the request failed
             captured=self.captured_points(begin + count - 1) if self.captured and reason is not None else {},
             time_to_first_token=self.first_token_after,
             error=error,
@@ -417,7 +418,7 @@ class Request:
         self.finish_reason = "stop" if self.watcher.found else reason
 
     def _watch(self, piece: str) -> None:
-        """Takes text of the newest token; what is certainly not part of a stop text is let out."""
+        """Takes text of the newest token, and emits the text that is certainly not part of a stop text."""
         self._emit(self.watcher.push(piece, is_exempt=len(self.choices) <= self.params.min_tokens))
 
     def _emit(self, piece: str) -> None:
@@ -426,7 +427,7 @@ class Request:
 
 
 def own_copy(problem: FerrumError) -> FerrumError:
-    """Returns an error like another, which becomes its cause; that one itself if it cannot be copied."""
+    """Returns a copy of an error, with the original as its cause; the original if it cannot be copied."""
     try:
         mine = copy.copy(problem)
     except Exception:  # noqa: BLE001  its class takes other arguments than the message
@@ -439,7 +440,7 @@ def own_copy(problem: FerrumError) -> FerrumError:
 
 
 def _bits_of(ids: Sequence[int], num_words: int) -> Mask:
-    """Returns a set of tokens as int32 words, the lowest bit first."""
+    """Returns a set of tokens as a bit mask in int32 words, the lowest bit first."""
     flags = np.zeros(32 * num_words, np.bool_)
     flags[list(ids)] = True
     return np.packbits(flags, bitorder="little").view(np.int32)

@@ -1,4 +1,4 @@
-"""Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`, under a mesh of any kind."""
+"""Generation as one pure function, for the caller's own `jit`, `vmap` or `shard_map`, under any mesh."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,13 +45,13 @@ from ferrum_jax.sharding.types import (
 )
 
 SEEDS = 'jax.random.bits(key, (B,), "uint32") draws them'
-BLOCK = 128  # positions, of a KV that is made here
+BLOCK = 128  # positions in a block of a KV that is made here
 Leaf = TypeVar("Leaf")
 
 
 @flax.struct.dataclass
 class Rollout(Generic[Leaf]):
-    """What was generated; after a row's end, ids are -1 and log-probabilities 0."""
+    """Generated tokens; after a row's end, ids are -1 and log-probabilities 0."""
 
     token_ids: Leaf  # int32 [B, N]
     logprobs: Leaf  # float32 [B, N], under the model's own distribution
@@ -60,10 +60,12 @@ class Rollout(Generic[Leaf]):
 def kv_spec(
     params: ParamTree, cfg: ModelConfig, *, rows: int, positions: int, dtype: str | None = None, attention: str = "xla"
 ) -> CacheSpec:
-    """Sizes the KV that `generate_fn` needs for `rows` sequences of up to `positions` tokens, the answer included.
+    """Returns the spec of the KV that `generate_fn` needs for `rows` sequences of up to `positions` tokens each.
+
+    `positions` counts prompt and answer.
 
     Raises:
-        InvalidParameterError: `rows` or `positions` are no integers of at least 1, or a name is unknown.
+        InvalidParameterError: `rows` or `positions` is not an integer of at least 1, or a name is unknown.
     """
     for name, value in (("rows", rows), ("positions", positions)):
         if not is_integer(value) or value < 1:
@@ -102,39 +104,40 @@ def generate_fn(
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
     """Continues every prompt of a batch by up to `max_tokens` tokens, as the engine would with the same seeds.
 
-    Under `jit`, `cfg`, `max_tokens`, `sampling`, `stop_ids` and `attention` are static or closed over, and `kv`, if it
-    is given and donated, is written in place. The decoding is one `scan`, so it has derivatives of the
-    log-probabilities; a row that has ended is padding until the others have.
+    Under `jit`, `cfg`, `max_tokens`, `sampling`, `stop_ids` and `attention` are static or closed over; a `kv` that is
+    donated is written in place. Decoding is one `scan`, so log-probabilities are differentiable; a row that has ended
+    is padding until all rows have ended.
 
-    Where rows are divided over a mesh of the caller's, each device generates its own, with their KV alone, in a
-    `shard_map` over the axes that divide them; the compiler divides the rest over the other axes. Parameters that are
-    divided over axes of the rows are gathered first. Explicit axes are in the type of `tokens`; auto axes are in
+    If rows are sharded over the caller's mesh, each device generates its own rows, with only their KV, in a `shard_map`
+    over the axes that shard rows; the compiler shards the rest over the other axes. Parameters that are sharded over
+    axes of the rows are gathered first. Explicit axes are read from the type of `tokens`; auto axes are given by
     `sharding`, without which the compiler decides, and may give every device the whole KV.
 
     Args:
         params: the model's, in any layout.
-        kv: what `state.empty` makes of `kv_spec`, with anything in it; None makes one here.
+        kv: a KV like `state.empty(kv_spec(...))`, whatever its contents; if None, one is made here.
         tokens: prompts, padded on the right.
         lengths: of the prompts, at least 1 each.
-        seeds: the draw of a token depends on its row's seed and its position alone.
-        cfg: the model's.
-        max_tokens: tokens to generate for each row at most.
+        seeds: the noise of a sampled token depends only on its row's seed and its position.
+        cfg: the model's configuration.
+        max_tokens: the most tokens to generate for each row.
         sampling: how tokens are chosen; the default is greedy.
-        stop_ids: ids that end a row, which has them as its last.
-        attention: the backend whose layout the KV has.
-        steering: added to the output of each layer, for all tokens; an argument, so that another one compiles nothing.
-        interventions: an `Edit` or a function by hook point (models/hooks.py), in the prompt and in the answer.
-            Arrays broadcast against `[B, 1, ...]`; a function is given `[B, T, ...]`, T being 1 in the answer, and the
-            positions `[B, T]`; where rows are divided, B are those of one device.
-        sharding: how `tokens` are divided over a mesh with auto axes: `NamedSharding(mesh, P("data"))`.
+        stop_ids: ids that end a row; the row includes the one that ended it.
+        attention: the backend for whose layout the KV was made.
+        steering: added to the output of each layer, for all tokens; an argument, so that new values do not recompile.
+        interventions: an `Edit` or a function by hook point (models/hooks.py), applied to prompt and answer. Arrays
+            broadcast against `[B, 1, ...]`. A function is given `[B, T, ...]` and the positions `[B, T]`; T is 1 in the
+            answer. If rows are sharded, B counts the rows of one device.
+        sharding: how `tokens` are sharded over a mesh with auto axes: `NamedSharding(mesh, P("data"))`.
 
     Returns:
-        What was generated, and the KV written, both divided by rows as `tokens` are. Where rows are divided, so must
-        be the blocks of a KV that is given, along its second axis.
+        The generated tokens and the KV, both sharded by rows as `tokens` are. If rows are sharded, the blocks of a
+        given KV must be sharded alike, along its second axis.
 
     Raises:
         InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks; a token is not in
-            the vocabulary, or a length outside its row, which inside `jit` nobody can tell: there both are undefined.
+            the vocabulary, or a length is not from 1 to T. Traced tokens and lengths are not checked: results for wrong
+            ones are undefined.
     """
     check_names(params, cfg)
     if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
@@ -197,14 +200,14 @@ def generate_fn(
 
 
 class _Arrays(NamedTuple):
-    """What generation is given that may be divided, differentiated and mapped; or how each of them is divided."""
+    """The arguments of generation that may be sharded, differentiated and vmapped; or the sharding of each."""
 
     params: Any
     kv: Any
     tokens: Any
     lengths: Any
     seeds: Any
-    edits: tuple[Any, ...]  # by intervention; None where it is a function
+    edits: tuple[Any, ...]  # one for each intervention; None for a function
 
 
 def _generate(
@@ -217,7 +220,7 @@ def _generate(
     stop_ids: Sequence[int],
     attention: str,
 ) -> tuple[Rollout[jax.Array], KvState[jax.Array]]:
-    """Generates all rows, or inside a `shard_map` those of one device."""
+    """Generates all rows or, inside a `shard_map`, the rows of one device."""
     params, kv, tokens, lengths, seeds, edits = vary_alike(*given)
     changes = with_edits(interventions, edits)
     batch, length = tokens.shape
@@ -276,7 +279,7 @@ def _generate(
 
 
 def _check_blocks(kv: KvState[jax.Array] | None, rows: int, positions: int, parts: int = 1) -> None:
-    """Raises InvalidParameter for rows or blocks that devices do not divide, and for a KV that is too small."""
+    """Raises InvalidParameterError if devices cannot divide the rows or blocks evenly, or if the KV is too small."""
     if rows % parts:
         raise InvalidParameterError(f"{rows} rows cannot be divided over {parts} devices")
     if kv is None:

@@ -1,4 +1,4 @@
-"""What requests do next: rows of a step, or runs of `decode_n`, which chooses many tokens of each in one call."""
+"""The next work of requests: rows of a step, or runs of `decode_n`, which chooses many tokens of each in one call."""
 
 from collections.abc import Iterable
 
@@ -44,7 +44,7 @@ def _scoring_row(request: Request, budget: int) -> ScheduledRow | None:
 
 
 def only_decodes(request: Request) -> bool:
-    """True of a request that only decodes, in ways that multi-step programs know."""
+    """True if a request only decodes, with settings that multi-step programs support."""
     params = request.params
     is_read = 0 < request.num_read == len(request.tokens) - 1
     is_simple = not (params.presence_penalty or params.frequency_penalty or params.logit_bias or params.min_tokens)
@@ -54,7 +54,7 @@ def only_decodes(request: Request) -> bool:
 
 
 def runs_of(requests: Iterable[Request], most: int) -> list[DecodeRun]:
-    """Returns what each request has `decode_n` do: up to `most` tokens."""
+    """Returns a run of up to `most` tokens for each request."""
     return [
         DecodeRun(
             cache_id=request.cache_id,

@@ -1,8 +1,8 @@
-"""Continuous batching: requests join and leave a running batch, prompts are read in chunks beside decodes.
+"""Continuous batching: requests join and leave a running batch, prompts are prefilled in chunks beside decodes.
 
-One thread uses a scheduler. Where the model can, the next step is begun before the last one's tokens are read: a decode
-row takes the token that the device has just chosen. A stop is then seen one step late, and what was chosen after it is
-dropped with its sequence.
+One thread uses a scheduler. If the model can, the scheduler begins a step before it reads the tokens of the last one: a
+decode row takes its token on the device. A stop is then seen one step late, and the token chosen after it is dropped
+with its sequence.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Step:
-    """A batch on its way."""
+    """A batch that was begun and not read yet."""
 
     requests: list[Request]
     rows: list[ScheduledRow]
@@ -44,13 +44,13 @@ class _Step:
 class Scheduler:
     """Runs requests on any `DecoderOnlyLLM`; `step` advances all of them.
 
-    When slots or blocks run short, the request that joined last, of those with the highest number as priority, is
-    preempted: it loses what it holds of the KV, waits until a request ends, and is then recomputed from its tokens; its
-    answer stays the same, but for rounding.
+    When slots or blocks run short, the scheduler preempts a request: of those with the highest number as priority, the
+    one that joined last. It loses its slot and blocks, waits until a request ends, and is then recomputed from its
+    tokens; its answer stays the same, except for rounding.
     """
 
     def __init__(self, model: DecoderOnlyLLM, *, max_rows: int, chunk_tokens: int, drafts: DraftSource | None = None):
-        """Gets ready for steps of `max_rows` sequences and `chunk_tokens` tokens of prompts at most.
+        """Makes a scheduler whose steps have at most `max_rows` sequences and `chunk_tokens` prompt tokens.
 
         Raises:
             UnsupportedError, ConfigError: drafts and model do not go together, as `Speculator` says.
@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row, those left out that begin where another has read; any thread may ask."""
+        """Requests that wait for a row, without copies whose shared prompt is not prefilled yet; any thread may ask."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> None:
@@ -98,11 +98,11 @@ class Scheduler:
         self._waiting.add(request)
 
     def update(self, update: Update) -> None:
-        """Queues other weights, which are set between two steps as soon as those before them are, and may be."""
+        """Queues an update of weights; `step` makes it when its policy `live` allows and earlier updates are made."""
         self._updates.append(update)
 
     def abort(self, *requests: Request) -> None:
-        """Forgets requests and frees what they hold; one that is done already is no error."""
+        """Drops requests and frees their slots and blocks; one that is done already is no error."""
         for request in requests:
             if request in self._running:
                 self._leave(request)
@@ -121,9 +121,9 @@ class Scheduler:
             self.speculator.source.reset()
 
     def fail(self, problem: FerrumError) -> None:
-        """Ends every request that runs or waits, and every update, with an error.
+        """Ends every running or waiting request, and every update, with an error.
 
-        That is so even if it raises, as it does where what they hold cannot be freed.
+        It raises if slots or blocks cannot be freed; requests and updates have ended then, too.
         """
         self._in_flight = None
         try:
@@ -136,28 +136,28 @@ class Scheduler:
                     done.set_exception(own_copy(problem))
 
     def step(self) -> None:
-        """Begins one step for as many requests as fit, and hands the tokens of the one before to their requests.
+        """Begins one step for as many requests as fit, and gives requests their tokens of the step before.
 
-        Where the model refuses the batch for what one request asks, the rows run one by one and only those that it
-        refuses alone fail. Any other error of the model ends every running request.
+        If the model refuses the batch because of a request, the rows run one by one, and only requests whose own row is
+        refused fail. Any other error of the model ends every running request.
         """
         self._set_weights()
         try:
             self._admit()
-        except FerrumError as problem:  # of a model that failed
+        except FerrumError as problem:  # the model failed
             self._fail([*self._running], problem)
         before = self._in_flight
         if self._running and not self._decode_many():
             requests, rows = [], []
             try:
                 requests, rows = self._schedule()
-            except FerrumError as problem:  # of drafts or copies, and no refusal
+            except FerrumError as problem:  # drafts or copies failed
                 self._fail([*self._running], problem)
             if rows:
                 try:
                     self._in_flight = self._count(requests, rows, self.backend.execute(rows))
                 except ResourceExhaustedError as problem:
-                    if before is None:  # what is in flight may end some; only then does one give way
+                    if before is None:  # else the step in flight may end requests: preempt only after that
                         self._make_room(problem)
                 except FerrumError as problem:
                     if before is not None:
@@ -169,16 +169,16 @@ class Scheduler:
             if self._in_flight is before:  # nothing could be begun beside it
                 self._in_flight = None
             self._collect(before)
-        # A request that needs every token would miss a step that is begun before its last one is read.
+        # The next token of a request that needs every token depends on the one in flight, so it is read now.
         needs_tokens = any(one.needs_every_token for one in self._running)
         if self._in_flight is not None and (needs_tokens or not self._runs_ahead):
             now, self._in_flight = self._in_flight, None
             self._collect(now)
 
     def _handle(self, problem: FerrumError, requests: list[Request], rows: list[ScheduledRow]) -> None:
-        """Ends what an error concerns: the one request of a batch, or all where the model is at fault.
+        """Fails the requests that an error concerns: the only request of a batch, or all if the model is at fault.
 
-        A request whose sequence somebody else has released is recomputed, unless no token has come since the last time.
+        A request whose sequence was released from outside is recomputed, unless it got no token since the last time.
         """
         gone = self._resynchronise()
         if not problem.is_client_error:
@@ -191,7 +191,7 @@ class Scheduler:
     def _run_singly(self, requests: Sequence[Request], rows: Sequence[ScheduledRow]) -> None:
         for request, row in zip(requests, rows, strict=True):
             if request not in self._running or request.num_read != row.start or row.tokens is None:
-                continue  # it ended, gave way or moved
+                continue  # it ended, was preempted or restarted, or its token is only on the device
             try:
                 self._collect(self._count([request], [row], self.backend.execute([row])))
             except ResourceExhaustedError as problem:
@@ -201,20 +201,20 @@ class Scheduler:
                 self._fail([request] if problem.is_client_error else [*self._running], problem)
 
     def _count(self, requests: list[Request], rows: list[ScheduledRow], pending: Any) -> _Step:
-        """Counts what a batch that was begun reads and chooses."""
+        """Counts the positions that a begun batch fills and the tokens that it chooses."""
         for request, row in zip(requests, rows, strict=True):
             if row.start == 0:
                 request.kv_version = self.backend.params_version
             if isinstance(row.output, SampledToken):
                 request.num_in_flight += 1
-            if isinstance(row.output, TargetScores):  # what it reads is counted when the scores come
+            if isinstance(row.output, TargetScores):  # `take_scores` counts its positions
                 request.has_scores_in_flight = True
             else:
                 request.num_read += 1 if row.tokens is None else len(row.tokens)
         return _Step(requests, rows, pending)
 
     def _collect(self, step: _Step) -> None:
-        """Reads a step and hands out what it gave."""
+        """Waits for a step and gives requests their tokens, scores and captures."""
         try:
             answers = step.pending.result()
         except FerrumError as problem:
@@ -238,7 +238,7 @@ class Scheduler:
             self._settle(request)
 
     def _settle(self, request: Request) -> None:
-        """Lets a request go that is done, and tells its caller what is new."""
+        """Frees a request that is done, and tells its caller that there is something new."""
         if request.is_done and not self._hand_over(request):
             self._leave(request)
         request.tell()
@@ -270,14 +270,14 @@ class Scheduler:
         return requests, rows
 
     def _bind(self, request: Request) -> bool:
-        """Binds what a request is computed with to its sequence, which is to begin; returns whether it may."""
+        """Binds adapter and interventions to the sequence of a request before its first row; False if it cannot run."""
         changes = request.interventions
         try:
             if request.adapter is not None:
                 self.model.set_lora_adapter_for_cache(request.cache_id, request.adapter)
             if changes is not None and isinstance(self.model, ModelRunner):
                 self.model.set_interventions(request.cache_id, changes.edits, start=changes.start, stop=changes.stop)
-        except ResourceExhaustedError as problem:  # every adapter is in use: it waits while others run
+        except ResourceExhaustedError as problem:  # every adapter row is in use: wait while others run
             if not any(one.num_read or one.is_bound for one in self._running):
                 self._fail([request], problem)
             return False
@@ -288,7 +288,7 @@ class Scheduler:
         return True
 
     def _fork(self, request: Request) -> None:
-        """Lets copies start from where a request has read; those for which there is no room wait."""
+        """Queues a request's copies once its shared prompt is prefilled, and admits those for which there is room."""
         if not request.can_share(request.fork_position):
             return
         copies, request.copies = request.copies, []
@@ -299,7 +299,7 @@ class Scheduler:
         self._admit()
 
     def _hand_over(self, request: Request) -> bool:
-        """Lets the next of its group go on in the sequence of a request that is done; returns whether there is one."""
+        """Passes the sequence of a request that is done to the next one of its group; returns whether it did."""
         if not request.group:
             return False
         heir = next((one for one in self._waiting if one.group == request.group), None)
@@ -319,7 +319,7 @@ class Scheduler:
         return True
 
     def _set_weights(self) -> None:
-        """Makes the updates that are due, in their order; steps in flight are read first."""
+        """Makes the queued updates in order, up to the first that must wait; reads the step in flight first."""
         while self._updates:
             update = self._updates[0]
             if update.live == "wait" and self._begun(update) and not update.done.cancelled():
@@ -332,7 +332,7 @@ class Scheduler:
                 self._collect(step)
             try:
                 version = update.install([one.cache_id for one in self._running])
-            except Exception as problem:  # noqa: BLE001  it belongs to who asked
+            except Exception as problem:  # noqa: BLE001  the update's caller gets it
                 update.done.set_exception(problem)
                 continue
             for request in self._begun(update):
@@ -340,12 +340,12 @@ class Scheduler:
             update.done.set_result(version)
 
     def _begun(self, update: Update) -> list[Request]:
-        """The requests under the weights that change: those that run, and preempted ones."""
+        """Requests whose weights change: running ones, and waiting ones that have tokens or scores."""
         waiting = [one for one in self._waiting if one.is_begun]
         return [one for one in (*self._running, *waiting) if update.concerns(one)]
 
     def _renew(self, request: Request, update: Update) -> None:
-        """Does to a request what an update says."""
+        """Applies the policy `live` of an update to a request."""
         if update.live == "abort":
             copies, request.copies = request.copies, []
             request.interrupt()
@@ -365,7 +365,7 @@ class Scheduler:
         return any(update.holds_back(request) for update in self._updates)
 
     def _decode_many(self) -> bool:
-        """Decodes many tokens of each request in one call, where the model can and nothing else is due."""
+        """Decodes many tokens of each request in one call, if the model can and all requests only decode."""
         most = self.model.loop_tokens
         if not most or self._in_flight is not None or self.speculator is not None:
             return False
@@ -386,9 +386,9 @@ class Scheduler:
             for choice in map(TokenChoice, run.token_ids, run.logprobs, processed):
                 request.num_read += 1
                 request.append(choice, self.backend.params_version)
-                if request.is_done:  # by a stop text, perhaps: what was decoded past it goes with the sequence
+                if request.is_done:  # perhaps by a stop text: later tokens are dropped with the sequence
                     break
-            request.forget_settings()  # the program had settings of its own
+            request.forget_settings()  # the program used settings of its own, not the slot's
             self._settle(request)
         return True
 
@@ -403,9 +403,9 @@ class Scheduler:
             fork_from_group(request, (one for one in self._running if not self._shortage.is_at(one)), self.backend)
 
     def _make_room(self, problem: ResourceExhaustedError) -> None:
-        """Preempts the least urgent request, of those the one that joined last, or fails it if it is alone.
+        """Preempts the request that joined last among the least urgent ones; fails it if it is the only one.
 
-        One that had read nothing yet was never admitted, and is not counted as preempted.
+        A request that holds no positions yet goes back to the queue and is not counted as preempted.
         """
         rivals = [one for one in self._running if self._shortage.competes(one, problem)] or [*self._running]
         last = max(reversed(rivals), key=attrgetter("priority"))
@@ -436,12 +436,12 @@ class Scheduler:
         self._resynchronise()
 
     def _resynchronise(self, *, failed: bool = False) -> set[Request]:
-        """Restarts requests of which the model does not hold what they think; returns those of which it has nothing."""
+        """Restarts requests whose `num_read` differs from the model's length; returns those it has no positions of."""
         gone: set[Request] = set()
         for request in list(self._running):
             try:
                 length = -1 if failed else self.backend.kv_len(request.cache_id) or 0
-            except FerrumError:  # of a model that has failed; its reset drops everything
+            except FerrumError:  # the model has failed; its reset drops everything
                 length = -1
             if length != request.num_read:
                 if length == 0:
@@ -459,15 +459,15 @@ class Scheduler:
     def _release(self, cache_id: str) -> None:
         try:
             self.backend.release(cache_id)
-        except FerrumError:  # a model that failed or was closed refuses this too; its reset frees everything
+        except FerrumError:  # a failed or closed model refuses this, too; its reset frees everything
             pass
-        except Exception as problem:  # noqa: BLE001  of a model that breaks the contract: the others go on
+        except Exception as problem:  # noqa: BLE001  the model breaks the contract: other requests go on
             _log.warning("%s cannot release %r: %r", type(self.model).__name__, cache_id, problem)
         if self.speculator is not None:
             self.speculator.forget(cache_id)
 
     def _fail(self, requests: Sequence[Request], problem: FerrumError) -> None:
-        """Ends requests and their copies with an error of their own each, whatever freeing what they hold raises."""
+        """Ends requests and their copies, each with its own copy of an error, even if freeing their KV raises."""
         ended = [one for request in requests for one in (*request.copies, request)]
         try:
             for request in requests:

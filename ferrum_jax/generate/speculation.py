@@ -20,14 +20,14 @@ NO_SPECULATION = EngineConfig(spec_tokens=0)  # of the draft model itself
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """Who drafts tokens, and how many at a time.
+    """The source of drafts, and how many tokens it drafts at a time.
 
     Args:
         draft: `prompt-lookup`; or the path or Hugging Face id of a smaller model with the same vocabulary; or such a
             model, which is then not closed with the `LLM`; or any `DraftSource`.
-        num_tokens: drafted at a time; `spec_tokens` of the engine, `FERRUM_SPEC_N` or 4 if None.
-        max_ngram: of prompt lookup: the longest run of tokens that is looked up.
-        drawing: of a model, for requests that draw: see `ModelDraft`.
+        num_tokens: tokens drafted at a time; if None, the engine's `spec_tokens`, `FERRUM_SPEC_N` or 4.
+        max_ngram: for prompt lookup: the longest n-gram that is looked up.
+        drawing: for a draft model: how it drafts for requests that sample, see `ModelDraft`.
     """
 
     draft: str | os.PathLike[str] | DecoderOnlyLLM | DraftSource = PROMPT_LOOKUP
@@ -48,14 +48,14 @@ class Speculation:
 
     @property
     def asked_tokens(self) -> int | None:
-        """Tokens drafted at a time, if this says it."""
+        """Tokens drafted at a time, if they are given here."""
         return self.draft.num_tokens if isinstance(self.draft, DraftSource) else self.num_tokens
 
     def settle(self, engine: EngineConfig | None) -> EngineConfig:
-        """Returns the settings with the number of drafted tokens in them.
+        """Returns the engine's settings with `spec_tokens` filled in.
 
         Raises:
-            ConfigError: both say it, and differently.
+            ConfigError: `num_tokens` here and `spec_tokens` there differ.
         """
         asked, mine = engine or EngineConfig(), self.asked_tokens
         if mine is not None and asked.spec_tokens not in (None, mine):
@@ -64,7 +64,7 @@ class Speculation:
         return replace(asked, spec_tokens=mine or found or DEFAULT_TOKENS)
 
     def tokens_for(self, target: DecoderOnlyLLM) -> int:
-        """Returns how many tokens to draft at a time where no settings of a model say it."""
+        """Returns how many tokens to draft at a time for a model that was loaded without this number."""
         most = DEFAULT_TOKENS
         if isinstance(target, ModelRunner):
             most = max(1, min(most, target.plan.buckets.verify_tokens - 1))
@@ -72,11 +72,11 @@ class Speculation:
 
 
 def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: int, max_rows: int) -> DraftSource | None:
-    """Makes what drafts for a target, a model being loaded for it if need be; None if no tokens are to be drafted.
+    """Makes the source of drafts for a target, and loads a draft model if it needs one; None if `num_tokens` is 0.
 
     Raises:
-        ConfigError: the target's steps do not verify so many tokens.
-        FerrumError: the draft cannot be loaded, or makes no sense for this target.
+        ConfigError: the target's steps cannot verify so many tokens.
+        FerrumError: the draft model cannot be loaded, or `drawing` is unknown.
     """
     draft, drawing = speculation.draft, speculation.drawing
     if num_tokens == 0:

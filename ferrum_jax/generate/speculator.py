@@ -1,4 +1,4 @@
-"""Several tokens in one forward: drafts, their verification, and the way back from what was wrong."""
+"""Speculative decoding: drafts, their verification in one forward, and the rollback of rejected tokens."""
 
 import contextlib
 import logging
@@ -19,22 +19,22 @@ _log = logging.getLogger(__name__)
 
 
 class Speculator:
-    """Advances requests by as many drafted tokens as the model agrees to, and one more.
+    """Advances requests by the drafted tokens that the target model accepts, and one more.
 
-    A drafted token is accepted where the model, at that place, chooses the same, with the noise of the request's seed
-    and of the position if it draws. So a token is accepted with the target's probability of it, and what stands in its
-    place otherwise has the target's distribution without it: speculative sampling (Leviathan et al. 2023; Chen et al.
-    2023) for a draft that is a single token. Answers are those of plain generation, whatever was drafted. Only a draft
-    that comes with probabilities of its own is judged by them, and then an answer has the target's distribution but
-    differs from the plain one of the same seed.
+    A drafted token is accepted if the target chooses the same token at its position, with the noise of the request's
+    seed and that position if it samples. So a token is accepted with its probability under the target, and a token in
+    its place has the target's distribution without it: speculative sampling (Leviathan et al. 2023; Chen et al. 2023)
+    with a draft distribution that is a single token. Answers are those of plain generation, whatever was drafted. Only
+    a draft with probabilities of its own is judged by these: the answer then has the target's distribution, but differs
+    from the plain answer of the same seed.
     """
 
     def __init__(self, model: DecoderOnlyLLM, backend: Any, source: DraftSource):
-        """Takes part in a scheduler.
+        """Checks that model and source go together.
 
         Raises:
             UnsupportedError: the model cannot roll its KV back.
-            ConfigError: the source's proposals make no sense for this model.
+            ConfigError: the source cannot draft for this model.
         """
         source.check_target(model)
         model.truncate_kv("", 0)  # an unknown id is no error, unless the method is Unsupported
@@ -46,10 +46,10 @@ class Speculator:
         self._has_warned = False
 
     def advance(self, batch: Sequence[Request]) -> list[Request]:
-        """Hands tokens to the requests of a batch for which something was drafted, and returns those requests.
+        """Gives accepted tokens to the requests of a batch that have a draft, and returns these requests.
 
-        Nothing has changed where the KV is too full for the drafts, or where the model refuses them: those requests
-        are left to the ordinary step. After any error the KV is rolled back.
+        If the KV is too full for the drafts, or the model refuses them, nothing changes and the list is empty: the
+        requests are left to the ordinary step. After any error the KV is rolled back.
         """
         ready = [one for one in batch if one.num_read == len(one.tokens) - 1 > 0]
         ready = [one for one in ready if not one.capture and not one.has_changing_settings]
@@ -79,14 +79,14 @@ class Speculator:
         return [request for request, _ in drafted]
 
     def forget(self, cache_id: str) -> None:
-        """Frees what the source holds for a request; a source that cannot is no error."""
+        """Frees what the source holds for a request; an error of the source is logged, not raised."""
         try:
             self.source.release(cache_id)
-        except Exception as problem:  # noqa: BLE001  of any kind: the answers do not need it
+        except Exception as problem:  # noqa: BLE001  of any kind: answers do not depend on the source
             self._warn("release", problem)
 
     def _warn(self, method: str, problem: Exception) -> None:
-        """Logs an error of the source that is none of the contract: once at WARNING, as it may come back every step."""
+        """Logs an error of the source unless it is a FerrumError: at WARNING once, as every step may repeat it."""
         if not isinstance(problem, FerrumError):
             level = logging.DEBUG if self._has_warned else logging.WARNING
             _log.log(level, "%s of %s failed: %r", method, type(self.source).__name__, problem)
@@ -95,7 +95,7 @@ class Speculator:
     def _draft(self, requests: Sequence[Request]) -> list[tuple[Request, Draft]]:
         wants, owners = [], []
         for request in requests:
-            # One more token than was drafted comes out; all but that one are read.
+            # A step yields one token more than was drafted, which takes no position of the KV yet.
             room = min(request.num_left - 1, self._model.kv_capacity() - len(request.tokens))
             if room > 0:
                 count = min(room, self.source.num_tokens)
@@ -168,12 +168,12 @@ def _row(request: Request, draft: Draft) -> ScheduledRow:
 
 
 def _judge(request: Request, draft: Draft, answer: Any) -> list[TokenChoice]:
-    """Returns the tokens that a request gets: accepted ones, and the one after them."""
+    """Returns a request's new tokens: the accepted ones, and the one after them."""
     if draft.probabilities is not None:
         target = np.asarray(answer, np.float64)
         target /= target.sum(axis=-1, keepdims=True)
         tokens = accept(draft.tokens, draft.probabilities, target, seed=request.seed, position=len(request.tokens))
-        # Its distribution is all that is known of such a token: both figures are of that.
+        # Only the distribution drawn from is known, so it stands for both log-probabilities.
         figures = np.log(target[np.arange(len(tokens)), tokens]).tolist()
         return [TokenChoice(token, figure, figure) for token, figure in zip(tokens, figures, strict=True)]
     pairs = enumerate(zip(draft.tokens, answer, strict=False))

@@ -1,23 +1,23 @@
-"""Stop texts in a stream: nothing that may be the beginning of one is let out."""
+"""Stop texts in a stream: text that may be the beginning of one is held back."""
 
 from collections.abc import Sequence
 
 
 class StopWatcher:
-    """Lets text through until a stop text is complete, whatever the pieces it comes in."""
+    """Passes text on until a stop text is complete, however the text is cut into pieces."""
 
     def __init__(self, stops: Sequence[str], *, includes_stop: bool = False):
-        """Watches for `stops`; with `includes_stop`, the one that is found is let through."""
+        """Watches for `stops`; with `includes_stop`, the stop text that is found is passed on, too."""
         self._stops = tuple(dict.fromkeys(stops))
         self._includes_stop = includes_stop
         self._held = ""
-        self._num_exempt = 0  # characters at the front of `_held` with which no stop text ends
+        self._num_exempt = 0  # characters at the front of `_held` in which no stop text may end
         self.found = False
 
     def push(self, piece: str, *, is_exempt: bool = False) -> str:
         """Takes the next piece and returns the text that is certainly not part of a stop text.
 
-        No stop text ends within a piece that is exempt, though one may begin there.
+        A stop text may begin in an exempt piece, but does not end in it.
         """
         if self.found or not piece:
             return ""
@@ -31,7 +31,7 @@ class StopWatcher:
         ]
         if hits:
             self.found = True
-            end, at = min(hits)  # the one that is complete first, as if the text had come letter by letter
+            end, at = min(hits)  # the one that ends first, as if the text had come character by character
             out, self._held = self._held[: end if self._includes_stop else at], ""
             return out
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
@@ -41,12 +41,12 @@ class StopWatcher:
         return out
 
     def flush(self) -> str:
-        """Returns what was held back, the text being at its end."""
+        """Returns the text that was held back; to be called at the end of the text."""
         out, self._held = self._held, ""
         return out
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

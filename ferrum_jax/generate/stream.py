@@ -23,11 +23,11 @@ class Stream:
         return next(self._pieces)
 
     def close(self) -> None:
-        """Aborts the answer and frees what it holds, after the step that runs."""
+        """Aborts the answer and frees its slot and blocks after the current step."""
         self._pieces.close()
 
     def output(self) -> RequestOutput:
-        """Returns the finished output; an answer that is not finished is a RequestValidationError."""
+        """Returns the finished output; raises RequestValidationError if the answer is not finished."""
         if not self._request.is_done:
             raise RequestValidationError("this stream is not finished: take its pieces first")
         return self._request.output()

@@ -1,7 +1,7 @@
-"""Answers of a given form: JSON of a schema, a regular expression, a grammar, or one of some texts.
+"""Structured output: answers in the form of a JSON schema, a regular expression, a grammar, or one of given texts.
 
-llguidance (Microsoft; Earley's algorithm over derivatives of regular expressions) says after every token which may
-follow. The sampler takes that as a mask on the device, for greedy and for drawn tokens.
+After every token, llguidance (Microsoft; Earley's algorithm over derivatives of regular expressions) computes which
+tokens may follow. The sampler applies these as a mask on the device, for greedy and sampled tokens.
 """
 
 import json
@@ -26,13 +26,13 @@ _FORMS = ("json", "json_object", "regex", "choice", "grammar")
 
 @dataclass(frozen=True, kw_only=True)
 class Structured:
-    """The form of an answer: exactly one of these. The names are those of vLLM's `StructuredOutputsParams`.
+    """The form of an answer: exactly one of these. Names are those of vLLM's `StructuredOutputsParams`.
 
     Args:
         json: a JSON schema, as a mapping or as text.
-        json_object: True: any JSON object.
+        json_object: True for any JSON object.
         regex: a regular expression that the whole answer matches, in Rust's syntax.
-        choice: texts, of which the answer is one.
+        choice: the texts that the answer may be.
         grammar: a grammar in Lark's syntax or GBNF.
     """
 
@@ -76,7 +76,7 @@ class Structured:
 
 
 class AnswerForm:
-    """What may follow what an answer has so far. One thread at a time uses it."""
+    """The form of one answer and its progress: computes which tokens may come next. One thread at a time uses it."""
 
     def __init__(self, matcher: Any, vocab_size: int):
         self._matcher, self._size = matcher, vocab_size
@@ -88,12 +88,12 @@ class AnswerForm:
 
     @property
     def is_complete(self) -> bool:
-        """True once nothing may follow but the end; never of a form that failed."""
+        """True once only the end may follow; never true for a form that failed."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def may_end(self) -> bool:
-        """True where the answer is complete as it is."""
+        """True if the answer may end here."""
         return self._matcher.is_accepting()
 
     @property
@@ -103,7 +103,7 @@ class AnswerForm:
 
     @property
     def mask(self) -> Mask:
-        """The tokens that may come next; raises RequestValidationError where the form has become too complex."""
+        """The tokens that may come next; raises RequestValidationError if the form has become too complex."""
         if (mask := self._mask) is None:
             import llguidance.numpy
 
@@ -116,17 +116,17 @@ class AnswerForm:
 
     @property
     def forced(self) -> list[int]:
-        """Tokens of the only text that may come next, as far as there is one."""
+        """Tokens of the text that must come next; empty if there is a choice."""
         return self._matcher.deep_copy().compute_ff_tokens()
 
     def count_fitting(self, tokens: Sequence[int]) -> int:
-        """Returns how many of some tokens may follow, one after the other."""
+        """Returns how many of these tokens, from the first, may follow one after the other."""
         return self._matcher.deep_copy().validate_tokens(list(tokens))
 
     def masks_along(self, tokens: Sequence[int]) -> list[Mask]:
-        """Returns the mask now and after each of some tokens, which fit.
+        """Returns the mask now and after each of these tokens, which must fit.
 
-        After a token that completes the form every token is allowed: what is chosen there is not used.
+        After a token that completes the form, the mask allows every token: the choice there is not used.
         """
         masks, later = [self.mask], self.copy()
         for token in tokens:
@@ -138,7 +138,7 @@ class AnswerForm:
         """Takes the answer's next token.
 
         Raises:
-            RequestValidationError: it may not come here, because a bias or `allowed_token_ids` left no token that may,
+            RequestValidationError: the token does not fit, because a bias or `allowed_token_ids` excluded all that do,
                 or the form is too complex.
         """
         self._mask = None
@@ -160,8 +160,8 @@ class FormCompiler:
         """Returns the form of an answer that has no token yet.
 
         Raises:
-            UnsupportedError: there is no tokenizer, llguidance does not know its kind, or it is not installed.
-            RequestValidationError: the schema, expression or grammar is none, or too complex.
+            UnsupportedError: there is no tokenizer, its kind is not supported, or llguidance is not installed.
+            RequestValidationError: the schema, expression or grammar is malformed or too complex.
         """
         if self._tokenizer is None:
             raise UnsupportedError("structured output needs a tokenizer, and this LLM has none")
@@ -191,7 +191,7 @@ class FormCompiler:
 
 
 def _check_text(text: str) -> None:
-    """Checks a schema's references; llguidance says what is wrong with a text that is no JSON."""
+    """Checks a schema's references; llguidance reports a text that is not JSON."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -200,9 +200,9 @@ def _check_text(text: str) -> None:
 
 
 def check_references(schema: Any) -> None:
-    """Raises RequestValidationError for a JSON schema with references and, inside of it, an `$id` that is their base.
+    """Raises RequestValidationError for a JSON schema with references and, below its root, an `$id`.
 
-    llguidance resolves every reference from the root.
+    Such an `$id` is the base of the references inside it, but llguidance resolves every reference from the root.
     """
     inner, has_references = "", False
     waiting = [(schema, True)]

@@ -1,4 +1,4 @@
-"""The bytes of single tokens, which need not be whole characters."""
+"""The bytes of single tokens, which may be parts of characters."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _SPACE = "\u2581"  # as SentencePiece writes it
 
 
 def _byte_of_letter() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from 256 on."""
+    """GPT-2's letters for bytes: printable bytes are their own letter, the others have letters from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -25,7 +25,7 @@ class TokenBytes:
     """How a tokenizer spells its tokens; without a tokenizer they have no bytes."""
 
     def __init__(self, tokenizer: Tokenizer | None):
-        """Finds out how the tokenizer spells bytes and spaces."""
+        """Reads from the tokenizer's decoder how it spells bytes and spaces."""
         self._tokenizer = tokenizer
         self.added: Mapping[int, tokenizers.AddedToken] = {} if tokenizer is None else tokenizer.added
         parts = {} if tokenizer is None else json.loads(tokenizer.backend.to_str())
@@ -35,7 +35,7 @@ class TokenBytes:
         self.can_spell_all = bool(self._letters) or '"ByteFallback"' in decoder
 
     def of(self, token_id: int) -> bytes:
-        """Returns the bytes of a token; none for an id beyond the vocabulary."""
+        """Returns the bytes of a token; empty for an id beyond the vocabulary."""
         if self._tokenizer is None:
             return b""
         if token_id in self.added:
@@ -52,15 +52,15 @@ class TokenBytes:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is no part of a text."""
+        """Whether a token is special, so that it is not part of the text."""
         return token_id in self.added and self.added[token_id].special
 
 
 class GrammarVocabulary:
-    """A vocabulary as llguidance asks for it, of so many tokens.
+    """A vocabulary of `size` tokens, with the interface that llguidance needs.
 
-    Given a tokenizer itself, llguidance takes every added token in angle brackets for a special one, also where it is
-    a text of the model's, such as Qwen's `<tool_call>`, and the text of a special token for the token.
+    Given the tokenizer itself, llguidance would treat every added token in angle brackets as special, even text of the
+    model such as Qwen's `<tool_call>`, and the spelled-out text of a special token as that token.
 
     Raises:
         UnsupportedError: the tokens do not spell every byte.
@@ -84,7 +84,7 @@ class GrammarVocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Returns the ids of a text that an answer must have, whose bytes are the text's."""
+        """Returns ids whose bytes are those of a text, as far as the vocabulary can spell it."""
         try:
             found = self._plain.encode(text.decode(), add_special_tokens=False).ids
         except UnicodeDecodeError:
@@ -92,7 +92,7 @@ class GrammarVocabulary:
         if all(at < len(self.tokens) for at in found) and b"".join(self.tokens[at] for at in found) == text:
             return found
         found, start = [], 0
-        while start < len(text):  # the longest token that fits, again and again
+        while start < len(text):  # greedily take the longest token that fits
             size = next((n for n in range(self._longest, 0, -1) if text[start : start + n] in self._ids), 0)
             if not size:
                 return found
@@ -102,7 +102,7 @@ class GrammarVocabulary:
 
 
 def _without_prefix(parts: Any) -> Any:
-    """Returns a tokenizer's description without the space that it puts before a text."""
+    """Returns a tokenizer's JSON without the parts that put a space before a text."""
     if isinstance(parts, list):
         return [_without_prefix(one) for one in parts if not (isinstance(one, dict) and one.get("type") == "Prepend")]
     if not isinstance(parts, dict):

@@ -22,17 +22,17 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tokenizer:
-    """A vocabulary with what a model's files say about its special tokens and chat templates.
+    """A vocabulary, with the special tokens and chat templates of a model's files.
 
     Attributes:
-        backend: does the work; shared, so not to be changed.
-        eos_token_ids: ids that end a generation, the model's own first; empty where the files name none.
+        backend: the tokenizer of `tokenizers`; shared, so do not change it.
+        eos_token_ids: ids that end a generation, those of the model's configuration first; empty if there are none.
         bos_token: text of the token that begins a sequence.
         eos_token: text of the token that ends one.
         pad_token: text of the padding token.
-        unk_token: text of the token that stands for what the vocabulary cannot spell.
+        unk_token: text of the token for characters that the vocabulary cannot spell.
         chat_templates: Jinja sources by name.
-        prefixes_runs: each run of text between added tokens gets a space in front, which `decode` takes away again.
+        prefixes_runs: each run of text between added tokens gets a space in front, which `decode` removes.
         added: added tokens by id.
     """
 
@@ -57,7 +57,7 @@ class Tokenizer:
         Raises:
             NotFoundError: there is no such folder, or no tokenizer in it.
             UnsupportedError: there is a vocabulary, but in another form than `tokenizer.json`.
-            InvalidFormatError: a file does not have its form; the message names it.
+            InvalidFormatError: a file is malformed; the message names it.
         """
         folder = Path(path)
         backend = _read_backend(folder)
@@ -78,12 +78,12 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, source: str | Path | GgufFile) -> Self:
-        """Reads a GGUF file's vocabulary, or that of a file that is open already; its tensors are not touched.
+        """Reads the vocabulary of a GGUF file, given its path or an open file; does not read its tensors.
 
         Raises:
             NotFoundError: there is no such file.
             UnsupportedError: its kind of vocabulary or pre-tokenizer is not implemented.
-            InvalidFormatError: it is no GGUF file, or its vocabulary contradicts itself.
+            InvalidFormatError: it is not a GGUF file, or its vocabulary contradicts itself.
         """
         opened = source if isinstance(source, GgufFile) else GgufFile(Path(source))
         path, metadata = opened.path, opened.metadata
@@ -112,7 +112,7 @@ class Tokenizer:
         )
 
     def save(self, folder: Path) -> None:
-        """Writes the files from which `from_folder` makes this tokenizer again."""
+        """Writes the files from which `from_folder` reads this tokenizer again."""
         texts = {name: getattr(self, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         config: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
         config |= {"prefixes_runs": True} if self.prefixes_runs else {}
@@ -128,15 +128,15 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The template used where none is named."""
+        """The default chat template, if there is one."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; special tokens spelled out in it become their ids.
 
         Args:
-            text: what to encode.
-            add_special_tokens: also put the tokens around it that the model was trained with.
+            text: the text to encode.
+            add_special_tokens: also add the special tokens that the model expects around a text.
         """
         try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -144,7 +144,7 @@ class Tokenizer:
             raise TokenizerError(f"text must be a str of valid Unicode, found {text!r:.80}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of `ids`; bytes that are no UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
+        """Returns the text of `ids`; bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary are skipped."""
         try:
             if not self.prefixes_runs:
                 return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -159,10 +159,10 @@ class Tokenizer:
             raise TokenizerError(f"ids must be integers from 0 to 2^32 - 1, found {ids!r:.80}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        """Returns a conversation as the default template lays it out, with what `render_chat` takes and raises.
+        """Renders a conversation with the default chat template; options and errors are those of `render_chat`.
 
         Raises:
-            UnsupportedError: there is no such template.
+            UnsupportedError: there is no default template.
         """
         if self.chat_template is None:
             raise UnsupportedError("this model has no chat template")
@@ -170,14 +170,14 @@ class Tokenizer:
         return render_chat(self.chat_template, messages, **marks, **options)
 
     def id_to_token(self, token_id: int) -> str | None:
-        """Returns the token as the vocabulary spells it, or None for an id that it does not have."""
+        """Returns the vocabulary's spelling of a token, or None for an id that it does not have."""
         try:
             return self.backend.id_to_token(token_id)
         except (OverflowError, TypeError) as error:
             raise TokenizerError(f"a token id must be an integer from 0 to 2^32 - 1, found {token_id!r:.80}") from error
 
     def token_to_id(self, token: str) -> int | None:
-        """Returns the id of a token as the vocabulary spells it, or None for one that it does not have."""
+        """Returns the id of a token, given the vocabulary's spelling, or None if there is no such token."""
         return self.backend.token_to_id(token)
 
 
@@ -186,8 +186,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
         NotFoundError: there is nothing at `path`.
-        UnsupportedError: it is neither, or a tokenizer of a kind that is not implemented.
-        InvalidFormatError: a file does not have its form.
+        UnsupportedError: it is neither, or its kind of tokenizer is not implemented.
+        InvalidFormatError: a file is malformed.
     """
     path = Path(path)
     if path.is_dir():
@@ -221,7 +221,7 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Reads a file that need not be there."""
+    """Reads a JSON file; returns an empty mapping if it does not exist."""
     try:
         return read_json(file)
     except NotFoundError:
@@ -264,7 +264,7 @@ def _add_tokens(
     for token in added:
         token.special |= any(token.content == one.content for one in special)
     found = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for group in (added, special, further):  # one that is there already keeps its flags
+    for group in (added, special, further):  # a token that exists already keeps its flags
         backend.add_tokens([token for token in group if token.content not in found])
         found |= {token.content for token in group}
 
@@ -272,7 +272,7 @@ def _add_tokens(
 def _special_tokens(
     named: Mapping[str, Any],
 ) -> tuple[list[tokenizers.AddedToken], list[tokenizers.AddedToken]]:
-    """Reads the special tokens that have names and those that have none, in the order in which new ones get ids."""
+    """Reads the named and the unnamed special tokens, in the order in which new ones get ids."""
     own = [key for key in named if key.endswith("_token") and key not in _NAMED]  # a family's, such as image_token
     values = [named[key] for key in (*_NAMED, *own) if _token_text(named.get(key)) is not None]
     extra = named.get("extra_special_tokens")
@@ -301,7 +301,7 @@ def _read_added_tokens(file: Path, special: Collection[str]) -> list[tokenizers.
 
 
 def _model_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Reads the ids that end a generation: from the first of the model's files that names any."""
+    """Reads the ids that end a generation from the first of the model's files that has any."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name).get("eos_token_id")
         if found is None:
@@ -314,7 +314,7 @@ def _model_eos_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Collects templates by name; files go before `tokenizer_config.json`."""
+    """Collects templates by name; template files override `tokenizer_config.json`."""
     source = folder / "tokenizer_config.json"
     stated = config.get("chat_template")
     if stated is None:

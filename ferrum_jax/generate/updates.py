@@ -1,4 +1,4 @@
-"""Weights, of a model or an adapter, that change while requests run."""
+"""Changes of the weights of a model or an adapter while requests run."""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -16,15 +16,16 @@ LivePolicy = Literal["wait", "abort", "keep", "recompute"]
 
 @dataclass(eq=False)
 class Update:
-    """Other weights, and what becomes of the requests that run under the old ones.
+    """A change of weights, and what happens to the requests that run under the old ones.
 
-    `wait`: they end first, and requests that have not begun wait for the new weights. `abort`: they end with what they
-    have. `keep`: they go on with the KV of the old weights. `recompute`: it is computed anew under the new weights.
+    `wait`: they end first, and requests that have not begun wait for the new weights. `abort`: they end with the answer
+    so far. `keep`: they go on with the KV of the old weights. `recompute`: they go on, and their KV is recomputed under
+    the new weights.
     """
 
-    install: Callable[[Collection[str]], int]  # sets the weights, given what may stay live; returns their version
+    install: Callable[[Collection[str]], int]  # sets the weights, given sequences to keep; returns their version
     live: LivePolicy
-    adapter: str | None = None  # which one changes; None: the model itself
+    adapter: str | None = None  # name of the adapter that changes; None: the model itself changes
     done: Future[int] = field(default_factory=Future)
 
     def __post_init__(self):
@@ -32,16 +33,16 @@ class Update:
             raise RequestValidationError(f"live is {safe_repr(self.live)}, expected one of {get_args(LivePolicy)}")
 
     def concerns(self, request: Request) -> bool:
-        """True of a request under the weights that change."""
+        """True if a request uses the weights that change."""
         return self.adapter is None or (request.adapter is not None and request.adapter.name == self.adapter)
 
     def holds_back(self, request: Request) -> bool:
-        """True of a request that must not begin before the update."""
+        """True if a request must not begin before the update."""
         return self.live == "wait" and self.concerns(request) and not request.is_begun
 
 
 def params_update(model: DecoderOnlyLLM, params: ParamTree, live: LivePolicy) -> Update:
-    """Returns the update that sets a model's weights; raises UnsupportedError for a model that has no such call."""
+    """Returns the update that sets a model's weights; raises UnsupportedError unless it is a `ModelRunner`."""
     runner = _runner(model)
 
     def install(kept: Collection[str]) -> int:

@@ -1,4 +1,4 @@
-"""`WaitingLine`: the requests that wait for a row, in the order in which they are to get one."""
+"""`WaitingLine`: the requests that wait for a row, in the order in which they get one."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ _priority = attrgetter("priority")
 
 
 class WaitingLine:
-    """Requests by priority, the lowest number first; of one priority, in the order in which they came.
+    """Requests by priority, the lowest number first; within a priority, in the order of arrival.
 
-    One thread changes it; any thread may ask for its length.
+    One thread changes it; any thread may read its length.
     """
 
     def __init__(self):
@@ -29,11 +29,11 @@ class WaitingLine:
         self._requests.insert(bisect_right(self._requests, request.priority, key=_priority), request)
 
     def put_first(self, *requests: Request) -> None:
-        """Puts requests of one priority, in this order, before all others of it: preempted ones, or copies."""
+        """Puts requests of one priority, preempted ones or copies, in this order before all others of that priority."""
         if requests:
             at = bisect_left(self._requests, requests[0].priority, key=_priority)
             self._requests[at:at] = requests
 
     def remove(self, request: Request) -> None:
-        """Takes a request out; raises ValueError where it does not wait."""
+        """Removes a request; raises ValueError if it does not wait."""
         self._requests.remove(request)
