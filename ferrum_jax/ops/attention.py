@@ -3,11 +3,11 @@
 | backend | module | runs on | dtypes |
 |---|---|---|---|
 | `xla` | attention_xla | everything; gradients | all |
-| `cpu` | attention_cpu | CPUs with kernels (ops/native), which products then use, too | float32 |
+| `cpu` | attention_cpu | CPUs with kernels (ops/native); products then use kernels, too | float32 |
 | `triton` | attention_triton | NVIDIA GPUs; interpreted on CPU | all |
 | `tpu` | attention_tpu | TPUs | bfloat16 |
 
-models/backends.py chooses the one an engine runs.
+models/backends.py chooses the backend that an engine runs.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,11 @@ from ferrum_jax.ops.batch import Rows, is_real, positions
 from ferrum_jax.ops.linear import precision
 from ferrum_jax.ops.rope import rotate
 
-NEW_BLOCK = 128  # queries of a row without a cache that attend together
-UNSEEN = -1e30  # a score that the softmax makes 0
-MOST_BLOCKS = 16  # of such a row: longer ones have larger blocks, so that the program stays small
+NEW_BLOCK = 128  # queries in a block of a row without a cache
+UNSEEN = -1e30  # a masked score: its weight after the softmax is 0
+MOST_BLOCKS = 16  # blocks in a row without a cache: longer rows have larger blocks, so that the program stays small
 
-Change = Callable[[jax.Array, jax.Array], jax.Array]  # of an array [B, N, T, S], given positions [B, T]
+Change = Callable[[jax.Array, jax.Array], jax.Array]  # changes an array [B, N, T, S], given positions [B, T]
 
 
 def attend(
@@ -46,7 +46,7 @@ def attend(
     sinks: Float[Array, " N"] | None = None,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
-    """Attends every token to the positions up to its own; the KV already holds the keys and values of all new tokens.
+    """Attends from every token to the positions up to its own; the KV must hold the keys and values of all new tokens.
 
     Several rows may belong to one sequence: consecutive query blocks of a long prompt, with the same block table and
     lengths that grow by T.
@@ -54,11 +54,11 @@ def attend(
     With a `window`, a token at position p sees positions p-window+1 to p. With a `softcap`, scaled scores s become
     `softcap * tanh(s / softcap)`, as in Gemma 2 (Gemma Team 2024, section 2). Sinks are one extra score per
     query head whose value is zero, as in GPT-OSS (Xiao et al. 2023, "Efficient Streaming Language Models with Attention
-    Sinks", section 3.3). Outputs of padding tokens and rows are zero. KV that no sequence has written may hold
+    Sinks", section 3.3). Outputs of padding tokens and rows are zero. Positions that no sequence has written may hold
     anything, NaN included.
 
     Raises:
-        UnsupportedError: there is no such backend, it cannot read the KV's layout, or has no soft cap or sinks.
+        UnsupportedError: the backend does not exist, cannot read the KV's layout, or has no soft cap or sinks.
     """
     if backend == "xla":
         return attend_xla(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -66,7 +66,7 @@ def attend(
         return attend_cpu(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if not isinstance(window, int | None):
         raise UnsupportedError(f"attention {backend!r} needs a window that is known when the step is traced")
-    if backend == "triton":  # what only some devices need is imported where it is needed
+    if backend == "triton":  # imported here: other devices do not need it
         from ferrum_jax.ops.attention_triton import attend_triton
 
         return attend_triton(q, kv, layer, rows, scale=scale, window=window, softcap=softcap, sinks=sinks)
@@ -91,7 +91,7 @@ def write(
     *,
     backend: str = "xla",
 ) -> KvState[jax.Array]:
-    """Writes one layer's keys and values of each token, as `state.write` says."""
+    """Writes one layer's keys and values of each token, as `state.write` does."""
     return (write_cpu if backend == "cpu" else state.write)(kv, layer, block_ids, offsets, k, v)
 
 
@@ -107,7 +107,7 @@ def rotate_and_write(
     *,
     backend: str = "xla",
 ) -> tuple[Float[Array, "X N H"], KvState[jax.Array]]:
-    """Rotates queries and keys by `rope`, as `rotations` gives it, and writes keys and values as `write`."""
+    """Rotates queries and keys by `rope`, the result of `rotations`, and writes keys and values as `write`."""
     if backend == "triton":
         from ferrum_jax.ops.rotate_triton import rotate_and_write_triton
 
@@ -119,7 +119,7 @@ def rotate_and_write(
 def cached_keys(
     kv: KvState[jax.Array], layer: int | Int[Array, ""], rows: Rows[jax.Array]
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """Copies a layer's keys and values at the S = M * C positions of each row's block table; unwritten ones are 0."""
+    """Copies a layer's keys and values at the S = M * C positions of each row's block table; 0 if never written."""
     size = state.block_size(kv)
     k, v = state.read(kv, layer, rows.tables.reshape(-1))  # [B * M, K, H, C] and [B * M, K, C, H]
     batch, columns = rows.tables.shape
@@ -144,12 +144,12 @@ def attend_dense(
     on_scores: Change | None = None,
     on_weights: Change | None = None,
 ) -> tuple[Float[Array, "B T N J"], Float[Array, "B N T S"], Float[Array, "B N T S"]]:
-    """Attends as `attend`, with all scores at once: outputs, scores, and weights; the last two float32.
+    """Attends as `attend`, with all scores at once; returns outputs, scores, and weights, the last two in float32.
 
-    Keys and values are those of positions 0 to S - 1 of each row. Scores are those after scale and soft cap, -inf at
-    positions that a token does not see, where weights are 0. Padding tokens see nothing. Of sinks the weights lack what
-    falls to them. `on_scores` and `on_weights` change both, given the positions of the tokens, `[B, T]`; what is not
-    seen stays so, and is `UNSEEN` in the scores that they are given, as a gradient of -inf times a factor is no number.
+    Keys and values are those of positions 0 to S - 1 of each row. Scores are those after scale and soft cap; at masked
+    positions they are -inf and weights are 0. Padding tokens see no position. Weights do not include those of sinks.
+    `on_scores` and `on_weights` change scores and weights, given the positions of the tokens, `[B, T]`; masked
+    positions stay masked. `on_scores` gets `UNSEEN` there, as the gradient of -inf times a factor is NaN.
     """
     batch, tokens, heads, _ = q.shape
     high, groups = precision(q.dtype), heads // k.shape[2]
@@ -192,10 +192,10 @@ def attend_new(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N J"]:
-    """Attends within rows that begin here: token t to tokens 0 to t of its own row, without a cache.
+    """Attends without a cache, in rows that begin here: token t attends to tokens 0 to t of its row.
 
-    Queries go in blocks, each over the keys that its last one sees. Gradients recompute a block's scores (Dao 2023,
-    "FlashAttention-2", section 3.1), so that no more than one block's are in memory.
+    Queries are computed in blocks, each over the keys that its last query sees. Gradients recompute a block's scores
+    (Dao 2023, "FlashAttention-2", section 3.1), so that the scores of only one block are in memory.
     """
     batch, tokens = q.shape[:2]
     size = max(NEW_BLOCK, -(-tokens // MOST_BLOCKS))

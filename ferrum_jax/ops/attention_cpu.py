@@ -1,6 +1,6 @@
-"""Attention over a paged KV by the kernels of ops/native: rows of one token and query blocks, every option.
+"""Attention over a paged KV by the kernels of ops/native, for rows of one token and query blocks, with every option.
 
-It reads the layouts `products` and `latent` and writes new keys and values where they belong, in place.
+It reads the layouts `products` and `latent`, and writes new keys and values in place.
 """
 
 from dataclasses import replace
@@ -29,10 +29,10 @@ def attend_cpu(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attends as `attend` says, float32 queries and outputs.
+    """Attends as `attend`, with float32 queries and outputs.
 
     Raises:
-        UnsupportedError: there are no kernels here.
+        UnsupportedError: there are no kernels for this machine.
     """
     check()
     batch, tokens, heads, width = q.shape
@@ -81,6 +81,6 @@ def write_cpu(
 
 
 def check() -> None:
-    """Raises UnsupportedError where there are no kernels."""
+    """Raises UnsupportedError if there are no kernels for this machine."""
     if isinstance(missing := native.library(), str):
         raise UnsupportedError(f"attention 'cpu' has no kernels: {missing}")

@@ -16,8 +16,8 @@ from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import KvState
 from ferrum_jax.ops.batch import Rows, is_real
 
-POSITIONS = 512  # that a program reads at a time: 4 MiB of its fast memory for 8 kv heads 128 wide, twice
-QUERIES = 32  # tokens that read them together
+POSITIONS = 512  # read by a program at a time: 4 MiB of its fast memory for 8 kv heads of width 128, double-buffered
+QUERIES = 32  # tokens that share these reads
 
 
 def attend_tpu(
@@ -30,12 +30,12 @@ def attend_tpu(
     window: int | None,
     kernel: Callable[..., jax.Array] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attends as `attend` says. `kernel` replaces JAX's ragged one where there is no TPU, as in tests."""
+    """Attends as `attend`. `kernel` replaces JAX's ragged one where there is no TPU, as in tests."""
     if kernel is None:
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention as kernel
     batch, tokens, heads, width = q.shape
     columns = rows.tables.shape[1]
-    order = jnp.argsort(rows.counts == 0, stable=True)  # the kernel takes no rows without tokens: they go last
+    order = jnp.argsort(rows.counts == 0, stable=True)  # the kernel refuses rows without tokens: they go last
     ends = jnp.where(rows.counts > 0, rows.lengths + rows.counts, 1)
     starts = jnp.cumsum(rows.counts, dtype=jnp.int32) - rows.counts
     to = jnp.where(is_real(rows), starts[:, None] + jnp.arange(tokens, dtype=jnp.int32), batch * tokens)

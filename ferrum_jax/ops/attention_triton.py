@@ -5,12 +5,12 @@ Dao 2023, "FlashAttention-2", sections 3.1 and 3.3 (order of the loops, packing 
 4.1 (through the block table). Scores, softmax and accumulation are float32.
 
 A program has one row, one kv head, a tile of its G query heads' tokens and a share of the positions. It reads each key
-and value once for the heads of its tile, which are all G but for latents: a step of one token then reads
-`2 * K * H * itemsize` bytes a visible position and layer, which over the bandwidth is its floor: 0.5 GB for a row of
-Llama 3.1 8B at 4096 positions in bfloat16, 0.16 ms at 3.35 TB/s. The pool itself is the kernel's operand and the layer
-an index into it: nothing of it is sliced or copied.
+and value once for the heads of its tile, which except for latents are all G. A step of one token then reads
+`2 * K * H * itemsize` bytes per visible position and layer; these bytes over the bandwidth are its least time: 0.5 GB
+for a row of Llama 3.1 8B at 4096 positions in bfloat16, 0.16 ms at 3.35 TB/s. The kernel's operand is the pool itself,
+with the layer as an index: nothing is sliced or copied.
 
-Off a GPU the same kernel runs interpreted: exact and slow, for tests.
+On a CPU the same kernel runs interpreted: exact and slow, for tests.
 """
 
 import functools
@@ -31,7 +31,7 @@ from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
 from ferrum_jax.ops.triton_launch import PROGRAMS, SMALLEST_PART, launch
 
-SMALLEST_SHARE = 256  # positions of a program: fewer are not worth merging
+SMALLEST_SHARE = 256  # positions of a program: for fewer, the merge costs more than it saves
 MERGED = 1 << 12  # numbers of a row's shares that are merged at a time, in registers
 LOG2E = math.log2(math.e)
 
@@ -47,9 +47,9 @@ def attend_triton(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attends as `attend` says."""
+    """Attends as `attend`."""
     keys, values = state.rows_of_heads(kv)
-    first = jnp.asarray(layer, jnp.int32) * state.num_blocks(kv)  # block of the layer, in the whole pool
+    first = jnp.asarray(layer, jnp.int32) * state.num_blocks(kv)  # the layer's first block in the whole pool
     tiles = choose_tiles(q, state.num_kv_heads(kv), state.block_size(kv), rows.tables.shape[1])
     call = functools.partial(
         _call, tiles=tiles, scale=scale, window=window, softcap=softcap, has_sinks=sinks is not None,
@@ -61,24 +61,24 @@ def attend_triton(
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How the work is cut into programs; all sizes are powers of two but `group`, `block` and `shares`."""
+    """How the work is cut into programs; all sizes except `group`, `block` and `shares` are powers of two."""
 
-    rows: int  # of the products: tokens times G, tokens first
+    rows: int  # rows of a product: (token, query head of the group) pairs, tokens outermost
     keys: int  # positions read at a time
     shares: int  # programs among which one row's positions are divided
     group: int  # G
     block: int  # C
-    parts: tuple[tuple[int, int], ...]  # of a head's width: start and size
+    parts: tuple[tuple[int, int], ...]  # start and size of each part of a head's width
     warps: int
-    stages: int  # of the pipeline: tiles of keys and values on their way
+    stages: int  # of the pipeline: tiles of keys and values being loaded
 
 
 def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, columns: int) -> Tiles:
-    """Chooses the tiles for an H100; other cards since Ampere run the same ones.
+    """Chooses the tiles for an H100; other GPUs since Ampere use the same ones.
 
-    Keys and values on their way take `2 * stages * keys * H * itemsize` bytes of the 227 KB of shared memory (99 KB on
-    the smallest cards), half of that for latents: 64 KB in bfloat16 at a width of 128. Float32 products have no tensor
-    cores and hold their operands in registers, of which more than 16 rows run out.
+    Keys and values being loaded take `2 * stages * keys * H * itemsize` bytes of the 227 KB of shared memory (99 KB on
+    the smallest GPUs), half of that for latents: 64 KB in bfloat16 at a width of 128. Float32 products use no tensor
+    cores and hold their operands in registers, which do not suffice for more than 16 rows.
     """
     batch, tokens, heads, width = q.shape
     group = heads // kv_heads
@@ -101,7 +101,7 @@ def choose_tiles(q: Float[Array, "B T N H"], kv_heads: int, block_size: int, col
 
 
 def _powers(width: int) -> tuple[tuple[int, int], ...]:
-    """Cuts a head's width into powers of two, the only sizes that Triton has: 80 into 64 and 16."""
+    """Cuts a head's width into powers of two, the only sizes that Triton supports: 80 into 64 and 16."""
     parts, start = [], 0
     while start < width:
         size = 1 << ((width - start).bit_length() - 1)
@@ -170,7 +170,7 @@ def _kernel(
     counts_ref: Any,  # [B]
     sinks_ref: Any,  # [N]
     out_ref: Any,  # [shares, B, T, N, H]
-    log_sums_ref: Any,  # [shares, B, T, N]: of exponentials, base two; minus infinity where nothing is visible
+    log_sums_ref: Any,  # [shares, B, T, N]: log2 of the sum of exponentials; -inf where no position is visible
     *,
     tokens: int,
     tiles: Tiles,
@@ -181,7 +181,7 @@ def _kernel(
     is_latent: bool,  # a value is its key, which is read once
 ):
     """Attends one tile of one kv head's queries to one share of the positions."""
-    tile = pl.num_programs(0) - 1 - pl.program_id(0)  # late tokens see most: they go first
+    tile = pl.num_programs(0) - 1 - pl.program_id(0)  # late tokens see the most positions: they go first
     head, row = pl.program_id(1), _div(pl.program_id(2), tiles.shares)
     share = pl.program_id(2) - row * tiles.shares
     length, count = lengths_ref[row], counts_ref[row]
@@ -216,7 +216,7 @@ def _kernel(
         seen = inside[None, :] & (key_at[None, :] <= query_at[:, None])
         if window is not None:
             seen &= key_at[None, :] > query_at[:, None] - window
-        # Exponentials have base two.
+        # Exponentials have base 2.
         scores *= scale * LOG2E if softcap is None else scale / softcap
         scores = jnp.where(seen, scores if softcap is None else softcap * LOG2E * jnp.tanh(scores), -jnp.inf)
         new_best = jnp.maximum(best, scores.max(axis=1))
@@ -233,7 +233,7 @@ def _kernel(
     nothing = jnp.full(tiles.rows, -jnp.inf, jnp.float32), jnp.zeros(tiles.rows, jnp.float32)
     empty = [jnp.zeros((tiles.rows, size), jnp.float32) for _, size in tiles.parts]
     best, total, *outs = lax.fori_loop(begin, stop, visit, (*nothing, *empty))
-    if has_sinks:  # one score more, whose value is zero, in the first share
+    if has_sinks:  # the first share has one more score, whose value is zero
         is_heard = real & (share == 0)
         sink = triton.load(sinks_ref.at[heads], mask=is_heard, other=-jnp.inf) * LOG2E
         new_best = jnp.maximum(best, sink)
@@ -252,7 +252,7 @@ def _kernel(
 def _share_of(
     tile: jax.Array, share: jax.Array, length: jax.Array, count: jax.Array, tiles: Tiles, window: int | None
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """First and last (excluded) tile of positions that a program reads: its share of what its tokens can see."""
+    """Returns the first tile of positions that a program reads, and one past its last: a share of the visible ones."""
     first, last = _div(tile * tiles.rows, tiles.group), _div((tile + 1) * tiles.rows - 1, tiles.group)
     stop = length + jnp.minimum(last + 1, count)
     stop = jnp.where(first < count, _div(stop + tiles.keys - 1, tiles.keys), 0)
@@ -269,11 +269,11 @@ def merge(
     dtype: jnp.dtype,
     interpret: bool,
 ) -> Float[Array, "R H"]:
-    """Merges softmax averages over disjoint sets of positions by the logs of each one's sum, base two, in one kernel.
+    """Merges softmax averages over disjoint sets of positions, given log2 of each one's sum, in one kernel.
 
     Dao et al. 2023, "Flash-Decoding for long-context inference"; Rabe and Staats 2021, "Self-attention does not need
-    O(n²) memory", section 2. A share without visible positions has a log-sum of minus infinity and any output; where
-    no share has any, the output is zero.
+    O(n²) memory", section 2. A share without visible positions has a log-sum of -inf and any output; if no share has
+    visible positions, the merged output is zero.
     """
     return pl.pallas_call(
         functools.partial(_merge_kernel, shares=len(outs), parts=parts),
@@ -325,5 +325,5 @@ def _product(a: jax.Array, b: jax.Array, high: lax.Precision) -> jax.Array:
 
 
 def _div(a: jax.Array, by: int) -> jax.Array:
-    """Divides what is not negative, without the corrections that `//` makes for what is."""
+    """Divides non-negative integers, without the corrections of `//` for negative ones."""
     return lax.div(a, jnp.full_like(a, by))

@@ -4,9 +4,9 @@ Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; the or
 Dao 2023, "FlashAttention-2", section 3.1. Scores and the softmax are float32. It reads every layout of the KV and is
 differentiable.
 
-Rows of a few tokens walk over their block tables together, up to the longest of them. On a CPU, longer rows go one at a
-time, each over its own columns: when a long prompt occupies several rows, the first of them skip the blocks of the
-later ones.
+Rows of a few tokens loop over the columns of their block tables together, up to the longest row. On a CPU, longer rows
+are computed one at a time, each over its own columns: when a long prompt occupies several rows, its first rows skip the
+blocks of the later ones.
 """
 
 import jax
@@ -20,8 +20,8 @@ from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
 from ferrum_jax.sharding.types import vary_like
 
-BATCHED_TOKENS = 16  # rows of up to so many tokens are walked together; from 32 on one by one is faster, on two cores
-QUERY_BLOCK = 256  # tokens of a longer row that walk the KV together
+BATCHED_TOKENS = 16  # longest rows that are computed together; from 32 on one by one is faster, on two cores
+QUERY_BLOCK = 256  # tokens of a longer row that are computed together
 
 
 def attend_xla(
@@ -35,7 +35,7 @@ def attend_xla(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attends as `attend` says."""
+    """Attends as `attend`."""
     batch, tokens, heads, head_dim = q.shape
     kv_heads = state.num_kv_heads(kv)
     sinks = None if sinks is None else sinks.reshape(kv_heads, -1)
@@ -62,7 +62,7 @@ def attend_xla(
         out = one_by_one(q)
     elif batch == 1 or tokens <= BATCHED_TOKENS:
         out = together(q)
-    else:  # other devices lose more by small products than they save columns
+    else:  # other devices lose more time by small products than they save by skipping columns
         out = lax.platform_dependent(q, cpu=one_by_one, default=together)
     out = out.transpose(0, 1, 4, 2, 3, 5)  # [B, T / size, size, K, G, H]
     return out.reshape(batch, tokens + pad, heads, head_dim)[:, :tokens]
@@ -79,7 +79,7 @@ def _walk(
     softcap: float | None,
     sinks: Float[Array, "K G"] | None,
 ) -> Float[Array, "B K G T H"]:
-    """Walks over the columns of the block tables; columns that no row can see are skipped at run time.
+    """Attends over the columns of the block tables in turn; columns that no row can see are skipped at run time.
 
     `start` is the index of the first query in its row.
     """
@@ -131,7 +131,7 @@ def _walk(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    if sinks is not None:  # as if their position had been visited
+    if sinks is not None:  # as if a position with this score and the value 0 had been visited
         best = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], shape)
         start_carry = best, jnp.ones(shape, jnp.float32), start_carry[2]
     start_carry = vary_like(start_carry, q, kv, rows)

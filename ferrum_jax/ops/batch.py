@@ -13,11 +13,11 @@ Leaf = TypeVar("Leaf")
 
 @flax.struct.dataclass
 class Rows(Generic[Leaf]):
-    """One static group: B rows of up to T new tokens each.
+    """One group of static shape: B rows of up to T new tokens each.
 
     A row's first `counts[b]` tokens are real; a row with a count of 0 is padding. Block table entries past the row's
-    last block are never used. Several rows may belong to one sequence, with the same table and consecutive positions:
-    the KV of a whole step is written before attention.
+    last block are never used. Several rows may belong to one sequence, with the same table and consecutive positions,
+    because the KV of all tokens of a step is written before attention.
     """
 
     tokens: Leaf  # int32 [B, T]
@@ -32,27 +32,27 @@ class Batch(Generic[Leaf]):
     """Groups of rows whose tokens, concatenated, share every matrix product of a step."""
 
     groups: tuple[Rows[Leaf], ...]
-    # The tokens whose logits are returned: int32 [R] out of the concatenated X, [B, R] out of each row's own T where
-    # there is one group; None: all.
+    # The tokens whose logits are returned: int32 indices [R] into the concatenated X or, with one group, [B, R] into
+    # each row's own T; None: all tokens.
     logit_rows: Leaf | None
 
 
 def positions(rows: Rows[jax.Array]) -> Int[Array, "B T"]:
-    """Position of every token in its sequence; those of padding continue the count."""
+    """Returns the position of every token in its sequence; padding continues the count."""
     return rows.lengths[:, None] + jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
 
 
 def is_real(rows: Rows[jax.Array]) -> Bool[Array, "B T"]:
-    """True for real tokens, false for padding."""
+    """Returns True for real tokens, False for padding."""
     return jnp.arange(rows.tokens.shape[1], dtype=jnp.int32) < rows.counts[:, None]
 
 
 def slot_mapping(
     rows: Rows[jax.Array], block_size: int, num_blocks: int, *, is_cyclic: bool = False
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """Block id and offset each token is written to; padding gets block `num_blocks`, which drops the write.
+    """Returns block id and offset to which each token is written; padding gets block `num_blocks`: no write.
 
-    Where `is_cyclic`, a row reuses the blocks of its table, as a sliding-window cache does.
+    If `is_cyclic`, a row reuses the blocks of its table cyclically, as a sliding-window cache does.
     """
     at = positions(rows)
     columns, size = lax.div(at, jnp.int32(block_size)), rows.tables.shape[1]
@@ -62,7 +62,7 @@ def slot_mapping(
 
 
 def adapter_of_token(batch: Batch[jax.Array]) -> Int[Array, " X"] | None:
-    """Adapter of each of the concatenated tokens, -1 for none; None if no row of the step has one."""
+    """Returns the adapter of each of the concatenated tokens, -1 for none; None if no group of rows has adapters."""
     if all(rows.adapters is None for rows in batch.groups):
         return None
     none = jnp.int32(-1)

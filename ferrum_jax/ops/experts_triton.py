@@ -1,9 +1,10 @@
-"""Products of tiles of tokens with the weights of an expert each, as one GPU kernel.
+"""Products of tiles of tokens, each with the weights of one expert, as one GPU kernel.
 
-A tile is some rows of one expert; a program multiplies it by some of the expert's outputs, whose weights it reads where
-they lie in the stack: none are gathered or copied. Programs of the same outputs and all tiles follow each other, so
-that tiles of one expert find its weights in the cache. Gale et al. 2022, "MegaBlocks", section 5.1, has products of
-such tiles. It is written in Pallas and compiled by Triton, as attention_triton.py, and runs interpreted off a GPU.
+A tile is some rows of one expert. A program multiplies it by the weights of some of the expert's outputs, which it
+reads in the stack: no weights are gathered or copied. Programs for the same outputs follow each other over all tiles,
+so that tiles of one expert find its weights in the cache. Such tiles are those of Gale et al. 2022, "MegaBlocks",
+section 5.1. The kernel is written in Pallas and compiled by Triton, as attention_triton.py; on a CPU it runs
+interpreted.
 """
 
 import functools
@@ -21,27 +22,27 @@ from ferrum_jax.ops.kernel_use import are_used
 from ferrum_jax.ops.triton_launch import PROGRAMS, SMALLEST_PART, launch
 
 LEAST_ROWS, MOST_ROWS = SMALLEST_PART, 128  # of a tile
-INPUTS = 64  # that are multiplied at a time
+INPUTS = 64  # inputs that are multiplied at a time
 MOST_OUTPUTS, LEAST_OUTPUTS = 128, 32  # of a program
-SHARED = 96 << 10  # bytes of operands on their way, of the 99 KB that the smallest cards have
-MOST_STAGES = 6  # parts of them
+SHARED = 96 << 10  # bytes of operands being loaded, of the 99 KB of shared memory on the smallest GPUs
+MOST_STAGES = 6  # of the pipeline
 
 
 @dataclass(frozen=True)
 class TiledWeight:
-    """The weights of the experts that tiles of rows have, each its own, out of a stack `[E, F, D]`."""
+    """A stack of experts' weights `[E, F, D]`, with the expert of each tile of rows."""
 
     stack: jax.Array
-    experts: jax.Array  # int32 [tiles]; -1: the rows of a tile mean nothing
+    experts: jax.Array  # int32 [tiles]; -1: the tile is unused
 
 
 def can_multiply(x: jax.Array, stack: Any) -> bool:
-    """Whether the kernel is to be used for a stack of weights: those of 16 bits that are as x is."""
+    """Whether the kernel is used for a stack of weights, which must be plain, with the 16-bit dtype of x."""
     return are_used("triton") and isinstance(stack, jax.Array) and stack.dtype == x.dtype and x.dtype.itemsize == 2
 
 
 def product(x: Float[Array, "X D"], weight: TiledWeight) -> Float[Array, "X F"]:
-    """Computes `x @ weight.T` of each tile of `X / tiles` rows, summed in float32; zeros for a tile of no expert."""
+    """Computes `x @ weight.T` for each tile of `X / tiles` rows, summed in float32; zeros for an unused tile."""
     return launch(_call, x, weight.experts, weight.stack)
 
 

@@ -1,4 +1,4 @@
-"""Which kernels products and sums use: those of the attention backend that the model function was given."""
+"""Which kernels the products and sums of a forward use: those that go with its attention backend."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ _in_use = ContextVar("ferrum_jax kernels", default="xla")
 
 @contextlib.contextmanager
 def kernels(of: str) -> Iterator[None]:
-    """A context in which what is traced uses the kernels of an attention backend, where there are any.
+    """A context in which traced functions use the kernels that go with an attention backend, if there are any.
 
-    `cpu` has those of ops/native, `triton` that of experts (experts_triton.py); others, as `xla`, have none. Kernels
-    have no gradients and no batching rules.
+    `cpu` has those of ops/native, `triton` the one for experts (experts_triton.py), other backends none. Kernels have
+    no gradients and no batching rules.
     """
     token = _in_use.set(of)
     try:
@@ -22,5 +22,5 @@ def kernels(of: str) -> Iterator[None]:
 
 
 def are_used(of: str) -> bool:
-    """Whether what is traced now uses the kernels of a backend where it can."""
+    """Whether the function traced now uses the kernels of a backend where it can."""
     return _in_use.get() == of

@@ -1,8 +1,8 @@
-"""Products with weights stored `[out, in]`, as in checkpoints, which may be quantised; and low-rank deltas of products.
+"""Products with weights stored `[out, in]` as in checkpoints, quantised or not, and the low-rank deltas of adapters.
 
-Deltas (Hu et al. 2021, "LoRA", section 4.1) serve batches that mix adapters. The adapters of one product are stacked:
-a delta is two dense products with a mask between them. No weights are gathered, and no shape depends on which adapters
-are used.
+Deltas (Hu et al. 2021, "LoRA", section 4.1) serve batches that mix adapters. The adapters of one product are stacked: a
+delta is two dense products with a mask between them. No weights are gathered, and no shape depends on which adapters a
+batch uses.
 """
 
 from dataclasses import dataclass, replace
@@ -16,16 +16,16 @@ from ferrum_jax.ops import experts_triton, native
 from ferrum_jax.ops.experts_triton import TiledWeight
 from ferrum_jax.ops.quantised import QuantisedWeight, Weight, dequantise_weight, halves, is_packed, scaled
 
-FEW_TOKENS = 64  # from 2 up to here XLA's CPU products are faster with the weight as left operand
-PARTS = 4  # of a weight that meets a single token on a CPU
+FEW_TOKENS = 64  # from 2 to this many tokens, XLA's CPU products are faster with the weight as left operand
+PARTS = 4  # into which a weight is cut for a single token on a CPU
 LANES = 16  # float32 numbers in the widest CPU register
-BLOCK = 1 << 20  # numbers of a quantised weight that a CPU widens at a time, so that they stay in its cache
-PACKED_BLOCK = 1 << 17  # the same for two numbers a byte
+BLOCK = 1 << 20  # numbers of a quantised weight that a CPU dequantises at a time, so that they stay in its cache
+PACKED_BLOCK = 1 << 17  # the same for values of four bits
 
 
 @dataclass(frozen=True)
 class ChosenWeight:
-    """The weights that some rows have chosen, each its own, out of a stack `[E, F, D]`; for kernels alone."""
+    """A stack of experts' weights `[E, F, D]`, with the expert of each row; only kernels read it."""
 
     stack: Weight
     ids: jax.Array  # int32 [X]
@@ -34,23 +34,23 @@ class ChosenWeight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StackedWeight:
-    """The weight of one layer, or of its experts, in the stack of all layers: kernels read it there, others copy it."""
+    """A view of one layer's weight in the stack of all layers: kernels read it there, XLA's code copies it."""
 
     stack: Weight  # [L, F, D], or of experts [L, E, F, D]
     layer: jax.Array  # int32 scalar
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the layer's own."""
+        """Shape of the layer's weight."""
         return self.stack.shape[1:]
 
     def copy(self) -> Weight:
-        """Copies the layer's own out of the stack."""
+        """Copies the layer's weight out of the stack."""
         return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, self.layer, keepdims=False), self.stack)
 
 
 def precision(dtype: jnp.dtype) -> lax.Precision:
-    """A float32 model computes in float32: the default is TF32 on NVIDIA and bfloat16 passes on TPU."""
+    """Returns HIGHEST for float32, whose default is TF32 on NVIDIA and bfloat16 passes on TPU; else DEFAULT."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
@@ -59,7 +59,7 @@ def linear(
     weight: Float[Array, "F D"] | QuantisedWeight | StackedWeight | ChosenWeight | TiledWeight,
     bias: Float[Array, " F"] | Float[Array, "X F"] | None = None,
 ) -> Float[Array, "X F"]:
-    """Computes `x @ weight.T + bias` in the dtype of `x`; quantised weights as `quantised_product` says."""
+    """Computes `x @ weight.T + bias` in the dtype of `x`; quantised weights as in `quantised_product`."""
     if isinstance(weight, ChosenWeight):
         y = native.expert_product(x, weight.ids, weight.stack)
     elif isinstance(weight, TiledWeight):
@@ -100,21 +100,21 @@ def _weight_right(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
 
 
 def _weight_in_parts(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
-    """The same product of one token, in parts of the weight's rows: faster for small products on two cores.
+    """Computes `_weight_right` for one token, in parts of the weight's rows: faster for small products on two cores.
 
-    Weights in 16 bits (not measured) and weights sharded over several devices are not divided.
+    16-bit weights (not measured) and weights sharded over several devices are not cut into parts.
     """
     is_spread = any(jax.typeof(weight).sharding.spec)
     if weight.shape[0] % (PARTS * LANES) or weight.dtype != jnp.float32 or is_spread:
         return _weight_right(x, weight, out)
     parts = weight.reshape(PARTS, weight.shape[0] // PARTS, weight.shape[1])
-    each = jnp.broadcast_to(x, (PARTS, x.shape[1]))  # without it XLA would merge the parts again
+    each = jnp.broadcast_to(x, (PARTS, x.shape[1]))  # otherwise XLA would merge the parts again
     y = jnp.einsum("PD,PFD->PF", each, parts, precision=precision(x.dtype), preferred_element_type=out)
     return y.reshape(1, -1)
 
 
 def _weight_left(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
-    """The same product with the weight as left operand; the barrier keeps XLA from swapping the operands back."""
+    """Computes `_weight_right` with the weight as left operand; the barrier keeps XLA from swapping them back."""
     y = jnp.einsum("FD,XD->FX", weight, x, precision=precision(x.dtype), preferred_element_type=out)
     return lax.optimization_barrier(y).T
 
@@ -122,11 +122,11 @@ def _weight_left(x: jax.Array, weight: jax.Array, out: jnp.dtype) -> jax.Array:
 def quantised_product(x: jax.Array, weight: QuantisedWeight, out: jnp.dtype) -> jax.Array:
     """Computes `x @ weight.T` in float32 and rounds once, to `out`; x `[X, D]` and weight `[F, D]` to `[X, F]`.
 
-    With one scale a channel and no offsets, x is multiplied by the bare values, which every floating dtype holds
-    exactly, and the sum by the scale: a GPU widens the values inside the product, and no widened weight is stored.
+    With one scale per channel and no offsets, x is multiplied by the bare values, which every floating dtype holds
+    exactly, and the sum by the scale: a GPU converts the values inside the product and stores no converted weight.
     Otherwise the operand is the weight dequantised to the dtype of x.
 
-    A CPU widens a block of the weight at a time: XLA's own products of int8 there take ten times as long.
+    A CPU dequantises a block of the weight at a time: XLA's own products of int8 there take ten times as long.
     """
     return lax.platform_dependent(
         x, weight, cpu=lambda x, w: _by_blocks(x, w).astype(out), default=lambda x, w: _rescaled(x, w).astype(out)
@@ -141,7 +141,7 @@ def _rescaled(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 
 def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
-    """Multiplies the low and the high halves of the weight's bytes by their columns of x.
+    """Multiplies the low and the high halves of the weight's bytes by the columns of x that belong to them.
 
     Interleaving the halves first takes a CPU four times as long.
     """
@@ -161,14 +161,14 @@ def _halved(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
     """Loops over blocks of output channels, at least two.
 
-    The last block is as large as the others: it begins earlier if it would pass the end, and repeats some channels.
-    For gradients a block is widened again, since keeping it would keep the weight in float32.
+    The last block is as large as the others: if it would pass the end, it begins earlier and repeats some channels.
+    Gradients dequantise each block again: keeping the blocks would keep the whole weight in float32.
     """
     (rows, columns), limit = weight.shape, PACKED_BLOCK if is_packed(weight) else BLOCK
     size = -(-rows // max(2, -(-rows * columns // limit)))
     starts = jnp.arange(0, rows, size, dtype=jnp.int32)
     is_fp8 = weight.values.dtype == jnp.float8_e4m3fn
-    if is_fp8:  # XLA slices fp8 number by number, bytes in blocks
+    if is_fp8:  # XLA slices fp8 number by number, but bytes in blocks
         weight = replace(weight, values=lax.bitcast_convert_type(weight.values, jnp.uint8))
 
     def block(start: jax.Array) -> jax.Array:
@@ -183,7 +183,7 @@ def _by_blocks(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 
 def _widen_fp8(values: jax.Array) -> jax.Array:
-    """Widens bytes of e4m3fn to float32 through float16, whose exponent has one bit more and a bias larger by 8.
+    """Converts bytes of e4m3fn to float32 through float16, whose exponent has one bit more and a bias larger by 8.
 
     XLA's own conversion of fp8 on a CPU takes five times as long.
     """
@@ -194,17 +194,17 @@ def _widen_fp8(values: jax.Array) -> jax.Array:
 
 
 def uses(adapter_of_token: Int[Array, " X"], num_adapters: int) -> Bool[Array, "X A"]:
-    """Marks the adapter of each token; an index outside the stack, such as -1, is none."""
+    """Returns a mask of each token's adapter; an index outside the stack, such as -1, means no adapter."""
     return adapter_of_token[:, None] == jnp.arange(num_adapters, dtype=adapter_of_token.dtype)
 
 
 def low_rank(
     x: Float[Array, "X D"], down: Float[Array, "A R D"], up: Float[Array, "F A R"], used: Bool[Array, "X A"]
 ) -> Float[Array, "X F"]:
-    """Computes `x @ down[a].T @ up[:, a].T` for the adapter a of each token; zeros for a token of none.
+    """Computes `x @ down[a].T @ up[:, a].T` for the adapter a of each token; zeros for a token without adapter.
 
-    An adapter's products with tokens of another are masked before the second product, so infinities in them do not
-    spread. `up` must be finite, also where no token uses it.
+    Products of a token with other adapters are masked before the second product, so infinities in them do not spread.
+    `up` must be finite, even for adapters that no token uses.
     """
     num_adapters, rank, _ = down.shape
     inner = linear(x, down.reshape(num_adapters * rank, -1)).reshape(-1, num_adapters, rank)

@@ -1,12 +1,13 @@
-"""Mixtures of experts: each token goes through the few experts its router chose.
+"""Mixtures of experts: each token is computed by the few experts that its router chose.
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks", without capacity limits: no token is dropped.
 
-The tokens are sorted by expert and cut into tiles, each of a few rows of one expert. In steps of many choices a GPU
-multiplies the tiles in a kernel (experts_triton.py), and a CPU all choices (ops/native), if the kernels read such
-weights. Otherwise a CPU goes over the tiles in a loop, one expert's weights at a time; other devices gather the weights
-of many tiles and multiply them at once. `lax.ragged_dot` is the same in one operation, but on CPUs and NVIDIA GPUs XLA
-expands it to a product with every expert.
+A choice is a token with one of its experts. With kernels that read the weights, a CPU multiplies all choices in one
+call (ops/native). Otherwise tokens are sorted by expert and cut into tiles, each of a few rows of one expert. In steps
+of many choices a GPU multiplies the tiles in a kernel (experts_triton.py), if it reads the weights. Without kernels a
+CPU loops over the tiles, one expert's weights at a time; other devices gather the weights of many tiles and multiply
+them at once. `lax.ragged_dot` does this in one operation, but on CPUs and NVIDIA GPUs XLA expands it to a product with
+every expert.
 """
 
 import math
@@ -27,16 +28,16 @@ from ferrum_jax.ops.quantised import QuantisedWeight, Weight, is_quantised
 from ferrum_jax.ops.shards import local_ids
 from ferrum_jax.sharding.types import vary_like
 
-Expert = Callable[[Any, jax.Array], jax.Array]  # of its own weights and tokens [rows, D], to [rows, D]
+Expert = Callable[[Any, jax.Array], jax.Array]  # given its weights and tokens [rows, D], returns [rows, D]
 
-CPU_TILE, TILE = 32, 128  # most rows of a tile: larger ones are mostly padding until each expert has many
+CPU_TILE, TILE = 32, 128  # most rows of a tile: larger tiles are mostly padding unless each expert has many rows
 GATHERED = 1 << 27  # numbers of one product's weights that are gathered at a time
 
 
 class _Tiles(NamedTuple):
-    """The plan of A = X * U choices, U for each token."""
+    """How A = X * U choices, U for each token, are arranged in tiles."""
 
-    tokens: jax.Array  # int32 [tiles, rows]: the token of each row; unused rows have any
+    tokens: jax.Array  # int32 [tiles, rows]: the token of each row; any token in unused rows
     experts: jax.Array  # int32 [tiles]
     is_used: jax.Array  # bool [tiles]
     row_of_choice: jax.Array  # int32 [A], counted over all tiles
@@ -45,17 +46,17 @@ class _Tiles(NamedTuple):
 def route(
     logits: Float[Array, "X E"], num_chosen: int, *, renormalise: bool
 ) -> tuple[Int[Array, "X U"], Float[Array, "X U"]]:
-    """Chooses each token's most likely experts; returns their ids, likeliest first, and their shares, float32.
+    """Chooses each token's likeliest experts; returns their ids, likeliest first, and their shares, float32.
 
-    Shares are probabilities among all experts or, renormalised, among those chosen, which is the softmax of their
-    logits. Of equal logits the lower id is chosen.
+    Shares are probabilities among all experts or, renormalised, among the chosen ones: the softmax of their logits. Of
+    equal logits the lower id is chosen.
     """
     shares, chosen = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), num_chosen)
     return chosen, shares / jnp.sum(shares, axis=-1, keepdims=True) if renormalise else shares
 
 
 def shares_of(logits: Float[Array, "X E"], chosen: Int[Array, "X U"], *, renormalise: bool) -> Float[Array, "X U"]:
-    """Returns the shares, float32, that `route` gives of experts which were chosen otherwise."""
+    """Returns the shares, float32, that `route` would give to experts that were chosen in another way."""
     shares = jnp.take_along_axis(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), chosen, axis=1)
     return shares / jnp.sum(shares, axis=-1, keepdims=True) if renormalise else shares
 
@@ -63,10 +64,10 @@ def shares_of(logits: Float[Array, "X E"], chosen: Int[Array, "X U"], *, renorma
 def choose_in_groups(
     scores: Float[Array, "X E"], num_chosen: int, *, num_groups: int, num_kept: int, num_best: int
 ) -> Int[Array, "X U"]:
-    """Returns the ids of the experts of highest score within the `num_kept` groups of highest score.
+    """Returns the ids of the experts with the highest scores within the `num_kept` groups with the highest scores.
 
-    Groups have equal sizes, in the order of experts; a group's score is the sum of its `num_best` best. DeepSeek-AI
-    2024, "DeepSeek-V2", section 2.2.2.
+    Groups have equal sizes, in the order of experts; a group's score is the sum of its `num_best` highest scores.
+    DeepSeek-AI 2024, "DeepSeek-V2", section 2.2.2.
     """
     if num_groups > 1:
         by_group = scores.reshape(len(scores), num_groups, -1)
@@ -88,7 +89,7 @@ def swiglu_experts(
 ) -> Float[Array, "X D"]:
     """Sums `share * down @ (silu(gate @ x) * (up @ x))` over the U experts chosen for each token.
 
-    Products are those of `linear`; weights are `[out, in]` and may be quantised. The rest is as in `weigh_experts`.
+    Products are those of `linear`; weights are `[out, in]` and may be quantised. Other arguments: see `weigh_experts`.
     """
     return weigh_experts(x, chosen, shares, (gate, up, down), _swiglu, first)
 
@@ -103,20 +104,20 @@ def weigh_experts(
 ) -> Float[Array, "X D"]:
     """Sums `share * expert(own, x)` over the U experts chosen for each token.
 
-    The sum is taken in float32, in the order of `chosen`, and rounded once. Other tokens affect a token's output by
-    rounding only.
+    The sum is taken in float32, in the order of `chosen`, and rounded once. Other tokens affect a token's output only
+    by rounding.
 
-    On a CPU, gradients of the weights pass over all experts once for each tile.
+    On a CPU, computing gradients of the weights goes over all experts once for each tile.
 
     Args:
         x: tokens.
-        chosen: ids of experts, from 0 to E - 1; those of one token differ.
-        shares: the weight of each of them, float32.
+        chosen: ids of experts, from 0 to E - 1, distinct for each token.
+        shares: the factor of each chosen expert's output, float32.
         stacks: a tree of the weights of all experts, `[E, ...]`; any may be quantised.
-        expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens. Where there
-            are kernels it is called once with all choices, and the weights are `ChosenWeight`s or `TiledWeight`s,
-            which `linear` takes.
-        first: id of the first expert of the stacks, where other devices hold the others: those add nothing here.
+        expert: computes one expert, given its weights (a tree whose leaves lack the first axis) and tokens. With
+            kernels it is called once for all choices, and the weights are `ChosenWeight`s or `TiledWeight`s, which
+            `linear` takes.
+        first: id of the first expert of the stacks, if other devices hold other experts, which add nothing here.
     """
     weights = jax.tree.leaves(stacks, is_leaf=_is_weight)
     chosen, is_here = local_ids(chosen, weights[0].shape[0], first)
@@ -127,7 +128,7 @@ def weigh_experts(
         outs = _outputs_of_triton(expert, x, chosen, stacks, has_all=is_here is None).astype(jnp.float32)
     else:
         stacks = jax.tree.map(_alone, stacks, is_leaf=_is_weight)
-        with kernels("xla"):  # they would need a copy of each expert's weights
+        with kernels("xla"):  # kernels would need a copy of each expert's weights
             outs = _outputs_of_tiles(expert, x, chosen, stacks, has_all=is_here is None).astype(jnp.float32)
     if is_here is not None:
         outs = jnp.where(is_here[..., None], outs, 0.0)
@@ -147,7 +148,7 @@ def _alone(leaf: Any) -> Any:
 
 
 def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any) -> jax.Array:
-    """Outputs of all choices, `[X, U, D]`: every choice is a row of the products."""
+    """Returns outputs of all choices, `[X, U, D]`: every choice is a row of the products."""
     ids = chosen.ravel()
 
     def own(leaf: Any) -> Any:
@@ -160,17 +161,17 @@ def _outputs_of_kernels(expert: Expert, x: jax.Array, chosen: jax.Array, stacks:
 
 
 def _of_all_layers(leaf: Any, ids: jax.Array) -> tuple[Any, jax.Array]:
-    """Returns a stack of experts, and ids in it: those of all layers lie one after another in some."""
+    """Returns a stack of experts and ids in it; the experts of stacked layers are joined into one stack."""
     if not isinstance(leaf, StackedWeight):
         return leaf, ids
     experts = leaf.shape[0]
     every = jax.tree.map(lambda stack: stack.reshape(-1, *stack.shape[2:]), leaf.stack)
-    # Another device's expert, `experts`, would be the next layer's first: it is not to be read in vain.
+    # The id `experts`, another device's expert, would name the next layer's first, which must not be read.
     return every, jnp.where((ids >= 0) & (ids < experts), ids + leaf.layer * experts, -1)
 
 
 def _outputs_of_triton(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, has_all: bool) -> jax.Array:
-    """Outputs of all choices, `[X, U, D]`: tiles of one expert each are the rows of the products."""
+    """Returns outputs of all choices, `[X, U, D]`: tiles of one expert each are the rows of the products."""
     num_experts = jax.tree.leaves(stacks, is_leaf=_is_weight)[0].shape[0]
     tiles = _tile(chosen, num_experts + (not has_all), experts_triton.LEAST_ROWS, experts_triton.MOST_ROWS, at_once=1)
     ids = jnp.where(tiles.is_used & (tiles.experts < num_experts), tiles.experts, -1)
@@ -186,7 +187,7 @@ def _outputs_of_triton(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: 
 
 
 def _outputs_of_tiles(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, has_all: bool) -> jax.Array:
-    """Outputs of all choices, `[X, U, D]`, by tiles of one expert each."""
+    """Returns outputs of all choices, `[X, U, D]`, computed in tiles of one expert each."""
     outputs = partial(_outputs, expert, has_all=has_all)
     return lax.platform_dependent(
         x,
@@ -198,14 +199,14 @@ def _outputs_of_tiles(expert: Expert, x: jax.Array, chosen: jax.Array, stacks: A
 
 
 def _tiles_at_once(stacks: Any) -> int:
-    """Tiles whose weights are gathered at a time. XLA's code for GPUs multiplies tiles of one row without a copy."""
+    """Returns for how many tiles weights are gathered at a time; XLA's GPU code copies none for tiles of one row."""
     return max(2, GATHERED // max(math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(stacks, is_leaf=_is_weight)))
 
 
 def clamped_swiglu(
     gate: Float[Array, "X F"], up: Float[Array, "X F"], alpha: float, limit: float
 ) -> Float[Array, "X F"]:
-    """Computes `(up + 1) * gate * sigmoid(alpha * gate)`, the gate at most `limit` and `up` within it on both sides.
+    """Computes `(up + 1) * gate * sigmoid(alpha * gate)`, with gate clipped above at `limit` and up at +-`limit`.
 
     OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", section 2.2.
     """
@@ -221,9 +222,10 @@ def _swiglu(own: tuple[Any, Any, Any], x: jax.Array) -> jax.Array:
 def _outputs(
     expert: Expert, x: jax.Array, chosen: jax.Array, stacks: Any, *, largest: int, at_once: int, has_all: bool = True
 ) -> jax.Array:
-    """Outputs of all choices, `[X, U, D]`, by tiles of up to `largest` rows, `at_once` of them in a step.
+    """Returns outputs of all choices, `[X, U, D]`, computed in tiles of up to `largest` rows, `at_once` in a step.
 
-    Unless this device `has_all` experts, one past its last stands for those of others, whose outputs mean nothing.
+    Unless this device `has_all` experts, the id one past its last stands for experts of other devices; their outputs
+    are arbitrary.
     """
     num_experts = jax.tree.leaves(stacks)[0].shape[0]
     tiles = _tile(chosen, num_experts if has_all else num_experts + 1, 1, largest, at_once)
@@ -247,16 +249,16 @@ def _outputs(
     xs: tuple[jax.Array, ...] = tiles.tokens, tiles.experts, tiles.is_used
     if at_once > 1:
         xs = tuple(leaf.reshape(-1, min(at_once, len(leaf)), *leaf.shape[1:]) for leaf in xs)
-    # A single step is computed whether its tiles are used or not: to ask would make the host of a GPU wait.
+    # A single step is computed whether or not its tiles are used: a branch would make the host of a GPU wait.
     outs = run(*(leaf[0] for leaf in xs[:2])) if len(xs[0]) == 1 else lax.scan(step, None, xs)[1]
     rows = outs.reshape(-1, x.shape[1]).at[tiles.row_of_choice].get(mode="promise_in_bounds")
     return rows.reshape(*chosen.shape, -1)
 
 
 def _tile(chosen: jax.Array, num_experts: int, least: int, largest: int, at_once: int) -> _Tiles:
-    """Plans as many tiles as the worst load needs, or more to make full steps; those past the real load are not used.
+    """Arranges choices in as many tiles as the worst load needs, rounded up to full steps; tiles may be unused.
 
-    A tile has as many rows as the power of two above what an expert gets on average, from `least` to `largest`.
+    A tile's rows are the power of two above an expert's average number of choices, from `least` to `largest`.
     """
     choices = chosen.size
     size = min(max(1 << (choices // num_experts).bit_length(), least), largest)
@@ -286,9 +288,9 @@ def _argsort(experts: jax.Array) -> jax.Array:
 
 
 def _argsort_on_cpu(experts: jax.Array) -> jax.Array:
-    """Stable argsort by XLA's `top_k`, since a program with its sort does not serialise once it has run.
+    """Computes a stable argsort by XLA's `top_k`: a program with its sort cannot be serialised once it has run.
 
-    The CPU backend has a `top_k` of its own only for fewer elements than there are: one more is added, never chosen.
+    The CPU backend's own `top_k` must choose fewer elements than there are, so one is added that is never chosen.
     """
     scores = jnp.pad(-experts.astype(jnp.float32), (0, 1), constant_values=-jnp.inf)
-    return lax.top_k(scores, len(experts))[1]  # of equal scores the first comes first
+    return lax.top_k(scores, len(experts))[1]  # equal scores keep their order

@@ -23,7 +23,7 @@ def wide_rms_norm(
 ) -> Float[Array, "*axes D"]:
     """As `rms_norm`, but scales in float32, and casts back at the end.
 
-    `mean_square` is that of the last axis, for an x of which other devices hold parts.
+    `mean_square` is the mean over the whole last axis, for an x of which other devices hold parts.
     """
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True) if mean_square is None else mean_square

@@ -1,11 +1,11 @@
 """Quantised weights: values of few bits with scales, a leaf of a parameter tree that products and look-ups accept.
 
-A number of the weight is its value times its scale, plus an offset if there are any; values of 16 bits stand for
-themselves in a model that computes in float32. Symmetric, round to nearest: Jacob et al. 2018, "Quantization and
+A number of the weight is its value times its scale, plus its offset if there are offsets; 16-bit values, in a model
+that computes in float32, are the numbers themselves. Symmetric, round to nearest: Jacob et al. 2018, "Quantization and
 Training of Neural Networks", section 2.1, with a zero point of 0; one scale for each output channel: Krishnamoorthi
 2018, "Quantizing deep convolutional networks", section 3.1; e4m3fn: Micikevicius et al. 2022, "FP8 Formats for Deep
-Learning", section 3. Values of four bits are packed two to a byte, as in GGUF's Q4_0: byte i of a group holds its
-column i in the low bits and column i + half of the group in the high.
+Learning", section 3. Four-bit values are packed two to a byte, as in GGUF's Q4_0: byte i of a group holds column i of
+the group in its low bits, and column i + half the group's size in its high bits.
 """
 
 from typing import Any, Generic, TypeVar
@@ -18,22 +18,22 @@ import numpy as np
 from ferrum_jax.contract.errors import InvalidParameterError
 
 Leaf = TypeVar("Leaf")
-LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest value used; -128 of int8 is not
-NARROW = ("bfloat16", "float16")  # values that stand for themselves: they have no scales
-UINT4 = "uint4"  # name of values of four bits, packed two to a uint8
-MIDDLE = 8.0  # the value of four bits that means 0 if there are no offsets
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}  # largest value used; int8's -128 is not used
+NARROW = ("bfloat16", "float16")  # values that are the numbers themselves, without scales
+UINT4 = "uint4"  # name of four-bit values, packed two to a uint8
+MIDDLE = 8.0  # the four-bit value that means 0 if there are no offsets
 
 
 @flax.struct.dataclass
 class QuantisedWeight(Generic[Leaf]):
-    """A matrix `[F, D]`, or a stack of them, as values and, but for those of 16 bits, scales, and maybe offsets.
+    """A matrix `[F, D]`, or a stack of them, as values, scales (unless values have 16 bits) and, if any, offsets.
 
-    A pytree of one to three leaves, all of which may be mapped, sharded, stacked or sliced by their first axes. It has
-    no dtype: values have one, and products have their input's.
+    A pytree of one to three leaves, which may be mapped, sharded, stacked or sliced along their first axes. It has no
+    dtype of its own: its values have one, and a product has the dtype of its input.
     """
 
     values: Leaf  # int8, float8_e4m3fn, bfloat16 or float16 [..., F, D], or uint8 [..., F, D / 2] of two numbers each
-    scales: Leaf | None = None  # floating [..., F, G]: one for D / G adjacent columns; G is 1 for one scale a channel
+    scales: Leaf | None = None  # floating [..., F, G]: one for D / G adjacent columns; G = 1: one scale per channel
     offsets: Leaf | None = None  # floating [..., F, G]
 
     @property
@@ -50,14 +50,14 @@ def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight
     """Quantises `[..., F, D]` to nearest, ties to even; NumPy arrays give NumPy arrays, with the same numbers.
 
     A scale is the largest magnitude of its columns times 1 / 127 for int8 or 1 / 448 for float8_e4m3fn; a value is the
-    number times the scale's reciprocal, rounded. Both are products in float32: XLA rewrites divisions to them, NumPy
-    does not. If the scale is below float32's least normal number, the values are zero; columns with an infinity or NaN
-    have a scale that is not finite, and neither are products with it.
+    number times the scale's reciprocal, rounded. Both are float32 multiplications, as XLA rewrites divisions to them
+    and NumPy does not. If a scale is below float32's least normal number, its values are zero. Columns with an infinity
+    or NaN have a scale that is not finite, so products with them are not finite either.
 
     Args:
         weight: numbers of any floating dtype.
         dtype: of the values, a name in `LARGEST`.
-        groups: scales of a channel, G, which must divide D.
+        groups: scales per channel, G, which must divide D.
     """
     if dtype not in LARGEST:
         raise InvalidParameterError(f"weights are quantised to {' or '.join(LARGEST)}, not {dtype!r}")
@@ -75,13 +75,13 @@ def quantise_weight(weight: Any, dtype: str, groups: int = 1) -> QuantisedWeight
 
 
 def pack(values: np.ndarray, groups: int) -> np.ndarray:
-    """Packs four-bit numbers `[F, D]`, uint8 below 16, two to a byte: `[F, D / 2]`; groups must have an even size."""
+    """Packs four-bit values `[F, D]`, uint8 below 16, two to a byte: `[F, D / 2]`; groups must have an even size."""
     halves = values.reshape(len(values), groups, 2, -1)
     return (halves[:, :, 0] | halves[:, :, 1] << np.uint8(4)).reshape(len(values), -1)
 
 
 def halves(weight: QuantisedWeight) -> list[jax.Array]:
-    """Returns the low and the high halves of four-bit values, `[..., F, G, D / G / 2]` each, in float32."""
+    """Returns the four-bit values in the low and in the high bits, `[..., F, G, D / G / 2]` each, in float32."""
     assert weight.scales is not None
     packed = weight.values.reshape(*weight.scales.shape, -1)
     middle = jnp.float32(MIDDLE if weight.offsets is None else 0)
@@ -89,7 +89,7 @@ def halves(weight: QuantisedWeight) -> list[jax.Array]:
 
 
 def dequantise_weight(weight: QuantisedWeight, dtype: Any) -> jax.Array:
-    """Returns the weight as an array: computed in float32, rounded once to `dtype`."""
+    """Returns the weight as an array, computed in float32 and rounded once to `dtype`."""
     if weight.scales is None:
         return weight.values.astype(jnp.float32).astype(dtype)
     if is_packed(weight):
@@ -113,7 +113,7 @@ def is_packed(weight: QuantisedWeight) -> bool:
 
 
 def rows_of(weight: Weight, ids: jax.Array, dtype: Any) -> jax.Array:
-    """Looks up rows: ids `[X]` of a weight `[V, D]` to `[X, D]`; a quantised weight's are rounded to `dtype`."""
+    """Looks up rows `ids` `[X]` of a weight `[V, D]`: `[X, D]`; a quantised weight is dequantised to `dtype`."""
     if isinstance(weight, QuantisedWeight):
         return dequantise_weight(jax.tree.map(lambda leaf: leaf[ids], weight), dtype)
     return weight[ids]
@@ -125,6 +125,6 @@ def is_quantised(leaf: Any) -> bool:
 
 
 def activation_dtype(params: Any) -> jnp.dtype:
-    """Returns the dtype a model computes in: that of its unquantised parameters, such as norms."""
+    """Returns the dtype in which a model computes: that of its unquantised parameters, such as norms."""
     leaves = jax.tree.leaves(params, is_leaf=is_quantised)
     return jnp.dtype(next(leaf.dtype for leaf in leaves if not is_quantised(leaf)))

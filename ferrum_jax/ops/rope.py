@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 
 
 def default_frequencies(dim: int, theta: float) -> NDArray[np.float32]:
-    """Radians per position of each of the `dim // 2` pairs."""
+    """Returns radians per position for each of the `dim // 2` pairs."""
     return np.float32(1.0) / np.float32(theta) ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
 
 
 def llama3_frequencies(
     frequencies: NDArray[np.float32], factor: float, low_freq_factor: float, high_freq_factor: float, original: int
 ) -> NDArray[np.float32]:
-    """Slows long wavelengths by `factor`, keeps short ones, and blends between; `original` is in positions."""
+    """Divides the frequencies of long wavelengths by `factor`, keeps those of short ones, and blends between.
+
+    `original` is the original context length in positions.
+    """
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor)
     blended = (1 - smooth) * frequencies / factor + smooth * frequencies
@@ -40,7 +43,10 @@ def yarn_frequencies(
     beta_slow: float,
     truncate: bool,
 ) -> NDArray[np.float32]:
-    """Interpolates pairs with fewer than `beta_slow` rotations in `original` positions, ramping up to `beta_fast`."""
+    """Divides the frequencies of pairs with fewer than `beta_slow` rotations in `original` positions by `factor`.
+
+    Pairs with more than `beta_fast` rotations keep their frequencies; a linear ramp blends between.
+    """
     dim = 2 * len(frequencies)
 
     def pair_rotating(rotations: float) -> float:
@@ -58,14 +64,14 @@ def yarn_frequencies(
 def rotations(
     positions: Int[Array, " X"], frequencies: NDArray[np.float32], magnitude: float
 ) -> tuple[Float[Array, "X 1 H2"], Float[Array, "X 1 H2"]]:
-    """Cosines and sines of every token's angles, float32, times `magnitude`; positions are at least 0."""
+    """Returns cosines and sines of every token's angles, float32, times `magnitude`; positions are at least 0."""
 
     def compute(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
 
     def compute_once(angles: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # XLA's CPU backend fuses cosines and sines into the rotation of every layer and head, and drops optimization
-        # barriers before it fuses. A branch, though always taken, is not fused: they are computed once a step.
+        # XLA's CPU backend would fuse cosines and sines into the rotation of every layer and head; it drops barriers
+        # before it fuses. It does not fuse a branch, which here is always taken, so they are computed once per step.
         return lax.cond(jnp.any(positions >= 0), compute, lambda angles: (angles, angles), angles)
 
     angles = positions.astype(jnp.float32)[:, None, None] * jnp.asarray(frequencies)
@@ -73,7 +79,7 @@ def rotations(
 
 
 def rotate(x: Float[Array, "X heads H"], cos: jax.Array, sin: jax.Array) -> Float[Array, "X heads H"]:
-    """Rotates the pairs (i, i + R/2) of the first R numbers of every head, in float32; there are R/2 angles."""
+    """Rotates the pairs (i, i + R/2) of the first R numbers of every head, in float32, by R/2 angles."""
     if (width := 2 * cos.shape[-1]) < x.shape[-1]:
         return jnp.concatenate([rotate(x[..., :width], cos, sin), x[..., width:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

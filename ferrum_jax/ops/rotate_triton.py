@@ -1,7 +1,7 @@
-"""Rotation of queries and keys and the write of keys and values into a paged KV, as one GPU kernel.
+"""Rotation of queries and keys, and the write of keys and values into a paged KV, as one GPU kernel.
 
-In XLA's code these are three to five kernels a layer, each of which waits for the one before. It is written in Pallas
-and compiled by Triton, as attention_triton.py, and computes what ops/rope.py says.
+XLA's code has three to five kernels per layer for this, each of which waits for the one before. The kernel is written
+in Pallas and compiled by Triton, as attention_triton.py, and computes the same as ops/rope.py.
 """
 
 import functools
@@ -38,7 +38,7 @@ def rotate_and_write_triton(
     num_blocks, block_size = state.num_blocks(kv), state.block_size(kv)
     line = (jnp.asarray(layer, jnp.int32) * num_blocks + block_ids) * block_size + offsets
     line = jnp.where(block_ids < num_blocks, line, -1)
-    qkv = jnp.concatenate([q, k, v], axis=1)  # which a fused projection has in this order already
+    qkv = jnp.concatenate([q, k, v], axis=1)  # no copy after a fused projection, which has this order
     call = functools.partial(_call, kv_heads=k.shape[1])
     q, keys, values = launch(call, qkv, *rope, line, keys, values)
     assert kv.v is not None
@@ -80,8 +80,8 @@ def _kernel(
     qkv_ref: Any,  # [X, N + K + K, H]: queries, keys and values
     cos_ref: Any,  # [X, 1, R / 2]
     sin_ref: Any,  # [X, 1, R / 2]
-    line_ref: Any,  # [X]: of the pool; -1: the token is not written
-    keys_in_ref: Any,  # [R, K, H]: the pool before, which is the pool after
+    line_ref: Any,  # [X]: line of the pool; -1: the token is not written
+    keys_in_ref: Any,  # [R, K, H]: the pool, aliased to `keys_ref`
     values_in_ref: Any,
     out_ref: Any,  # [X, N, H]
     keys_ref: Any,  # [R, K, H]
@@ -102,7 +102,7 @@ def _kernel(
     key_at = kv_heads * group + head
 
     def copy(source: Any, target: Any, start: int, size: int, mask: jax.Array) -> None:
-        """Copies numbers from `start` on of some heads; `source` and `target` take an index of columns."""
+        """Copies `size` columns from `start` on; `source` and `target` return references, given columns."""
         column = start + jnp.arange(pl.next_power_of_2(size), dtype=jnp.int32)
         mask = mask & (column < start + size)
         value = triton.load(source(column), mask=mask, other=0)

@@ -1,13 +1,13 @@
-"""Logits to token ids and log-probabilities: pure functions, usable inside compiled steps and outside.
+"""Sampling: pure functions from logits to token ids and log-probabilities, for compiled steps and elsewhere.
 
 The order is: forbidden tokens and bias, penalties, temperature, top-k, top-p, min-p, draw. The draw is the Gumbel-max
-trick (Maddison et al. 2014, "A* Sampling", section 2) with noise that is a hash of (seed, position, token id) alone. So
-a row draws the same token whatever is beside it, in whatever program but for the rounding of sums, and models that
-share a seed tend to agree.
+trick (Maddison et al. 2014, "A* Sampling", section 2) with noise that is a hash of (seed, position, token id) only. So
+a row draws the same token in any batch and, except for the rounding of sums, in any program, and models that share a
+seed tend to agree.
 
-Nothing sorts the vocabulary: the best `NUM_CANDIDATES` tokens decide a filter unless it keeps more than those, and then
-its threshold is found by bisection. `filter_and_draw` has no branch, which on a GPU would make the host wait, and finds
-every threshold by digits.
+Nothing sorts the vocabulary. The `NUM_CANDIDATES` best tokens of a row decide its filters; if a filter keeps more
+tokens, bisection finds its threshold. `filter_and_draw` has no branch, which on a GPU would make the host wait, and
+finds every threshold digit by digit.
 """
 
 from collections.abc import Callable
@@ -25,24 +25,24 @@ from ferrum_jax.sharding.types import vary_like
 
 Leaf = TypeVar("Leaf")
 MAX_TOP_LOGPROBS = 20  # alternatives reported beside each token
-NUM_CANDIDATES = 256  # of the best tokens of a row; a filter that keeps fewer needs no others
-DIGIT_BITS = 4  # of a threshold that are found in one pass over the vocabulary, on a GPU
+NUM_CANDIDATES = 256  # best tokens of a row; a filter that keeps fewer needs no others
+DIGIT_BITS = 4  # bits of a threshold that one pass over the vocabulary finds, on a GPU
 _SMALLEST = -(2**31)  # int32
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 2.0**-126, 1e37  # as in choose.h: what is beyond is taken as these
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 2.0**-126, 1e37  # as in choose.h: temperatures are clipped to these
 
 
 @flax.struct.dataclass
 class SampleInputs(Generic[Leaf]):
-    """How each row is sampled. Without a penalty and what was seen (None), no row is penalised."""
+    """How each row is sampled. If `repetition_penalty` or `seen` is None, no row is penalised."""
 
     temperature: Leaf  # float32 [B]; 0: greedy
     top_k: Leaf  # int32 [B]; 0: off
     top_p: Leaf  # float32 [B]; 1: off
     min_p: Leaf  # float32 [B]; 0: off
     seed: Leaf  # uint32 [B]
-    position: Leaf  # int32 [B]: of the token to be drawn, in its sequence
+    position: Leaf  # int32 [B]: position of the token to be drawn in its sequence
     repetition_penalty: Leaf | None = None  # float32 [B]; 1: off
-    seen: Leaf | None = None  # bool [B, V]: tokens of the sequence so far, for that penalty
+    seen: Leaf | None = None  # bool [B, V]: tokens of the sequence so far, for the repetition penalty
 
 
 @flax.struct.dataclass
@@ -55,13 +55,13 @@ class Choice(Generic[Leaf]):
 
 
 def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choice[jax.Array]:
-    """Chooses a token for each row; `Choice.logprobs` of the model's own distribution can be differentiated."""
+    """Chooses a token for each row; `Choice.logprobs`, of the model's own distribution, is differentiable."""
     scores = logits
     if inputs.repetition_penalty is not None and inputs.seen is not None:
         scores = penalise_repetition(logits, inputs.seen, inputs.repetition_penalty)
     token_ids, threshold = choose(scores, inputs)
     kept = kept_logits(scores, inputs.temperature, threshold)
-    # Where XLA recomputes the scores, their rounding may differ: what was drawn stays among what is kept.
+    # If XLA recomputes the scores, they may be rounded differently: the drawn token is kept in any case.
     is_chosen = jnp.arange(scores.shape[-1], dtype=jnp.int32) == token_ids[:, None]
     kept = jnp.where(is_chosen, over_temperature(lax.stop_gradient(scores), inputs.temperature), kept)
     processed = token_logprobs(kept, token_ids)
@@ -69,10 +69,10 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
 
 
 def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Chooses a token for each row from scores that penalties and masks have changed already.
+    """Chooses a token for each row, given scores after penalties and masks.
 
-    Returns the token ids, and the score (divided by the temperature, relative to the best) from which on tokens were
-    kept: -inf where nothing was filtered. Steps that only take the best token, or only draw, do no more than that.
+    Returns the token ids, and each row's threshold: the least kept score, relative to the best and divided by the
+    temperature; -inf without filters. If all rows are greedy, or no row is filtered, the other cases are not computed.
     """
     scores, inputs = vary_like((lax.stop_gradient(scores), inputs), scores, inputs)
     if _has_kernel(scores):
@@ -105,7 +105,7 @@ def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tupl
 def filter_and_draw(
     scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Chooses as `choose`, and computes for every row what any row could need, so that there is no branch."""
+    """Chooses as `choose`, without branches: computes for every row all that any row could need."""
     scaled = over_temperature(scores, inputs.temperature)
     threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p, has_branches=False)
     threshold = jnp.where(is_filtered(inputs), threshold, -jnp.inf)
@@ -115,21 +115,21 @@ def filter_and_draw(
 def _draw_from(
     scores: jax.Array, scaled: jax.Array, threshold: jax.Array, inputs: SampleInputs[jax.Array]
 ) -> jax.Array:
-    """Draws each row's token from those at or above its threshold; a row of temperature 0 takes the best."""
+    """Draws a token for each row from those at or above its threshold; a row of temperature 0 takes the best."""
     kept = jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
     return argmax(jnp.where((inputs.temperature > 0)[:, None], kept + _noise(scores, inputs), scores))
 
 
 def is_filtered(inputs: Any) -> Any:
-    """True of rows that are drawn from fewer than all tokens.
+    """Returns True for rows that sample from fewer than all tokens.
 
-    `inputs` are `SampleInputs`, or anything with numbers by the same names: `[B]` of bool, or one.
+    `inputs` are `SampleInputs`, or an object with single numbers of the same names: bool `[B]`, or one bool.
     """
     return (inputs.temperature > 0) & ((inputs.top_k > 0) | (inputs.top_p < 1) | (inputs.min_p > 0))
 
 
 def draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Array, " B"]:
-    """Draws a token for each row from all tokens, whatever `inputs` filter; a row of temperature 0 takes the best."""
+    """Draws a token for each row from all tokens, without filters; a row of temperature 0 takes the best."""
     if _has_kernel(scores):
         off = jnp.zeros_like(inputs.top_k), jnp.ones_like(inputs.top_p), jnp.zeros_like(inputs.min_p)
         return native.choose(scores, inputs.temperature, *off, inputs.seed, inputs.position)[0]
@@ -140,20 +140,20 @@ def draw(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Int[Ar
 def kept_logits(
     scores: Float[Array, "B V"], temperature: Float[Array, " B"], threshold: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
-    """Returns the logits of what was drawn from, given what `choose` returned; at temperature 0, as at 1."""
+    """Returns the logits of the distribution drawn from, given the threshold of `choose`; temperature 0 counts as 1."""
     scaled = over_temperature(lax.stop_gradient(scores), temperature)
     return jnp.where(scaled >= threshold[:, None], scaled, -jnp.inf)
 
 
 def distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
-    """Returns the probabilities with which `choose` draws each token; a row of temperature 0 is taken at 1."""
+    """Returns the probabilities with which `choose` draws each token; temperature 0 counts as 1."""
     scaled = over_temperature(scores, inputs.temperature)
     kept = scaled >= filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)[:, None]
     return jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
 
 
 def log_distribution(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Float[Array, "B V"]:
-    """Returns the logarithms of what `choose` draws from, -inf for what is filtered out; at temperature 0, as at 1."""
+    """Returns the log-probabilities with which `choose` draws, -inf for filtered tokens; temperature 0 counts as 1."""
     scaled = over_temperature(scores, inputs.temperature)
     threshold = filter_threshold(scaled, inputs.top_k, inputs.top_p, inputs.min_p)
     logits = kept_logits(scores, inputs.temperature, jnp.where(is_filtered(inputs), threshold, -jnp.inf))
@@ -165,7 +165,7 @@ def penalise_repetition(
 ) -> Float[Array, "B V"]:
     """Divides positive and multiplies negative logits of seen tokens by `penalty`; 1 changes nothing.
 
-    Keskar et al. 2019, "CTRL", section 4.1. A finite logit stays finite: above what is forbidden, which is -inf.
+    Keskar et al. 2019, "CTRL", section 4.1. Finite logits stay finite, so above those of forbidden tokens, -inf.
     """
     factor = penalty[:, None]
     return jnp.where(seen, _finite(jnp.where(logits > 0, logits / factor, logits * factor), logits), logits)
@@ -177,16 +177,16 @@ def penalise_counts(
     presence: Float[Array, " B"],
     frequency: Float[Array, " B"],
 ) -> Float[Array, "B V"]:
-    """Subtracts `presence` from the logits of tokens the answer has, and `frequency` for each time it has them.
+    """Subtracts `presence` from the logits of tokens in the answer, and `frequency` for each time they occur.
 
-    The definition is that of OpenAI's API and vLLM: `counts` are those of generated tokens. Finite logits stay finite.
+    As in OpenAI's API and vLLM, `counts` are counts of generated tokens. Finite logits stay finite.
     """
     present = (counts > 0).astype(logits.dtype)
     return _finite(logits - present * presence[:, None] - counts.astype(logits.dtype) * frequency[:, None], logits)
 
 
 def _finite(changed: jax.Array, logits: jax.Array) -> jax.Array:
-    """Bounds what logits became by the largest numbers that there are; what is forbidden, -inf, stays so."""
+    """Clips changed logits to the dtype's finite range; logits of forbidden tokens stay -inf."""
     bounds = jnp.finfo(logits.dtype)
     return jnp.where(jnp.isneginf(logits), -jnp.inf, changed.clip(bounds.min, bounds.max))
 
@@ -198,16 +198,16 @@ def token_logprobs(logits: Float[Array, "*B V"], token_ids: Int[Array, "*B"]) ->
 
 
 def logsumexp(logits: Float[Array, "*B V"]) -> Float[Array, "*B"]:
-    """Returns the logarithm of each row's sum of exponentials; steps and samplers have a CPU's kernel for it."""
+    """Returns the logarithm of each row's sum of exponentials, by the CPU kernel if it is in use."""
     if _has_kernel(logits):
         return native.logsumexp(logits)
     return jax.nn.logsumexp(logits, axis=-1)
 
 
 def argmax(x: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """Returns the index of each row's largest number, the first of equals: by a CPU's kernel, or in two passes.
+    """Returns the index of each row's largest number, the first of equals: by the CPU kernel, or in two passes.
 
-    XLA vectorises these. A row with a number that is none gives some token.
+    XLA vectorises the two passes. A row with a NaN gives an arbitrary token.
     """
     if _has_kernel(x):
         return native.best(x, 1)[1][:, 0]
@@ -230,10 +230,11 @@ def likeliest(logits: Float[Array, "R V"]) -> tuple[Int[Array, "R K"], Float[Arr
 def score(
     logits: Float[Array, "R V"], given: Int[Array, " R"], wanted: Int[Array, ""]
 ) -> tuple[Int[Array, "R 2"], Int[Array, "R K"], Float[Array, "R K"]]:
-    """Scores the token given for each row: `[R, 2]` are its best token and the bits of the given one's log-probability.
+    """Scores a given token for each row.
 
-    The likeliest tokens and their log-probabilities come after. `wanted` says what is computed, the rest is 0: nothing
-    (0), the scores (1), or the likeliest tokens as well (2).
+    Returns int32 `[R, 2]`, the row's best token and the bits of the given token's log-probability, then the likeliest
+    tokens and their log-probabilities. `wanted` selects what is computed: nothing (0), the first (1), or all (2); the
+    rest is 0.
     """
     rows, count = len(logits), min(MAX_TOP_LOGPROBS, logits.shape[1])
 
@@ -247,13 +248,13 @@ def score(
 
 
 def gumbel(seed: UInt[Array, "*#B"], position: Int[Array, "*#B"], token_ids: Int[Array, "*#B"]) -> Float[Array, "*B"]:
-    """Returns standard Gumbel noise that is a function of these three numbers alone.
+    """Returns standard Gumbel noise that is a function of only these three numbers.
 
     The hash is Threefry-2x32 of 20 rounds with the key (seed, position) and the counter (token id, 0).
     """
     seed, position, token_ids = jnp.broadcast_arrays(seed, position.astype(jnp.uint32), token_ids.astype(jnp.uint32))
     bits = _threefry(seed, position, token_ids, jnp.zeros_like(token_ids))
-    # A share in (0, 1) whose smallest values are exact, so that the tail of large noise is fine.
+    # Uniform in (0, 1), with exact smallest values, so that the tail of large noise has a fine resolution.
     share = jnp.minimum((bits.astype(jnp.float32) + 0.5) * jnp.float32(2**-32), jnp.float32(1 - 2**-24))
     return -jnp.log(-jnp.log1p(-share))
 
@@ -266,12 +267,12 @@ def filter_threshold(
     *,
     has_branches: bool = True,
 ) -> Float[Array, " B"]:
-    """Returns the score from which on tokens are kept, float32 `[B]`: -inf where every filter is off.
+    """Returns the least score that is kept, float32 `[B]`: -inf if every filter is off.
 
     First the `top_k` best stay, of those the nucleus that reaches `top_p` (Holtzman et al. 2020, section 3.1), of those
-    what is at least `min_p` times as likely as the best (Nguyen et al. 2024, section 3). A tie with the last token that
-    is kept is kept, too, and one token is always left. `scaled` are relative to the best: at most 0. Without branches
-    everything is computed that any row could need.
+    the tokens at least `min_p` times as likely as the best (Nguyen et al. 2024, section 3). Ties with the last kept
+    token are kept, too, and at least one token is kept. `scaled` are relative to the best: at most 0. Without branches,
+    all that any row could need is computed for every row.
     """
     if not has_branches:
         found = _kept_from(scaled, top_k, top_p, _by_digits)
@@ -283,11 +284,11 @@ def filter_threshold(
 
 
 def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Returns each row's `count` largest numbers, descending, and their columns; -inf and V or more past the last one.
+    """Returns each row's `count` largest numbers, descending, and their columns; beyond V numbers, -inf and V or more.
 
-    A CPU's kernel finds up to 64, if the row has them. Else it stays the quick top-k that XLA makes of a sort and a
-    slice: columns are added where all would be wanted, and no later slice may be merged into it. A sort takes fifty
-    times as long, and cannot be serialised once it has run.
+    A CPU kernel finds up to 64, at most V. Otherwise the code makes XLA use its fast top-k in the place of a sort and a
+    slice: it pads rows of at most `count` columns, and keeps later slices from being merged into it. A sort takes fifty
+    times as long, and its program cannot be serialised once it has run.
     """
     if _has_kernel(x) and 1 <= count <= min(native.MOST_BEST, x.shape[-1]):
         return native.best(x, count)
@@ -299,14 +300,14 @@ def best(x: Float[Array, "B V"], count: int) -> tuple[Float[Array, "B K"], Int[A
 
 
 def _has_kernel(scores: jax.Array) -> bool:
-    """Whether a CPU's kernels are to be used, and read such scores."""
+    """Whether CPU kernels are in use and read such scores."""
     return are_used("cpu") and scores.ndim == 2 and scores.dtype == jnp.float32
 
 
 def _threshold(
     scaled: jax.Array, ranked: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the threshold of `filter_threshold`, and for which rows all that is kept is among the candidates."""
+    """Returns the threshold of `filter_threshold`, and which rows keep only tokens among the candidates."""
     num, size = ranked.shape[-1], scaled.shape[-1]
     has_k, has_p = (top_k > 0) & (top_k < size), top_p < 1
     last = ranked[:, -1]
@@ -325,7 +326,7 @@ def _threshold(
     found = lax.cond(
         jnp.any(too_many), lambda: jnp.where(too_many, _kept_from(scaled, top_k, top_p, _bisect), found), lambda: found
     )
-    is_inside = ((has_k | has_p) & ~too_many) | (floor > last)  # min-p may cut what is left down to candidates
+    is_inside = ((has_k | has_p) & ~too_many) | (floor > last)  # min-p alone may leave only candidates
     return jnp.minimum(jnp.maximum(found, floor), 0.0), is_inside
 
 
@@ -334,10 +335,10 @@ def _log_of(min_p: jax.Array) -> jax.Array:
 
 
 def _kept_from(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, find: Callable[..., jax.Array]) -> jax.Array:
-    """Finds the threshold of top-k and top-p in a distribution of any breadth; -inf where both are off.
+    """Finds the threshold of top-k and top-p, however many tokens they keep; -inf if both are off.
 
-    `find` is given which rows ask, the keys of all scores, their weights, and a goal for each row. It returns the
-    largest key such that what is at least that large weighs the goal.
+    `find` is given a mask of the rows that need a threshold, the keys of all scores, their weights, and a goal for each
+    row. It returns the largest key for which the weights of all keys at least as large sum to the goal.
     """
     scaled, top_k, top_p = vary_like((scaled, top_k, top_p), scaled, top_k, top_p)
     order = _ordered(scaled)
@@ -351,7 +352,7 @@ def _kept_from(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, find: Call
 
 
 def _bisect(asked: jax.Array, order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
-    """Halves what lies between the smallest key and 0, unless no row asks."""
+    """Finds a key by bisection between the smallest key and 0, unless no row needs one."""
 
     def halve(_: int | jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -365,14 +366,14 @@ def _bisect(asked: jax.Array, order: jax.Array, weights: jax.Array, goal: jax.Ar
 
 
 def _by_digits(asked: jax.Array, order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
-    """Finds some bits in each pass, whether a row asks or not."""
+    """Finds a key for every row, `DIGIT_BITS` bits in each pass."""
     del asked
-    biased = lax.bitcast_convert_type(order, jnp.uint32) ^ jnp.uint32(1 << 31)  # as numbers without a sign
+    biased = lax.bitcast_convert_type(order, jnp.uint32) ^ jnp.uint32(1 << 31)  # as unsigned numbers
     found = jnp.zeros(len(order), jnp.uint32)
     for shift in range(32 - DIGIT_BITS, -1, -DIGIT_BITS):
         bounds = [found + jnp.uint32(digit << shift) for digit in range(1, 1 << DIGIT_BITS)]
         above = [jnp.where(biased >= bound[:, None], weights, 0.0) for bound in bounds]
-        # One reduction of all, which a GPU computes in one kernel.
+        # One reduction for all sums, which a GPU computes in one kernel.
         sums = lax.reduce(above, [jnp.float32(0)] * len(above), _add_each, (1,))
         reached = sum((one >= goal).astype(jnp.uint32) for one in sums)
         found += reached << jnp.uint32(shift)
@@ -385,7 +386,7 @@ def _add_each(a: list[jax.Array], b: list[jax.Array]) -> list[jax.Array]:
 
 
 def _ordered(x: jax.Array) -> jax.Array:
-    """Maps float32 numbers of at most 0 to int32 that compare alike; -0 counts as 0."""
+    """Maps float32 numbers of at most 0 to int32 keys of the same order; -0 counts as 0."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -395,10 +396,10 @@ def _unordered(keys: jax.Array) -> jax.Array:
 
 
 def over_temperature(scores: Float[Array, "B V"], temperature: Float[Array, " B"]) -> Float[Array, "B V"]:
-    """Returns scores over the temperature, relative to the best, so that a tiny temperature cannot overflow.
+    """Divides scores, relative to the best, by the temperature, so that a tiny temperature cannot overflow.
 
-    XLA divides by a broadcast number in this way, but not always; a threshold that a kernel found needs the same bits.
-    The bounds keep one over the temperature finite, and from being taken for zero.
+    It multiplies by the reciprocal, as XLA mostly does for a broadcast divisor, so that scores have the same bits as
+    those of the kernel that found a threshold. The bounds keep the reciprocal finite and out of the subnormal range.
     """
     factor = 1.0 / jnp.where(temperature > 0, temperature.clip(_LEAST_TEMPERATURE, _MOST_TEMPERATURE), 1.0)
     return (scores - scores.max(axis=-1, keepdims=True)) * factor[:, None]
@@ -410,18 +411,18 @@ def _noise(scores: jax.Array, inputs: SampleInputs[jax.Array]) -> jax.Array:
 
 
 def _draw_from_best(scaled: jax.Array, inputs: SampleInputs[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draws from each row's candidates; returns also the threshold, and whether all that is kept is among them."""
+    """Draws from each row's candidates; returns also the threshold, and whether the row keeps only candidates."""
     ranked, candidates = best(scaled, NUM_CANDIDATES)
     threshold, is_inside = _threshold(scaled, ranked, inputs.top_k, inputs.top_p, inputs.min_p)
     kept = jnp.where(ranked >= threshold[:, None], ranked, -jnp.inf)
     noisy = kept + gumbel(inputs.seed[:, None], inputs.position[:, None], candidates)
-    # Ties of the sum go to the smallest id, as they do among all tokens; scores that are not numbers give a token, too.
+    # Ties of the sum go to the smallest id, as they do among all tokens; NaN scores give some token, too.
     ids = jnp.where(noisy == noisy.max(axis=-1, keepdims=True), candidates, scaled.shape[-1]).min(axis=-1)
     return jnp.minimum(ids, scaled.shape[-1] - 1), threshold, is_inside
 
 
 def _threefry(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array) -> jax.Array:
-    """Returns the first word of Threefry-2x32-20 (Salmon et al. 2011), unrolled, so that XLA's CPU fuses it."""
+    """Returns the first word of Threefry-2x32-20 (Salmon et al. 2011), unrolled, so that XLA fuses it on a CPU."""
     keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
     x0, x1 = x0 + keys[0], x1 + keys[1]
     for group in range(5):

@@ -1,11 +1,11 @@
-"""One device's part of a model that is divided over a mesh, and the collectives that put parts together.
+"""One device's part of a model that is divided over a mesh, and the collectives that combine the parts.
 
 Tensor parallelism as in Shoeybi et al. 2019, "Megatron-LM", section 3: the first product of a block is divided by its
-outputs, the second by its inputs, and the partial sums are added once a block. Experts are divided by number over the
-axis `expert`; every device computes what its own experts give for all tokens.
+outputs, the second by its inputs, and the partial sums are added once per block. Experts are divided by number over the
+axis `expert`; every device computes its own experts for all tokens.
 
-The functions are for the inside of a `jax.shard_map`, where every array is one device's part. With no axes, as on one
-device, they do nothing.
+These functions run inside a `jax.shard_map`, where every array is one device's part. Without axes, as on one device,
+they have no effect.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Shards:
     """The mesh axes over which a forward is divided, outermost first; none on one device."""
 
     axes: tuple[str, ...] = ()
-    expert_axis: str | None = None  # the one of them that divides experts by number; None: each device has all
-    num_query_heads: int = 0  # that hold numbers of the model, over all devices; for norms over all heads
-    num_key_heads: int = 0  # the same of key heads, copies counted
+    expert_axis: str | None = None  # the axis that divides experts by number; None: every device has all experts
+    num_query_heads: int = 0  # over all devices, without padding; for norms over all heads
+    num_key_heads: int = 0  # over all devices, without padding, with copies
 
     def __bool__(self) -> bool:
         return bool(self.axes)
@@ -33,19 +33,19 @@ WHOLE = Shards()
 
 
 def add_parts(x: Float[Array, "*axes"], shards: Shards) -> Float[Array, "*axes"]:
-    """Adds the partial sums of all devices."""
+    """Returns the sum of all devices' terms."""
     return lax.psum(x, shards.axes) if shards else x
 
 
 def join_columns(x: Float[Array, "R V"], shards: Shards, size: int) -> Float[Array, "R W"]:
-    """Joins the columns of all devices and leaves out padding: the first `size` stay."""
+    """Joins the columns of all devices and drops padding: keeps the first `size`."""
     return lax.all_gather(x, shards.axes, axis=1, tiled=True)[:, :size] if shards else x
 
 
 def own_rows(ids: Int[Array, " X"], num_rows: int, shards: Shards) -> tuple[Int[Array, " X"], Array | None]:
-    """Returns where rows of a divided table lie in this device's part of it, and which of them are there.
+    """Returns the indices of rows in this device's part of a divided table, and a mask of the rows that are in it.
 
-    The others have the index 0; on one device all are there, which None says.
+    Other rows have the index 0. On one device the mask is None: all rows are there.
     """
     if not shards:
         return ids, None
@@ -55,7 +55,7 @@ def own_rows(ids: Int[Array, " X"], num_rows: int, shards: Shards) -> tuple[Int[
 
 
 def first_expert(num_experts: int, shards: Shards) -> Int[Array, ""] | None:
-    """Returns the id of the first of this device's experts, which has so many of them; None if it has all."""
+    """Returns the id of this device's first expert, given how many it has; None if it has all experts."""
     if shards.expert_axis is None:
         return None
     return lax.axis_index(shards.expert_axis).astype(jnp.int32) * num_experts
@@ -64,7 +64,7 @@ def first_expert(num_experts: int, shards: Shards) -> Int[Array, ""] | None:
 def mean_squares(
     q: Float[Array, "X Q"], k: Float[Array, "X K"], head_dim: int, shards: Shards
 ) -> tuple[Float[Array, "X 1"], Float[Array, "X 1"]]:
-    """Means of the squares of all query heads and of all key heads of a token, float32; one collective for both."""
+    """Returns each token's mean square over all query heads and over all key heads, float32, by one collective."""
     wide = [side.astype(jnp.float32) for side in (q, k)]
     if not shards:
         q_mean, k_mean = (jnp.mean(side * side, axis=-1, keepdims=True) for side in wide)
@@ -74,7 +74,10 @@ def mean_squares(
 
 
 def local_ids(chosen: jax.Array, num_experts: int, first: jax.Array | None) -> tuple[Int[Array, "X U"], Array | None]:
-    """Numbers experts from this device's first one on; those of other devices become E, one past its last."""
+    """Converts expert ids to indices on this device; experts of other devices become E, one past its last.
+
+    Returns also a mask of this device's experts; None if it has all.
+    """
     ids = chosen.astype(jnp.int32)
     if first is None:
         return ids, None

@@ -1,4 +1,4 @@
-"""What the kernels of GPUs share: how they are launched, and what a GPU wants of their sizes."""
+"""Launching of GPU kernels, and the sizes that suit a GPU."""
 
 import functools
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Any
 import jax
 from jax import lax
 
-SMALLEST_PART = 16  # rows or columns of an operand: what a tensor core's product takes
-PROGRAMS = 528  # that a step should have: four for each of the 132 multiprocessors of an H100
+SMALLEST_PART = 16  # fewest rows or columns of an operand of a tensor core's product
+PROGRAMS = 528  # programs that a launch should have: four for each of the 132 multiprocessors of an H100
 
 
 def launch(call: Callable[..., Any], *arrays: jax.Array) -> Any:
-    """Calls a function that launches kernels; where it runs on a CPU they are interpreted."""
+    """Calls a function that launches kernels; on a CPU the kernels are interpreted."""
     return lax.platform_dependent(
         *arrays, cpu=functools.partial(call, interpret=True), default=functools.partial(call, interpret=False)
     )

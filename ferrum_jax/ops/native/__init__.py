@@ -1,14 +1,14 @@
 """Kernels for CPUs, which compiled steps call through XLA's foreign function interface.
 
-They multiply with float32, 16-bit, int8 and 4-bit weights (with NEON few tokens only), attend over the paged KV, choose
-tokens, find the likeliest, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result does
-not depend on the rows beside it: a product has one order of sums, but that a quantised weight is multiplied in another
-for up to four rows than for more, and with AVX2 any weight but an expert's in another for more than 64. The library has
-a copy of them for each instruction set and chooses when it is loaded; it is built when the package is installed on
-Linux, if there is a C++ compiler (build.py). Where it is missing, or a size or type has no kernel, XLA's own code
-serves.
+They multiply with float32, 16-bit, int8 and 4-bit weights (with NEON only few tokens), attend over the paged KV, choose
+tokens, find the likeliest ones, and sum exponentials for log-probabilities. All arithmetic is float32. A row's result
+does not depend on the other rows: the order of a product's sums is fixed, with two exceptions. With a quantised weight
+it differs between up to four rows and more, and with AVX2, except for an expert's weight, between up to 64 rows and
+more. The library has a copy of the kernels for each instruction set and chooses one when it is loaded. It is built when
+the package is installed on Linux, if there is a C++ compiler (build.py). If it is missing, or has no kernel for a size
+or type, XLA's own code is used.
 
-They have neither gradients nor batching rules: steps use them, research functions do not.
+Kernels have neither gradients nor batching rules: steps use them, research functions do not.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 from ferrum_jax.sharding.types import vary_like
 
 MOST_ROWS = 8192  # of one product, as in handlers.cpp
-FEW_ROWS = 64  # with NEON it is not known whether XLA's products of more are slower
+FEW_ROWS = 64  # of a product with NEON; for more rows it was not measured against XLA's products
 MOST_INPUTS = 32_768  # of a quantised product, as in kernels.h
 MOST_WIDTH = 640  # of a head, as in kernels.h
 PART = 1 << 14  # numbers of a row whose exponentials are summed together, as in handlers.cpp
-MOST_BEST = 64  # of the largest numbers of a row: each is put in its place among those found so far
-SPAN = 256  # positions of a row of one token that are computed together
+MOST_BEST = 64  # largest numbers of a row that `best` finds: it inserts each into a sorted list
+SPAN = 256  # positions that are computed together for a row of one token
 TARGETS = "ferrum_linear", "ferrum_widen", "ferrum_experts", "ferrum_attend", "ferrum_write", "ferrum_choose"
 TARGETS += "ferrum_logsumexp", "ferrum_best"
 FLOATS = "float32", "bfloat16", "float16"
@@ -38,7 +38,7 @@ FLOATS = "float32", "bfloat16", "float16"
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Loads the library and registers its targets, once; or says why there is none."""
+    """Loads the library and registers its targets, once; returns why there is none if there is none."""
     if problem := unsupported():
         return problem
     if not LIBRARY.exists():
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | str:
 
 
 def register(path: Path) -> ctypes.CDLL | str:
-    """Registers the targets of a library, or says why it is not of use here."""
+    """Registers the targets of a library; returns why it cannot be used here if it cannot."""
     found = ctypes.CDLL(str(path))
     found.ferrum_sources.restype = found.ferrum_instruction_set.restype = ctypes.c_char_p
     if found.ferrum_sources().decode() != digest_sources():
@@ -64,24 +64,24 @@ def register(path: Path) -> ctypes.CDLL | str:
 
 
 def instruction_set() -> str | None:
-    """Name of the instruction set that the kernels use here, such as `avx2`; None where there are no kernels."""
+    """Returns the instruction set that the kernels use here, such as `avx2`; None if there are no kernels."""
     found = library()
     return None if isinstance(found, str) else found.ferrum_instruction_set().decode()
 
 
 @functools.cache
 def digest() -> str | None:
-    """Digest of the library in use, for what is kept on disk; None where there is none."""
+    """Returns a digest of the library in use, for the key of programs on disk; None if there is no library."""
     return None if instruction_set() is None else hashlib.sha256(LIBRARY.read_bytes()).hexdigest()
 
 
 def reads(values: str, inputs: int) -> bool:
-    """Whether the kernels multiply by values of a dtype (`uint4`: two a byte) with so many inputs, scaled in groups."""
+    """Whether the kernels multiply by values of a dtype (`uint4`: two to a byte), scaled in groups, with `inputs`."""
     return values in FLOATS or (values in ("int8", "uint4") and inputs <= MOST_INPUTS)
 
 
 def can_multiply(x: jax.Array, weight: jax.Array | QuantisedWeight, most_rows: int | None = None) -> bool:
-    """Whether there is a kernel for `x @ weight.T`, or for a stack of weights, and it is to be used."""
+    """Whether there is a kernel for `x @ weight.T`, or for a stack of weights, and it is in use."""
     if not are_used("cpu") or x.dtype != jnp.float32 or not has_kernel(weight):
         return False
     if most_rows is None:
@@ -110,7 +110,7 @@ def has_kernel(weight: jax.Array | QuantisedWeight) -> bool:
 def product(x: jax.Array, weight: jax.Array | QuantisedWeight, layer: jax.Array | None = None) -> jax.Array:
     """Computes `x @ weight.T`, `[X, K]` and `[N, K]` to float32 `[X, N]`.
 
-    With a `layer`, int32 scalar, the weight is that of this layer in a stack `[L, N, K]`, of which no other is read.
+    With `layer`, an int32 scalar, `weight` is a stack `[L, N, K]`, and only this layer's weight is read.
     """
     found = jax.ShapeDtypeStruct((x.shape[0], weight.shape[-2]), jnp.float32)
     own = jnp.zeros(1, jnp.int32) if layer is None else jnp.reshape(layer, 1)
@@ -118,14 +118,15 @@ def product(x: jax.Array, weight: jax.Array | QuantisedWeight, layer: jax.Array 
 
 
 def can_widen(x: jax.Array, weight: QuantisedWeight) -> bool:
-    """Whether a weight is to be widened by a kernel for a product of many tokens, which is XLA's."""
+    """Whether a kernel dequantises a weight for a product of many tokens, which XLA's code computes."""
     return are_used("cpu") and x.dtype == jnp.float32 and len(weight.shape) == 2 and has_kernel(weight)
 
 
 def widen(weight: QuantisedWeight, x: jax.Array) -> jax.Array:
     """Dequantises a weight to float32 `[N, K]`, each number rounded once.
 
-    x is not read: as an operand it delays the call until it is computed, or all weights would be widened at first.
+    The kernel does not read x: as an operand it only delays the call until x is computed. Without it, all weights would
+    be dequantised first.
     """
     found = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
     return vary_like(jax.ffi.ffi_call("ferrum_widen", found)(x, *jax.tree.leaves(weight)), weight)
@@ -134,7 +135,7 @@ def widen(weight: QuantisedWeight, x: jax.Array) -> jax.Array:
 def expert_product(x: jax.Array, ids: jax.Array, stack: jax.Array | QuantisedWeight) -> jax.Array:
     """Multiplies row i of x `[A, K]` by the weight `ids[i]` of a stack `[E, N, K]`: float32 `[A, N]`.
 
-    Rows of ids that are not in the stack are zeros. Only the weights that some row needs are read, each once.
+    Rows whose id is not in the stack are zeros. Only weights that a row needs are read, each once.
     """
     found = jax.ShapeDtypeStruct((x.shape[0], stack.shape[1]), jnp.float32)
     return vary_like(jax.ffi.ffi_call("ferrum_experts", found)(x, ids, *jax.tree.leaves(stack)), x, ids, stack)
@@ -151,7 +152,7 @@ def logsumexp(x: jax.Array) -> jax.Array:
 def best(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """Finds the `count` largest numbers of each row of float32 `[R, V]`, descending, and their columns: `[R, count]`.
 
-    Of equals the first come first, and what is not a number is above all numbers.
+    Equal numbers keep their order, and NaN is above all numbers.
     """
     shape = x.shape[0], count
     found = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -168,7 +169,7 @@ def choose(
     seed: jax.Array,
     position: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Chooses a token of each row of float32 scores `[R, V]`, as `ops.sampling.choose`: ids and thresholds `[R]`."""
+    """Chooses a token for each row of float32 scores `[R, V]` as `ops.sampling.choose`: ids and thresholds `[R]`."""
     rows = scores.shape[0]
     found = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.float32)
     options = temperature, top_k, top_p, min_p, seed, position
