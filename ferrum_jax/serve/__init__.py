@@ -1,1 +1,1 @@
-"""The HTTP server, which is the extra `serve`: OpenAI's API over one engine."""
+"""The HTTP server (extra `serve`): OpenAI's API over one engine."""

@@ -1,4 +1,4 @@
-"""Who may begin: a bounded queue, pauses, adapters that are leaving, and a server that drains."""
+"""Which requests may begin: a bounded queue, pauses, adapters being unloaded, and a draining server."""
 
 import asyncio
 import contextlib
@@ -13,35 +13,35 @@ LONGEST_RETRY = 60  # seconds
 
 
 class Admission:
-    """Counts the answers that are in the engine or wait for it; one event loop uses it."""
+    """Counts the answers that run or wait in the engine; one event loop uses it."""
 
     def __init__(self, rows: int, max_waiting: int):
-        """Takes how many answers run at a time, and how many more may wait."""
+        """Sets how many answers run at a time, and how many more may wait."""
         self.rows = rows
         self.max_waiting = max_waiting
         self.is_draining = False
         self.live = 0  # answers
-        self.users: Counter[str | None] = Counter()  # requests that have begun, by adapter
-        self._begun = 0  # requests that no pause holds back
-        self._leaving: set[str] = set()  # adapters
-        self._seconds = 1.0  # that an answer takes, smoothed
+        self.users: Counter[str | None] = Counter()  # number of begun requests, by adapter
+        self._begun = 0  # requests that run, not held back by a pause
+        self._leaving: set[str] = set()  # adapters being unloaded
+        self._seconds = 1.0  # smoothed duration of an answer
         self._open = asyncio.Event()
         self._open.set()
         self._waiters: set[asyncio.Event] = set()
 
     @property
     def is_paused(self) -> bool:
-        """True while nothing new begins."""
+        """True while no request may begin."""
         return not self._open.is_set()
 
     @contextlib.asynccontextmanager
     async def admit(self, answers: int, adapter: str | None, caller: Caller) -> AsyncIterator[None]:
-        """Counts a request of so many answers while it is served; waits where the server is paused.
+        """Counts a request of `answers` answers while it is served; waits while the server is paused.
 
         Raises:
             DisconnectError: the caller left while it waited.
-            ApiError: a 429 where too many wait, a 400 for more answers than may ever wait, a 503 of a server that
-                drains, a 404 of an adapter that is leaving.
+            ApiError: a 429 if too many answers wait, a 400 for more answers than may ever wait, a 503 if the server
+                drains, a 404 if the adapter is being unloaded.
         """
         most = self.rows + self.max_waiting
         if answers > most:
@@ -75,38 +75,38 @@ class Admission:
             self._wake()
 
     def _check_stays(self, adapter: str | None) -> None:
-        """Raises a 404 of an adapter that is leaving."""
+        """Raises a 404 if an adapter is being unloaded."""
         if adapter in self._leaving:
             raise ApiError(404, f"adapter {adapter!r} is being unloaded", param="model", code="model_not_found")
 
     def retry_after(self) -> int:
-        """Whole seconds after which a place in the queue may be free."""
+        """Estimates after how many whole seconds there is room in the queue."""
         waves = max(1.0, (self.live - self.rows) / self.rows)
         return min(LONGEST_RETRY, max(1, math.ceil(self._seconds * waves)))
 
     def took(self, seconds: float) -> None:
-        """Takes note of how long an answer took."""
+        """Records how long an answer took."""
         self._seconds += 0.1 * (seconds - self._seconds)
 
     def close(self) -> None:
-        """Lets nothing new begin."""
+        """Lets no new request begin."""
         self._open.clear()
 
     async def pause(self) -> None:
-        """Lets nothing new begin, and waits until what was begun has ended."""
+        """Lets no new request begin, and waits until the begun ones have ended or `resume` is called."""
         self.close()
         await self._until(lambda: self._begun == 0 or self._open.is_set())
 
     def resume(self) -> None:
-        """Lets go on what waits."""
+        """Ends a pause: waiting requests begin."""
         self._open.set()
         self._wake()
 
     @contextlib.asynccontextmanager
     async def leaving(self, adapter: str) -> AsyncIterator[None]:
-        """Admits nobody under an adapter meanwhile, and begins when those that have begun under it have ended.
+        """Admits no request with an adapter; the context begins when all begun requests with it have ended.
 
-        Raises a 409 for one that is leaving already.
+        Raises a 409 if the adapter is being unloaded already.
         """
         if adapter in self._leaving:
             raise ApiError(409, f"adapter {adapter!r} is being unloaded already", param="lora_name")

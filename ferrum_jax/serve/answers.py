@@ -1,4 +1,4 @@
-"""`Answers`: what the engine generates for one HTTP request, for one event loop."""
+"""`Answers`: the answers that the engine generates for one HTTP request, as an event loop reads them."""
 
 import asyncio
 import contextlib
@@ -19,30 +19,30 @@ from ferrum_jax.generate.request import Request
 from ferrum_jax.serve.errors import ApiError, bad_request, from_engine
 
 T = TypeVar("T")
-LONGEST_FORM = 1 << 17  # characters of a schema or grammar, as JSON where it is no text; such compile within seconds
+LONGEST_FORM = 1 << 17  # characters of a schema (as JSON) or grammar; such forms compile within seconds
 
 
 class DisconnectError(Exception):
-    """The client has gone: nobody reads what comes."""
+    """The client has disconnected and will not read the response."""
 
 
 @dataclass(eq=False)
 class AnswerProgress:
-    """One answer of the request, as far as it was taken."""
+    """How far one answer of the HTTP request was read from the engine."""
 
     index: int
     request: Request
-    num_taken: int = 0  # tokens
-    is_first: bool = True
-    is_ended: bool = False  # it was told to its end, or cut there
+    num_taken: int = 0  # tokens read
+    is_first: bool = True  # no piece was read yet
+    is_ended: bool = False  # it was read to its end, or cut
     started: float = 0.0  # when its HTTP request had been read
-    first: float = 0.0  # when its first token was seen
-    last: float = 0.0  # when its last token was seen, or its end
-    gaps: list[float] = field(default_factory=list)  # seconds between tokens, since they were last counted
+    first: float = 0.0  # when its first token was read
+    last: float = 0.0  # when its last token or its end was read
+    gaps: list[float] = field(default_factory=list)  # seconds between tokens that were not counted yet
 
 
 class Piece(NamedTuple):
-    """What is new of one answer."""
+    """The new part of one answer."""
 
     choice: AnswerProgress
     is_first: bool
@@ -52,13 +52,13 @@ class Piece(NamedTuple):
 
 
 class Caller:
-    """The client of one request: whether it is still there, and how long it may wait.
+    """The client of one request: whether it is still connected, and its deadline.
 
-    It is an asynchronous context, in which `changed` is set when the client leaves or its time is over.
+    An asynchronous context, in which `changed` is set when the client leaves or its time is over.
     """
 
     def __init__(self, http: HttpRequest, seconds: float):
-        """Takes a request whose body was read, and the seconds that it may take."""
+        """Takes a request whose body was read, and how many seconds it may take."""
         self._http, self._seconds = http, seconds
         self.started = time.perf_counter()
         self.changed = asyncio.Event()
@@ -73,7 +73,7 @@ class Caller:
 
     @property
     def deadline(self) -> float:
-        """When its time is over, by the event loop's clock."""
+        """When the request's time is over, by the event loop's clock."""
         return self._timer.when()
 
     async def __aexit__(self, *_: object) -> None:
@@ -93,12 +93,12 @@ class Caller:
         self.changed.set()
 
     def end(self, problem: ApiError) -> None:
-        """Ends what the client waits for with an error."""
+        """Ends the client's request with an error."""
         self._problem = problem
         self.changed.set()
 
     def check(self) -> None:
-        """Raises DisconnectError where the client has gone, a 408 where its time is over, or what ended it."""
+        """Raises DisconnectError if the client has left, a 408 if its time is over, or the error given to `end`."""
         if self.has_left:
             raise DisconnectError
         if self._problem is not None:
@@ -112,7 +112,7 @@ class Caller:
             )
 
     async def wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for some work and returns its result; cancels it and raises as `check` once nobody waits for it."""
+        """Waits for a coroutine and returns its result; cancels it and raises as `check` when `changed` is set."""
         tasks = [asyncio.create_task(work), asyncio.create_task(self.changed.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -121,40 +121,40 @@ class Caller:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # no error is left that nobody has seen
+            await asyncio.gather(*tasks, return_exceptions=True)  # retrieves their errors, or asyncio would log them
 
 
 class Wakeups:
-    """Events of one event loop that another thread sets: all those of one step with one call of the loop."""
+    """Sets events of one event loop from another thread: all events of one step by one call into the loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        """Takes the loop whose events they are."""
+        """Takes the loop of the events."""
         self.loop = loop
         self._due: deque[asyncio.Event] = deque()
         self._is_called = False
 
     def wake(self, event: asyncio.Event) -> None:
-        """Has an event set; any thread may ask."""
+        """Has the loop set an event; any thread may call this."""
         self._due.append(event)
         if not self._is_called:
             self._is_called = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no one waits
                 self.loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
-        self._is_called = False  # before any is taken: what comes later calls anew
+        self._is_called = False  # first: a later `wake` then calls into the loop again
         while self._due:
             self._due.popleft().set()
 
 
 class Answers:
-    """The engine's requests of one HTTP request.
+    """The engine's requests for one HTTP request.
 
-    It is an asynchronous context: within it the requests run, and whatever ends it frees what they hold.
+    An asynchronous context: the requests run within it, and leaving it aborts those that are not done.
     """
 
     def __init__(self, llm: LLM, groups: Sequence[Sequence[Request]], caller: Caller, wakeups: Wakeups):
-        """Takes requests in groups of one prompt each, of which the first has the others as its copies."""
+        """Takes requests in groups, one for each prompt; the others of a group are `copies` of its first."""
         self._llm = llm
         self._wakeups = wakeups
         self.groups = groups
@@ -186,7 +186,7 @@ class Answers:
             self._llm.engine.abort(*running)
 
     def interrupt(self) -> None:
-        """Ends every answer with what it has, and the reason `abort`."""
+        """Ends every answer as it is, with the reason `abort`."""
 
         def end() -> None:
             for choice in self.choices:
@@ -200,20 +200,20 @@ class Answers:
 
     @property
     def is_over(self) -> bool:
-        """True once every answer was taken to its end."""
+        """True once every answer was read to its end."""
         return all(choice.is_ended for choice in self.choices)
 
     async def next(self) -> list[Piece]:
-        """Waits until there is more, and returns it.
+        """Waits for new pieces of answers, and returns them.
 
         Raises:
-            DisconnectError: the client has gone.
+            DisconnectError: the client has left.
             ApiError: the request takes too long, or the engine failed.
         """
         while True:
             await self.caller.changed.wait()
             self.caller.changed.clear()
-            self._is_signalled = False  # before anything is read: what comes later signals anew
+            self._is_signalled = False  # first: a later `notify` then signals again
             self.caller.check()
             pieces = [piece for choice in self.choices if (piece := self._take(choice)) is not None]
             if pieces:
@@ -225,13 +225,13 @@ class Answers:
             await self.next()
 
     def cut(self, choice: AnswerProgress) -> None:
-        """Ends an answer where it is; nothing more of it comes."""
+        """Ends an answer as it is; no more pieces of it come."""
         choice.is_ended = True
         self._llm.engine.abort(choice.request)
 
     def _take(self, choice: AnswerProgress) -> Piece | None:
         request = choice.request
-        is_done = request.is_done  # first: what came before it is there then
+        is_done = request.is_done  # read first: all tokens before it are there then
         if choice.is_ended:
             return None
         if request.error is not None:
@@ -245,7 +245,7 @@ class Answers:
             choice.first = choice.first or now
             if choice.num_taken:
                 choice.gaps += [(now - choice.last) / len(tokens)] * len(tokens)
-            elif (more := len(tokens) - 1) > 0:  # several came before the first was taken
+            elif (more := len(tokens) - 1) > 0:  # several came before the first was read
                 since = now - request.submitted - request.first_token_after
                 choice.gaps += [max(0.0, since) / more] * more
         if tokens or is_done:
@@ -260,9 +260,9 @@ class Answers:
 def make_group(
     llm: LLM, ids: list[int], params: SamplingParams, n: int, adapter: ActiveLoraAdapter | None, priority: int
 ) -> list[Request]:
-    """Returns the requests of one prompt: the first has the others as its copies, answer i has the seed `seed + i`.
+    """Returns the requests of one prompt; the others are `copies` of the first, answer i has the seed `seed + i`.
 
-    Raises a 400 for a form that is too long, and errors of the engine for what it refuses.
+    Raises a 400 for a form that is too long, and the engine's errors for arguments that it refuses.
     """
     if params.structured is not None and (length := len(params.structured.definition[1])) > LONGEST_FORM:
         raise bad_request(f"the form of the answer has {length:,} characters, at most {LONGEST_FORM:,} are taken")
@@ -270,7 +270,7 @@ def make_group(
 
 
 def scored_only(request: Request) -> Request:
-    """Lets a request score its prompt and generate nothing; one that has nothing to score is done."""
+    """Makes a request score its prompt and generate nothing; a request without tokens to score is then done."""
     request.limit = 0
     if request.num_unscored == 0:
         request.finish_reason = "length"
@@ -278,7 +278,7 @@ def scored_only(request: Request) -> Request:
 
 
 def usage_of(groups: Sequence[Sequence[Request]], choices: Sequence[AnswerProgress]) -> dict[str, Any]:
-    """Counts tokens as OpenAI does: a prompt once, however many answers it has."""
+    """Counts tokens as OpenAI does: a prompt counts once for all of its answers."""
     prompts = sum(len(group[0].prompt) for group in groups)
     generated = sum(choice.num_taken for choice in choices)
     return {"prompt_tokens": prompts, "completion_tokens": generated, "total_tokens": prompts + generated}

@@ -1,4 +1,4 @@
-"""`make_app`: the ASGI application of one model, its endpoints, and their description in OpenAPI."""
+"""`make_app`: the ASGI application that serves one model, its endpoints, and their OpenAPI description."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ from ferrum_jax.serve.tracing import traced
 
 
 class Endpoint(NamedTuple):
-    """What is done at one path."""
+    """One method and path, and the function that answers it."""
 
     method: str
     path: str
@@ -53,12 +53,10 @@ class Endpoint(NamedTuple):
 
 
 def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
-    """Returns the application that serves a model, which stays the caller's to close.
-
-    Its `state.service` is the `Service` below.
+    """Returns the application that serves a model, which the caller closes; its `state.service` is the `Service`.
 
     Raises:
-        FerrumError: a setting cannot be honoured, or an adapter not be loaded.
+        FerrumError: a setting is wrong, or an adapter cannot be loaded.
     """
     settings = ServerSettings() if settings is None else settings
     service = Service(llm, settings)
@@ -78,7 +76,7 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
 
     routes = [route(one) for one in endpoints_of(settings)]
     middleware = [Middleware(DirectSend), Middleware(traced)]
-    if settings.allow_origins:  # outside the log, so that a page can read errors, too
+    if settings.allow_origins:  # outside `RequestLog`, so that pages can read error responses, too
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -100,7 +98,7 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> Starlette:
 
 
 async def _not_served(request: HttpRequest, problem: Exception) -> Response:
-    """Answers paths and methods that are not served, in OpenAI's shape."""
+    """Answers paths and methods that are not served, in OpenAI's format."""
     assert isinstance(problem, HTTPException)
     told = f"{request.method} {request.url.path} is not served"
     code = "method_not_allowed" if problem.status_code == 405 else "not_found"
@@ -117,18 +115,18 @@ async def health(service: Service, http: HttpRequest) -> Response:
 
 
 async def version(service: Service, http: HttpRequest) -> Response:
-    """Tells this package's version."""
+    """Returns this package's version."""
     return JsonAnswer({"version": ferrum_jax.__version__})
 
 
 async def metrics(service: Service, http: HttpRequest) -> Response:
-    """Tells what Prometheus scrapes."""
+    """Returns the metrics for Prometheus."""
     text = await asyncio.to_thread(service.metrics.render, service.llm)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def openapi(service: Service, http: HttpRequest) -> Response:
-    """Describes this server."""
+    """Returns the OpenAPI description of this server."""
     return JsonAnswer(describe_api(endpoints_of(service.settings)))
 
 
@@ -138,7 +136,7 @@ async def models(service: Service, http: HttpRequest) -> Response:
 
 
 async def one_model(service: Service, http: HttpRequest) -> Response:
-    """Tells of one model or adapter."""
+    """Describes the model or one of its adapters."""
     name = http.path_params["name"]
     service.adapter_of(name)
     return JsonAnswer(_card(service, name))
@@ -204,7 +202,7 @@ async def load_adapter(service: Service, http: HttpRequest) -> Response:
 
 
 async def unload_adapter(service: Service, http: HttpRequest) -> Response:
-    """Drops an adapter once the requests under it have ended."""
+    """Unloads an adapter once the requests with it have ended."""
     body = await read_json(service, http, UnloadAdapterBody)
     service.path_of_adapter("")
     await service.unload_adapter(body.lora_name)
@@ -212,12 +210,12 @@ async def unload_adapter(service: Service, http: HttpRequest) -> Response:
 
 
 async def pause(service: Service, http: HttpRequest) -> Response:
-    """Lets nothing new begin; what runs ends first, or at once with what it has."""
+    """Lets no new request begin, and waits until running ones end; the mode `abort` ends them at once, as they are."""
     body = await read_json(service, http, PauseBody)
     if body.mode == "abort":
         service.admission.close()
         ended = asyncio.ensure_future(service.admission.pause())
-        while not ended.done():  # a request that has begun may not be known yet, while its prompt is tokenised
+        while not ended.done():  # a begun request joins `live` only when its prompt is tokenised
             for answers in list(service.live):
                 await asyncio.to_thread(answers.interrupt)
             await asyncio.wait({ended}, timeout=0.05)
@@ -227,13 +225,13 @@ async def pause(service: Service, http: HttpRequest) -> Response:
 
 
 async def resume(service: Service, http: HttpRequest) -> Response:
-    """Lets go on what waits."""
+    """Ends a pause: waiting requests begin."""
     service.admission.resume()
     return JsonAnswer({"is_paused": service.admission.is_paused})
 
 
 async def is_paused(service: Service, http: HttpRequest) -> Response:
-    """Tells whether the server is paused."""
+    """Returns whether the server is paused."""
     return JsonAnswer({"is_paused": service.admission.is_paused})
 
 
@@ -244,7 +242,7 @@ async def update_weights(service: Service, http: HttpRequest) -> Response:
 
 
 async def reset_prefix_cache(service: Service, http: HttpRequest) -> Response:
-    """Forgets every known prefix."""
+    """Clears the prefix cache."""
     await service.run(service.llm.reset_prefix_cache, administers=True)
     return JsonAnswer({})
 
@@ -273,7 +271,7 @@ _FOR_TRAINERS = (
 
 
 def endpoints_of(settings: ServerSettings) -> tuple[Endpoint, ...]:
-    """Returns what a server of these settings offers."""
+    """Returns the endpoints of a server with these settings."""
     return _ENDPOINTS + (_FOR_TRAINERS if settings.trainer_endpoints else ())
 
 
@@ -287,7 +285,7 @@ _ERROR = {"type": "object", "required": ["error"], "properties": {"error": _INNE
 
 
 def describe_api(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
-    """Returns the description in OpenAPI 3.1."""
+    """Returns the endpoints' description in OpenAPI 3.1."""
     kinds = [one.body for one in endpoints if one.body is not None]
     places, schemas = models_json_schema([(kind, "validation") for kind in kinds],
                                          ref_template="#/components/schemas/{model}")  # fmt: skip

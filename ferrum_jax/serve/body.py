@@ -1,4 +1,4 @@
-"""Bodies of requests, up to a limit."""
+"""Reading of request bodies, up to a limit."""
 
 import asyncio
 from typing import TypeVar
@@ -16,7 +16,7 @@ Read = TypeVar("Read", bound=BaseModel)
 
 
 async def read_body(http: HttpRequest, limit: int, seconds: float) -> bytes:
-    """Returns the body; raises a 413 for one that is longer, before all of it is read, a 408 for one that is late."""
+    """Returns the body; raises a 413 for a longer one, without reading all of it, and a 408 for one that is late."""
     told = http.headers.get("content-length", "0")
     if told.isdecimal() and int(told) > limit:
         raise _too_large(limit)
@@ -37,9 +37,9 @@ async def read_body(http: HttpRequest, limit: int, seconds: float) -> bytes:
 
 
 async def read_json(service: Service, http: HttpRequest, kind: type[Read]) -> Read:
-    """Returns a body of JSON as its kind; raises a 415 for another media type, a 400 for what it is not.
+    """Returns a JSON body as `kind`; raises a 415 for another media type, a 400 if the body does not match `kind`.
 
-    Of other media types, a browser sends some without asking whether it may.
+    Other media types are refused because a browser sends some of them to any site without a CORS preflight.
     """
     body = await read_body(http, service.settings.max_body_bytes, service.settings.max_seconds)
     media = http.headers.get("content-type", "").split(";")[0].strip().lower()

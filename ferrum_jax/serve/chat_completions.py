@@ -81,7 +81,7 @@ async def _chunks(
 
 
 def _format_of(service: Service, body: ChatBody) -> ToolFormat | None:
-    """Returns how the answers are read; raises a 400 where there are tools and no way to read calls."""
+    """Returns the format in which answers are read; raises a 400 if there are tools and no format of calls is known."""
     found = service.tool_format
     if body.may_call and found is None:
         raise bad_request(
@@ -114,7 +114,7 @@ def _group(
 
 
 class _Reader:
-    """Reads one answer: content, reasoning and calls."""
+    """Reads content, reasoning and calls from one answer, and writes its JSON."""
 
     def __init__(
         self, service: Service, body: ChatBody, tool_format: ToolFormat | None, choice: AnswerProgress, answers: Answers
@@ -128,7 +128,7 @@ class _Reader:
         self._reason: str | None = None
 
     def read(self, piece: Piece) -> list[Event]:
-        """Takes what is new and returns what it tells."""
+        """Parses a new piece of the answer and returns its events."""
         if self._parser is None:
             events: list[Event] = [Content(piece.text)] if piece.text else []
         else:
@@ -149,12 +149,12 @@ class _Reader:
         return told
 
     def _has_whole_calls(self) -> bool:
-        """Whether there are calls, and no stop text has cut off the last one."""
+        """Whether there are calls, of which no stop text has cut off the last."""
         calls = self._parsed.calls
         return bool(calls) and (not self.choice.request.watcher.found or calls[-1].is_whole)
 
     def whole(self) -> dict[str, Any]:
-        """Writes all of it."""
+        """Returns the whole answer."""
         body, parsed, request = self._body, self._parsed, self.choice.request
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content, "refusal": None}
         if parsed.reasoning:
@@ -177,7 +177,7 @@ class _Reader:
         return told
 
     def parts(self, piece: Piece) -> list[dict[str, Any]]:
-        """Writes what is new as deltas, of which the first has the log-probabilities and ids of all."""
+        """Returns a new piece as deltas; the first has the log-probabilities and ids of all."""
         body = self._body
         deltas = [self._delta(event) for event in self.read(piece)]
         wants_tokens = piece.tokens and (body.logprobs or body.return_token_ids)

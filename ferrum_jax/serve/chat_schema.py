@@ -1,4 +1,4 @@
-"""The requests of `/v1/chat/completions`."""
+"""Schema of the requests of `/v1/chat/completions`."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """What a call named."""
+    """The function of a call, with its arguments as JSON text."""
 
     name: str
     arguments: str = ""
@@ -42,7 +42,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """A message of any role; what clients copy from an answer is accepted."""
+    """A message of any role; fields that clients copy from an answer are accepted."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[TextPart] | None = None
@@ -63,7 +63,7 @@ class Message(Body):
         return self
 
     def rendered(self) -> dict[str, Any]:
-        """Returns it as chat templates expect it: content as one text, arguments of calls as objects."""
+        """Returns the message as chat templates expect it: content as one text, arguments of calls as objects."""
         text = self.content if not isinstance(self.content, list) else "\n".join(part.text for part in self.content)
         made: dict[str, Any] = {"role": self.role, "content": text}
         made |= {
@@ -96,18 +96,18 @@ class Tool(Body):
     function: Function
 
     def rendered(self) -> dict[str, Any]:
-        """Returns it as chat templates expect it."""
+        """Returns the tool as chat templates expect it."""
         return {"type": "function", "function": self.function.model_dump(exclude_none=True, exclude={"strict"})}
 
 
 class NamedFunction(Body):
-    """The function that has to be called."""
+    """The function that must be called."""
 
     name: str
 
 
 class NamedTool(Body):
-    """The tool that has to be called."""
+    """The tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -123,7 +123,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the answer has to be."""
+    """The form that the answer must have."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -199,11 +199,11 @@ class ChatBody(SamplingBody):
 
     @property
     def limit(self) -> int | None:
-        """Tokens to generate at most, None for as many as there is room for."""
+        """The most tokens to generate; None: up to the KV capacity."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def form(self) -> Structured | None:
-        """Returns the form that the answer is to have, that of calls left out."""
+        """Returns the form of the answer, without that of calls; None if it is free."""
         wanted = self.response_format
         if wanted is None or wanted.type == "text":
             return super().form()
@@ -213,12 +213,12 @@ class ChatBody(SamplingBody):
 
     @property
     def is_slow(self) -> bool:
-        """Whether making its requests may take seconds, the form of its calls included."""
+        """Whether making the engine's requests may take seconds, also because of the form of calls."""
         return super().is_slow or bool(self.forced_tools or self.strict_tools)
 
     @property
     def forced_tools(self) -> list[Tool]:
-        """The tools of which one has to be called; empty where none has."""
+        """The tools of which one must be called; empty if no call is forced."""
         if self.tool_choice == "required":
             return self.tools or []
         if isinstance(self.tool_choice, NamedTool):
@@ -227,18 +227,18 @@ class ChatBody(SamplingBody):
 
     @property
     def strict_tools(self) -> list[Tool]:
-        """The tools that may be called, if the arguments of one have to be as declared."""
+        """All tools that may be called, if at least one of them is `strict`; else empty."""
         tools = (self.tools or []) if self.may_call else []
         return tools if any(tool.function.strict for tool in tools) else []
 
     @property
     def may_call(self) -> bool:
-        """True where the model is shown tools."""
+        """True if the model is shown tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
 def _arguments(call: ToolCall) -> Any:
-    """Returns the arguments of a call as a value; raises a 400 for what is no JSON object."""
+    """Returns the arguments of a call as a value; raises a 400 if they are not a JSON object."""
     try:
         found = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):

@@ -103,7 +103,7 @@ def serve(
         if warmup:
             llm.warmup()
         gc.collect()
-        gc.freeze()  # all answers wait while a collection walks through what there is
+        gc.freeze()  # later collections skip these objects: all answers wait for a collection
         print(f"{server.service.name} on {url_of(host, bound.getsockname()[1])}", file=sys.stderr, flush=True)
         server.run([bound])
 

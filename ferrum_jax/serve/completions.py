@@ -85,7 +85,7 @@ def _group(
 
 
 class _Writer:
-    """Writes one answer, whole or in parts."""
+    """Writes the JSON of one answer, whole or in parts."""
 
     def __init__(self, service: Service, body: CompletionBody, choice: AnswerProgress, prompt: str | list[int]):
         self._service, self._body, self._choice, self._prompt = service, body, choice, prompt
@@ -94,7 +94,7 @@ class _Writer:
         )
 
     def whole(self) -> dict[str, Any]:
-        """Writes all of it."""
+        """Returns the whole answer."""
         request = self._choice.request
         told = self.part(Piece(self._choice, True, "".join(request.text), request.choices, request.finish_reason))
         assert told is not None
@@ -105,7 +105,7 @@ class _Writer:
         return told
 
     def part(self, piece: Piece) -> dict[str, Any] | None:
-        """Writes what is new, None where a client would see nothing of it."""
+        """Returns the new part of the answer; None if it would be empty for the client."""
         body, request = self._body, self._choice.request
         _, is_first, text, tokens, reason = piece
         echo = self._echo() if is_first and body.echo else None
@@ -119,7 +119,7 @@ class _Writer:
             if echo is not None:
                 top = self._top(body.logprobs)
                 entries.append((request.prompt[0], None, None))
-                # An answer that was ended before has not all scores.
+                # An answer that ended early lacks some scores.
                 entries += itertools.zip_longest(request.prompt[1:], request.scores, top)
             entries += [(one.token_id, one.logprob, dict(one.alternatives)) for one in tokens]
             told["logprobs"] = self._logprobs.report(
@@ -141,5 +141,5 @@ class _Writer:
         return tokenizer.decode(self._prompt, skip_special_tokens=self._body.skip_special_tokens)
 
     def _top(self, most: int) -> list[dict[int, float]]:
-        """The likeliest tokens at each place of the prompt but the first, as many as were asked for here."""
+        """Returns the `most` likeliest tokens at each place of the prompt except the first."""
         return [dict(list(one.items())[:most]) for one in self._choice.request.top_scores] if most else []

@@ -1,4 +1,4 @@
-"""`ApiError`: what a client is told, in the shape of OpenAI's errors."""
+"""`ApiError`: the errors that clients get, in OpenAI's format."""
 
 import json
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ class ApiError(Exception):
     Attributes:
         status: the HTTP status.
         message: what was asked, what was found, the limit.
-        param: the field at fault, if one is.
-        code: a word for programs, such as `model_not_found`.
-        headers: further headers of the answer.
+        param: the request's field at fault, if any.
+        code: a machine-readable code, such as `model_not_found`.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -56,27 +56,27 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """Returns OpenAI's object."""
+        """Returns the error object in OpenAI's format."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """Returns the answer over HTTP."""
+        """Returns the HTTP response."""
         return JsonAnswer(self.body(), self.status, self.headers)
 
 
 class JsonAnswer(Response):
-    """A body of JSON, of any text that Python can hold."""
+    """A JSON response; texts may hold any character of Python, even half a surrogate pair."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Writes the body."""
+        """Returns the body in bytes."""
         return dump(content)
 
 
 def dump(value: Any) -> bytes:
-    """Returns JSON in UTF-8; half a surrogate pair, which has no UTF-8, becomes a question mark."""
+    """Returns JSON in UTF-8; half a surrogate pair, which UTF-8 cannot encode, becomes a question mark."""
     try:
         return to_json(value, inf_nan_mode="null")
     except PydanticSerializationError:  # of half a surrogate pair
@@ -84,17 +84,17 @@ def dump(value: Any) -> bytes:
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Returns the error of a request that cannot be answered as it is."""
+    """Returns a 400: the request cannot be answered as it is."""
     return ApiError(400, message, param=param, code=code)
 
 
 def unavailable(message: str, seconds: float = 1.0, code: str | None = None) -> ApiError:
-    """Returns the error of a server that may answer the same request later."""
+    """Returns a 503: the server may answer the same request after some seconds."""
     return ApiError(503, message, code=code, headers={"retry-after": str(max(1, round(seconds)))})
 
 
 def from_engine(problem: FerrumError) -> ApiError:
-    """Returns what a client is told of an error of the engine; of its own failures, no more than that."""
+    """Converts an error of the engine for clients; of an internal failure, it tells only the kind."""
     if isinstance(problem, NotFoundError):
         return ApiError(404, str(problem))
     if isinstance(problem, AlreadyExistsError):

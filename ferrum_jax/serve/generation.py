@@ -1,4 +1,4 @@
-"""What completions and chats have in common: from a body to answers that run, and streams of events."""
+"""Shared parts of completions and chats: starting the engine's requests of a body, and streams of events."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
 UNREAD_SECONDS = 5  # after a request's deadline, for a client that reads slowly
-LONG = 1000  # tokens: what is longer is written in another thread
+LONG = 1000  # tokens: longer answers are written in another thread
 DONE = b"data: [DONE]\n\n"
 MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What every chunk and answer of one request begins with."""
+    """The fields that all chunks and answers of one request share."""
 
     id: str
     kind: str  # OpenAI's name of the object
@@ -42,7 +42,7 @@ class Reply:
 
 
 def new_reply(service: Service, prefix: str, kind: str, model: str | None) -> Reply:
-    """Returns the head of a new reply."""
+    """Returns a reply with a new id."""
     return Reply(f"{prefix}-{secrets.token_hex(16)}", kind, model or service.name, int(time.time()))
 
 
@@ -54,7 +54,7 @@ async def begin(
     stack: contextlib.AsyncExitStack,
     make: MakeGroups,
 ) -> Answers:
-    """Admits a request of so many answers, makes the engine's requests, and lets them run until the stack ends."""
+    """Admits a request of `count` answers, makes the engine's requests, and runs them until the stack is closed."""
     adapter = service.adapter_of(body.model)
     seconds = (
         service.settings.max_seconds if body.max_time is None else min(body.max_time, service.settings.max_seconds)
@@ -74,16 +74,16 @@ async def begin(
 
 
 def note(http: HttpRequest, **figures: Any) -> None:
-    """Adds figures to the log's line of a request."""
+    """Adds figures to the log line of a request."""
     http.scope.setdefault("ferrum.figures", {}).update(figures)
 
 
 def check_room(service: Service, ids: Sequence[int], max_tokens: int | None) -> None:
-    """Raises a 400 where prompt and answer together are longer than a sequence can be."""
+    """Raises a 400 if prompt and answer together are longer than a sequence can be."""
     if max_tokens is None:
         return
     capacity = service.capacity
-    room = capacity - len(ids) + 1  # the last token is never read
+    room = capacity - len(ids) + 1  # the last token takes no position
     if max_tokens > room:
         raise bad_request(
             f"the prompt has {len(ids)} tokens, which leaves {max(0, room)} of the {capacity} positions of a sequence; "
@@ -94,10 +94,10 @@ def check_room(service: Service, ids: Sequence[int], max_tokens: int | None) -> 
 
 
 class UsageChunks:
-    """Which chunks of a stream tell how many tokens there were so far."""
+    """Adds the token counts so far to the chunks of a stream that should have them."""
 
     def __init__(self, body: SamplingBody, answers: Answers):
-        """Takes what the request asked for."""
+        """Reads from a request's body which chunks should have counts."""
         options = body.stream_options
         self._at_end = options is not None and options.include_usage
         self._always = self._at_end and options is not None and options.continuous_usage_stats
@@ -112,11 +112,11 @@ class UsageChunks:
         return event(chunk)
 
     def last(self, reply: Reply) -> bytes:
-        """Returns the chunk that follows all others, or nothing."""
+        """Returns the last chunk, with the counts; empty if the request did not ask for it."""
         return event(reply.head() | {"choices": [], "usage": self.total()}) if self._at_end else b""
 
     def total(self) -> dict[str, Any]:
-        """Counts so far."""
+        """Returns the counts so far."""
         return usage_of(self._answers.groups, self._answers.choices)
 
 
@@ -126,20 +126,20 @@ def event(value: Any) -> bytes:
 
 
 class EventStream:
-    """An answer of events, which ends with `[DONE]`; an error on the way is an event before it.
+    """A response of server-sent events, which ends with `[DONE]`; an error is an event before it.
 
-    What the request holds is free before `[DONE]` is sent: a client that has read it may ask again. The connection of a
-    client that does not read is broken off `UNREAD_SECONDS` after the deadline.
+    The request's rows and blocks are free before `[DONE]` is sent, so that a client that has read it may ask again. The
+    connection of a client that does not read is aborted `UNREAD_SECONDS` after the deadline.
     """
 
     def __init__(
         self, http: HttpRequest, stack: contextlib.AsyncExitStack, chunks: AsyncIterator[bytes], deadline: float
     ):
-        """Takes the chunks, what is to end with them, and the deadline by the event loop's clock."""
+        """Takes the chunks, the contexts to close after them, and the deadline by the event loop's clock."""
         self._http, self._stack, self._chunks, self._deadline = http, stack, chunks, deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them, as an ASGI application."""
+        """Sends the events, as an ASGI application."""
         try:
             async with asyncio.timeout_at(self._deadline + UNREAD_SECONDS):
                 await self._send_all(send, scope.get("ferrum.send", send))
@@ -148,7 +148,7 @@ class EventStream:
         except TimeoutError:
             note(self._http, disconnected=True)
             if (abort := scope.get("state", {}).get("abort")) is not None:
-                abort()  # closing would wait until the client has read what was sent
+                abort()  # to close would wait until the client has read all data sent
 
     async def _send_all(self, send: Send, send_piece: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -163,7 +163,7 @@ class EventStream:
                 raise
             except ApiError as found:
                 problem = found
-            except Exception:  # noqa: BLE001  of any kind: the client sees none of it
+            except Exception:  # noqa: BLE001  of any kind: the client gets no details
                 _log.exception("a stream failed")
                 problem = ApiError(500, "the server failed")
         if problem is not None:

@@ -22,16 +22,16 @@ TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 
 
 class TokenGaps(Collector):
-    """Histogram of the time between two tokens, told under both of vLLM's names; one figure for every token."""
+    """Histogram of the time between two tokens, under both of vLLM's names; one observation for every token."""
 
     def __init__(self, model: str):
-        """Makes it empty."""
+        """Makes an empty histogram."""
         self._model = model
-        self._counts = [0] * (len(TOKEN_SECONDS) + 1)  # by bucket, the last one has no bound
+        self._counts = [0] * (len(TOKEN_SECONDS) + 1)  # by bucket; the last has no upper bound
         self._seconds = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Counts one."""
+        """Counts one time."""
         self._counts[bisect_left(TOKEN_SECONDS, seconds)] += 1
         self._seconds += seconds
 
@@ -49,7 +49,7 @@ class Metrics:
     """The counts of one server, in a registry of its own; the event loop writes them."""
 
     def __init__(self, model: str):
-        """Makes the metrics of a model of that name."""
+        """Makes the metrics of a model with this name."""
         self.registry = CollectorRegistry()
         self._model = model
 
@@ -71,7 +71,7 @@ class Metrics:
         self.drafted = one(Counter, "vllm:spec_decode_num_draft_tokens", "Tokens drafted and verified.")
         self.accepted = one(Counter, "vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self.finished = one(Counter, "vllm:request_success", "Answers by how they ended.", "finished_reason")
-        for reason in ("stop", "length", "abort"):  # which are told before there is any
+        for reason in ("stop", "length", "abort"):  # so that they are reported from the start, as 0
             self.finished.labels(model_name=model, finished_reason=reason)
         self.first = one(Histogram, "vllm:time_to_first_token_seconds", "Time to the first token.", buckets=SECONDS)
         self.gaps = TokenGaps(model)
@@ -87,23 +87,23 @@ class Metrics:
         self._scraping = threading.Lock()  # scrapes run in threads
 
     def count_response(self, status: int) -> None:
-        """Counts an answer over HTTP."""
+        """Counts an HTTP response."""
         self.responses.labels(model_name=self._model, status=str(status)).inc()
 
     def count_tokens(self, choices: Iterable[AnswerProgress]) -> None:
-        """Counts the tokens that were taken since the last time, and the times between them."""
+        """Counts the times between tokens that were taken since the last call."""
         for choice in choices:
             for gap in choice.gaps:
                 self.gaps.observe(gap)
             choice.gaps.clear()
 
     def count_lookup(self, first: Request) -> None:
-        """Counts the prompt of its first request, if it was begun and looked for a known prefix."""
+        """Counts the tokens of a prompt, given its first request, if it began and was looked up in the prefix cache."""
         if first.score_from is None and (first.is_begun or first.num_read):
             self.prefix_queries.inc(len(first.prompt))
 
     def count_answer(self, choice: AnswerProgress, reason: str) -> float:
-        """Counts an answer that has ended, and returns its seconds."""
+        """Counts an answer that has ended, and returns its duration in seconds."""
         request, seconds = choice.request, choice.last - choice.started
         generated = choice.num_taken
         self.count_tokens([choice])
@@ -123,7 +123,7 @@ class Metrics:
         return seconds
 
     def render(self, llm: LLM) -> bytes:
-        """Returns the text that Prometheus scrapes; it may wait for a step, so not in the event loop."""
+        """Returns the text for Prometheus; call it outside the event loop, as it may wait for a step."""
         with self._scraping:
             return self._render(llm)
 
@@ -133,7 +133,7 @@ class Metrics:
         self.waiting.set(scheduler.num_waiting)
         try:
             blocks, reuse = llm.model.kv_slot_capacity_snapshot(), llm.model.cache_metrics_snapshot()
-        except FerrumError:  # of a model that was closed or has failed: its last figures stay
+        except FerrumError:  # the model was closed or has failed: its last figures stay
             blocks = reuse = None
         if blocks is not None:
             usage = 1 - blocks.free_blocks / max(1, blocks.total_blocks)

@@ -1,4 +1,4 @@
-"""What every request passes: an id, a line in the log, the API key, and errors in OpenAI's shape."""
+"""Middleware of every request: its id, a line in the log, the API key, and errors in OpenAI's format."""
 
 import hashlib
 import hmac
@@ -20,17 +20,17 @@ from ferrum_jax.serve.tracing import annotate
 _log = logging.getLogger("ferrum_jax.serve")
 _ID = re.compile(r"[!-~]{1,128}")
 _OPEN = ("/health",)  # paths that need no key: probes have none
-CLIENT_LEFT = 499  # in the log, as nginx has it
+CLIENT_LEFT = 499  # status in the log, as in nginx
 
 
 class DirectSend:
-    """Keeps the server's own `send` in the scope: a stream's pieces go there, past middleware that does not read them.
+    """Keeps the server's own `send` in the scope, by which pieces of a stream bypass middleware that ignores them.
 
     An ASGI application.
     """
 
     def __init__(self, app: ASGIApp):
-        """Takes what answers."""
+        """Wraps an application."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +43,7 @@ class RequestLog:
     """Assigns each request an id, catches every error, and logs one line of JSON about it; an ASGI application."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
-        """Takes what answers."""
+        """Wraps an application."""
         self._app, self._metrics = app, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,7 +61,7 @@ class RequestLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-            elif not message.get("more_body"):  # OpenTelemetry ends the span when this was sent
+            elif not message.get("more_body"):  # OpenTelemetry ends the span after this message
                 annotate(figures | {"request_id": request_id})
             await send(message)
 
@@ -77,11 +77,11 @@ class RequestLog:
             self._metrics.count_response(status)
             line = {"event": "request", "request_id": request_id, "method": scope["method"], "path": scope["path"]}
             line |= {"status": status, "seconds": round(time.perf_counter() - started, 6)} | figures
-            annotate(line)  # of a request whose answer was cut off
+            annotate(line)  # again, for a response that was cut off
             _log.info("%s", json.dumps(line))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> ApiError | None:
-        """Lets the application answer, and returns the error that it ends with."""
+        """Runs the application, and returns the error that it raised, if any."""
         try:
             await self._app(scope, receive, send)
         except DisconnectError:
@@ -91,17 +91,17 @@ class RequestLog:
         except FerrumError as problem:
             _log.warning("%s", problem, exc_info=not problem.is_client_error)
             return from_engine(problem)
-        except Exception:  # noqa: BLE001  of any kind: the client sees none of it
+        except Exception:  # noqa: BLE001  of any kind: the client gets no details
             _log.exception("a request failed")
             return ApiError(500, "the server failed", code="internal_error")
         return None
 
 
 class ApiKeys:
-    """Lets requests through that bring one of the keys, compared in constant time; an ASGI application."""
+    """Passes on requests with one of the keys, compared in constant time; an ASGI application."""
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]):
-        """Takes what answers, and the keys."""
+        """Wraps an application, given the keys."""
         self._app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
@@ -119,5 +119,5 @@ class ApiKeys:
     def _knows(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode("utf-8", "replace")).digest()
-        found = [hmac.compare_digest(given, one) for one in self._digests]  # all of them, whichever it is
+        found = [hmac.compare_digest(given, one) for one in self._digests]  # compares with all keys, for constant time
         return scheme.lower() == "bearer" and any(found)

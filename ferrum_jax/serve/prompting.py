@@ -1,4 +1,4 @@
-"""Prompts: texts to ids, conversations to ids by the chat template."""
+"""Prompts: checks of their length, and token ids of conversations by the chat template."""
 
 from ferrum_jax.contract.errors import RequestValidationError
 from ferrum_jax.generate.llm import LLM
@@ -10,21 +10,21 @@ TOO_LONG = "context_length_exceeded"
 
 
 def check_length(ids: list[int], most: int | None) -> list[int]:
-    """Returns a prompt that is no longer than it may be; raises a 400 otherwise."""
+    """Returns a prompt's ids; raises a 400 if there are more than `most`."""
     if most is not None and len(ids) > most:
         raise bad_request(f"the prompt has {len(ids)} tokens, at most {most} are taken", "prompt", TOO_LONG)
     return ids
 
 
 def tokenizer_of(llm: LLM) -> Tokenizer:
-    """Returns the tokenizer; raises a 400 where there is none."""
+    """Returns the tokenizer; raises a 400 if there is none."""
     if llm.tokenizer is None:
         raise bad_request("this model is served without a tokenizer: send token ids to /v1/completions")
     return llm.tokenizer
 
 
 def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
-    """Returns the ids of the conversation of a request."""
+    """Returns the token ids of a request's conversation; raises a 400 if the template cannot render it."""
     tokenizer = tokenizer_of(llm)
     template, messages = tokenizer.chat_template, [message.rendered() for message in body.messages]
     if template is None:

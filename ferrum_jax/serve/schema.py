@@ -1,4 +1,4 @@
-"""The requests that are understood; a field that is not here is an error, as no option is dropped in silence."""
+"""Schemas of requests. An unknown field is an error, so that no option is silently ignored."""
 
 import dataclasses
 import itertools
@@ -16,21 +16,21 @@ from ferrum_jax.serve.errors import ApiError, bad_request
 
 MAX_CHOICES = 128  # answers of one request
 MAX_PROMPTS = 2048  # of one request
-MAX_STOPS = 64  # texts, which are looked for after every token
-MAX_BAD_WORDS = 1024  # which are compared with the answer's end for every token
+MAX_STOPS = 64  # texts; each is searched for after every token
+MAX_BAD_WORDS = 1024  # each is compared with the answer's end for every token
 MAX_STOP_IDS = 1024
 MAX_ALLOWED_IDS = 1 << 19  # more than any vocabulary has
-MANY = 100  # bad words and allowed ids: more are read beside forms, as the requests of many prompts take seconds then
+MANY = 100  # more bad words and allowed ids are slow: with many prompts they take seconds
 LONGEST_TEXT = 256  # characters of a stop text or bad word
 T = TypeVar("T")
-Items: TypeAlias = Annotated[list[T], Field(fail_fast=True)]  # one error, where a million elements may be wrong
+Items: TypeAlias = Annotated[list[T], Field(fail_fast=True)]  # reports one error, as a million elements may be wrong
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Count = Annotated[int, Field(ge=0)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 class FieldError(ValueError):
-    """A field that does not go with the others."""
+    """A field that contradicts other fields."""
 
     def __init__(self, param: str, message: str):
         super().__init__(message)
@@ -45,7 +45,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _name_few(cls, given: Any) -> Any:
-        """Leaves no more than three unknown fields to be refused: there may be a million."""
+        """Keeps at most three unknown fields, which are then refused: a body may have a million."""
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -54,7 +54,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream also tells."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -62,7 +62,7 @@ class StreamOptions(Body):
 
 
 class Ignored(Body):
-    """Fields that clients send and that change no answer: for billing, storage and caches of OpenAI's own."""
+    """Fields that clients send but that change no answer: OpenAI's, for billing, storage and caches."""
 
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ class StructuredOutputs(Body):
     grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
 
     def form(self) -> Structured:
-        """Returns it as the engine takes it."""
+        """Returns the form as the engine's `Structured`."""
         try:
             return Structured(**self.model_dump(by_alias=True, exclude_none=True))
         except InvalidParameterError as problem:
@@ -91,14 +91,14 @@ class StructuredOutputs(Body):
 
 
 def _check_bias(given: Any) -> Any:
-    """Raises FieldError for too many biases before one error is made for each."""
+    """Raises FieldError for too many biases, before each is validated."""
     if isinstance(given, dict) and len(given) > MAX_BIAS:
         raise FieldError("logit_bias", f"logit_bias has {len(given)} token ids, at most {MAX_BIAS} are taken")
     return given
 
 
 class SamplingBody(Ignored):
-    """How answers are chosen and ended; the names are OpenAI's, then vLLM's."""
+    """How answers are sampled and when they end; names are OpenAI's or, where it has none, vLLM's."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
@@ -137,12 +137,12 @@ class SamplingBody(Ignored):
         return self
 
     def form(self) -> Structured | None:
-        """Returns the form that the answer is to have."""
+        """Returns the form of the answer; None if it is free."""
         return None if self.structured_outputs is None else self.structured_outputs.form()
 
     @property
     def is_slow(self) -> bool:
-        """Whether making its requests may take seconds: a form is to be compiled, or long lists are read."""
+        """Whether making the engine's requests may take seconds, to compile a form or to read long lists."""
         return self.form() is not None or len(self.bad_words or ()) + len(self.allowed_token_ids or ()) > MANY
 
     def sampling(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
@@ -164,7 +164,7 @@ class SamplingBody(Ignored):
 
 
 def _check_prompts(given: Any) -> Any:
-    """Raises FieldError for too many prompts before each is read."""
+    """Raises FieldError for too many prompts, before each is validated."""
     if isinstance(given, list) and len(given) > MAX_PROMPTS and not isinstance(given[0], int):
         raise FieldError("prompt", f"prompt has {len(given)} prompts, at most {MAX_PROMPTS} go into one request")
     return given
@@ -199,7 +199,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, of which a single one is a list of one."""
+        """The prompts as a list, a single one as a list of one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else list(self.prompt)  # type: ignore[list-item]
@@ -268,7 +268,7 @@ Read = TypeVar("Read", bound=BaseModel)
 
 
 def read(kind: type[Read], body: bytes) -> Read:
-    """Returns a request's body as its kind; raises a 400 that names the field."""
+    """Returns a request's body as `kind`; raises a 400 that names the wrong field."""
     try:
         return kind.model_validate_json(body or b"{}")
     except ValidationError as problem:
@@ -276,7 +276,7 @@ def read(kind: type[Read], body: bytes) -> Read:
 
 
 def describe(problem: ValidationError) -> ApiError:
-    """Returns the 400 of a body that is not what it should be."""
+    """Returns the 400 for a body that failed validation."""
     found = problem.errors(include_url=False, include_input=False)
     param = str(found[0]["loc"][0]) if found[0]["loc"] else None
     told = []
@@ -296,5 +296,5 @@ def describe(problem: ValidationError) -> ApiError:
 
 
 def finite(value: float) -> float:
-    """Returns a log-probability as JSON can hold it: minus infinity is -9999, as vLLM has it."""
+    """Returns a log-probability that JSON can hold: -9999 for minus infinity, as vLLM does."""
     return value if math.isfinite(value) else -9999.0

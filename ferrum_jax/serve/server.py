@@ -1,4 +1,4 @@
-"""`Server`: uvicorn around the application, drained before it stops."""
+"""`Server`: uvicorn with the application, which drains before it stops."""
 
 import asyncio
 import contextlib
@@ -20,11 +20,11 @@ from ferrum_jax.serve.settings import ServerSettings
 
 _log = logging.getLogger("ferrum_jax.serve")
 BACKLOG = 2048  # connections
-SEND_SECONDS = 5  # after requests were ended, for clients to be told
+SEND_SECONDS = 5  # for sending the last responses after all requests were ended
 
 
 class _Connection(HttpToolsProtocol):
-    """A connection that its requests can break off, whatever was not read yet: with `abort` of their scope's state."""
+    """A connection that its requests can abort, even with unsent data, by `abort` in their scope's state."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -32,10 +32,10 @@ class _Connection(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Serves one model until it is told to stop: then it takes no more, and waits for what runs."""
+    """Serves one model until it is told to stop; then it refuses new requests and waits for the running ones."""
 
     def __init__(self, llm: LLM, settings: ServerSettings | None = None):
-        """Takes a model, which stays the caller's to close."""
+        """Makes a server for a model, which the caller closes."""
         settings = ServerSettings() if settings is None else settings
         app = make_app(llm, settings)
         self.service: Service = app.state.service
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         )
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for what runs, ends what is not complete in time, and stops."""
+        """Waits for running requests, ends those that take longer than `drain_seconds`, and stops."""
         self.service.admission.is_draining = True
         self.service.admission.resume()
         _log.info('{"event": "draining", "answers": %d}', self.service.admission.live)
@@ -74,7 +74,7 @@ class RunningServer:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """The server's URL."""
         return url_of(self.host, self.port)
 
 
@@ -84,7 +84,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound, to any free port for 0; raises ConfigError where it cannot be."""
+    """Returns a bound socket, for port 0 on any free port; raises ConfigError if it cannot be bound."""
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"the port is {port}, expected a number from 0 to {(1 << 16) - 1}")
     try:
@@ -107,11 +107,11 @@ def bind(host: str, port: int) -> socket.socket:
 def running(
     llm: LLM, settings: ServerSettings | None = None, *, host: str = "127.0.0.1", port: int = 0
 ) -> Iterator[RunningServer]:
-    """Serves a model in a thread meanwhile, on any free port for 0; it is drained at the end.
+    """Serves a model in a thread during the context, for port 0 on any free port; drains the server at the end.
 
     Raises:
-        ConfigError: a setting or the address cannot be honoured.
-        BackendError: it did not start.
+        ConfigError: a setting is wrong, or the address cannot be used.
+        BackendError: the server did not start.
     """
     bound = bind(host, port)
     try:

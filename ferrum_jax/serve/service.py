@@ -1,4 +1,4 @@
-"""`Service`: one model as a server offers it."""
+"""`Service`: one model, with its adapters, limits and counts, behind a server."""
 
 import asyncio
 import contextlib
@@ -33,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 class Service:
-    """A model, its adapters by name, and the limits of those who use it; one event loop does."""
+    """A model, its adapters by name, and the limits of its clients; one event loop uses it."""
 
     def __init__(self, llm: LLM, settings: ServerSettings):
-        """Takes a model, which stays the caller's to close.
+        """Takes a model, which the caller closes, and loads the adapters.
 
         Raises:
-            ConfigError: the settings name a format of tools that there is not, or an adapter as the model.
-            FerrumError: an adapter cannot be loaded, and none is.
+            ConfigError: the tool format does not exist, or an adapter has the model's name.
+            FerrumError: an adapter cannot be loaded; then no adapter is.
         """
         self.llm = llm
         self.settings = settings
@@ -52,8 +52,8 @@ class Service:
         self.metrics = Metrics(self.name)
         self.started = int(time.time())
         self.adapters: dict[str, str] = {}  # paths by name
-        self.live: set[Answers] = set()  # that run
-        self.callers: set[Caller] = set()  # who wait for answers
+        self.live: set[Answers] = set()  # running ones
+        self.callers: set[Caller] = set()  # clients that wait for answers
         if self.name in settings.adapters:
             raise ConfigError(f"an adapter is called {self.name!r}, as the model itself: give it another name")
         try:
@@ -70,28 +70,28 @@ class Service:
         self._wakeups: Wakeups | None = None
 
     def close(self) -> None:
-        """Ends the threads of `run`, and drops the adapters."""
+        """Ends the threads of `run`, and unloads the adapters."""
         for pool in (self._pool, self._slow, self._administration):
             pool.shutdown(cancel_futures=True)
         self._drop_adapters()
 
     def _drop_adapters(self) -> None:
         for name in self.adapters:
-            with contextlib.suppress(FerrumError):  # of a model that was closed or has failed
+            with contextlib.suppress(FerrumError):  # the model was closed or has failed
                 self._unload(name)
 
     def wakeups(self) -> Wakeups:
-        """How the engine's thread wakes those who wait in the event loop that runs."""
+        """Returns the `Wakeups` with which the engine's thread wakes waiters in the running event loop."""
         loop = asyncio.get_running_loop()
         if self._wakeups is None or self._wakeups.loop is not loop:
             self._wakeups = Wakeups(loop)
         return self._wakeups
 
     async def run(self, work: Callable[..., T], *arguments: Any, slow: bool = False, administers: bool = False) -> T:
-        """Runs in another thread what would hold up the event loop; raises errors of the engine as a client's.
+        """Runs work that would block the event loop in another thread; converts errors of the engine for clients.
 
-        `slow` work takes seconds, and what `administers` adapters, weights or prefixes may take minutes: each has a
-        pool of its own. Nothing that runs here may wait for requests to end.
+        Work that is `slow` takes seconds, and work that `administers` adapters, weights or the prefix cache may take
+        minutes: each has its own pool of threads. No work may wait for requests to end.
         """
         pool = self._administration if administers else self._slow if slow else self._pool
         try:
@@ -100,7 +100,7 @@ class Service:
             raise from_engine(problem) from problem
 
     def adapter_of(self, model: str | None) -> ActiveLoraAdapter | None:
-        """Returns the adapter that a request's model is, None for the model itself; raises a 404 for neither."""
+        """Returns the adapter that a request names as its model, None for the model itself; else raises a 404."""
         if model is None or model == self.name:
             return None
         if model not in self.adapters:
@@ -114,17 +114,17 @@ class Service:
 
     @property
     def capacity(self) -> int:
-        """Positions that a sequence can reach."""
+        """Positions that a sequence can have."""
         return capacity_of(self.llm.model)
 
     @property
     def most_prompt_tokens(self) -> int:
-        """Tokens of a prompt at most."""
+        """The most tokens that a prompt may have."""
         own = self.capacity
         return own if self.settings.max_prompt_tokens is None else min(own, self.settings.max_prompt_tokens)
 
     def count_answer(self, choice: AnswerProgress, reason: str) -> None:
-        """Takes note of an answer that has ended."""
+        """Counts an answer that has ended."""
         self.admission.took(self.metrics.count_answer(choice, reason))
 
     def end_all(self) -> None:
@@ -133,7 +133,7 @@ class Service:
             caller.end(unavailable("the server stops, and the answer was not complete in time", 5, "draining"))
 
     def forget(self, answers: Answers) -> None:
-        """Takes note of a request that has ended, and of its answers that nobody will read."""
+        """Counts a request that has ended, and its unread answers as aborted."""
         self.live.discard(answers)
         for first, *_ in answers.groups:
             self.metrics.count_lookup(first)
@@ -143,32 +143,32 @@ class Service:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner below; raises UnsupportedError where there is none."""
+        """The `ModelRunner` below; raises UnsupportedError if the model is another kind."""
         if not isinstance(self.llm.model, ModelRunner):
             raise UnsupportedError(f"this server runs a {type(self.llm.model).__name__}, not a ModelRunner")
         return self.llm.model
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Loads an adapter, which is a model's name from then on; raises a 409 for a name that is taken."""
+        """Loads an adapter, whose name requests may then give as their model; raises a 409 for a name in use."""
         if name in self.adapters or name == self.name:
             raise ApiError(409, f"the name {name!r} is taken by a model that is loaded", param="lora_name")
         await self.run(lambda: self.runner.load_lora(name, path), administers=True)
         self.adapters[name] = path
 
     async def unload_adapter(self, name: str) -> None:
-        """Drops an adapter once the requests under it have ended; raises a 404 for one that is not loaded."""
+        """Unloads an adapter once the requests with it have ended; raises a 404 if it is not loaded."""
         if name not in self.adapters:
             raise ApiError(404, f"adapter {name!r} is not loaded, {sorted(self.adapters)} are", param="lora_name")
         async with self.admission.leaving(name):
             await self.run(self._unload, name, administers=True)
-            del self.adapters[name]  # not before: what is still loaded can be unloaded
+            del self.adapters[name]  # last: if unloading fails, it can be tried again
 
     def _unload(self, name: str) -> None:
-        self.llm.engine.settle()  # frees what was aborted
+        self.llm.engine.settle()  # aborted requests still hold the adapter
         self.runner.unload_lora(name)
 
     def path_of_adapter(self, path: str) -> str:
-        """Returns a path that a client gave, if it lies where adapters may be read; raises a 403 otherwise."""
+        """Resolves a client's path below the adapter root; raises a 403 for a path outside it, or without a root."""
         root = self.settings.adapter_root
         if not root:
             raise ApiError(403, "adapters are loaded over HTTP only where the server has an --adapter-root")
@@ -182,16 +182,16 @@ class Service:
         return os.fspath(found)
 
     async def update_weights(self, path: str, live: LivePolicy) -> int:
-        """Reads other weights of the same model and sets them between two steps; returns their version.
+        """Reads new weights of the same model and sets them between two steps; returns their version.
 
-        Updates wait for each other: no more than one checkpoint lies in memory beside the weights that are served.
+        Updates wait for each other, so that at most one checkpoint is in memory beside the served weights.
         """
         async with self._updating:
             params = await self.run(self._read_weights, path, administers=True)
             try:
                 update = params_update(self.llm.model, params, live)
                 self.llm.engine.begin_update(update)
-                return await asyncio.wrap_future(update.done)  # no thread waits until requests end
+                return await asyncio.wrap_future(update.done)  # without a thread that waits until requests end
             except FerrumError as problem:
                 raise from_engine(problem) from problem
 
@@ -208,7 +208,7 @@ class Service:
         ]:
             raise bad_request(f"{path} is another model: {'; '.join(differences)}", "path")
         quantize = EngineConfig(quantize=self.settings.quantize).over_environment().quantize
-        if quantize in (None, "auto"):  # as `load` settles it
+        if quantize in (None, "auto"):  # as in `load`
             quantize = "auto" if served["attention"] == "cpu" else "none"
         params, _ = load_params(
             source,
@@ -221,7 +221,7 @@ class Service:
 
 
 def _are_like(a: Any, b: Any) -> bool:
-    """Whether two values of configurations are equal, but for the digits that a float32 of a GGUF file has lost."""
+    """Whether two values of configurations are equal, up to the float32 rounding of GGUF files."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-6)
     if dataclasses.is_dataclass(a) and type(a) is type(b):

@@ -1,4 +1,4 @@
-"""`ServerSettings`: what a server is told when it starts."""
+"""`ServerSettings`: the settings of one server."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,19 +16,19 @@ MOST_SECONDS = 366 * 24 * 3600  # of any limit
 class ServerSettings:
     """Names, limits and permissions of one server."""
 
-    model: str = ""  # its name; the model's own if empty
-    api_keys: tuple[str, ...] = field(default=(), repr=False)  # one comes with each request but `/health`; none: open
+    model: str = ""  # the served name; the model's own if empty
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # all requests but `/health` need one; empty: none does
     max_body_bytes: int = MAX_BODY_BYTES  # of a request
     max_prompt_tokens: int | None = None  # of one prompt; None: the KV capacity
-    max_waiting: int = MAX_WAITING  # answers that wait for a row; a request beyond them is a 429
-    max_seconds: float = MAX_SECONDS  # that a request may take; its own `max_time` can only be less
-    drain_seconds: float = DRAIN_SECONDS  # that requests have to end once the server is told to stop
+    max_waiting: int = MAX_WAITING  # most answers that wait for a row; a request beyond is a 429
+    max_seconds: float = MAX_SECONDS  # longest time of a request; its own `max_time` can only shorten it
+    drain_seconds: float = DRAIN_SECONDS  # time for requests to end after the server is told to stop
     allow_origins: tuple[str, ...] = ()  # of browser pages that may call the server
-    tool_parser: str = "auto"  # its name, `none`, or `auto`: by the chat template
+    tool_parser: str = "auto"  # a parser's name, `none`, or `auto`: by the chat template
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by name, loaded when the server starts
-    adapter_root: str = ""  # folder under which `/v1/load_lora_adapter` may read; empty: the endpoint is closed
-    trainer_endpoints: bool = False  # whether `/pause`, `/update_weights` and their like are open
-    quantize: str | None = None  # how the weights were loaded, which `/update_weights` repeats
+    adapter_root: str = ""  # folder under which `/v1/load_lora_adapter` may read; empty: the endpoint refuses
+    trainer_endpoints: bool = False  # whether `/pause`, `/update_weights` and similar endpoints exist
+    quantize: str | None = None  # as the weights were loaded; `/update_weights` uses it again
 
     def __post_init__(self):
         limits = {"max_body_bytes": 1, "max_waiting": 0}

@@ -1,4 +1,4 @@
-"""Requests as spans of OpenTelemetry, where its ASGI instrumentation is installed; where spans go is its own affair."""
+"""Requests as spans of OpenTelemetry, if its ASGI instrumentation is installed; OpenTelemetry configures the export."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +11,8 @@ try:
 except ImportError:
     trace = OpenTelemetryMiddleware = None
 
-_UNTRACED = r"^https?://[^/]+/(health|metrics)$"  # what is asked every few seconds
-_ATTRIBUTES = {  # by name in the log; OpenTelemetry's conventions for generative models
+_UNTRACED = r"^https?://[^/]+/(health|metrics)$"  # probes and scrapes, every few seconds
+_ATTRIBUTES = {  # attribute by name in the log, after OpenTelemetry's conventions for generative models
     "model": "gen_ai.request.model",
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
@@ -23,14 +23,14 @@ _ATTRIBUTES = {  # by name in the log; OpenTelemetry's conventions for generativ
 
 
 def traced(app: ASGIApp) -> ASGIApp:
-    """Makes each request of an application a span, the child of the one that its `traceparent` names."""
+    """Makes each request of an application a span, a child of the span in its `traceparent` header."""
     if OpenTelemetryMiddleware is None:
         return app
     return OpenTelemetryMiddleware(app, excluded_urls=_UNTRACED, exclude_spans=["receive", "send"])
 
 
 def annotate(figures: Mapping[str, Any]) -> None:
-    """Adds the figures of the log's line to the span of the request that is being answered, if there is one."""
+    """Adds the figures of the log line to the current request's span, if there is one."""
     if trace is None:
         return
     span = trace.get_current_span()

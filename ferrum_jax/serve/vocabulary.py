@@ -1,4 +1,4 @@
-"""`Vocabulary`: tokens as the texts and bytes that a report of log-probabilities names."""
+"""`Vocabulary`: texts and bytes of tokens, for reports of log-probabilities."""
 
 import codecs
 from collections.abc import Mapping
@@ -11,22 +11,22 @@ from ferrum_jax.serve.schema import finite
 
 
 class Vocabulary:
-    """The tokens of a tokenizer, each by itself; without a tokenizer they have no text."""
+    """The spelling of a tokenizer's single tokens; without a tokenizer they have no text."""
 
     def __init__(self, tokenizer: Tokenizer | None):
-        """Finds out how the tokenizer spells bytes and spaces."""
+        """Reads how the tokenizer spells bytes and spaces."""
         self._spelling = TokenBytes(tokenizer)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Returns the bytes of a token, which need not be whole characters; none for an id beyond the vocabulary."""
+        """Returns the bytes of a token, which may be parts of characters; empty for an id beyond the vocabulary."""
         return self._spelling.of(token_id)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether a token is no part of a text."""
+        """Whether a token is special, so that it is not part of the text."""
         return self._spelling.is_special(token_id)
 
     def text_of(self, token_id: int, *, by_id: bool | None = False) -> str:
-        """Returns the text of a token, or `token_id:…` by its id; bytes that are no characters become U+FFFD."""
+        """Returns the text of a token, with U+FFFD for incomplete characters; with `by_id`, `token_id:` and the id."""
         return f"token_id:{token_id}" if by_id else self.bytes_of(token_id).decode("utf-8", "replace")
 
 
@@ -36,7 +36,7 @@ def prompt_report(
     scores: list[float],
     top: list[dict[int, float]],
 ) -> list[dict[str, Any] | None]:
-    """Reports a prompt's log-probabilities as vLLM does: by id, with the rank if it is known; None of what has none."""
+    """Reports a prompt's log-probabilities as vLLM does: by id, with the rank if known; None for tokens without one."""
     told: list[dict[str, Any] | None] = [None] * len(ids)
     for at, (token, logprob) in enumerate(zip(ids[1:], scores, strict=False)):
         likeliest = top[at] if top else {}
@@ -53,9 +53,9 @@ def prompt_report(
 
 
 class TextLogprobs:
-    """Log-probabilities of `/v1/completions`: four lists, whose offsets into the text go on from piece to piece.
+    """Log-probabilities of `/v1/completions`: four lists, whose text offsets continue from piece to piece.
 
-    A character of several tokens counts where it is complete. Special tokens count if `has_special`.
+    A character of several tokens counts for the token that completes it. Special tokens count if `has_special`.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, by_id: bool | None, has_special: bool = True):
@@ -71,10 +71,10 @@ class TextLogprobs:
         echo: str = "",
         num_echoed: int = 0,
     ) -> dict[str, Any]:
-        """Reports tokens, their log-probabilities and the likeliest at their places, None for those of the first.
+        """Reports tokens, their log-probabilities (None for the first) and the likeliest tokens in their places.
 
-        A token is among the likeliest, too, with the same number. Of tokens with one text the likeliest is told. The
-        first `num_echoed` tokens are those of the text `echo`.
+        The likeliest include the token itself, with the same number. Of tokens with the same text the likeliest is
+        reported. The first `num_echoed` tokens are those of the text `echo`.
         """
         told: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for at, (token, logprob, top) in enumerate(entries):
@@ -98,15 +98,15 @@ class TextLogprobs:
         return told
 
     def _length(self, token: int, echo: str | None) -> int:
-        """Returns how many characters of the text a token completes; of an echo, as they stand there."""
+        """Returns how many characters a token completes in the text; for the prompt, in its text `echo`."""
         piece = self._decoder.decode(self._vocabulary.bytes_of(token))
         if echo is None:
             return len(piece) if self._has_special or not self._vocabulary.is_special(token) else 0
         if echo.startswith(piece, self._offset):
             return len(piece)
-        if self._vocabulary.is_special(token):  # which the tokenizer puts before a text
+        if self._vocabulary.is_special(token):  # the tokenizer puts it before a text
             return 0
-        return len(piece) - (self._offset == 0 and piece.startswith(" "))  # a space that it puts before a text
+        return len(piece) - (self._offset == 0 and piece.startswith(" "))  # the tokenizer puts this space before a text
 
 
 def chat_logprobs(

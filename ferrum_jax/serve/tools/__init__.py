@@ -1,1 +1,1 @@
-"""Calls of tools in what models write, one module for each way to write them."""
+"""Parsers of tool calls in models' answers, one module for each format."""

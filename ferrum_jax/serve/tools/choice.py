@@ -1,4 +1,4 @@
-"""Which parser reads a model's answers."""
+"""The choice of the parser that reads a model's answers."""
 
 import secrets
 from collections.abc import Callable, Collection
@@ -14,14 +14,14 @@ from ferrum_jax.serve.tools.tagged import OPEN, TaggedCalls
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A way to write calls.
+    """A format of tool calls.
 
     Attributes:
-        name: what `--tool-parser` calls it.
+        name: its name in `--tool-parser`.
         make: returns a parser of one answer, given the names of the tools and whether it continues a message.
-        mark: what a call begins with; texts leave it out where it is a special token, unless they are to keep those.
-        is_always_on: answers are written in it whether there are tools or not.
-        id_length: letters of an id of a call, which templates may check.
+        mark: the text at the start of a call; if it is a special token, answers are decoded with special tokens.
+        is_always_on: answers have this format even without tools.
+        id_length: characters of a call's id, which templates may check; None: any number.
     """
 
     name: str
@@ -31,7 +31,7 @@ class ToolFormat:
     id_length: int | None = None
 
     def new_id(self) -> str:
-        """Returns the id of a call."""
+        """Returns a new id of a call."""
         return f"call_{secrets.token_hex(12)}" if self.id_length is None else secrets.token_hex(8)[: self.id_length]
 
 
@@ -47,10 +47,10 @@ FORMATS = {
 
 
 def choose_format(name: str, template: str | None) -> ToolFormat | None:
-    """Returns the format of a name; of `auto`, the one whose marks the chat template has, None if there is none.
+    """Returns a format by name; for `auto`, the format whose marks the chat template has, None if there is none.
 
     Raises:
-        ConfigError: there is no such format.
+        ConfigError: no format has this name.
     """
     if name == "none":
         return None

@@ -1,4 +1,4 @@
-"""What a parser finds in a text, piece by piece."""
+"""The events that parsers find in an answer, and the parsers' interface."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -15,21 +15,21 @@ class Content:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text that the model wrote for itself."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegin:
-    """The next call, of a function."""
+    """The beginning of the next call, with the function's name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of the last call's arguments, which are JSON when they are complete."""
+    """More text of the last call's arguments, which are JSON once complete."""
 
     text: str
 
@@ -38,24 +38,24 @@ Event: TypeAlias = Content | Reasoning | CallBegin | Arguments
 
 
 class ToolParser(Protocol):
-    """Reads one answer as it comes; what it finds does not depend on how the text is cut into pieces."""
+    """Reads one answer as it comes; its events do not depend on how the text is cut into pieces."""
 
     def push(self, text: str) -> list[Event]:
-        """Takes the next piece and returns what it settles."""
+        """Takes the next piece and returns the events that are then certain."""
         return joined(event for letter in text for event in self.read(letter))
 
     def read(self, letter: str) -> list[Event]:
-        """Takes the next letter and returns what it settles."""
+        """Takes the next character and returns the events that are then certain."""
         ...
 
     def finish(self) -> list[Event]:
-        """Returns what was held back."""
+        """Returns the events of the text that was held back, at the end of the answer."""
         ...
 
 
 @dataclass
 class Call:
-    """One call, complete once all of the answer is read."""
+    """One call, complete once the whole answer is read."""
 
     name: str
     arguments: str = ""
@@ -79,7 +79,7 @@ class Parsed:
     calls: list[Call] = field(default_factory=list)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Adds what was found."""
+        """Adds events."""
         for event in events:
             match event:
                 case Content(text):
@@ -93,14 +93,14 @@ class Parsed:
 
 
 def settled(text: str, marks: Collection[str]) -> str:
-    """Returns a text without the end that may be the beginning of a mark."""
+    """Returns a text without the longest suffix that may be the beginning of a mark."""
     sizes = range(min(max(map(len, marks)) - 1, len(text)), 0, -1)
     held = next((size for size in sizes if any(mark.startswith(text[-size:]) for mark in marks)), 0)
     return text[: len(text) - held]
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Joins neighbours of one kind."""
+    """Joins neighbouring text events of the same kind."""
     made: list[Event] = []
     for event in events:
         if made and type(made[-1]) is type(event) and hasattr(event, "text"):

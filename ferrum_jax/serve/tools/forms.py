@@ -1,4 +1,4 @@
-"""Grammars of answers that call tools with arguments as declared, for llguidance's dialect of Lark."""
+"""Grammars of answers whose tool calls have arguments as declared, in llguidance's dialect of Lark."""
 
 import json
 import re
@@ -21,16 +21,16 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 def call_form(
     format_name: str, tools: Sequence[Tool], tokenizer: Tokenizer, *, is_forced: bool, several: bool
 ) -> Structured:
-    """Returns the form of an answer that may call these tools. Calls are written in one way, the format's usual one.
+    """Returns the form of an answer that may call these tools, with calls in the format's usual spelling.
 
     Args:
-        format_name: how the model writes calls, of `choice.FORMATS`.
-        tools: those that may be called. Arguments follow the declaration where the call is forced or the tool is
+        format_name: the model's format of calls, a name in `choice.FORMATS`.
+        tools: the tools that may be called. Arguments follow the declaration if the call is forced or the tool is
             `strict`; otherwise they are any object.
-        tokenizer: the model's, of which marks may be special tokens.
-        is_forced: the answer is a call and nothing else, but for what GPT-OSS says to itself before; otherwise it may
-            as well be a text, with calls or without.
-        several: it may have more than one call; GPT-OSS never has.
+        tokenizer: the model's tokenizer; marks may be special tokens of it.
+        is_forced: the answer is only calls, except for GPT-OSS's reasoning before; otherwise it may also be text, with
+            or without calls.
+        several: the answer may have more than one call; GPT-OSS never has.
 
     Raises:
         RequestValidationError: a declaration has references that cannot be followed.
@@ -51,32 +51,32 @@ def call_form(
             rules = _gpt_oss(schemas, marks, is_forced)
     for schema in schemas.values():
         check_references(schema)
-    # Each schema is a document of its own, from whose root its references go.
+    # Each schema is a document of its own: its references start at its root.
     arguments = [f"args{at}: %json {json.dumps(schema)}" for at, schema in enumerate(schemas.values())]
     return Structured(grammar="\n".join([*rules, *arguments, ""]))
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns the ids of a vocabulary's special tokens, which are no part of a text, by how they are written."""
+    """Returns the ids of a vocabulary's special tokens by their spelling."""
     return {token.content: at for at, token in tokenizer.added.items() if token.special}
 
 
 @dataclass(frozen=True)
 class _Marks:
-    """How a grammar writes marks, which are special tokens of some vocabularies and texts of others."""
+    """How a grammar writes marks, which are special tokens in some vocabularies and plain text in others."""
 
     special: Mapping[str, int]
 
     def has(self, mark: str) -> bool:
-        """Whether it is a special token."""
+        """Whether a mark is a special token."""
         return mark in self.special
 
     def of(self, mark: str) -> str:
-        """Returns it as a symbol."""
+        """Returns a mark as a symbol of the grammar."""
         return f"<[{self.special[mark]}]>" if self.has(mark) else json.dumps(mark)
 
     def text_before(self, mark: str) -> list[str]:
-        """Returns the rules `before`, of a text that ends with the first such mark, and `rest`, of one without it."""
+        """Returns the rules `before`, for a text up to and with the first mark, and `rest`, for a text without it."""
         before = f"before: TEXT {self.of(mark)}" if self.has(mark) else f"before[lazy]: /(?s:.*){_escaped(mark)}/"
         return [before, "rest: TEXT", _text_without(mark)]
 
@@ -98,7 +98,7 @@ def _llama3(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bo
 
 
 def _mistral(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: bool) -> list[str]:
-    """Newer models, which know `[ARGS]`, write a mark before each call, older ones one before a list of calls."""
+    """Newer models, which have `[ARGS]`, write a mark before each call; older ones write one before a list of calls."""
     mark = marks.of(MARK)
     if marks.has(ARGS):
         calls = [f"{json.dumps(name)} {marks.of(ARGS)} args{at}" for at, name in enumerate(schemas)]
@@ -112,7 +112,7 @@ def _mistral(schemas: dict[str, Any], marks: _Marks, is_forced: bool, several: b
 
 
 def _gpt_oss(schemas: dict[str, Any], marks: _Marks, is_forced: bool) -> list[str]:
-    """Ends after the arguments, or the final text: a special token that is one of the model's ends follows."""
+    """The form ends after the arguments or the final text, where a special token of the model's stop ids follows."""
     channel, message, begins = marks.of(CHANNEL), marks.of(MESSAGE), f'{marks.of(END)} {marks.of(START)} "assistant"'
     calls = [
         f'{channel} {json.dumps(f"commentary to=functions.{name} ")} {marks.of(CONSTRAIN)} "json" {message} args{at}'
@@ -125,7 +125,7 @@ def _gpt_oss(schemas: dict[str, Any], marks: _Marks, is_forced: bool) -> list[st
 
 
 def _call_objects(schemas: dict[str, Any], arguments: str) -> str:
-    """Returns the rule `call`, of a JSON object that calls one of the tools."""
+    """Returns the rule `call`, for a JSON object that calls one of the tools."""
     calls = [
         f'{json.dumps(f"""{{"name": {json.dumps(name)}, "{arguments}": """)} args{at} "}}"'
         for at, name in enumerate(schemas)
@@ -134,13 +134,13 @@ def _call_objects(schemas: dict[str, Any], arguments: str) -> str:
 
 
 def _text_without(*marks: str) -> str:
-    """Returns the rule `TEXT`, of one that has these marks neither as special tokens nor in letters.
+    """Returns the rule `TEXT`, for a text with these marks neither as special tokens nor spelled out.
 
-    No expression matches special tokens; parsers read text, which does not tell the two apart.
+    Regular expressions never match special tokens. Parsers read text, in which a mark spelled out looks the same.
     """
     return f"TEXT: /(?s:.*)/ & ~/(?s:.*)({'|'.join(map(_escaped, marks))})(?s:.*)/"
 
 
 def _escaped(text: str) -> str:
-    """Returns an expression that matches a text, between slashes."""
+    """Returns a regular expression, for use between slashes, that matches a text."""
     return re.escape(text).replace("/", r"\/")

@@ -1,6 +1,6 @@
-"""GPT-OSS's format: messages with a channel each, `<|channel|>final<|message|>…<|end|>`.
+"""GPT-OSS's format: messages, each with a channel: `<|channel|>final<|message|>…<|end|>`.
 
-The channel `final` is for the user and `analysis` for the model itself; a message to `functions.name` is a call.
+The channel `final` is for the user and `analysis` for the model's reasoning; a message to `functions.name` is a call.
 """
 
 from collections.abc import Collection
@@ -15,28 +15,28 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyMessages(ToolParser):
-    """Reads messages as they come; the text begins where `<|start|>assistant` has ended, or in a final message.
+    """Reads messages as they come; the text begins after `<|start|>assistant`, or inside a final message.
 
-    Where nothing may be called, a message to a function is content.
+    Without tools, a message to a function is content.
     """
 
     def __init__(self, names: Collection[str], is_continued: bool):
-        """Takes the names of the tools, and whether the text goes on in a message that has begun."""
+        """Takes the names of the tools, and whether the text begins inside a message."""
         self._may_call = bool(names)
         self._buffer = ""
         self._in_body = is_continued
         self._has_marks = is_continued
-        self._channel = "final"  # of the message whose body is read
+        self._channel = "final"  # of the current message
         self._recipient = ""
         self._has_arguments = False
 
     def read(self, letter: str) -> list[Event]:
-        """Takes the next letter."""
+        """Takes the next character."""
         self._buffer += letter
         return self._body() if self._in_body else self._header()
 
     def finish(self) -> list[Event]:
-        """Returns what was held back: of a body, the rest; a header that is cut off tells nothing."""
+        """Returns the events of the text that was held back: the rest of a body; an incomplete header gives none."""
         events: list[Event] = []
         if self._in_body:
             events = self._told(self._buffer) + self._end()

@@ -10,27 +10,27 @@ SPACES = " \t\r\n"
 
 
 class State(Enum):
-    """Where the reading of an object is."""
+    """How far the reading of an object is."""
 
     READING = auto()
     DONE = auto()
-    FAILED = auto()  # it is no call
+    FAILED = auto()  # the text is not a call
 
 
 class JsonValue:
-    """Finds the end of one JSON value; what is inside of brackets is counted, not checked."""
+    """Finds the end of one JSON value; it counts brackets and does not check what is inside them."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._in_text = False
         self._escaped = False
         self._begun = False
-        self.is_scalar = False  # a number or a word, whose end is what follows it
+        self.is_scalar = False  # a number or a word, which the character after it ends
 
     def takes(self, letter: str) -> bool:
         """Takes the next character and returns whether the value goes on after it.
 
-        Of a number or a word, the end is the character after: it is not part of the value (`is_scalar`).
+        A number or a word (`is_scalar`) ends with the character after it, which is not part of the value.
         """
         if not self._begun:
             self._begun = True
@@ -60,17 +60,17 @@ class JsonValue:
 class CallObject:
     """Reads `{"name": …, "arguments": {…}}`, in either order; arguments stream once the name is known.
 
-    Arguments may also be under `parameters`, and may be a text that holds their JSON. Other fields are passed over.
-    `raw` holds what was read, for who wants it as text if it is no call.
+    Arguments may also be named `parameters`, and may be a string that holds their JSON. Other fields are ignored. `raw`
+    holds the text read so far, which is content if the object is not a call.
     """
 
     def __init__(self, names: Collection[str] | None = None):
-        """Takes the names that make an object a call; any does if None."""
+        """Takes the function names that make an object a call; None: any name does."""
         self.state = State.READING
         self.raw = ""
         self._names = names
         self._name: str | None = None
-        self._arguments = ""  # what is known of them and was not told
+        self._arguments = ""  # text of them that is read and not reported yet
         self._has_arguments = False
         self._is_told = False
         self._key = ""
@@ -147,7 +147,7 @@ class CallObject:
         return self._tell()
 
     def _tell(self) -> list[Event]:
-        """Tells what is new of the arguments, if the name is known."""
+        """Returns the new text of the arguments as events, if the name is known."""
         if self._name is None or not self._arguments:
             return []
         text, self._arguments = self._arguments, ""
@@ -204,7 +204,7 @@ class CallObject:
 
 
 def _loaded(text: str) -> object:
-    """Returns a JSON value, or a tuple, which is none, for what cannot be read."""
+    """Returns a JSON value; for text that is not JSON, a tuple, which no JSON value is."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -9,24 +9,24 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class LlamaCalls(ToolParser):
-    """Reads calls at the beginning of an answer; an object that names none of the tools is content, as is the rest."""
+    """Reads calls at the beginning of an answer; an object that names no tool, and all text after it, is content."""
 
     def __init__(self, names: Collection[str]):
         """Takes the names of the tools that the model was shown."""
         self._names = names
-        self._buffer = ""  # what stands before the next call, or before it is clear that there is none
+        self._buffer = ""  # text before the next call, until it is clear whether there is one
         self._call: CallObject | None = None
         self._has_called = False
         self._is_content = False
 
     def read(self, letter: str) -> list[Event]:
-        """Takes the next letter."""
+        """Takes the next character."""
         if self._is_content:
             return [Content(letter)]
         return self._in_call(letter) if self._call is not None else self._before_call(letter)
 
     def finish(self) -> list[Event]:
-        """Returns what was held back."""
+        """Returns the events of the text that was held back."""
         events: list[Event] = []
         if self._call is not None and not self._call.is_call:
             events = self._give_up(self._call.raw)
@@ -57,7 +57,7 @@ class LlamaCalls(ToolParser):
         return [] if self._is_prefix(whole=False) else self._give_up("")
 
     def _is_prefix(self, *, whole: bool) -> bool:
-        """True of what may stand before a call: spaces, the tag, and a semicolon between two calls."""
+        """True if the buffer may precede a call: spaces, the tag, and a semicolon between two calls."""
         rest = self._buffer.lstrip()
         if self._has_called:
             return rest in ("", ";") or (rest[0] == ";" and not rest[1:].strip())

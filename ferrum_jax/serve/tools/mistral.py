@@ -1,6 +1,6 @@
 """Calls after `[TOOL_CALLS]`, as Mistral's models write them.
 
-Older ones write a list of objects, newer ones a name and its arguments, `[TOOL_CALLS]name[ARGS]{…}`.
+Older models write a list of objects, newer ones a name and its arguments, `[TOOL_CALLS]name[ARGS]{…}`.
 """
 
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, ToolParser, settled
@@ -10,11 +10,11 @@ MARK, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class MistralCalls(ToolParser):
-    """Reads calls after their mark; text before it is content, less the spaces at its end."""
+    """Reads calls after their mark; text before it is content, without the spaces at its end."""
 
     def __init__(self) -> None:
         self._buffer = ""
-        self._raw = ""  # since the mark, while no call was told
+        self._raw = ""  # text since the mark, until a call is reported
         self._step = self._outside
         self._call = CallObject()
         self._value = JsonValue()
@@ -22,11 +22,11 @@ class MistralCalls(ToolParser):
         self._has_called = False
 
     def read(self, letter: str) -> list[Event]:
-        """Takes the next letter."""
+        """Takes the next character."""
         return self._step(letter)
 
     def finish(self) -> list[Event]:
-        """Returns what was held back."""
+        """Returns the events of the text that was held back."""
         rest = self._raw if self._raw else self._buffer
         self._buffer = self._raw = ""
         is_between = self._has_called and not rest.strip(",]" + SPACES)
@@ -56,7 +56,7 @@ class MistralCalls(ToolParser):
         return []
 
     def _between(self, letter: str) -> list[Event]:
-        """Reads what stands between the objects of a list."""
+        """Reads the text between the objects of a list."""
         self._raw += letter
         if letter in SPACES or (letter == "," and self._has_called):
             return []
@@ -100,6 +100,6 @@ class MistralCalls(ToolParser):
         return [Arguments(letter)]
 
     def _fail(self) -> list[Event]:
-        """Takes what was read since the mark for content, unless it told a call."""
+        """Returns the text since the mark as content, unless a call was reported."""
         text, self._raw, self._buffer, self._step = self._raw, "", "", self._outside
         return [Content(text)] if text else []

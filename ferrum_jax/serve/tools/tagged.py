@@ -7,7 +7,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class TaggedCalls(ToolParser):
-    """Reads calls in tags; text outside of them is content, less the spaces beside a call."""
+    """Reads calls in tags; text outside of them is content, without the spaces beside a call."""
 
     def __init__(self) -> None:
         self._buffer = ""  # content that may still be the beginning of a tag, or spaces before one
@@ -15,11 +15,11 @@ class TaggedCalls(ToolParser):
         self._after_call = False
 
     def read(self, letter: str) -> list[Event]:
-        """Takes the next letter."""
+        """Takes the next character."""
         return self._in_call(letter) if self._call is not None else self._outside(letter)
 
     def finish(self) -> list[Event]:
-        """Returns what was held back."""
+        """Returns the events of the text that was held back."""
         events: list[Event] = []
         if self._call is not None and not self._call.is_call:
             events.append(Content(OPEN + self._call.raw))
