@@ -1,4 +1,4 @@
-"""From a path to a running model."""
+"""Loading: from the path of a checkpoint to a model that is ready to serve."""
 
 import inspect
 import os
@@ -49,7 +49,7 @@ from ferrum_jax.weights.safetensors_file import check_regular
 ModelPath = str | os.PathLike[str]
 Checkpoint = SafetensorsSource | GgufSource | orbax.OrbaxSource
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+(@.+)?")
-_OURS = {  # by vLLM's name
+_OURS = {  # this package's argument, by vLLM's name
     "model": "path, the first argument",
     "tensor_parallel_size": 'mesh={"model": n}',
     "data_parallel_size": 'mesh={"data": n}',
@@ -92,42 +92,43 @@ def load(
 ) -> ModelRunner:
     """Loads a model and gets it ready to serve; nothing is compiled until `warmup` or the first call.
 
-    What is None comes from `engine`, then from the `FERRUM_…` variables, then from the model and the device.
+    An argument that is None is taken from `engine`, then from the `FERRUM_…` variables, then from model and device.
 
-    On several hosts (docs/several-hosts.md) every process calls it. It returns in process 0 alone. In the others it
-    follows process 0 until the runner is closed or process 0 ends, and then raises SystemExit(0).
+    On several hosts (docs/several-hosts.md) every process calls this. It returns only in process 0. The other processes
+    follow process 0 inside this call until the runner is closed or process 0 ends, and then raise SystemExit(0).
 
     Args:
-        path: a Hugging Face folder or id `org/name`, a `.gguf` file, or an Orbax checkpoint; or one that
-            `open_checkpoint` opened.
-        dtype: of weights and activations; float32 on CPU and bfloat16 elsewhere if None.
-        kv_dtype: of cached keys and values; `dtype` if None. `float8_e4m3fn` (or `fp8`) has 3 bits of mantissa and
-            no scales: what is beyond 448 becomes that.
+        path: a Hugging Face folder or id `org/name`, a `.gguf` file, or an Orbax checkpoint; or a checkpoint from
+            `open_checkpoint`.
+        dtype: of weights and activations; if None, float32 on CPU and bfloat16 elsewhere.
+        kv_dtype: of cached keys and values; `dtype` if None. `float8_e4m3fn` (or `fp8`) has 3 bits of mantissa and no
+            scales: numbers are clipped to -448 to 448.
         max_seqs: live sequences.
-        kv_capacity: positions one sequence can reach; the model's maximum up to 4096 if None.
+        kv_capacity: positions that one sequence can have; if None, the model's maximum, at most 4096.
         block_size: positions per KV block.
         prefix_cache: reuse of common prefixes.
         kv_blocks: blocks in the pool.
         memory_fraction: share of free device memory that the pool may take.
-        max_step_tokens: tokens of prompts in one step; longer prompts run in several.
-        engine: an `EngineConfig` with the buckets.
+        max_step_tokens: prompt tokens in one step; longer prompts run in several steps.
+        engine: an `EngineConfig`, for instance with the buckets.
         max_loras: adapters loaded at a time.
         max_lora_rank: largest rank of an adapter.
         device: `cpu`, `cuda:0`, …; JAX's default device if None.
         mesh: devices along the axes `data` (replicas), `expert` and `model` (which divide one replica), such as
-            `{"model": 4}`, taken from `device` on; or a mesh of these axes.
-        artifacts: folder where compiled steps are kept for later starts; the user's cache folder if None or True, none
-            if False. Loading one runs code, so a folder that somebody else may write is not used.
-        strict: after `warmup`, a step that would have to be compiled is an error.
+            `{"model": 4}`, taken from `device` on; or a `jax.sharding.Mesh` with these axes.
+        artifacts: folder for compiled steps, which later starts load; the user's cache folder if None or True, no
+            folder if False. Loading a step runs its code, so a folder that other users may write to is not used.
+        strict: after `warmup`, a step that is not compiled yet raises an error.
         progress: show bars on standard error while working.
-        attention: its backend: `xla`, `cpu`, `triton` or `tpu`; the platform's own if None.
-        layout: of the parameters: `checkpoint` as they are named there, `fused` or `scanned` (models/layout.py);
-            if None, `scanned` where the kernels for CPUs serve layers that are alike, `fused` where `triton` attends
-            and what is joined has one format, else `checkpoint`.
-        quantize: `int8` or `float8_e4m3fn`: every matrix in so many bits, with a scale for each of its rows; `keep`: in
-            the bits, groups and scales that a quantised checkpoint has it in; `auto`: in 16 bits, too, and only where
-            the kernels for CPUs multiply it so; `none` dequantises those of folders and GGUF files. If None, it is
-            `auto` where those kernels serve the model, else `none`. Activations stay in `dtype`.
+        attention: the attention backend: `xla`, `cpu`, `triton` or `tpu`; the platform's own if None.
+        layout: of the parameters (models/layout.py): `checkpoint`, `fused` or `scanned`. If None: `scanned` where the
+            CPU kernels serve layers that are all alike, `fused` where `triton` attends and the weights to be fused have
+            one format, else `checkpoint`.
+        quantize: `int8` or `float8_e4m3fn`: every matrix in this dtype, with a scale for each row. `keep`: matrices of
+            a quantised checkpoint stay as they are stored, with their bits, groups and scales. `auto`: as `keep`, also
+            for 16-bit matrices, but only for matrices that the CPU kernels read in this form. `none`: matrices of
+            folders and GGUF files are dequantised. If None, `auto` where the CPU kernels serve the model, else `none`.
+            Activations stay in `dtype`.
 
     Raises:
         FerrumError: a subclass that says what is wrong with the path, the model or a setting.
@@ -159,10 +160,12 @@ def load(
 
 
 def check_settings(settings: Mapping[str, Any], *beside: str) -> None:
-    """Checks the keyword arguments of a later `load`, before a model is looked for; its caller knows others `beside`.
+    """Checks keyword arguments for a later `load`, before a model is looked for.
+
+    `beside` names further arguments that the caller has itself, for the error message.
 
     Raises:
-        ConfigError: `load` has no such argument, or no engine can have its value.
+        ConfigError: `load` has no such argument, or a value is wrong for any model.
     """
     known, own = inspect.signature(load).parameters, {field.name for field in fields(EngineConfig)}
     for name in sorted(settings.keys() - known.keys()):
@@ -174,7 +177,7 @@ def check_settings(settings: Mapping[str, Any], *beside: str) -> None:
 
 
 def _asked(engine: EngineConfig | None, **given: Any) -> EngineConfig:
-    """Joins settings given as arguments with those of `engine` and of the environment."""
+    """Joins arguments with the settings of `engine` and the environment."""
     for name in ("max_loras", "max_lora_rank"):
         if is_integer(count := given.get(name)) and count == 0:
             given[name] = None
@@ -195,7 +198,7 @@ def _load(
     strict: bool,
     progress: bool,
 ) -> ModelRunner:
-    """Loads a model once all settings are known, in every process."""
+    """Loads a model with given settings, in every process."""
     target = find_device(device)
     source = path if isinstance(path, Checkpoint) else open_checkpoint(_on_disk(path, progress))
     source.config = source.config.reaching(settings.kv_capacity or 0, at_most=True)
@@ -208,12 +211,12 @@ def _load(
     free = hosts.least(placed.placement.free_bytes())
     ahead, root = plan_ahead(settings, source, placed, free), artifacts_folder(settings.artifacts)
     early = None if root is None else _open_artifacts(root, source, ahead, placed, settings)
-    if early is not None:  # which takes as long as reading a small model, and needs another core
+    if early is not None:  # loading them takes as long as reading a small model, and runs on another core
         early.preload([EMPTY_KV, *map(repr, ahead.first())])
     laid = served_specs(source, settings, target)
     taken = placed.num_bytes(laid, settings.dtype or default_dtype(target))
     memory = None
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # on a CPU its zeros take seconds, too
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv") as pool:  # on a CPU, zeroing the KV takes seconds
         if target.platform == "cpu" and 2 * ahead.cache.num_bytes <= free - taken:
             memory = pool.submit(_allocate_ahead, ahead.cache, replicas[0], early, settings.compiler_options)
         params, cfg = _read(source, settings, placed, progress and hosts.leads)
@@ -256,7 +259,7 @@ def _allocate_ahead(
     try:
         memory = KvMemory(spec, placement, artifacts, options)
         memory.allocate_ahead()
-    except ResourceExhaustedError:  # said again, if it is still so when the parameters are there
+    except ResourceExhaustedError:  # raised again later if it is still true with the parameters on the device
         return None
     return memory
 
@@ -264,7 +267,7 @@ def _allocate_ahead(
 def _open_artifacts(
     root: Path, source: Checkpoint, plan: EnginePlan, placed: ModelPlacement, settings: EngineConfig
 ) -> Artifacts:
-    """Opens the artifacts of parameters that are read meanwhile, given the shapes and places they should have."""
+    """Opens the artifacts of a model whose parameters are not read yet, by their expected shapes and shardings."""
     device = placed.placement.first
     params = placed.shapes(served_specs(source, settings, device), settings.dtype or default_dtype(device))
     facts = describe_program(source.config, params, plan.cache, plan.sampler, plan.loras, placed.placement)
@@ -280,12 +283,10 @@ def load_params(
     quantize: str | None = None,
     progress: bool = False,
 ) -> tuple[ParamTree, ModelConfig]:
-    """Reads a checkpoint into a plain tree of arrays, named as there if so laid out, and its configuration.
+    """Reads a checkpoint into a tree of arrays, and returns also its configuration; `path` is as for `load`.
 
-    It has a path or is a Hugging Face id, as for `load`.
-
-    With `quantize`, as for `load`, matrices are `QuantisedWeight`s in that tree; `auto` is what it is there where the
-    kernels for CPUs serve.
+    In the layout `checkpoint` the tree has the checkpoint's names. With `quantize`, as for `load`, matrices are
+    `QuantisedWeight`s; `auto` does here what it does in `load` where the CPU kernels serve the model.
     """
     target = find_device(device)
     settings = EngineConfig(dtype=dtype, layout=layout, quantize=quantize)
@@ -294,24 +295,25 @@ def load_params(
 
 
 def _on_disk(path: ModelPath, progress: bool) -> ModelPath:
-    """Returns the path of a model; that of its download for a Hugging Face id that is no path."""
+    """Returns the path of a model; for a Hugging Face id that is not a path, the path of its download."""
     if not isinstance(path, str) or not _HUB_ID.fullmatch(path) or path.endswith(".gguf") or os.path.lexists(path):
         return path
-    is_of_a_folder = os.path.isdir(path.partition("/")[0])  # that is here: a model in it is missing
+    is_of_a_folder = os.path.isdir(path.partition("/")[0])  # then this is a path to a missing model
     return path if is_of_a_folder else resolve(path, progress=progress)
 
 
 def open_checkpoint(path: ModelPath) -> Checkpoint:
-    """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: headers and configuration.
+    """Opens a Hugging Face folder, a GGUF file or an Orbax checkpoint: reads headers and configuration.
 
-    Of the weights only a head that a tied model has beside its embeddings is read: one that differs unties the model.
+    It reads no weights, except the head of a tied model that stores one: a head that differs from the embeddings unties
+    the model.
     """
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise ConfigError(f"path is {safe_repr(path)}, expected the path of a model")
     try:
         place = Path(path).expanduser()
         found = place.exists()
-    except (OSError, RuntimeError) as problem:  # too long a name, or nobody's home
+    except (OSError, RuntimeError) as problem:  # the name is too long, or `~user` does not exist
         raise NotFoundError(f"{path} cannot be found: {problem}") from None
     if not found:
         raise NotFoundError(f"{place} does not exist")
@@ -324,9 +326,9 @@ def open_checkpoint(path: ModelPath) -> Checkpoint:
 def plan_ahead(
     settings: EngineConfig, source: Checkpoint, placed: ModelPlacement, free: int | None = None
 ) -> EnginePlan:
-    """Decides the sizes of an engine before its parameters are on the devices; `load` decides again when they are.
+    """Plans the sizes of an engine before its parameters are on the devices; `load` plans again when they are.
 
-    The dtype is the device's own if not set, and so many bytes are free as the device says if `free` is None.
+    The dtype defaults to the device's own, and `free` bytes to the device's free memory.
 
     Raises:
         ConfigError: as `param_specs`, or the compiler refuses an option.
@@ -344,7 +346,7 @@ def plan_ahead(
 def param_specs(
     source: Checkpoint, quantize: str | None, dtype: str | None = None, layout: str = CHECKPOINT
 ) -> ParamTree:
-    """Describes the parameters as they will be: quantised where the checkpoint has them so, or where `quantize` asks.
+    """Returns the specs of the parameters, quantised as in the checkpoint or as `quantize` says.
 
     Raises:
         ConfigError: the checkpoint is quantised in another way already.
@@ -354,7 +356,7 @@ def param_specs(
 
 
 def served_specs(source: Checkpoint, settings: EngineConfig, device: JaxDevice) -> ParamTree:
-    """Describes the parameters in the layout they are served in, undivided; raises as `param_specs`."""
+    """Returns the specs of the undivided parameters in the layout that is served; raises as `param_specs`."""
     dtype, layout = settings.dtype or default_dtype(device), settings.layout or CHECKPOINT
     return layout_specs(param_specs(source, settings.quantize, dtype, layout), source.config, layout)
 
@@ -362,11 +364,11 @@ def served_specs(source: Checkpoint, settings: EngineConfig, device: JaxDevice) 
 def with_defaults(
     settings: EngineConfig, source: Checkpoint, device: JaxDevice, *, is_divided: bool = False
 ) -> EngineConfig:
-    """Fills in what the parameters of a model will be on a device: dtype, layout, and whether they keep their bits.
+    """Fills in a model's dtype, quantisation and layout on a device.
 
-    They do (`auto`) where the kernels for CPUs serve the model, whose products read what the checkpoint has, and
-    elsewhere are dequantised, also if `auto` was asked for. The layout is that of `layout_for`, unless a mesh divides
-    the parameters, or formats stand in the way of it.
+    If it is None or `auto`, `quantize` becomes `auto` where the CPU kernels serve the model, as they read the
+    checkpoint's own formats, and `none` elsewhere. The layout is that of `layout_for`, or `checkpoint` if a mesh
+    divides the parameters or formats prevent fusing or stacking.
 
     Raises:
         FerrumError: as `choose_attention`.
@@ -393,9 +395,9 @@ def with_defaults(
 
 
 def _can_join(source: Checkpoint, quantize: str | None, dtype: str, layout: str) -> bool:
-    """Whether the weights that a layout joins have the same formats and, where it stacks them, kernels multiply so.
+    """Whether weights that a layout fuses have the same format and, if it stacks them, kernels read this format.
 
-    Otherwise they would be dequantised to be joined, or copied out of the stack in every step.
+    Otherwise they would be dequantised to be fused, or copied out of the stack in every step.
     """
     try:
         formats = dict(_formats(source, quantize, dtype, CHECKPOINT) or source.formats)
@@ -406,7 +408,7 @@ def _can_join(source: Checkpoint, quantize: str | None, dtype: str, layout: str)
 
 
 def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout: str) -> Formats:
-    """Says what remains to be quantised, or to be kept as it is."""
+    """Returns the formats of weights that loading quantises, or that it keeps as they are stored."""
     if quantize in ("keep", "auto"):
         if isinstance(source, orbax.OrbaxSource):
             return {}
@@ -426,7 +428,7 @@ def _formats(source: Checkpoint, quantize: str | None, dtype: str | None, layout
 
 
 def _multiplied(formats: Formats, cfg: ModelConfig) -> dict[str, Format]:
-    """Picks the formats that kernels multiply as they are; latents' up-projections are widened in every step."""
+    """Selects the formats that CPU kernels read; latents' up-projections would be dequantised in every step."""
     plain = specs.named_leaves(family(cfg).param_specs(cfg))
     return {
         name: form
@@ -436,7 +438,7 @@ def _multiplied(formats: Formats, cfg: ModelConfig) -> dict[str, Format]:
 
 
 def _narrow_formats(source: SafetensorsSource | GgufSource) -> dict[str, Format]:
-    """Matrices that the checkpoint has in 16 bits, but for routers."""
+    """Returns the formats of matrices, except routers, that the checkpoint stores in 16 bits."""
     stored, plain = source.stored_dtypes(), specs.named_leaves(family(source.config).param_specs(source.config))
     matrices = {
         name for name, spec in plain.items()
@@ -482,6 +484,6 @@ def _read(
 
 
 def _ignorable(name: str, cfg: ModelConfig) -> bool:
-    """Rotary tables, a head equal to the embeddings, and layers of DeepSeek V3 that guess a second token."""
+    """Whether a tensor is not needed: a rotary table, a tied head, or a multi-token prediction layer of DeepSeek V3."""
     guesses = cfg.model_type == "deepseek_v3" and name.startswith(f"model.layers.{cfg.num_hidden_layers}.")
     return guesses or name.endswith("rotary_emb.inv_freq") or (cfg.tie_word_embeddings and name == "lm_head.weight")

@@ -1,4 +1,4 @@
-"""Settings: what a model is (`ModelConfig`) and how the engine should run it (`EngineConfig`)."""
+"""Settings: a model's architecture (`ModelConfig`), and how the engine runs it (`EngineConfig`)."""
 
 from ferrum_jax.config.components import ExpertsConfig as ExpertsConfig
 from ferrum_jax.config.components import LatentConfig as LatentConfig

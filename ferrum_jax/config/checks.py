@@ -6,7 +6,7 @@ import numpy as np
 
 from ferrum_jax.contract.errors import ConfigError, safe_repr
 
-LARGEST_COUNT = 2**31 - 1  # what int32 holds, in which positions, ids and sizes are computed
+LARGEST_COUNT = 2**31 - 1  # of int32, in which positions, ids and sizes are computed
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 

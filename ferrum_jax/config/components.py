@@ -14,9 +14,9 @@ ROPE_FACTORS = ("short_factor", "long_factor")
 
 
 def check_fields(config: Any, of: str = "", signed: Collection[str] = ()) -> None:
-    """Raises ConfigError unless the fields of a dataclass are of their types.
+    """Raises ConfigError unless the fields of a dataclass have their types.
 
-    Integers start from 1, numbers are positive but for those `signed`. Messages call a field by its name and `of`.
+    Integers must be at least 1, and numbers positive unless `signed`. Messages name a field by its name and `of`.
     """
     for field in fields(config):
         value: Any = getattr(config, field.name)
@@ -36,7 +36,7 @@ def check_fields(config: Any, of: str = "", signed: Collection[str] = ()) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """A scaling of rotary frequencies; fields are Hugging Face's, those a type does not use are None."""
+    """A scaling of rotary frequencies; fields are Hugging Face's, and None if the type does not use them."""
 
     rope_type: str
     factor: float
@@ -49,9 +49,9 @@ class RopeScaling:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    short_factor: tuple[float, ...] | None = None  # of longrope: a divisor of each pair's frequency
-    long_factor: tuple[float, ...] | None = None  # the same, for sequences longer than the original
-    is_long: bool = False  # of longrope: all sequences use the long factors
+    short_factor: tuple[float, ...] | None = None  # for longrope: divisors of the pairs' frequencies
+    long_factor: tuple[float, ...] | None = None  # the same for sequences longer than the original length
+    is_long: bool = False  # for longrope: all sequences use the long factors
 
     def __post_init__(self):
         if not isinstance(self.rope_type, str) or self.rope_type not in ROPE_TYPES:
@@ -77,13 +77,13 @@ class ExpertsConfig:
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int  # of one expert
-    norm_topk_prob: bool  # a token's weights of its experts sum to one
-    shared_expert_intermediate_size: int | None = None  # of the expert that every token goes through
-    sparse_layers: tuple[bool, ...]  # which layers have experts; the others have one feed-forward block
-    scoring_func: str = "softmax"  # or "sigmoid", which has a learnt bias on the choice
+    norm_topk_prob: bool  # a token's shares of its experts are renormalised to sum to one
+    shared_expert_intermediate_size: int | None = None  # of the expert that runs for every token
+    sparse_layers: tuple[bool, ...]  # True for layers with experts; the others have a dense feed-forward block
+    scoring_func: str = "softmax"  # or "sigmoid", with a learnt bias that affects only the choice
     n_group: int = 1  # number of groups of experts
-    topk_group: int = 1  # groups that a token chooses first
-    routed_scaling_factor: float = 1.0  # of all weights of experts
+    topk_group: int = 1  # number of groups that a token chooses first
+    routed_scaling_factor: float = 1.0  # multiplies all shares
     swiglu_limit: float | None = None  # bound of gate and up in a clamped SwiGLU; None: plain SwiGLU
     swiglu_alpha: float = 1.702  # of the sigmoid in it
 
@@ -105,10 +105,10 @@ class ExpertsConfig:
 class LatentConfig:
     """Sizes of multi-head latent attention (DeepSeek), in Hugging Face's names."""
 
-    q_lora_rank: int | None = None  # of the queries' latent; they are projected from x itself if None
-    kv_lora_rank: int  # of the latent of keys and values, which is what the KV holds
-    qk_nope_head_dim: int  # part of a head that is not rotated
-    qk_rope_head_dim: int  # rotated part; all heads share its key, which the KV holds beside the latent
+    q_lora_rank: int | None = None  # of the queries' latent; None: queries are projected from x itself
+    kv_lora_rank: int  # of the latent of keys and values, which the KV holds
+    qk_nope_head_dim: int  # width of the part of a head that is not rotated
+    qk_rope_head_dim: int  # width of the rotated part; all heads share its key, which the KV holds, too
     v_head_dim: int
     rope_interleave: bool = True  # rotated pairs are adjacent in the checkpoint, not half a head apart
 
@@ -119,5 +119,5 @@ class LatentConfig:
 
     @property
     def cached_dim(self) -> int:
-        """Numbers that the KV holds for a position of a layer."""
+        """How many numbers the KV holds for each position of a layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim

@@ -1,4 +1,4 @@
-"""Settings of the engine, and the one reader of the environment."""
+"""Settings of the engine, and their environment variables."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ CompilerOptions = Mapping[str, str | int | float | bool] | tuple[tuple[str, str 
 MESH_AXES = ("data", "expert", "model")
 MeshSizes = Mapping[str, int] | tuple[tuple[str, int], ...] | str | None
 QUANTISED = ("auto", "int8", "float8_e4m3fn", "keep", "none")
-_COUNTS = {  # from, to
+_COUNTS = {  # least and most
     **dict.fromkeys(
         ("kv_capacity", "block_size", "kv_blocks", "max_step_tokens", "block_tokens", "verify_tokens"),
         (1, LARGEST_COUNT),
@@ -39,33 +39,33 @@ _NAMES = {"dtype": DTYPES, "kv_dtype": KV_DTYPES, "attention": ATTENTIONS, "layo
 class EngineConfig:
     """How the engine runs a model; None leaves the choice to the engine, by model and device.
 
-    Buckets are ascending sizes; what exceeds the largest runs in several steps.
+    Buckets are ascending sizes; a batch larger than the largest runs in several steps.
     """
 
     dtype: str | None = None  # of weights and activations; also by a short name, such as bf16
     kv_dtype: str | None = None
-    attention: str | None = None  # which backend computes it: xla, cpu, triton or tpu
-    quantize: str | None = None  # weights of products, as `load` says; on CPUs with kernels "auto" if None
+    attention: str | None = None  # the backend: xla, cpu, triton or tpu
+    quantize: str | None = None  # quantisation of matrices, as in `load`; if None, "auto" on CPUs with kernels
     max_seqs: int | None = None  # live sequences
-    kv_capacity: int | None = None  # positions one sequence can reach
+    kv_capacity: int | None = None  # positions that one sequence can have
     block_size: int | None = None  # positions
     kv_blocks: int | None = None  # blocks in the pool
     memory_fraction: float | None = None  # of free device memory, for the default pool
-    max_step_tokens: int | None = None  # tokens of prompts in one step
+    max_step_tokens: int | None = None  # prompt tokens in one step
     prefix_cache: bool | None = None
-    window_kv: bool | None = None  # sliding-window cache; None: where it halves the KV at least
+    window_kv: bool | None = None  # sliding-window cache; None: if it at least halves the KV
     max_loras: int | None = None
     max_lora_rank: int | None = None
-    spec_tokens: int | None = None  # drafted tokens per round
-    multi_step_tokens: int | None = None  # tokens that one device call of `decode_n` chooses for each row; 0: none
+    spec_tokens: int | None = None  # tokens drafted at a time
+    multi_step_tokens: int | None = None  # tokens per row in one device call of `decode_n`; 0: no multi-step decode
     decode_rows: tuple[int, ...] | None = None  # buckets of D, rows of one token
     query_blocks: tuple[int, ...] | None = None  # buckets of P, query blocks of prompts
     block_tokens: int | None = None  # C, tokens of a query block
-    verify_blocks: tuple[int, ...] | None = None  # buckets of P where every token has logits
-    verify_tokens: int | None = None  # their C
+    verify_blocks: tuple[int, ...] | None = None  # buckets of P for steps with logits of every token
+    verify_tokens: int | None = None  # C of these steps
     layout: str | None = None  # of the parameters: `checkpoint`, `fused` or `scanned`
     artifacts: str | bool | None = None  # folder of compiled steps; True: the user's cache, False: none
-    compiler_options: CompilerOptions = None  # of XLA, for every step, by name; held as sorted pairs
+    compiler_options: CompilerOptions = None  # XLA's options for every step, by name; stored as sorted pairs
     mesh: MeshSizes = None  # devices along the axes data, expert and model; also as text, `model=4,data=2`
 
     def __post_init__(self):
@@ -75,7 +75,7 @@ class EngineConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
-        """Reads the `FERRUM_…` variables; an unparsable value is a Config error that names its variable."""
+        """Reads the `FERRUM_…` variables; raises ConfigError, naming the variable, for a wrong value."""
         environment = os.environ if environment is None else environment
         values = {}
         for variable, (name, parse) in _VARIABLES.items():
@@ -90,16 +90,16 @@ class EngineConfig:
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """Devices along each axis of the mesh that has more than one; none where there is no mesh."""
+        """Devices along each axis of the mesh that has more than one; empty without a mesh."""
         return dict(cast(tuple[tuple[str, int], ...], self.mesh or ()))
 
     def over(self, other: Self) -> Self:
-        """Fills what is None here from `other`."""
+        """Returns these settings, with None filled in from `other`."""
         mine = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
         return replace(other, **mine)
 
     def joined(self, engine: Self | None) -> Self:
-        """Fills what is None here from `engine`; a setting may be in both if the values are equal."""
+        """Returns these settings, with None filled in from `engine`; raises ConfigError if set values differ."""
         if engine is None:
             return self
         if not isinstance(engine, EngineConfig):
@@ -111,21 +111,24 @@ class EngineConfig:
         return self.over(engine)
 
     def over_environment(self) -> Self:
-        """Fills what is None here from the environment, except `kv_blocks` if the other two fix the pool."""
+        """Returns these settings, with None filled in from the environment.
+
+        `kv_blocks` is left out if `max_seqs` and `kv_capacity` fix the pool.
+        """
         there = self.from_environment()
         is_fixed = self.max_seqs is not None and self.kv_capacity is not None
         return self.over(replace(there, kv_blocks=None) if is_fixed else there)
 
 
 def _plain(value: Any) -> Any:
-    """Python's number for one of NumPy, and a tuple for a list, whose items it replaces likewise."""
+    """Converts NumPy's numbers to Python's, also inside tuples and lists, and lists to tuples."""
     if isinstance(value, (tuple, list)):
         return tuple(one.item() if isinstance(one, (np.integer, np.floating)) else one for one in value)
     return value.item() if isinstance(value, (np.integer, np.floating)) else value
 
 
 def _checked(name: str, value: Any) -> Any:
-    """Returns the value of a setting, dtypes by their full names; a wrong one is a ConfigError."""
+    """Returns the value of a setting, a dtype by its full name; raises ConfigError for a wrong one."""
     if name in ("dtype", "kv_dtype"):
         if not isinstance(value, str):
             raise ConfigError(f"{name} is {safe_repr(value)}, expected a name such as 'float32'")
@@ -155,7 +158,7 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _checked_options(value: Any) -> CompilerOptions:
-    """Returns a mapping, or the pairs of one, as sorted pairs: what a frozen config can hold."""
+    """Returns a mapping, or the pairs of one, as sorted pairs, which are hashable."""
     options: dict[str, Any] = {}
     for pair in value.items() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,):
         match pair:
@@ -169,7 +172,7 @@ def _checked_options(value: Any) -> CompilerOptions:
 
 
 def _checked_mesh(value: Any) -> MeshSizes:
-    """Returns the sizes of a mesh's axes as pairs, in the order of `MESH_AXES`, without those of one device."""
+    """Returns the sizes of a mesh's axes as pairs, in the order of `MESH_AXES`, without axes of one device."""
     pairs: Any = value
     if isinstance(value, str):
         pairs = [pair.partition("=")[::2] for pair in value.split(",")]

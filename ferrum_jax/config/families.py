@@ -1,8 +1,8 @@
-"""`config.json` of every family, as the fields of a `ModelConfig`.
+"""Conversion of every family's `config.json` to the fields of a `ModelConfig`.
 
-A family is one function here and one line of `FAMILIES`. What a configuration leaves out is what Hugging Face's own
-configuration class has, but for the number of key/value heads, which are then as many as heads. A setting of
-`CHANGES_ARITHMETIC` that the family's forward does not compute is refused.
+A family is one function here and one line of `FAMILIES`. A missing field has the default of Hugging Face's own
+configuration class, except that key/value heads default to the number of attention heads. A setting of
+`CHANGES_ARITHMETIC` that the family's forward does not implement is refused.
 """
 
 import math
@@ -35,7 +35,7 @@ def _decoder(
     activation: tuple[str, str, Collection[str]] = _SILU,
     partial_rotary: bool = False,
 ) -> Fields:
-    """Fields that all families have; every layer sees everything, and one switch stands for all biases of attention."""
+    """Reads the fields of all families; attention is full in every layer, and one field sets all its biases."""
     s.activation(*activation)
     sizes, rope, bias = read_sizes(s, head_dim=head_dim), read_rope(s), s.flag("attention_bias")
     if rope["partial_rotary_factor"] != 1.0 and not partial_rotary:
@@ -60,7 +60,7 @@ def _is_even(layer: int) -> bool:
 
 
 def _qwen_windows(s: Settings, slides: Callable[[int], bool] | None = None) -> Fields:
-    """Windows, where they are in use: of the layers from `max_window_layers` on, or those that `slides` is true of."""
+    """Reads the windows, if in use: for layers from `max_window_layers` on, or for those where `slides` is true."""
     window = s.get("sliding_window", 4096)
     if window is None or not s.flag("use_sliding_window"):
         return {}
@@ -101,7 +101,7 @@ def _qwen3_moe(s: Settings) -> Fields:
 
 
 def _qwen_experts(s: Settings, **sizes: Any) -> ExpertsConfig | None:
-    """Experts with sizes that only one of the families has; None where no layer has any."""
+    """Reads the experts, with `sizes` that only some families have; None if no layer has experts."""
     count = _num_experts(s, "num_experts", "num_local_experts", least=0)  # newer checkpoints have the second name
     dense = [check_integer("a layer of mlp_only_layers", layer) for layer in s.entries("mlp_only_layers")]
     step = s.integer("decoder_sparse_step", 1)
@@ -120,7 +120,7 @@ def _qwen_experts(s: Settings, **sizes: Any) -> ExpertsConfig | None:
 
 
 def _num_experts(s: Settings, *names: str, least: int = 1) -> int:
-    """Reads the number of experts under the first of its names that there is."""
+    """Reads the number of experts under the first of these names that is present."""
     return s.integer(next((name for name in names if s.get(name) is not None), names[0]), least=least)
 
 
@@ -130,7 +130,7 @@ def _mixtral(s: Settings) -> Fields:
 
 
 def _local_experts(s: Settings, found: Fields, **options: Any) -> ExpertsConfig:
-    """Experts of Mixtral's kind, in every layer and of its width."""
+    """Reads experts as Mixtral's: in every layer, as wide as `intermediate_size`."""
     return ExpertsConfig(
         num_experts=s.integer("num_local_experts"),
         num_experts_per_tok=s.integer("num_experts_per_tok"),
@@ -168,7 +168,7 @@ def _granite(s: Settings) -> Fields:
 
 
 def _phi3(s: Settings) -> Fields:
-    """Phi-3, Phi-3.5 and Phi-4, the dense ones; LongRoPE had two other names there."""
+    """Reads dense Phi-3, Phi-3.5 and Phi-4, which also call LongRoPE `su` or `yarn`."""
     s = s.defaulting(rms_norm_eps=1e-5, original_max_position_embeddings=4096).replacing(attention_bias=False)
     for name in ("rope_parameters", "rope_scaling"):
         given = s.get(name)
@@ -200,7 +200,7 @@ def _smollm3(s: Settings) -> Fields:
 
 
 def _gemma(s: Settings) -> Fields:
-    """What Gemma 2 and 3 have in common."""
+    """Reads the fields that Gemma 2 and 3 share."""
     gelu = ("hidden_activation", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",))
     found = _decoder(s, head_dim=256, tied=True, activation=gelu)
     return found | {
@@ -218,9 +218,9 @@ def _gemma2(s: Settings) -> Fields:
 
 
 def _gemma3(s: Settings) -> Fields:
-    """Layers with a window have a base of their own, and the scaling is the others'.
+    """Reads Gemma 3: layers with a window have their own RoPE base; the scaling applies only to the other layers.
 
-    Hugging Face's forward ignores a soft cap of scores, and no checkpoint has one.
+    A soft cap of scores is refused: Hugging Face's forward ignores it, and no checkpoint has one.
     """
     if (cap := s.get("attn_logit_softcapping")) is not None:
         raise UnsupportedError(f"attn_logit_softcapping {cap!r} is not implemented here")
@@ -238,7 +238,7 @@ def _gemma3(s: Settings) -> Fields:
 
 
 def _gemma3_ropes(s: Settings) -> tuple[Fields, float]:
-    """Rotary settings of layers that see everything, and the base of the others: by kind of layer, or by names."""
+    """Reads RoPE settings of full-attention layers and the base of the others, in the newer or the older spelling."""
     given = s.section("rope_parameters")
     local, full = given.section("sliding_attention"), given.section("full_attention").fields
     if (kind := local.get("rope_type", "default")) != "default":
@@ -247,7 +247,7 @@ def _gemma3_ropes(s: Settings) -> tuple[Fields, float]:
         raise UnsupportedError(f"rope_parameters {safe_repr(given.fields)} are not those of each kind of layer")
     full = {"rope_theta": s.get("rope_theta", 1e6), **full, **s.section("rope_scaling").fields}
     is_linear = full.get("rope_type", full.get("type")) == "linear"
-    if is_linear and full.get("factor") is not None:  # the positions given are the scaled ones
+    if is_linear and full.get("factor") is not None:  # `max_position_embeddings` counts scaled positions
         original = int(s.integer("max_position_embeddings") / Settings(full).number("factor"))
         full = {"original_max_position_embeddings": original, **full}
     return full, local.number("rope_theta", s.get("rope_local_base_freq", 10000.0))
@@ -267,12 +267,12 @@ def _deepseek3(s: Settings) -> Fields:
 
 
 def _deepseek(s: Settings, methods: Mapping[str, str], first_dense: int) -> Fields:
-    """DeepSeek V2, V3 and R1: the KV has one head, a latent.
+    """Reads DeepSeek V2, V3 and R1, whose KV has one head, a latent.
 
     Args:
         s: the configuration.
-        methods: by which experts may be chosen, the first by default, and how each of them scores.
-        first_dense: layers without experts at the beginning, by default.
+        methods: supported methods of choosing experts, each with its scoring function; the first is the default.
+        first_dense: default number of layers without experts at the beginning.
     """
     latent = LatentConfig(
         q_lora_rank=s.get("q_lora_rank", 1536),
@@ -324,7 +324,7 @@ def _deepseek_experts(s: Settings, methods: Mapping[str, str], first_dense: int)
 
 @dataclass(frozen=True)
 class ConfigReader:
-    """How a `config.json` is read, and which of `CHANGES_ARITHMETIC` the forward computes."""
+    """How a `config.json` is read, and which settings of `CHANGES_ARITHMETIC` the forward implements."""
 
     read: Callable[[Settings], Fields]
     computes: Collection[str] = ()
@@ -356,7 +356,7 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
     """Reads the fields of a `ModelConfig`.
 
     Raises:
-        UnsupportedError: there is no such family, or it does not implement a setting.
+        UnsupportedError: the family is not supported, or does not implement a setting.
         ConfigError: a field is missing or has the wrong type.
     """
     name = config.get("model_type")

@@ -12,7 +12,7 @@ from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of one model, in Hugging Face's names; static as an argument of a function under `jit`."""
+    """The architecture of one model, in Hugging Face's names; a static argument under `jit`."""
 
     model_type: str
     vocab_size: int
@@ -27,7 +27,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0  # share of each head that is rotated
-    local_rope_theta: float | None = None  # of sliding-window layers, without scaling; None: as the others
+    local_rope_theta: float | None = None  # of sliding-window layers, without scaling; None: as in other layers
     layers_without_rope: tuple[int, ...] = ()  # indices of layers without rotary embeddings
     tie_word_embeddings: bool = False
     attention_bias: bool = False  # of the query, key and value projections
@@ -36,14 +36,14 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm of every query and key head
     attention_multiplier: float | None = None  # of scores; head_dim ** -0.5 if None
     attention_sinks: bool = False  # a learnt score per query head, which only adds to the softmax's denominator
-    attn_logit_softcapping: float | None = None  # bound that a tanh keeps scores within
+    attn_logit_softcapping: float | None = None  # bound of scores, by a tanh
     final_logit_softcapping: float | None = None
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of each block's output
     logits_scaling: float = 1.0  # divides the logits
     layer_windows: tuple[int | None, ...]  # sliding window of each layer, in positions; None: full attention
     experts: ExpertsConfig | None = None
-    latent: LatentConfig | None = None  # multi-head latent attention, where not None
+    latent: LatentConfig | None = None  # of multi-head latent attention; None: the model has ordinary attention
     dtype: str = "float32"  # of the checkpoint
 
     def __post_init__(self):
@@ -92,11 +92,11 @@ class ModelConfig:
         return int(self.head_dim * self.partial_rotary_factor)
 
     def reaching(self, length: int, *, at_most: bool = False) -> Self:
-        """The same model, for sequences of up to `length` positions.
+        """Returns the configuration for sequences of up to `length` positions.
 
-        It differs where LongRoPE (Ding et al. 2024) has other frequencies for sequences longer than the original ones.
-        All positions then use those, so that a cached key is never rotated again. A model that has them already
-        has them for shorter sequences, too, unless `at_most`: `length` is then the longest.
+        It differs with LongRoPE (Ding et al. 2024), which has other frequencies for sequences beyond the original
+        length. All positions then use these, so that a cached key is never rotated again. A configuration that has them
+        already keeps them for a shorter `length`, unless `at_most` says that `length` is the longest.
         """
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type != "longrope" or scaling.original_max_position_embeddings is None:
@@ -106,7 +106,7 @@ class ModelConfig:
 
     @property
     def max_seq_len(self) -> int:
-        """Longest sequence the position embeddings are meant for, in positions, with scaling."""
+        """Positions of the longest sequence for which the position embeddings are made, with scaling."""
         scaling = self.rope_scaling
         if scaling is None or scaling.rope_type == "llama3":
             return self.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Which of several processes this one is, as the environment says: plain variables, or those of a launcher."""
+"""This process's index among several, from the environment: variables of this package or of a launcher."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ferrum_jax.contract.errors import ConfigError
 
 COORDINATOR, COUNT, INDEX = "FERRUM_COORDINATOR", "FERRUM_NUM_PROCESSES", "FERRUM_PROCESS_ID"
 START, START_SECONDS = "FERRUM_START_SECONDS", 300
-LAUNCHERS = (  # processes, which of them this is: plain variables, Open MPI, MPICH and Intel MPI, SLURM
+LAUNCHERS = (  # variables of count and index: this package's, Open MPI's, MPICH's and Intel MPI's, SLURM's
     (COUNT, INDEX),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -23,15 +23,15 @@ class ProcessSettings:
     count: int
     index: int
     coordinator: str | None  # `host:port` of process 0; None: JAX asks the launcher
-    is_plain: bool  # the variables of this package say so, not only a launcher's
-    start_seconds: int = START_SECONDS  # until all processes must be there
+    is_plain: bool  # count and index are from this package's variables, not a launcher's
+    start_seconds: int = START_SECONDS  # within which all processes must have started
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = ENVIRONMENT) -> "ProcessSettings | None":
-        """Reads what the environment says, None where this process is alone.
+        """Reads the environment; returns None if this process is alone.
 
         Raises:
-            ConfigError: a variable is missing or is no such number.
+            ConfigError: a variable is missing or is not a valid number or address.
         """
         for count_name, index_name in LAUNCHERS:
             if count_name not in environment and (count_name != COUNT or INDEX not in environment):

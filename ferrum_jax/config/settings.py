@@ -1,4 +1,4 @@
-"""A `config.json`, read field by field: every family reads names, sizes and rotary embeddings alike."""
+"""Reading of the fields of a `config.json`; all families read names, sizes and rotary embeddings in the same way."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
@@ -14,20 +14,20 @@ _NEEDED = object()
 
 @dataclass(frozen=True)
 class Settings:
-    """The fields of a `config.json`; a method reads one field and checks its type, or raises ConfigError."""
+    """The fields of a `config.json`; a method reads one field, and raises ConfigError if it has a wrong type."""
 
     fields: Mapping[str, Any]
 
     def defaulting(self, **defaults: Any) -> Self:
-        """The same settings with values for fields that are missing."""
+        """Returns the same settings with values for missing fields."""
         return type(self)({**defaults, **self.fields})
 
     def replacing(self, **values: Any) -> Self:
-        """The same settings with other values."""
+        """Returns the same settings with other values."""
         return type(self)({**self.fields, **values})
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Value of a field as it is."""
+        """Returns the value of a field, unchecked."""
         if (value := self.fields.get(name, default)) is _NEEDED:
             raise ConfigError(f"no field {name!r}")
         return value
@@ -41,7 +41,7 @@ class Settings:
         return check_number(name, self.get(name, default), above=None)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Reads what is true or false; null is false."""
+        """Reads a boolean; null is false."""
         if (value := self.get(name, default)) is not None and not isinstance(value, bool):
             raise ConfigError(f"{name} is {safe_repr(value)}, expected true or false")
         return bool(value)
@@ -59,12 +59,12 @@ class Settings:
         return list(value or ())
 
     def activation(self, name: str, default: str, supported: Collection[str]) -> None:
-        """Checks the activation of the feed-forward block, which must be among those `supported`."""
+        """Raises UnsupportedError unless the feed-forward block's activation is among those `supported`."""
         if (found := self.get(name, default)) not in supported:
             raise UnsupportedError(f"{name} {found!r} is not implemented, only {' and '.join(supported)} is")
 
     def windows(self, slides: Callable[[int], bool], window: int | None) -> tuple[int | None, ...]:
-        """Returns each layer's window, which those have that `layer_types` names, or else that `slides` is true of."""
+        """Returns each layer's window or None: layers slide as `layer_types` says, or else where `slides` is true."""
         if kinds := self.entries("layer_types"):
             if unknown := [kind for kind in kinds if kind not in ("sliding_attention", "full_attention")]:
                 raise UnsupportedError(f"layer_types {safe_repr(unknown)} are not implemented")
@@ -73,7 +73,7 @@ class Settings:
 
 
 def read_sizes(s: Settings, *, head_dim: int | None = None) -> dict[str, Any]:
-    """Reads names, sizes and the dtype; a head whose width is missing has `head_dim`, or its share of the model's."""
+    """Reads names, sizes and the dtype; a missing head width is `head_dim` or, if None, the model width over heads."""
     size, heads = s.integer("hidden_size"), s.integer("num_attention_heads")
     kv_heads, width = s.get("num_key_value_heads"), s.get("head_dim")
     if width is None:
@@ -94,12 +94,12 @@ def read_sizes(s: Settings, *, head_dim: int | None = None) -> dict[str, Any]:
 
 
 def read_rope(s: Settings) -> dict[str, Any]:
-    """Reads base, scaling and the rotated share of a head, from both the older and the newer spelling.
+    """Reads base, scaling and the rotated share of a head, from the older or the newer spelling.
 
-    Where a configuration has both, the older (`rope_scaling`) counts, as in transformers.
+    If a configuration has both, the older (`rope_scaling`) counts, as in transformers.
 
     Raises:
-        UnsupportedError: kinds of layers have settings of their own, or the type is not implemented.
+        UnsupportedError: kinds of layers have different settings, or the type is not implemented.
     """
     rope = s.section("rope_scaling" if s.section("rope_scaling").fields else "rope_parameters")
     if any(isinstance(value, Mapping) for value in rope.fields.values()):
@@ -116,7 +116,7 @@ def read_rope(s: Settings) -> dict[str, Any]:
 
 def _scaling(s: Settings, rope: Settings, kind: str) -> RopeScaling:
     limit, original = s.integer("max_position_embeddings"), rope.get("original_max_position_embeddings")
-    if kind in ("llama3", "yarn", "longrope"):  # the outer one wins, as in `standardize_rope_params` of transformers
+    if kind in ("llama3", "yarn", "longrope"):  # the outer field wins, as in `standardize_rope_params` of transformers
         outer = s.get("original_max_position_embeddings")
         original = next((length for length in (outer, original) if length is not None), limit)
         check_number("original_max_position_embeddings of the RoPE scaling", original)
