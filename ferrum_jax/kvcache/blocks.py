@@ -10,7 +10,7 @@ class BlockPool:
     """A fixed number of blocks, each held any number of times.
 
     A block nobody holds is free. A free block that is `kept` (its content may be wanted again) can be held again until
-    it is handed out again; those without content worth keeping go first, then the one that was freed longest ago.
+    it is handed out; free blocks that are not kept are handed out first, then the kept one freed longest ago.
     """
 
     def __init__(self, num_blocks: int, recycled: Callable[[int], None] = lambda _: None):
@@ -37,7 +37,7 @@ class BlockPool:
         return self._kept[block]
 
     def check_enough_free(self, needed: int, num_sequences: int, resting: int = 0) -> None:
-        """Raises ResourceExhausted if `needed` blocks are not to be had; changes nothing.
+        """Raises ResourceExhaustedError if fewer than `needed` blocks can be handed out; changes nothing.
 
         `resting` counts free blocks that are about to be held again and cannot be handed out.
         """
@@ -50,7 +50,7 @@ class BlockPool:
             )
 
     def allocate(self, count: int) -> list[int]:
-        """Hands out `count` blocks, held once each, or raises ResourceExhausted and hands out none."""
+        """Hands out `count` blocks, held once each, or raises ResourceExhaustedError and hands out none."""
         self.check_enough_free(count, 1)
         taken = [self._take() for _ in range(count)]
         for block in taken:
@@ -66,7 +66,7 @@ class BlockPool:
         self._holders[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Frees each block once. Of those that are kept, the last is handed out again first."""
+        """Frees each block once. Of the kept ones, the last is handed out first."""
         for block in reversed(list(blocks)):
             if not self._holders[block]:
                 raise InternalError(f"block {block} was freed twice")
@@ -85,7 +85,7 @@ class BlockPool:
         self._kept[block] = True
 
     def discard(self, block: int) -> None:
-        """Marks the content of a block as worth nothing."""
+        """Marks the content of a block as not worth keeping."""
         self._kept[block] = False
         if block in self._resting:
             del self._resting[block]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 @dataclass(eq=False)
 class PrefixEntry:
-    """One block of tokens at one place; the root of an adapter has no block."""
+    """One full block of tokens in the tree; the root of an adapter has no block."""
 
     block: int | None = None
     parent: "PrefixEntry | None" = None
@@ -33,11 +33,11 @@ class PrefixIndex:
         return len(self._by_block)
 
     def root(self, adapter: Hashable) -> PrefixEntry:
-        """Returns where sequences under an adapter begin; None is the bare model."""
+        """Returns the root entry of an adapter; None stands for the model without one."""
         return self._roots.get(adapter) or PrefixEntry()
 
     def add(self, adapter: Hashable, parent: PrefixEntry | None, tokens: bytes, block: int) -> PrefixEntry:
-        """Enters a block behind `parent` (None: at the beginning), or returns the entry that is there already."""
+        """Enters a block after `parent` (None: at the root), or returns the entry that these tokens have already."""
         above = self._roots.setdefault(adapter, PrefixEntry()) if parent is None else parent
         found = above.children.get(tokens)
         if found is None:
@@ -46,7 +46,7 @@ class PrefixIndex:
         return found
 
     def known_blocks(self, adapter: Hashable, tokens: NDArray[np.int32], block_size: int) -> list[int]:
-        """Returns the blocks that hold the full blocks of a prompt which are known, from its beginning on."""
+        """Returns the pool's blocks that hold the known full blocks of a prompt, from its beginning."""
         entry = self.root(adapter)
         found: list[int] = []
         while (end := (len(found) + 1) * block_size) <= len(tokens):
@@ -60,7 +60,7 @@ class PrefixIndex:
     def forget(self, block: int) -> list[int]:
         """Drops a block's entry, if it has one, and all below it; returns their blocks.
 
-        It has none, and its parent may know nothing of it, where a call that forgets several was interrupted.
+        After an interrupt of a call that forgets several, the entry may be gone, or missing in its parent.
         """
         entry = self._by_block.get(block)
         if entry is None:

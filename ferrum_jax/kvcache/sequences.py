@@ -13,7 +13,7 @@ from ferrum_jax.kvcache.prefix import PrefixEntry, PrefixIndex
 UNKNOWN = -1  # in the place of a token id that was chosen on the device and has not been read yet
 
 
-PRIVATE: Hashable = "private"  # in the place of an adapter: what is nobody else's prefix, and takes none
+PRIVATE: Hashable = "private"  # in the place of an adapter: the sequence neither reuses nor provides prefixes
 
 
 @dataclass(eq=False, slots=True)
@@ -28,8 +28,8 @@ class CachedSequence:
     entries: list[PrefixEntry] = field(default_factory=list)  # of its full blocks, where prefixes are reused
     adapter: Hashable = None
     is_live: bool = True
-    is_private: bool = False  # no prefix of others: known prefixes were forgotten after it had begun
-    is_outdated: bool = False  # its keys and values are not of the weights that are there now; it is private then
+    is_private: bool = False  # its blocks are no prefixes of others: known prefixes were forgotten after it began
+    is_outdated: bool = False  # its keys and values are of earlier weights; it is private then
     sampled_at: int = -1  # position of the token chosen last for it on the device; -1: none
     sampled: int = UNKNOWN  # that token, once it is read
 
@@ -40,7 +40,7 @@ class CachedSequence:
 
 
 class SequenceTable:
-    """The live sequences, and the block table `[max_seqs, M]` whose used rows travel with each batch.
+    """The live sequences, and the block table `[max_seqs, M]` whose used rows are uploaded with each batch.
 
     With `prefixes`, every full block is entered there and stays, after its sequence is gone, until the pool needs it.
     With sliding-window caches, the last columns of the table are each slot's own blocks, reused modulo their number. A
@@ -64,7 +64,7 @@ class SequenceTable:
         self.block_size = block_size
         self.prefixes = prefixes
         self.pool = BlockPool(num_blocks, self.forget)
-        self.longest = min(kv_capacity, num_blocks * block_size)  # positions of a sequence that is alone
+        self.longest = min(kv_capacity, num_blocks * block_size)  # positions of a sequence that has the whole pool
         self.window_size = window_blocks * block_size  # positions
         self.window = window  # positions that a token sees there, itself included
         own = np.arange(max_seqs * window_blocks, dtype=np.int32).reshape(max_seqs, window_blocks)
@@ -86,7 +86,7 @@ class SequenceTable:
         return 0 if found is None else len(found.tokens)
 
     def abandon(self) -> None:
-        """Counts every sequence as gone, for those who still hold one."""
+        """Marks every sequence as no longer live, for pending steps that refer to one."""
         for live in self._live.values():
             live.is_live = False
 
@@ -97,7 +97,7 @@ class SequenceTable:
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that could be begun."""
+        """Slots for sequences to be begun."""
         return len(self._free_slots)
 
     def num_blocks(self, positions: int) -> int:
@@ -105,11 +105,11 @@ class SequenceTable:
         return -(-positions // self.block_size)
 
     def check_capacity(self, cache_id: str, target: int) -> None:
-        """Raises if a sequence cannot be so long, were it the only one.
+        """Raises if a sequence could not reach `target` positions even as the only one.
 
         Raises:
-            RequestValidationError: it is past the capacity of a sequence.
-            ResourceExhaustedError: the whole pool has not so many blocks.
+            RequestValidationError: `target` is past the capacity of a sequence.
+            ResourceExhaustedError: the whole pool has too few blocks.
         """
         if target <= self.longest:
             return
@@ -141,7 +141,7 @@ class SequenceTable:
         return self._live[cache_id]
 
     def set_blocks(self, live: CachedSequence, blocks: list[int]) -> None:
-        """Sets the blocks of a sequence, whoever holds them."""
+        """Sets the blocks of a sequence and its row of the block table; holds and frees none."""
         live.blocks, live.writable = blocks, 0
         self.table[live.slot, : len(blocks)] = blocks
 
@@ -149,7 +149,7 @@ class SequenceTable:
         """Makes a new sequence that shares the blocks of a live one.
 
         Raises:
-            RequestValidationError: the one is unknown, or the other is not.
+            RequestValidationError: `cache_id` is unknown, or `new_cache_id` is live.
             ResourceExhaustedError: no slot is free.
         """
         live = self._live.get(cache_id)
@@ -161,7 +161,7 @@ class SequenceTable:
         made = self.open(new_cache_id)
         made.tokens, made.entries, made.adapter = live.tokens[:], live.entries[:], live.adapter
         made.is_private, made.is_outdated = live.is_private, live.is_outdated
-        shared = live.blocks[: self.num_blocks(live.length)]  # what is reserved beyond stays the other's
+        shared = live.blocks[: self.num_blocks(live.length)]  # reserved blocks beyond them stay the original's
         for block in shared:
             self.pool.hold(block)
         self.set_blocks(made, shared)
@@ -197,7 +197,7 @@ class SequenceTable:
             self._free_slots.append(live.slot)
 
     def needs_recompute(self, live: CachedSequence) -> bool:
-        """True of a sequence whose next token would see positions that its sliding-window cache has lost."""
+        """True of a sequence whose next token would see positions that its sliding-window cache has evicted."""
         return max(0, len(live.tokens) - (self.window - 1)) < live.evicted_before
 
     def recomputed(self, live: CachedSequence) -> None:
@@ -206,9 +206,9 @@ class SequenceTable:
         self.update_writable(live)
 
     def update_writable(self, live: CachedSequence) -> None:
-        """Finds what a new length means: what the sliding window has lost, and how far the sequence may write.
+        """Updates `evicted_before` and `writable` to a sequence's new length or blocks.
 
-        It may write in blocks that nobody else holds and no prefix is entered for, unless it needs a recompute.
+        It may write in blocks that no other sequence holds and no prefix is entered for, unless it needs a recompute.
         """
         if self.window_size:
             live.evicted_before = max(live.evicted_before, len(live.tokens) - self.window_size)
@@ -218,7 +218,7 @@ class SequenceTable:
         live.writable = min(len(live.blocks) * self.block_size, self.longest) if may_write else 0
 
     def append(self, lives: Sequence[CachedSequence], tokens: Sequence[Sequence[int]]) -> None:
-        """Counts tokens of each sequence as written, for which it had room, and enters the blocks they fill."""
+        """Counts tokens of each sequence as written, in blocks that it has, and enters the blocks they fill."""
         block, window = self.block_size, self.window_size
         for live, new in zip(lives, tokens, strict=True):
             written = live.tokens
@@ -230,11 +230,11 @@ class SequenceTable:
                 self.enter(live)
 
     def expect(self, live: CachedSequence, position: int) -> None:
-        """Counts a token for `position` as chosen on the device; `resolve` says which one."""
+        """Records that the device chooses a token for `position`; `resolve` enters the token once it is read."""
         live.sampled_at, live.sampled = position, UNKNOWN
 
     def resolve(self, live: CachedSequence, position: int, token: int) -> None:
-        """Takes a token that was chosen on the device, and fills it in where it has been written already."""
+        """Enters a token that the device chose, also in `tokens` if it was written there as UNKNOWN."""
         if live.sampled_at == position:
             live.sampled = token
         if live.is_live and position < len(live.tokens) and live.tokens[position] == UNKNOWN:
@@ -243,7 +243,7 @@ class SequenceTable:
                 self.enter(live)
 
     def enter(self, live: CachedSequence) -> None:
-        """Enters the blocks that a sequence has filled; one whose tokens are there already is replaced by that."""
+        """Enters the blocks that a sequence has filled; a known block of the same tokens takes the place of its own."""
         if self.prefixes is None or live.is_private or live.adapter is PRIVATE:
             return
         for at in range(len(live.entries), live.length // self.block_size):
@@ -271,14 +271,14 @@ class SequenceTable:
                 self.pool.discard(dropped)
 
     def forget_prefixes(self) -> None:
-        """Forgets every prefix; sequences keep their blocks, for themselves alone."""
+        """Forgets every prefix; sequences keep their blocks, which become nobody's prefix."""
         if self.prefixes is not None:
             for dropped in self.prefixes.forget_all():
                 self.pool.discard(dropped)
         self._stop_sharing(self._live.values())
 
     def invalidate_prefixes(self) -> None:
-        """Forgets every prefix, as other weights are there."""
+        """Forgets every prefix because the weights change; live sequences with tokens are outdated."""
         self.forget_prefixes()
         for live in self._live.values():
             live.is_outdated = live.is_private
@@ -290,11 +290,11 @@ class SequenceTable:
         self._stop_sharing(bound)
         for live in bound:
             live.is_outdated = live.is_private
-            if live.adapter is adapter:  # not where interventions keep it from others anyway
+            if live.adapter is adapter:  # not if interventions have made it PRIVATE
                 live.adapter = instead
 
     def _stop_sharing(self, lives: Iterable[CachedSequence]) -> None:
-        """Keeps what sequences hold from the prefixes, from now on."""
+        """Makes sequences with tokens private: from now on, their blocks are not entered as prefixes."""
         for live in lives:
             live.is_private = bool(live.tokens)
             live.entries.clear()

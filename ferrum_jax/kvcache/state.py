@@ -38,7 +38,7 @@ LATENTS = ("latent", "latent_rows")  # layouts of one array, whose values are it
 class CacheSpec:
     """Sizes of the KV of one model, on each of the devices that share it."""
 
-    num_layers: int  # that keep everything
+    num_layers: int  # that keep all positions
     num_blocks: int
     block_size: int  # positions
     num_kv_heads: int
@@ -46,7 +46,7 @@ class CacheSpec:
     dtype: str
     layout: Layout = "products"
     attention: str = "xla"  # the backend that reads it (ops/attention.py)
-    window_layers: int = 0  # that keep their sliding window alone
+    window_layers: int = 0  # that keep only their sliding window
     window_blocks: int = 0  # of one sequence in each of those
     window_slots: int = 0  # sequences that have such blocks
 
@@ -58,7 +58,7 @@ class CacheSpec:
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes that keys and values of one position take over all layers that keep everything."""
+        """Bytes that keys and values of one position take over all layers that keep all positions."""
         return self.num_layers * self.bytes_per_layer
 
     @property
@@ -122,7 +122,7 @@ def partitions(kv: KvState[Any], axes: tuple[str, ...]) -> KvState[PartitionSpec
 
 
 def shapes_on(placement: Placement, spec: CacheSpec) -> KvState[jax.ShapeDtypeStruct]:
-    """Returns the shapes and shardings of the KV on all devices of a model, given what one of them has."""
+    """Returns the shapes and shardings of the KV on all devices of a model, given the spec of one device."""
     own, count = shapes(spec), len(placement.devices)
     divided = partitions(own, placement.axes)
 
@@ -165,8 +165,8 @@ def write(
 ) -> KvState[jax.Array]:
     """Writes one layer's keys and values of each token at (block, offset within it); a latent has no values beside it.
 
-    A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.) In 8 bits,
-    which have no infinity, what is beyond the largest number becomes that.
+    A block id of P, one past the end, drops the write: that is where padding goes. (Index -1 would wrap.) An 8-bit KV,
+    whose dtype has no infinity, saturates at its largest number.
     """
 
     def put(pool: jax.Array, index: tuple[Any, ...], values: jax.Array) -> jax.Array:
@@ -215,7 +215,7 @@ def read(
 
 
 def rows_of_heads(kv: KvState[jax.Array]) -> tuple[Float[Array, "R K H"], Float[Array, "R K H"]]:
-    """Shows the pool of layout `positions` as R = L*P*C rows, (layer, block, offset) in that order, without a copy.
+    """Views the pool of layout `positions` as R = L*P*C rows, (layer, block, offset) in that order, without a copy.
 
     Of `latent_rows` both are the same array.
 
@@ -231,7 +231,7 @@ def rows_of_heads(kv: KvState[jax.Array]) -> tuple[Float[Array, "R K H"], Float[
 
 
 def pages(kv: KvState[jax.Array]) -> Float[Array, "pages C KK H"]:
-    """Shows the pool of layout `interleaved` as one run of blocks, those of a layer together, without a copy.
+    """Views the pool of layout `interleaved` as one run of blocks, those of a layer together, without a copy.
 
     Raises:
         UnsupportedError: the KV has another layout.
@@ -246,9 +246,9 @@ def _check_layout(kv: KvState[jax.Array], wanted: Layout, what: str) -> None:
 
 
 def copy_blocks(kv: KvState[jax.Array], pairs: Int[Array, "B 2"], count: Int[Array, ""]) -> KvState[jax.Array]:
-    """Copies whole blocks, one after another, the first `count` of (source, destination).
+    """Copies whole blocks one after another: the first `count` pairs of (source, destination).
 
-    Sliding-window layers share none.
+    Sliding-window layers share no blocks.
     """
 
     def copy(index: jax.Array, kv: KvState[jax.Array]) -> KvState[jax.Array]:

@@ -1,4 +1,4 @@
-"""What one call takes of the KV: planned while it may still be refused, then taken at once."""
+"""The slots and blocks that one call takes: planned while the call may still be refused, then taken together."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -14,21 +14,21 @@ from ferrum_jax.kvcache.sequences import PRIVATE, CachedSequence, SequenceTable
 
 @dataclass(slots=True, eq=False)
 class AllocationRequest:
-    """What one sequence needs that lacks blocks, or whose blocks change hands."""
+    """The needs of one sequence that lacks a slot or blocks, may reuse prefixes, or changes its adapter."""
 
     index: int  # among the rows
     cache_id: str
     tokens: NDArray[np.int32]  # [n]: the new ones
     reusable: int  # how many of them may come from known prefixes
-    adapter: Hashable  # what its keys and values are computed with, beside the model
+    adapter: Hashable  # the key of its prefixes: an adapter, None or PRIVATE
     target: int  # positions it must have room for
     live: CachedSequence | None  # None: it is created by `apply`
     hits: Sequence[PrefixEntry] = ()
     new_blocks: int = 0
     copies: bool = False  # its last block is shared and must be copied before it is written
-    overwrites: bool = False  # its last block is its own, and what is entered of it is about to change
+    overwrites: bool = False  # its last block is its own, but entered as a prefix, which the write makes untrue
     num_blocks_before: int = 0
-    lost: list[int] = field(default_factory=list)  # blocks to free when the step is begun
+    lost: list[int] = field(default_factory=list)  # blocks to free at `commit`
 
     @property
     def length(self) -> int:
@@ -37,7 +37,7 @@ class AllocationRequest:
 
 
 class KvTransaction:
-    """Slots and blocks of one call, all or nothing: made by refusing whatever cannot be; then `apply` and `commit`.
+    """Slots and blocks of one call, all or nothing: the constructor refuses what is short; then `apply` and `commit`.
 
     A sequence that already has room in blocks of its own takes no part but to be counted.
     """
@@ -58,7 +58,7 @@ class KvTransaction:
             cache_ids: of the rows, all different.
             tokens: new ones of each row, UNKNOWN where the device knows them.
             reusable: how many of each row's tokens may come from known prefixes; none by default.
-            adapters: what each row's keys and values are computed with, beside the model; nothing by default.
+            adapters: the key of each row's prefixes: an adapter, None or PRIVATE; None by default.
             targets: positions each row must have room for; those written and the new tokens by default.
 
         Raises:
@@ -92,7 +92,7 @@ class KvTransaction:
                     row.hits = self._match(table.prefixes, row)
         self._count_blocks(rows)
         if self.num_new_blocks + self._num_resting > table.pool.num_free:
-            for row in rows:  # a block that a sequence has begun is freed for a known one only when the step is begun
+            for row in rows:  # a half-filled block that a hit replaces is only freed at `commit`
                 if row.length % table.block_size:
                     row.hits = ()
             self._count_blocks(rows)
@@ -100,7 +100,7 @@ class KvTransaction:
 
     @property
     def _num_resting(self) -> int:
-        """Known blocks that nobody holds and that are taken again."""
+        """Known blocks that nobody holds and that this call reuses."""
         return len({_block(entry) for row in self._changed for entry in row.hits if not self._holders(entry)})
 
     @property
@@ -145,8 +145,7 @@ class KvTransaction:
     def commit(self, written: Sequence[Sequence[int]] | None = None) -> None:
         """Counts the new tokens as written and enters the blocks they fill.
 
-        `written`, where given, are the tokens that each sequence holds after all; blocks that were taken for more are
-        freed.
+        `written`, if given, are the tokens that each sequence really got; blocks that were taken for more are freed.
         """
         table = self._table
         for row in self._changed:
