@@ -23,14 +23,14 @@ class JaxDevice(Protocol):
     device_kind: str
 
     def memory_stats(self) -> dict[str, Any] | None:
-        """Bytes in use and the limit, where the backend tells."""
+        """Bytes in use and the limit, where the backend reports them."""
         ...
 
 
 def find_device(device: "str | Device | JaxDevice | None") -> JaxDevice:
-    """The JAX device of a name; for None JAX's default device, as `jax.default_device` and its setting have it.
+    """Returns the JAX device of a name; for None, JAX's default device in this thread (`jax.default_device`).
 
-    A device `gpu` is one of NVIDIA's, `cuda`.
+    The name `gpu` stands for NVIDIA's, `cuda`.
     """
     if device is None:
         return _default_device()
@@ -59,7 +59,7 @@ def _default_device() -> JaxDevice:
 
 
 def process_of(device: JaxDevice) -> int:
-    """Which of several processes a device belongs to."""
+    """Returns the index of the process that a device belongs to."""
     return getattr(device, "process_index", 0)
 
 
@@ -69,7 +69,7 @@ def default_dtype(device: JaxDevice) -> str:
 
 
 def free_bytes(device: JaxDevice) -> int:
-    """Memory that is free on a device now; on a CPU, what the machine has and this process's container allows."""
+    """Bytes that are free on a device now; on a CPU, those of the machine that this process's container allows."""
     if device.platform == "cpu":
         available, allowed = psutil.virtual_memory().available, allowed_bytes()
         return available if allowed is None else min(available, allowed)

@@ -48,7 +48,7 @@ class Placement:
 
     @property
     def first(self) -> JaxDevice:
-        """The device that stands for all in what is told of a model, the first of this process."""
+        """The first device of this process, which stands for all of them in reports of a model."""
         return self.local[0]
 
     @property
@@ -72,7 +72,7 @@ class Placement:
         return () if self.mesh is None else tuple(self.mesh.axis_names)
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> jax.sharding.Sharding:
-        """Where an array lies that is divided so."""
+        """Returns the sharding of an array that is divided by a spec."""
         if self.mesh is None:
             return jax.sharding.SingleDeviceSharding(self.first)
         return NamedSharding(self.mesh, spec)
@@ -88,7 +88,7 @@ class Placement:
         )
 
     def put(self, tree: Any) -> Any:
-        """Puts host arrays whole on every device; every process has them."""
+        """Puts host arrays whole on every device; every process gives the same ones."""
         whole = self.sharding(WHOLE)
         if not self.is_shared:
             return jax.device_put(tree, whole)
@@ -98,8 +98,8 @@ class Placement:
     def spread(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         """Returns a function that every device runs on its own parts of the arguments; on one device, `function`.
 
-        The specs are those of the arguments and the results, or of trees of them. What every device has all of, it
-        computes itself: only collectives inside `function` move numbers between devices.
+        The specs are those of the arguments and the results, or of trees of them. Every device computes by itself what
+        is whole on all: only collectives inside `function` move numbers between devices.
         """
         if self.mesh is None:
             return function
@@ -117,8 +117,8 @@ class Placement:
 def joined(array: jax.Array) -> jax.Array:
     """Returns an array whole on one device, its parts joined by collectives on the mesh where they lie.
 
-    `jax.device_put` of a divided array may take it through the host (JAX 0.12). What other processes have parts of
-    stays as it is.
+    `jax.device_put` of a divided array may take it through the host (JAX 0.12). An array with parts in other processes
+    is returned as it is.
     """
     if not array.is_fully_addressable:
         return array
@@ -135,8 +135,8 @@ def place_on_mesh(mesh: Mapping[str, int] | Mesh | None, first: JaxDevice) -> li
     """Places the replicas of a model on a mesh: its own devices, or as many of the kind of `first` as it needs.
 
     Raises:
-        ConfigError: it has an axis of another name, of more than one device.
-        DeviceError: there are fewer devices.
+        ConfigError: it has an axis of an unknown name with more than one device.
+        DeviceError: there are fewer devices than it needs.
     """
     given = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
     others = {name: size for name, size in given.items() if name not in MESH_AXES and size != 1}

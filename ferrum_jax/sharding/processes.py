@@ -1,8 +1,8 @@
 """The processes of one job: how this one joins them, and the connections that carry commands between them.
 
-JAX moves numbers between devices; what the host of process 0 decides goes to the others over connections of our own,
-from process 0 to each. Both ends send a sign of life every second, so that a process that is gone is noticed though
-no device says so: a collective whose other side is gone may wait for ever.
+JAX moves arrays between devices; the commands of process 0 go to each other process over a connection of our own. Both
+ends send a heartbeat every second, so that a lost process is noticed even where no device reports it: a collective
+with a lost process may wait for ever.
 """
 
 import atexit
@@ -31,12 +31,12 @@ from ferrum_jax.config.processes import COORDINATOR, COUNT, START_SECONDS, Proce
 from ferrum_jax.contract.errors import ConfigError, DeviceError, UnsupportedError
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 15.0  # without any byte: then a process counts as gone
+SILENT_SECONDS = 15.0  # without a byte from a process, after which it counts as lost
 END_SECONDS = 15  # for an orderly end of all processes
-STUCK_SECONDS = 10.0  # after a loss while a model is loaded, for the loss to be said; then the process ends
+STUCK_SECONDS = 10.0  # after a loss while a model is loaded: if no call has raised it by then, the process ends
 NEVER = 1 << 30  # seconds
 KEY = "ferrum_jax/commands"
-_FRAME = struct.Struct(">IQ")  # bytes of the header, and of what follows
+_FRAME = struct.Struct(">IQ")  # bytes of the header, and of the arrays after it
 _MOST_HEADER = 1 << 24  # bytes
 _MOST_HELLO = 1 << 12
 _HELLO_SECONDS = 2.0  # for the whole of a hello: others may be waiting behind it
@@ -44,9 +44,9 @@ _CHUNK = 1 << 24  # bytes that go to one peer before the next one has its share
 
 
 def join(asked: Any) -> "Channel | None":
-    """Joins the processes that the environment names, if it does and a mesh is asked for, and connects them.
+    """Joins the processes that the environment names, if any and if a mesh is asked for, and connects them.
 
-    Nothing of JAX may have touched a device before.
+    JAX must not have touched a device before.
 
     Raises:
         ConfigError: a variable is wrong, no mesh is asked for, or a device was touched already.
@@ -88,9 +88,9 @@ def join(asked: Any) -> "Channel | None":
     finally:
         watch.cancel()
     try:
-        return open_channel(settings.count, settings.index, SILENT_SECONDS)  # all have just been there
+        return open_channel(settings.count, settings.index, SILENT_SECONDS)  # all have just joined
     except DeviceError:
-        atexit.register(_end)  # JAX would wait for whoever is gone
+        atexit.register(_end)  # JAX would wait for the lost process
         raise
 
 
@@ -98,7 +98,7 @@ def join(asked: Any) -> "Channel | None":
 def telling(channel: "Channel | None") -> Iterator[None]:
     """Tells the other processes of a failure here while a model is loaded, and raises it: they may wait for this one.
 
-    SystemExit is none: so ends a process that has followed process 0 to the end.
+    SystemExit is no failure: it ends a process that has followed process 0 to the end.
     """
     try:
         yield
@@ -119,7 +119,7 @@ class Message:
     arrays: Sequence[np.ndarray] = ()
 
     def pack(self) -> list[bytes | memoryview]:
-        """Returns what goes over a connection."""
+        """Returns the bytes to be sent."""
         arrays = [np.asarray(array, order="C") for array in self.arrays]
         described = [[array.dtype.name, list(array.shape)] for array in arrays]
         header = json.dumps([self.op, dict(self.facts), described]).encode()
@@ -130,8 +130,8 @@ class Message:
 class Channel:
     """The connections of one process to its peers: of process 0 to all others, of another to process 0.
 
-    A peer that is lost stays lost, `lost` says why, and every call raises DeviceError. In a process other than 0 it
-    ends the process, as a collective may be waiting for the peer in a way that nothing can interrupt.
+    A peer that is lost stays lost, `lost` says why, and every call raises DeviceError. A process other than 0 ends when
+    its peer is lost, because a collective may be waiting for the peer, which nothing can interrupt.
     """
 
     def __init__(self, peers: dict[int, socket.socket], names: dict[int, str], index: int, count: int):
@@ -144,7 +144,7 @@ class Channel:
         self._inbox: dict[int, queue.SimpleQueue[Message | None]] = {peer: queue.SimpleQueue() for peer in peers}
         self._sending, self._losing = threading.Lock(), threading.Lock()
         self._is_ending = False
-        self._is_told = False  # that a peer is lost
+        self._is_told = False  # whether a call has raised that a peer is lost
         self._has_abandoned = False  # this process could not load the model, and ends with its own error
         for peer in peers:
             threading.Thread(target=self._listen, args=(peer,), name=f"process {peer}", daemon=True).start()
@@ -176,7 +176,7 @@ class Channel:
             raise DeviceError(f"{self.lost}; all processes must be started again")
 
     def close(self) -> None:
-        """Tells the peers that this is the end, which is no loss."""
+        """Tells the peers that this process ends in order, so that they do not count it as lost."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -217,7 +217,7 @@ class Channel:
         while not self.lost and not self._is_ending:
             try:
                 self._send(beat)
-            except OSError:  # whoever listens says why
+            except OSError:  # `_listen` finds out why
                 return
             time.sleep(BEAT_SECONDS)
 
@@ -234,7 +234,7 @@ class Channel:
                 self._inbox[peer].put(message)
                 if message.op == "end":
                     return
-        except Exception as problem:  # noqa: BLE001  # of memory, say: a peer that nobody hears is gone
+        except Exception as problem:  # noqa: BLE001  # MemoryError, too: a peer that is not read is lost
             self._lose(f"{self._called(peer)} is gone: {problem or type(problem).__name__}")
 
     def _called(self, peer: int) -> str:
@@ -248,7 +248,7 @@ class Channel:
         for inbox in self._inbox.values():
             inbox.put(None)
         self.on_loss()
-        for connection in self._peers.values():  # which ends what waits to send
+        for connection in self._peers.values():  # ends calls that wait to send
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if self.index and not self._has_abandoned:
@@ -262,7 +262,7 @@ class Channel:
             _end(f"{self.lost}; process 0 ends")
 
     def _at_exit(self) -> None:
-        """Ends the process in order, or at once where a peer is lost, for whom JAX would wait."""
+        """Ends the process in order; at once if a peer is lost, because JAX would wait for it."""
         if self.index == 0:
             self.close()
         elif not self._is_ending and not self._has_abandoned:
@@ -304,7 +304,7 @@ def _accept(host: str, store: Any, count: int, seconds: float) -> Channel:
     token, peers, names = secrets.token_hex(32), {}, {}
     try:
         listener = socket.create_server((host, 0))
-    except OSError:  # an address that others see this host by
+    except OSError:  # not an address of this host itself, but one that others reach it by
         listener = socket.create_server(("", 0))
     with listener:
         store.key_value_set(KEY, json.dumps({"port": listener.getsockname()[1], "token": token}))
@@ -392,7 +392,7 @@ def _read_into(connection: socket.socket, data: memoryview, seconds: float, dead
 
 
 def _end(why: str = "") -> None:
-    """Ends this process at once: what waits for a lost peer cannot be ended in order."""
+    """Ends this process at once: a thread that waits for a lost peer cannot be ended in order."""
     if why:
         print(f"ferrum_jax: {why}", file=sys.stderr)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What the types of arrays say of a caller's mesh, and how a model keeps to it.
+"""What the types of arrays say of a caller's mesh, and how a model's operations stay valid under it.
 
 Under a mesh with explicit axes every array's type has its sharding, and an operation whose result could be divided in
 several ways is refused. Inside `jax.shard_map` a type has the manual axes over which an array varies, and branches and
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def promoting_ranks(function: Callable[P, T]) -> Callable[P, T]:
-    """Lets a function broadcast arrays of fewer axes, whatever `jax_numpy_rank_promotion` of the caller's says."""
+    """Lets a function broadcast arrays of fewer axes, whatever `jax_numpy_rank_promotion` the caller has set."""
 
     @functools.wraps(function)
     def promoting(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -52,8 +52,9 @@ def vary_like(tree: T, *others: Any) -> T:
 def vary_alike(*trees: Any) -> tuple[Any, ...]:
     """Returns trees all of whose arrays vary over the same manual axes: those of any of them.
 
-    What is the same on all devices and meets what is not is cast there by JAX, whose gradient is a sum over devices.
-    In a branch that not all devices take, that sum would wait for the others without end: so it is cast before.
+    Where an array that is equal on all devices meets one that varies, JAX casts it; the gradient of that cast is a sum
+    over devices. In a branch that only some devices take, the sum would wait for the others without end: so this casts
+    before the branch.
     """
     return vary(trees, varying_axes(trees))
 
