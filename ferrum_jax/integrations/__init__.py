@@ -1,1 +1,1 @@
-"""Adapters to other projects, each imported only by those who use it."""
+"""Adapters to other projects; import each module directly."""

@@ -1,7 +1,7 @@
-"""A model for EleutherAI's lm-evaluation-harness, which is the extra `eval`.
+"""A model for EleutherAI's lm-evaluation-harness (extra `eval`).
 
 `python -m ferrum_jax.integrations.lm_eval --model ferrum_jax --model_args pretrained=PATH --tasks …` is the harness's
-own command line with this model registered. Importing this module registers it, too, for `lm_eval.simple_evaluate`.
+own command line with this model registered. For `lm_eval.simple_evaluate`, importing this module registers it.
 """
 
 # pyright: reportMissingImports=false
@@ -21,10 +21,10 @@ from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.generate.prompts import Prompt
 
-SEQUENCES = 8  # scored or generated together, unless a batch size says otherwise
+SEQUENCES = 8  # scored or generated together, if no batch size is given
 DRAWING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
 
-importlib.import_module("lm_eval.models")  # the harness looks for its own models only while there are none
+importlib.import_module("lm_eval.models")  # the harness registers its own models only if none is registered yet
 
 Encoded = tuple[tuple[str, str], list[int], list[int]]  # context and continuation, as text and as ids
 
@@ -49,14 +49,14 @@ class FerrumLM(TemplateLM):
 
         Args:
             pretrained: a folder, a `.gguf` file or a Hugging Face id; the default model if None.
-            batch_size: sequences that run together; 1, the harness's default, and `auto` stand for 8.
-            max_batch_size: an upper bound for it.
-            device: `cpu`, `tpu:0`, …; None, and `cuda:0`, what the harness says by itself, stand for JAX's
-                default device, which is that GPU where there is one.
-            max_length: positions a sequence can reach; longer contexts lose their beginning. As `ferrum_jax.load`
-                chooses if None.
-            max_gen_toks: tokens to generate where a task does not say.
-            add_bos_token: begin every text with the token that begins a sequence; as the tokenizer says if None.
+            batch_size: sequences that run together; 1, the harness's default, and `auto` mean 8.
+            max_batch_size: an upper bound of `batch_size`.
+            device: `cpu`, `tpu:0`, …; None, and `cuda:0`, the harness's default, mean JAX's default device, which is
+                this GPU if there is one.
+            max_length: positions of a sequence; longer contexts lose their beginning. If None, `ferrum_jax.load`
+                chooses it.
+            max_gen_toks: the most tokens to generate if a task does not say.
+            add_bos_token: begin every text with the BOS token; as the tokenizer does if None.
             **settings: as for `ferrum_jax.load`.
         """
         super().__init__()
@@ -84,18 +84,18 @@ class FerrumLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text that is scored from its first token."""
+        """The token before a text that is scored from its first token."""
         bos = self.tokenizer.bos_token
         found = None if bos is None else self.tokenizer.backend.token_to_id(bos)
         return self.eot_token_id if found is None else found
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness's cache of requests knows the tokenizer by."""
+        """The tokenizer's name in the harness's cache of requests."""
         return self._name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **ignored: Any) -> list[int]:
-        """Ids of a text, which gets no second token that begins a sequence."""
+        """Returns the ids of a text; never adds a second BOS token."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             has_one = bool(bos) and string.startswith(bos)
@@ -106,7 +106,7 @@ class FerrumLM(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Lays a conversation out as the model's chat template does; without a prompt, its last message is open."""
+        """Renders a conversation by the chat template; without a generation prompt, the last message is left open."""
         text = self.tokenizer.render(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -124,7 +124,7 @@ class FerrumLM(TemplateLM):
                 raise RequestValidationError(
                     f"a continuation has {len(continuation)} tokens, expected 1 to {self.max_length}, the longest here"
                 )
-            befores.append(context[-(self.max_length + 1 - len(continuation)) :])  # the last token is never read
+            befores.append(context[-(self.max_length + 1 - len(continuation)) :])  # the last token takes no position
             afters.append(continuation)
         answers = []
         scores = self.llm.score(befores, afters, progress=not disable_tqdm) if befores else []
@@ -135,7 +135,7 @@ class FerrumLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Scores whole texts, in windows that begin with one token of context where a text is longer than the model."""
+        """Scores whole texts; one longer than `max_length` in windows, each with one token of context."""
         windows, owners = [], []
         for at, request in enumerate(requests):
             for pair in utils.get_rolling_token_windows(
@@ -154,7 +154,7 @@ class FerrumLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generates up to a text of `until`, or `max_gen_toks` tokens."""
+        """Generates answers that end before a text of `until`, or after `max_gen_toks` tokens."""
         prompts: list[Prompt] = []
         params: list[SamplingParams] = []
         for request in requests:
@@ -171,7 +171,7 @@ class FerrumLM(TemplateLM):
         return texts
 
     def _params(self, asked: dict[str, Any]) -> SamplingParams:
-        """Reads a task's generation arguments; one that is unknown is an error."""
+        """Converts a task's generation arguments; raises UnsupportedError for an unknown one."""
         given = dict(asked)
         until, limit = given.pop("until", None) or (), given.pop("max_gen_toks", self.max_gen_toks)
         draws = given.pop("do_sample", None)

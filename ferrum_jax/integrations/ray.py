@@ -1,7 +1,7 @@
-"""An `LLM` on the processes of a Ray cluster, which is the extra `ray`.
+"""An `LLM` on the processes of a Ray cluster (extra `ray`).
 
-Each process is an actor that holds devices of its own. They find each other as in docs/several-hosts.md, and the first
-one answers. Answers and errors are those of `LLM`.
+Each process is an actor with its own devices. The processes connect as in docs/several-hosts.md, and the first one
+answers calls. Answers and errors are those of `LLM`.
 """
 
 # pyright: reportMissingImports=false
@@ -24,8 +24,8 @@ from ferrum_jax.config.processes import COORDINATOR, COUNT, INDEX, START, START_
 from ferrum_jax.contract.errors import CancelledError, ConfigError, DeviceError, FerrumError, ResourceExhaustedError
 from ferrum_jax.generate.params import RequestOutput, Score
 
-CALLS = 64  # that the first process answers at a time: they run in one batch
-PATIENCE = 20.0  # seconds, once another process has ended
+CALLS = 64  # calls that the first process answers at a time, in one batch
+PATIENCE = 20.0  # seconds to wait for the first process's error after another process has ended
 
 
 class RayLLM:
@@ -45,19 +45,19 @@ class RayLLM:
         """Starts the processes on the cluster that `ray.init` has connected to, and loads the model in them.
 
         Args:
-            path: as for `LLM`; every host of the cluster needs it there.
+            path: as for `LLM`; it must exist on every host of the cluster.
             mesh: devices along the axes `expert` and `model`; all devices of all processes.
-            num_processes: actors, all placed at the same time.
-            resources: of each of them, by Ray's names, such as `{"CPU": 4, "GPU": 4}`; one CPU where it names none.
-            environment: variables of each of them.
-            start_seconds: until the cluster has placed all of them, and until they have found each other.
+            num_processes: number of actors, which Ray places all at once.
+            resources: resources of each actor, by Ray's names, such as `{"CPU": 4, "GPU": 4}`; one CPU if not given.
+            environment: environment variables of each actor.
+            start_seconds: time for the cluster to place all actors, and for them to connect.
             **settings: as for `LLM`.
 
         Raises:
             ConfigError: a setting is wrong, or `ray.init` was not called.
-            ResourceExhaustedError: the cluster has not so many resources free.
-            DeviceError: a process ended, or they did not find each other.
-            FerrumError: as `LLM`.
+            ResourceExhaustedError: the cluster does not have these resources free.
+            DeviceError: a process ended, or the processes did not connect.
+            FerrumError: as `LLM` raises.
         """
         self._processes: list[Any] = []
         self._group: Any = None
@@ -102,8 +102,8 @@ class RayLLM:
                 self._processes.append(actor.remote())
             settings = {"progress": False} | settings | {"mesh": sizes}
             loads = [process.load.remote(os.fspath(path), settings) for process in self._processes]
-            ended, _ = ray.wait(loads)  # of the first process, while all is well
-            first, _ = ray.wait(loads[:1], timeout=PATIENCE)  # which knows why another has ended
+            ended, _ = ray.wait(loads)  # only the first process's `load` returns, unless a process fails
+            first, _ = ray.wait(loads[:1], timeout=PATIENCE)  # its error says why another process has ended
             _answer((first or ended)[0])
             if not first:
                 raise DeviceError(f"a process of {num_processes} ended before the model was loaded")
@@ -139,11 +139,11 @@ class RayLLM:
         self._call("reset")
 
     def close(self) -> None:
-        """Ends the processes and gives their resources back; a second time does nothing."""
+        """Ends the processes and gives their resources back; a second call does nothing."""
         processes = self._processes
         try:
             if processes and ray.is_initialized():
-                with contextlib.suppress(DeviceError):  # of processes that are gone
+                with contextlib.suppress(DeviceError):  # processes are gone already
                     _answer(processes[0].call.remote("close", (), {}))
         finally:
             self._stop()
@@ -164,7 +164,7 @@ class RayLLM:
         return processes[0]
 
     def _stop(self) -> None:
-        """Ends the actors and gives the resources back; where Ray has been shut down, they are gone already."""
+        """Ends the actors and gives the resources back, unless Ray was shut down, which did so already."""
         processes, self._processes = self._processes, []
         group, self._group = self._group, None
         if not ray.is_initialized():
@@ -179,17 +179,17 @@ class RayLLM:
 
 
 def _free_address() -> str:
-    """Where the processes may meet: the host where this runs, and a port that is free now."""
+    """Returns an address at which the processes can connect: this host, and a port that is free now."""
     host = ray.util.get_node_ip_address()
     with socket.create_server((host, 0)) as free:
         return f"{host}:{free.getsockname()[1]}"
 
 
 class _Process:
-    """What an actor does."""
+    """The class of the actors."""
 
     def load(self, path: str, settings: Mapping[str, Any]) -> None:
-        """Loads the model; processes other than the first are here until the end."""
+        """Loads the model; in processes other than the first, this returns only at the end."""
         llm: Any = importlib.import_module("ferrum_jax.generate.llm")
         self._llm = llm.LLM(path, **settings)
 
@@ -199,7 +199,7 @@ class _Process:
 
 
 def _answer(ref: Any) -> Any:
-    """Waits for an actor; raises what it raised, or DeviceError where it is gone."""
+    """Waits for an actor's result; raises the actor's error, or DeviceError if the actor is gone."""
     try:
         return ray.get(ref)
     except ray.exceptions.RayTaskError as problem:

@@ -1,11 +1,11 @@
-"""Rollouts for tunix's trainers, which is the extra `tunix`.
+"""Rollouts for tunix's trainers (extra `tunix`).
 
-`ClusterConfig(rollout_engine=FerrumRollout, …)` is all that an `RLCluster` needs. Settings of the engine go with it as
-`functools.partial(FerrumRollout, max_seqs=64)`. The models are tunix's Llama 3, Qwen 2, Qwen 3, Gemma 2 and Gemma 3,
-full or with LoRA; log-probabilities are those of the trainer's own forward. tunix masks pad tokens everywhere, also
-inside a prompt, and so does this engine. tunix counts padding into Gemma 2's window, so that the two agree within 4,096
-tokens. LoRA is served as an adapter beside the weights, as the trainer computes it; an update of it moves nothing else.
-It may be of the projections of attention and of feed-forward blocks without routed experts.
+`ClusterConfig(rollout_engine=FerrumRollout, …)` is all that an `RLCluster` needs; for settings of the engine, pass
+`functools.partial(FerrumRollout, max_seqs=64)`. Supported are tunix's Llama 3, Qwen 2, Qwen 3, Gemma 2 and Gemma 3,
+full or with LoRA; log-probabilities are those of the trainer's own forward. tunix masks pad tokens everywhere, even
+inside a prompt, and so does this engine. tunix counts padding into Gemma 2's window, so that the two agree only within
+4,096 tokens. LoRA is served as an adapter beside the weights, as the trainer computes it, so that an update of LoRA
+copies nothing else. It may adapt projections of attention, and of feed-forward blocks without routed experts.
 """
 
 # pyright: reportMissingImports=false
@@ -38,12 +38,12 @@ from ferrum_jax.models.specs import ParamTree, name_of
 from ferrum_jax.weights.foreign import Rule, from_tree, plan
 from ferrum_jax.weights.name_tables import tunix_rules
 
-POSITIONS = 1 << 17  # that a sequence may reach: tunix's configurations name no limit
+POSITIONS = 1 << 17  # longest sequence: tunix's configurations have no limit
 _ADAPTER = "actor"
 
 
 class FerrumRollout(base_rollout.BaseRollout):
-    """Generates with an engine of its own, whose weights follow the trainer's."""
+    """Generates with its own engine, whose weights are updated from the trainer's."""
 
     def __init__(
         self,
@@ -60,28 +60,28 @@ class FerrumRollout(base_rollout.BaseRollout):
         engine: EngineConfig | None = None,
         **settings: Any,
     ):
-        """Takes the actor's weights and compiles what its rollouts need.
+        """Copies the actor's weights into an engine, and compiles the programs for its rollouts.
 
         Args:
             rollout_actor: a model of tunix, or any `nnx.Module` with `cfg` and `rules`.
-            tokenizer: tunix's adapter of one.
-            mesh: the cluster's; not needed, as weights are taken from wherever they lie.
-            rollout_config: of training: the longest prompt and answer, whose sum or `kv_cache_size` is the longest
-                sequence unless `kv_capacity` is given; the dtype; and the temperature of log-probabilities.
-            cfg: the model's; read from a model of tunix if None.
+            tokenizer: tunix's adapter of a tokenizer.
+            mesh: the cluster's mesh; ignored, as weights are copied from any sharding.
+            rollout_config: of training. It gives the longest prompt and answer (their sum or `kv_cache_size` is the
+                longest sequence unless `kv_capacity` is given), the dtype, and the temperature of log-probabilities.
+            cfg: the model's configuration; read from a model of tunix if None.
             rules: where the model has its parameters; tunix's if None.
-            lora_scale: alpha / rank of LoRA; as qwix has it if None.
-            serving_mesh: as `mesh` of `load`; None divides the model over `tensor_parallel_size` devices where that is
-                given, or serves on one, the first that holds weights.
-            warmup: compile everything now; otherwise when it is first needed.
+            lora_scale: alpha / rank of LoRA; qwix's if None.
+            serving_mesh: as `mesh` of `load`; None divides the model over `tensor_parallel_size` devices if that is
+                given, else serves it on the first device that holds weights.
+            warmup: compile all programs now; otherwise when they are first needed.
             engine: how to run the model.
-            **settings: fields of `EngineConfig`, which go before those of `engine`. `max_seqs` answers are generated
-                at a time.
+            **settings: fields of `EngineConfig`, which override those of `engine`. `max_seqs` answers are generated at
+                a time.
 
         Raises:
-            UnsupportedError: the model is none of those, has LoRA elsewhere, or lies in host memory (`offload_to_cpu`).
-            ConfigError: nothing says how LoRA is scaled, settings contradict each other, or `rollout_config` asks for
-                what this engine does not read.
+            UnsupportedError: the model is not supported, has LoRA elsewhere, or lies in host memory (`offload_to_cpu`).
+            ConfigError: the scale of LoRA is unknown, settings contradict each other, or `rollout_config` has settings
+                that this engine does not implement.
         """
         training: Any = rollout_config or base_rollout.RolloutConfig()
         serving_mesh = _mesh_asked(training, serving_mesh)
@@ -115,7 +115,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         self._adapt: Any = jax.jit(self._adapted, out_shardings=sharding if alone else None)
         adapter = self._placed(self._adapt, lora) if lora else None
         runner = from_params(self._placed(self._convert, given), self._cfg, mesh=serving_mesh, engine=asked)
-        self.llm = LLM.from_model(runner)  # for those who ask it more than tunix does
+        self.llm = LLM.from_model(runner)  # public: it can do more than tunix asks for
         try:
             if adapter is not None:
                 runner.set_lora(_ADAPTER, adapter)
@@ -131,18 +131,18 @@ class FerrumRollout(base_rollout.BaseRollout):
         rollout_config: base_rollout.RolloutConfig,
         **kwargs: Any,
     ) -> base_rollout.RolloutOutput:
-        """Answers prompts under one version of the weights; equal ones in a row are read once.
+        """Answers prompts under one version of the weights; successive equal prompts are prefilled once.
 
-        Prompts are padded on the left to `max_prompt_length`, or the next power of two where one is longer. An answer
-        keeps the token that ended it; its text does not have it. The pad token is never drawn, unless it ends an
-        answer. Log-probabilities, where asked for, are those of the actor at this temperature (greedy ones at 1),
-        normalised over the whole vocabulary, pad token included, as tunix computes them; where the temperature is not
-        1, answers are scored once more for that. A seed makes a run of calls one after another repeatable: each draws
-        other numbers. Several threads may call it; their answers share steps.
+        Prompts are padded on the left to `max_prompt_length`, or to the next power of two if one is longer. An answer
+        keeps the token that ended it; its text does not. The pad token is never sampled unless it ends answers.
+        Log-probabilities, if asked for, are those of the actor at this temperature (greedy ones at 1), normalised over
+        the whole vocabulary, pad token included, as tunix computes them; if the temperature is not 1, this may score
+        the answers once more. With a seed, a series of calls is repeatable, and each call samples other numbers.
+        Several threads may call it; their answers share steps.
 
         Raises:
-            InvalidParameterError: there are no prompts; a prompt and its answer are longer than a sequence may get; an
-                argument beyond those of tunix's protocol is given; or another dtype than that of the weights served.
+            InvalidParameterError: there are no prompts, a prompt and its answer are longer than a sequence may be, an
+                argument is not in tunix's protocol, or the dtype is not that of the served weights.
         """
         if kwargs:
             raise InvalidParameterError(f"{', '.join(sorted(kwargs))}: unknown arguments of generate")
@@ -169,7 +169,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         with self._gate.shared():
             outs = self.llm.generate([group[0] for group in groups], each, lora_request=self._adapter)
             padded, tokens = self._padded(ids, rollout_config), [np.asarray(out.token_ids, np.int32) for out in outs]
-            logprobs, no_logits = None, cast(Any, None)  # of tunix's vLLM engine there are none either
+            logprobs, no_logits = None, cast(Any, None)  # tunix's vLLM engine returns none either
             if rollout_config.return_logprobs:
                 logprobs = self._logprobs(outs, padded, tokens, rollout_config, is_free="logit_bias" not in params)
         return base_rollout.RolloutOutput(
@@ -181,13 +181,13 @@ class FerrumRollout(base_rollout.BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: jax.Array, completion_tokens: jax.Array) -> jax.Array:
-        """Log-probabilities `[B, T]` of answers under the weights last taken, at the temperature of training.
+        """Returns log-probabilities `[B, T]` of answers under the current weights, at the temperature of training.
 
-        Prompts are padded on the left and answers on the right; where there is padding, it is 0. Where the pad token
-        also ends answers, the first of those at the end of an answer is no padding.
+        Prompts are padded on the left and answers on the right; padding has 0. If the pad token also ends answers, the
+        first one at the end of an answer is not padding.
 
         Raises:
-            RequestValidationError: a prompt and its answer are longer than a sequence may get.
+            RequestValidationError: a prompt and its answer are longer than a sequence may be.
         """
         prompts, answers = map(np.asarray, jax.device_get((prompt_tokens, completion_tokens)))
         is_pad = answers == self.pad_id()
@@ -197,14 +197,15 @@ class FerrumRollout(base_rollout.BaseRollout):
         return jax.device_put(self._scores(prompts, answers, ~is_pad | is_end, self._temperature))
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Takes other weights: all of them, those of LoRA or those below. One program converts each, on the devices.
+        """Sets new weights: all of them, only LoRA's, or only the base weights; converts each set by one program.
 
-        It waits for calls of `generate` in other threads, and later ones wait for it.
+        The conversion runs on the devices. This waits for running calls of `generate` in other threads, and later calls
+        wait for it.
 
         Raises:
             InvalidParameterError, RequestValidationError: weights are missing, unknown or of a wrong shape; nothing has
                 changed.
-            UnsupportedError: they lie in host memory (`offload_to_cpu`).
+            UnsupportedError: weights lie in host memory (`offload_to_cpu`).
         """
         lora, below = _divided(_leaves(params))
         if lora or not below:
@@ -227,7 +228,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """Returns None: of an engine whose model is the actor itself, tunix leaves out `update_params`."""
+        """Returns None: if this returned the actor itself, tunix would not call `update_params`."""
 
     def close(self) -> None:
         """Frees the engine and its weights."""
@@ -247,7 +248,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         return made
 
     def _converted(self, leaves: dict[str, jax.Array]) -> ParamTree:
-        """Makes the tree that is served; jitted, it shares no buffer with the actor, whose may be donated."""
+        """Converts to the served tree; under `jit` it shares no buffers with the actor, which may donate its own."""
         tree = lay_out(from_tree(leaves, self._cfg, self._rules), self._cfg, self._layout)
         dtype = self._dtype or next(iter(leaves.values())).dtype
         return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
@@ -274,7 +275,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in ends else ids)
 
     def _sampling(self, asked: base_rollout.RolloutConfig, ends: Sequence[int]) -> dict[str, Any]:
-        """Arguments of `SamplingParams`; no top-p at all is greedy, as in tunix's own sampler."""
+        """Returns arguments of `SamplingParams`; a top-p of None means greedy, as in tunix's own sampler."""
         greedy = asked.top_p is None
         found: dict[str, Any] = {
             "temperature": 0.0 if greedy else asked.temperature,
@@ -297,7 +298,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         *,
         is_free: bool,
     ) -> list[np.ndarray]:
-        """Log-probabilities of the actor: as they were drawn where nothing was left out, or scored again."""
+        """Returns log-probabilities of the actor: those of generation if no token was excluded, or scores."""
         greedy = asked.top_p is None or asked.temperature == 0
         if greedy or asked.temperature == 1:
             return [np.asarray(out.logprobs, np.float32) for out in outs]
@@ -313,7 +314,7 @@ class FerrumRollout(base_rollout.BaseRollout):
     def _scores(
         self, prompts: np.ndarray, answers: np.ndarray, is_answer: np.ndarray, temperature: float
     ) -> NDArray[np.float32]:
-        """Log-probabilities `[B, T]` of the tokens of answers, 0 elsewhere, and for a first token without a prompt."""
+        """Scores the tokens of answers: `[B, T]`, with 0 for other places and for a first token without a prompt."""
         found = np.zeros(answers.shape, np.float32)
         heads = [row[row != self.pad_id()].tolist() for row in prompts]
         tails = [row[own].tolist() for row, own in zip(answers, is_answer, strict=True)]
@@ -333,14 +334,14 @@ class FerrumRollout(base_rollout.BaseRollout):
 
 
 class _Gate:
-    """A lock that many threads hold together, or one alone; who waits to be alone goes before who comes later."""
+    """A lock that many threads share or one holds alone; threads that wait to be alone go before later ones."""
 
     def __init__(self):
         self._changed, self._num_inside, self._num_waiting = threading.Condition(), 0, 0
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Holds it beside others; waits while a thread holds it alone, or waits to."""
+        """Shares the lock; waits while a thread holds it alone or waits to."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting)
             self._num_inside += 1
@@ -353,7 +354,7 @@ class _Gate:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Holds it alone; waits until nobody else holds it."""
+        """Holds the lock alone; waits until no other thread holds it."""
         with self._changed:
             self._num_waiting += 1
             try:
@@ -365,7 +366,7 @@ class _Gate:
 
 
 def _mesh_asked(training: Any, given: MeshSizes) -> MeshSizes:
-    """Returns the mesh to serve on; refuses what a `RolloutConfig` says beside it that this engine does not read."""
+    """Returns the mesh to serve on; raises ConfigError for settings of a `RolloutConfig` that this engine ignores."""
     for name in ("data_parallel_size", "expert_parallel_size"):
         if (asked := getattr(training, name, 1)) > 1:
             raise ConfigError(f"{name} is {asked}, which this engine does not read: give serving_mesh")
@@ -378,10 +379,10 @@ def _mesh_asked(training: Any, given: MeshSizes) -> MeshSizes:
 
 
 def config_of(model: nnx.Module) -> ModelConfig:
-    """Reads the configuration of a model of tunix: of what its forward computes, whatever its fields say.
+    """Reads the configuration of a model of tunix, as its forward computes it even where fields say otherwise.
 
     Raises:
-        UnsupportedError: it is none of Llama 3, Qwen 2, Qwen 3, Gemma 2 and Gemma 3, or sees images.
+        UnsupportedError: the model is not Llama 3, Qwen 2, Qwen 3, Gemma 2 or Gemma 3, or it takes images.
     """
     names = [base.__module__ for base in type(model).__mro__]
     name = next((name for name in names if name.startswith("tunix.models.")), names[0])
@@ -417,7 +418,7 @@ def config_of(model: nnx.Module) -> ModelConfig:
 
 
 def _theta(config: Any, module: Any) -> float:
-    """Base of the rotary embeddings: 0.1.7 leaves Llama 3 and Qwen 3 at a default, whatever their field says."""
+    """Returns the RoPE base; for Llama 3 and Qwen 3, tunix 0.1.7 ignores the field and uses a default."""
     if not hasattr(module, "apply_rope") or "rope_theta" in module.Attention.block.__code__.co_names:
         return config.rope_theta
     return inspect.signature(module.apply_rope).parameters["rope_theta"].default
@@ -461,7 +462,7 @@ def _gemma_fields(config: Any, module: Any) -> dict[str, Any]:
 
 
 def _leaves(params: Any) -> dict[str, jax.Array]:
-    """Maps paths to the arrays of an `nnx.State`, those of parameters alone, or of any tree."""
+    """Maps paths to arrays: of an `nnx.State` only those of parameters, of any other tree all."""
     found = {}
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
     for path, leaf in paths:
@@ -472,13 +473,13 @@ def _leaves(params: Any) -> dict[str, jax.Array]:
 
 
 def _divided(leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Returns LoRA's matrices, and the weights that they are added to."""
+    """Splits leaves into LoRA's matrices and the base weights."""
     lora = {path: leaf for path, leaf in leaves.items() if path.endswith(LORA)}
     return lora, {path: leaf for path, leaf in leaves.items() if path not in lora}
 
 
 def _seed(seed: Any) -> list[int]:
-    """Numbers out of a seed, an integer or a key of JAX; chosen by chance if None."""
+    """Converts a seed, an integer or a JAX key, into numbers; random ones if it is None."""
     if seed is None:
         return np.random.SeedSequence().generate_state(4).tolist()
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):

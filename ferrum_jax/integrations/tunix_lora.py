@@ -1,4 +1,4 @@
-"""LoRA of qwix in tunix's models: its matrices as those of an adapter, and how they are scaled."""
+"""Conversion of qwix's LoRA in tunix's models to an adapter, and its scale."""
 
 # pyright: reportMissingImports=false
 import functools
@@ -19,16 +19,16 @@ from ferrum_jax.models import adapters
 from ferrum_jax.models.adapters import PROJECTIONS
 from ferrum_jax.weights.foreign import Move
 
-LORA = ("_lora_a", "_lora_b")  # ends of the paths of the two matrices, after that of their weight
+LORA = ("_lora_a", "_lora_b")  # suffixes that make the paths of the two matrices from their weight's path
 
 
 def adapter_of(
     leaves: Mapping[str, jax.Array], moves: Sequence[Move], scales: Mapping[str, float], cfg: ModelConfig
 ) -> dict[str, jax.Array]:
-    """Converts pairs of LoRA's matrices into those of PEFT, by its names; the scale is part of the second.
+    """Converts LoRA's pairs of matrices to PEFT's, with PEFT's names; the second matrix includes the scale.
 
     Raises:
-        UnsupportedError: LoRA of a weight that does not have whole projections which take adapters here.
+        UnsupportedError: LoRA is on a weight that is not made of whole projections that can have adapters here.
         InvalidParameterError: a matrix has a wrong shape.
     """
     known = adapters.projections(cfg)
@@ -65,13 +65,13 @@ def adapter_of(
 
 
 def _is_input(move: Move) -> list[bool]:
-    """Says of each axis of a weight there whether a product sums over it."""
+    """Returns for each axis of tunix's weight whether a product sums over it."""
     inputs = set(move.ours.axes[-1].letters)
     return [bool(axis.letters) and set(axis.letters) <= inputs for axis in move.theirs.axes]
 
 
 def _one_axis(half: jax.Array, move: Move, own: Sequence[bool], letters: Sequence[str]) -> jax.Array:
-    """Brings those axes of a weight that a matrix has, before that of the rank, into one, in the order of `letters`."""
+    """Merges a matrix's axes, except the rank's at the end, into one, in the order of `letters`: `[size, rank]`."""
     sizes = dict(zip(move.ours.letters, move.ours.sizes, strict=True))
     box = tuple(slice(start, start + length) for start, length in itertools.compress(move.theirs.spans, own))
     there = [letter for axis in itertools.compress(move.theirs.axes, own) for letter in axis.letters]
@@ -81,7 +81,7 @@ def _one_axis(half: jax.Array, move: Move, own: Sequence[bool], letters: Sequenc
 
 
 def lora_scales(model: nnx.Module, leaves: Mapping[str, jax.Array], asked: float | None) -> dict[str, float]:
-    """Maps weights with LoRA to alpha / rank: what is asked for, or what qwix's rules say."""
+    """Maps paths of weights with LoRA to alpha / rank: the value asked for, or that of qwix's rules."""
     paths = [path.removesuffix(LORA[0]) for path in leaves if path.endswith(LORA[0])]
     if not paths or asked is not None:
         return dict.fromkeys(paths, float(asked or 0))
@@ -97,7 +97,7 @@ def lora_scales(model: nnx.Module, leaves: Mapping[str, jax.Array], asked: float
 
 
 def _provider(function: Any, depth: int = 8) -> LoraProvider | None:
-    """Finds the provider that qwix has wrapped into a method, of which it keeps no other record."""
+    """Finds the provider that qwix has wrapped into a method; qwix stores it nowhere else."""
     if isinstance(function, LoraProvider):
         return function
     inner: list[Any] = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
