@@ -1,1 +1,1 @@
-"""Checkpoints to parameter trees: Hugging Face folders, GGUF files, Orbax checkpoints."""
+"""Reading of checkpoints into parameter trees: Hugging Face folders, GGUF files, Orbax checkpoints."""

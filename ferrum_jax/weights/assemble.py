@@ -1,4 +1,4 @@
-"""Parameter trees out of named tensors, every leaf set exactly once."""
+"""Assembly of parameter trees from named tensors; every leaf is set exactly once."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +24,11 @@ from ferrum_jax.ops.quantised import NARROW, QuantisedWeight, quantise_weight
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.huge_pages import DevicePlacer, stack_in_turn
 
-PIECE = 1 << 18  # numbers quantised at a time, so that intermediate values fit the cache
+PIECE = 1 << 18  # numbers quantised at a time, so that intermediates fit the cache
 
 
 class TensorSource(Protocol):
-    """A checkpoint: tensors by their Hugging Face names; shapes are known without reading any."""
+    """A checkpoint: tensors by their Hugging Face names, whose shapes are known without reading them."""
 
     path: Path
 
@@ -36,7 +36,7 @@ class TensorSource(Protocol):
 
     def read(self, name: str) -> np.ndarray: ...  # noqa: D102
 
-    def slices(self, name: str) -> Slices | None: ...  # noqa: D102  # None: it is read whole
+    def slices(self, name: str) -> Slices | None: ...  # noqa: D102  # None: the tensor can only be read whole
 
 
 def assemble(
@@ -51,13 +51,13 @@ def assemble(
     read_native: Callable[[str], QuantisedWeight[np.ndarray]] | None = None,
     progress: bool = False,
 ) -> ParamTree:
-    """Reads every parameter, one tensor at a time, cast to `dtype`, laid out on the host and put on its devices.
+    """Reads every parameter, one tensor at a time, casts it to `dtype`, lays it out on the host and puts it on devices.
 
-    The weights named in `formats` are quantised on the host, out of the checkpoint's numbers, or read by `read_native`;
-    parameters with a dtype of their own have that. Tensors that no parameter needs may be left unread if `ignorable`.
+    The weights named in `formats` are quantised on the host from the checkpoint's numbers, or read by `read_native`;
+    parameters with their own dtype are cast to that. Tensors that no parameter needs must be `ignorable`.
 
     Raises:
-        InvalidFormatError: tensors are missing, unknown or of a wrong shape: all of them in one message.
+        InvalidFormatError: tensors are missing, unknown or of a wrong shape; the message lists all.
     """
     wanted: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     found = source.shapes()
@@ -94,7 +94,7 @@ def assemble(
 
 @dataclass(frozen=True)
 class CastSlices:
-    """A parameter that is still in its files, cast when it is read; experts are stored apart, a file's tensor each."""
+    """A parameter in its files, read in parts and cast then; a stack of experts may be one stored tensor for each."""
 
     parts: tuple[Any, ...]  # `Slices`
     is_stack: bool
@@ -122,9 +122,10 @@ def put_recipe(
     laid: Any,
     put: DevicePlacer,
 ) -> Any:
-    """Makes one leaf of a layout on its devices, out of the checkpoint's leaves that `read` returns.
+    """Makes one leaf of a layout on its devices, from the checkpoint's leaves that `read` returns.
 
-    `own` are the specs of those, by name, and `laid` that of the leaf. `put` brings it to a device that has all of it.
+    `own` are the specs of the checkpoint's leaves by name, `laid` is the spec of the new leaf. `put` puts it on a
+    single device.
     """
     if placed.division is None:
         made = recipe.make(read, np.concatenate, put.stack)
@@ -140,9 +141,9 @@ def put_recipe(
 def lay_out_on_host(
     params: ParamTree, cfg: ModelConfig, layout: str, placed: ModelPlacement, specs: ParamTree
 ) -> ParamTree:
-    """Lays out parameters that lie on the host and puts them on their devices; nothing is compiled for it.
+    """Lays out parameters on the host and puts them on their devices, without compiling anything.
 
-    Each leaf is freed as soon as it is laid out, if nobody else holds `params`. `specs` are those of the layout.
+    Each leaf is freed as soon as it is laid out, if `params` has no other reference. `specs` are those of the layout.
     """
     leaves = checkpoint_leaves(params, cfg)
     own = named_leaves(quantised_specs(family(cfg).param_specs(cfg), formats_of(leaves)), is_weight_spec)
@@ -161,13 +162,13 @@ def check_tensors(
     wanted: Mapping[str, ParamSpec],
     ignorable: Callable[[str], bool] = lambda _: False,
 ) -> None:
-    """Raises one error that names every missing, unknown and wrongly shaped tensor of the checkpoint at `path`."""
+    """Raises InvalidFormatError with every missing, unknown and wrongly shaped tensor of the checkpoint at `path`."""
     given = {name: list(shape) for name, shape in found.items() if name in wanted or not ignorable(name)}
     check_problems(path, differences(given, {name: list(spec.shape) for name, spec in wanted.items()}))
 
 
 def check_problems(path: Path, problems: Sequence[str]) -> None:
-    """Raises one error for all `problems` of the file at `path`, if there are any; a long list is counted."""
+    """Raises one InvalidFormatError for all `problems` of the file at `path`, if any; shortens a long list."""
     if problems:
         raise InvalidFormatError(f"{path}: {listed(problems)}")
 
@@ -182,12 +183,12 @@ def quantise_tensor(tensor: np.ndarray, form: Format) -> QuantisedWeight[np.ndar
     return jax.tree.map(lambda *parts: np.concatenate(parts), *pieces)
 
 
-# Experts: the parameter tree has one leaf `[E, out, in]`; checkpoints store each expert's part, or the stack with its
+# Experts: the parameter tree has one leaf `[E, out, in]`; checkpoints store each expert's matrix, or the stack with its
 # axes in another order.
 
 
 def stored_apart(wanted: Mapping[str, ParamSpec], found: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Leaves that are stored expert by expert, which are those not found whole, with the names of their parts."""
+    """Returns the leaves that are not found whole, hence stored expert by expert, with the names of their parts."""
     return {
         name: tuple(name.replace(".experts.", f".experts.{index}.") for index in range(spec.shape[0]))
         for name, spec in wanted.items()
@@ -196,7 +197,7 @@ def stored_apart(wanted: Mapping[str, ParamSpec], found: Mapping[str, Any]) -> d
 
 
 def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, ...]]) -> dict[str, ParamSpec]:
-    """Describes the tensors of a checkpoint, given the leaves and which of them are stored expert by expert."""
+    """Returns the specs of a checkpoint's tensors, given those of the leaves and which are stored expert by expert."""
     specs = {}
     for name, spec in wanted.items():
         each = ParamSpec(spec.shape[1:], spec.axes[1:], spec.init, spec.dtype)
@@ -205,5 +206,5 @@ def specs_apart(wanted: Mapping[str, ParamSpec], apart: Mapping[str, tuple[str, 
 
 
 def stored_axes(wanted: Mapping[str, ParamSpec]) -> dict[str, tuple[int, ...]]:
-    """Order of axes of the leaves that a Hugging Face folder stores whole in another order than the parameters."""
+    """Returns the order of axes of the leaves that a Hugging Face folder stores whole with axes in another order."""
     return {name: spec.stored for name, spec in wanted.items() if spec.stored is not None}

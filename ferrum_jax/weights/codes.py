@@ -1,12 +1,12 @@
-"""Quantised matrices out of their packed tensors, on the host: as numbers, or in their native quantisation.
+"""Unpacking of quantised matrices on the host: to numbers, or to their native quantisation.
 
-GPTQ packs adjacent inputs into a word, lowest bits first, of weights `[in, out]`. AWQ packs eight adjacent
-outputs, in the order 0 2 4 6 1 3 5 7 (AutoAWQ, `awq/utils/packing_utils.py`). compressed-tensors packs adjacent inputs
-of weights `[out, in]`; its integers are shifted by half of their range (`compressors/pack_quantized/helpers.py`).
+GPTQ packs adjacent inputs of weights `[in, out]` into a word, lowest bits first. AWQ packs eight adjacent outputs, in
+the order 0 2 4 6 1 3 5 7 (AutoAWQ, `awq/utils/packing_utils.py`). compressed-tensors packs adjacent inputs of weights
+`[out, in]`; its integers are shifted by half of their range (`compressors/pack_quantized/helpers.py`).
 
-MXFP4 has values of four bits, two in a byte, the first in the low bits, and a power of two for each 32 of them (OCP
-Microscaling Formats Specification v1.0: E2M1 in section 5.3.3, E8M0 in section 5.4.1). GPT-OSS has stacks of experts
-`[E, out, in]` so. Every number is one of bfloat16, too.
+MXFP4 has four-bit values, two to a byte, the first in the low bits, with a power of two for every 32 values (OCP
+Microscaling Formats Specification v1.0: E2M1 in section 5.3.3, E8M0 in section 5.4.1). GPT-OSS stores its stacks of
+experts `[E, out, in]` in this way. bfloat16 holds every such number exactly.
 """
 
 from collections.abc import Mapping
@@ -23,14 +23,14 @@ from ferrum_jax.weights.packed import BLOCKS, MXFP4_GROUP, SCALES, PackedWeight
 from ferrum_jax.weights.safetensors_file import Entry
 from ferrum_jax.weights.scheme import AWQ, GPTQ, MXFP4, PLAIN, WORDS, Scheme
 
-_AWQ_PLACES = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # output that each number of a word belongs to, lowest bits first
+_AWQ_PLACES = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # output index of each number of a word, lowest bits first
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F8_E8M0": "float32"}  # of scales
 
-_LARGEST_POWER = 252  # of MXFP4's scales: above, of which 255 is NaN, not every number is finite in float32
+_LARGEST_POWER = 252  # of MXFP4's scales: with larger ones not every number is finite in float32; 255 is NaN
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FLOATS = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
-_PAIRS = np.stack([np.tile(_FLOATS, 16), np.repeat(_FLOATS, 16)], axis=-1)  # [256, 2]: what each byte holds
+_PAIRS = np.stack([np.tile(_FLOATS, 16), np.repeat(_FLOATS, 16)], axis=-1)  # [256, 2]: the two numbers of each byte
 
 Parts = Mapping[str, NDArray[Any]]
 
@@ -41,20 +41,20 @@ class Codes(NamedTuple):
     values: NDArray[Any]  # uint8, int8 or float8_e4m3fn [F, D]
     scales: NDArray[Any]  # [F, G], as they are stored
     zeros: NDArray[Any] | None  # uint8 or int8 [F, G]
-    group_of: NDArray[Any]  # int [D]: which group each column is in
+    group_of: NDArray[Any]  # int [D]: the group of each column
 
 
 def read_codes(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
-    """Unpacks the tensors of one weight of `shape`, whose own shapes are as the scheme has them.
+    """Unpacks the tensors of one weight of `shape`; the tensors' own shapes must be those of the scheme.
 
     Raises:
-        InvalidFormatError: columns are in groups that are not there, or not in those the scheme puts them in.
+        InvalidFormatError: the groups of columns do not exist, or contradict the scheme.
     """
     return {GPTQ: _gptq, AWQ: _awq, WORDS: _words, PLAIN: _plain}[scheme.packing](parts, scheme, shape)
 
 
 def decode(codes: Codes) -> NDArray[np.float32]:
-    """The numbers in float32, rounded once: with scales of 16 bits they are exact."""
+    """Returns the numbers in float32, rounded once; with 16-bit scales they are exact."""
     wide = codes.values.astype(np.float32)
     if codes.zeros is not None:
         wide -= codes.zeros.astype(np.float32)[:, codes.group_of]
@@ -63,7 +63,7 @@ def decode(codes: Codes) -> NDArray[np.float32]:
 
 
 def decode_stack(parts: Parts) -> NDArray[Any]:
-    """The numbers `[E, F, D]` of a stack in MXFP4, exactly, in bfloat16.
+    """Returns the numbers `[E, F, D]` of a stack in MXFP4, exactly, in bfloat16.
 
     Raises:
         InvalidFormatError: a scale is NaN, or so large that numbers may not be finite in float32.
@@ -80,7 +80,7 @@ def decode_stack(parts: Parts) -> NDArray[Any]:
 
 
 def unpack(words: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """Splits 32-bit words `[R, C]` into the numbers they hold, lowest bits first: `[R, C * 32 / bits]`."""
+    """Splits 32-bit words `[R, C]` into their numbers, lowest bits first: `[R, C * 32 / bits]`."""
     data: NDArray[np.uint8] = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 8:
         return data
@@ -132,7 +132,7 @@ def _plain(parts: Parts, scheme: Scheme, shape: tuple[int, ...]) -> Codes:
 
 
 def _spread(scales: NDArray[Any], scheme: Scheme, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Scales or zero points of every output, `[F, G]`, of those of a tensor, of channels, of groups or of blocks."""
+    """Expands scales or zero points of a tensor, of channels, groups or blocks to those of every output, `[F, G]`."""
     if scales.size == 1:
         return np.broadcast_to(scales.reshape(1, 1), (shape[0], 1))
     if scheme.block_rows is not None:
@@ -152,10 +152,11 @@ def _groups(given: NDArray[Any] | None, scheme: Scheme, columns: int, count: int
 
 
 def native_format(name: str, weight: PackedWeight, entries: Mapping[str, Entry], scheme: Scheme) -> Format:
-    """Format of a weight of a folder in its native quantisation.
+    """Returns the format of a folder's weight in its native quantisation.
 
     Raises:
-        UnsupportedError: its groups are not runs of columns of one even length, or its values are floats of four bits.
+        UnsupportedError: its groups are not runs of adjacent columns of one size (even for four bits), or its values
+            are four-bit floats.
     """
     columns, size = weight.shape[-1], scheme.group_size or weight.shape[-1]
     if scheme.packing == MXFP4:
@@ -174,12 +175,12 @@ def native_format(name: str, weight: PackedWeight, entries: Mapping[str, Entry],
 
 
 def to_leaf(codes: Codes, scheme: Scheme, form: Format) -> QuantisedWeight[np.ndarray]:
-    """The quantised leaf of a weight's codes, which stands for the numbers that `decode` gives.
+    """Returns the quantised leaf of a weight's codes, with the same numbers as `decode`.
 
-    A zero point becomes an offset in float32, which with scales of 16 bits loses nothing.
+    A zero point becomes an offset in float32, which is exact with 16-bit scales.
 
     Raises:
-        InvalidFormatError: zero points are not the middle, though the configuration calls the weights symmetric.
+        InvalidFormatError: zero points are not in the middle, but the configuration says that weights are symmetric.
     """
     scales = np.array(np.broadcast_to(codes.scales, (len(codes.values), form.groups)), form.scales)
     middle = 0 if scheme.packing == PLAIN else 1 << (scheme.bits - 1)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: `config.json` and one or many safetensors shards, read one tensor at a time."""
+"""Hugging Face folders: `config.json` and one or more safetensors files, read one tensor at a time."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ from ferrum_jax.weights.scheme import MXFP4, Scheme, read_scheme, split_packing
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_ROWS = 1 << 12  # compared at a time
+_ROWS = 1 << 12  # rows compared at a time
 _SIXTEEN_BITS = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -50,7 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         NotFoundError: there is no such file.
         IOError: it cannot be read.
-        InvalidFormatError: it holds no JSON object.
+        InvalidFormatError: it does not hold a JSON object.
     """
     try:
         value = json.loads(read_text(path))
@@ -66,12 +66,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Reads a text in UTF-8.
+    """Reads a text file in UTF-8.
 
     Raises:
         NotFoundError: there is no such file.
         IOError: it cannot be read.
-        InvalidFormatError: it is not UTF-8, or no regular file.
+        InvalidFormatError: it is not UTF-8, or not a regular file.
     """
     check_regular(path)
     try:
@@ -86,22 +86,22 @@ def read_text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class TensorSlices:
-    """A tensor that is still in its file (models/division.py: `Slices`)."""
+    """A tensor in its file, of which parts can be read (`Slices` of models/division.py)."""
 
     path: Path
     name: str
 
     def read(self, runs: tuple[Runs, ...]) -> np.ndarray:
-        """Reads runs of every dimension."""
+        """Reads runs of every dimension, with zeros for padding."""
         return read_runs(self.path, self.name, runs)
 
 
 class SafetensorsSource:
-    """The tensors of a folder. Each read opens the shard again, so that at most one tensor stays in memory."""
+    """The tensors of a folder. Each read opens the file again, so that at most one tensor is in memory."""
 
     def __init__(self, folder: Path):
         self.path = folder
-        self.formats: Formats = {}  # none: quantised weights are dequantised unless asked for
+        self.formats: Formats = {}  # none: quantised weights are dequantised by default
         self.config, self._scheme = _read_config(folder / "config.json")
         self._specs = named_leaves(family(self.config).param_specs(self.config))
         self._axes = stored_axes(self._specs)
@@ -112,16 +112,16 @@ class SafetensorsSource:
         _check_complete(folder, self._file_of)
         self._packed = {} if self._scheme is None else self._find_packed(self._scheme)
         self._shapes = self._plain_shapes() | {name: weight.shape for name, weight in self._packed.items()}
-        if self.config.tie_word_embeddings and self._has_own_head():  # transformers does not tie it either
+        if self.config.tie_word_embeddings and self._has_own_head():  # as transformers does
             self.config = replace(self.config, tie_word_embeddings=False)
             self._specs = named_leaves(family(self.config).param_specs(self.config))
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, from the headers, its axes in the order of the parameters."""
+        """Returns the shape of every tensor, from the headers, with axes in the parameters' order."""
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor; a quantised one is dequantised, to a dtype that holds its numbers exactly."""
+        """Reads one tensor; dequantises a quantised one to a dtype that holds its numbers exactly."""
         if name not in self._packed:
             tensor = read_tensor(self._file_of[name], name)
             return tensor.transpose(self._axes[name]) if name in self._axes else tensor
@@ -131,13 +131,13 @@ class SafetensorsSource:
             return decode_stack(self._read_parts(name)) if is_stack else decode(self._read_codes(name))
 
     def slices(self, name: str) -> "TensorSlices | None":
-        """Returns a tensor of which parts can be read; None for one that is quantised or has another order of axes."""
+        """Returns a tensor of which parts can be read; None for a quantised one or one with another order of axes."""
         if name in self._packed or name in self._axes or name not in self._file_of:
             return None
         return TensorSlices(self._file_of[name], name)
 
     def stored_dtypes(self) -> dict[str, str]:
-        """Dtype of every tensor of 16 bits; of experts that are stored apart, that of their stack."""
+        """Returns the dtype of every 16-bit tensor; experts that are stored one by one are listed as their stack."""
         found = {name: self._entries[name].dtype for name in self._shapes if name not in self._packed}
         for name, parts in stored_apart(self._specs, found).items():
             kinds = {found.get(part) for part in parts}
@@ -146,10 +146,10 @@ class SafetensorsSource:
         return {name: _SIXTEEN_BITS[kind] for name, kind in found.items() if kind in _SIXTEEN_BITS}
 
     def native_formats(self, *, skip: bool = False) -> Formats:
-        """Formats of the quantised weights in their native quantisation; with `skip`, of those that have one.
+        """Returns the formats of the quantised weights in their native quantisation.
 
         Raises:
-            UnsupportedError: one of them has none here.
+            UnsupportedError: a weight has no native format, unless `skip` leaves such weights out.
         """
         found, scheme = {}, self._scheme
         for name, weight in self._packed.items():
@@ -200,7 +200,7 @@ class SafetensorsSource:
             self._entries[name] = entry
 
     def _has_own_head(self) -> bool:
-        """Whether the head has other numbers than the embeddings; they are read, some rows at a time, if both exist."""
+        """Whether the head differs from the embeddings; reads both, some rows at a time, if both exist."""
         embeddings, head = self._shapes.get(EMBEDDINGS), self._shapes.get(HEAD)
         if head is None or embeddings != self._specs[EMBEDDINGS].shape:
             return False
@@ -222,7 +222,7 @@ class SafetensorsSource:
         return find_weights(self.path, self._entries, scheme, lambda name: read_tensor(self._file_of[name], name))
 
     def _plain_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the plain tensors, without the zero biases that GPTQ adds to products that have none."""
+        """Returns the shapes of the plain tensors, without the zero biases that GPTQ adds to products without bias."""
         parts = {tensor for weight in self._packed.values() for tensor in weight.tensors.values()}
         found = {}
         for name, entry in self._entries.items():
@@ -259,10 +259,10 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Returns the file of every tensor, where an index says it.
+    """Returns the file of every tensor, from the index; empty without an index.
 
-    An index that does not name a whole file beside it is of an older checkpoint in the same folder: transformers writes
-    a whole file and leaves the index.
+    If `model.safetensors` exists and the index does not name it, the index belongs to an older checkpoint in the same
+    folder, and is ignored: transformers writes the whole file and leaves the index.
     """
     if not (folder / INDEX).exists():
         return {}

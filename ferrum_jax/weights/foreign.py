@@ -1,7 +1,7 @@
-"""Parameters between Hugging Face names and the trees of other libraries, in both directions.
+"""Conversion of parameters between Hugging Face names and the trees of other libraries, in both directions.
 
-A `Rule` says which part of which foreign array a parameter is, by how the axes of the two relate. All is slices,
-transposes, reshapes and concatenations, so a conversion may be jitted: one program, nothing through the host.
+A `Rule` says which part of which foreign array a parameter is, and how the axes of the two relate. Conversions consist
+of slices, transposes, reshapes and concatenations, so they may be jitted: one program, without going through the host.
 """
 
 import math
@@ -34,14 +34,15 @@ class Rule:
     r"""Where parameters are in a foreign tree.
 
     Args:
-        name: regular expression of their names, as in a Hugging Face checkpoint; it matches the whole of a name.
-        path: where each of them is, the keys joined by dots; `\1` and `\g<L>` are the groups of the expression.
-        axes: axes there and here, such as `D N H -> (N H) D`: a letter is an axis, and a product of axes stands in
-            parentheses. There, `1/3` is index 1 of an axis of 3, and a letter that is not here is the index that the
-            group of that name has, in an axis as long as the model has layers. `[(N H) *(K H) (K H)]`, on either side,
-            is the second part of an axis that has three. The letters N, K, H, and L are the model's numbers of heads,
-            key/value heads, head width and layers; others have whatever size fits, or a given one: `P=2`.
-        scale: a parameter here is what is there times this.
+        name: regular expression that matches whole names of parameters, as in a Hugging Face checkpoint.
+        path: the path in the foreign tree, keys joined by dots; `\1` and `\g<L>` are groups of the expression.
+        axes: foreign axes and our axes, such as `D N H -> (N H) D`: a letter is an axis, and letters in parentheses are
+            one axis, their product. On the foreign side, `1/3` is index 1 of an axis of 3, and a letter that our side
+            lacks is an index, the value of the expression's group of that name, into an axis of that letter's size.
+            `[(N H) *(K H) (K H)]`, on either side, is the second of three parts of an axis. The letters N, K, H,
+            and L are the model's numbers of heads, key/value heads, head width and layers; other letters have the size
+            that fits, or a given one: `P=2`.
+        scale: our parameter is the foreign array times this.
     """
 
     name: str
@@ -52,24 +53,24 @@ class Rule:
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of an array, as a rule describes it: letters multiplied, and what of it the rule is about."""
+    """One axis of an array, as a rule describes it: a product of letters, or a part of the axis."""
 
     letters: tuple[str, ...] = ()
-    at: int = 0  # which part is meant,
-    parts: tuple[tuple[str, ...], ...] = ()  # of these, concatenated; none where all of it is meant
-    index: str = ""  # the letter whose value is an index into it
-    count: int = 1  # of indices, where one is meant
+    at: int = 0  # index of the rule's part
+    parts: tuple[tuple[str, ...], ...] = ()  # all concatenated parts; empty if the rule is about the whole axis
+    index: str = ""  # the letter whose value is an index into the axis
+    count: int = 1  # length of the axis, if `at` is an index into it
 
 
 @dataclass(frozen=True)
 class Block:
-    """A box within an array: where it is along each axis, and how its axes are made of letters."""
+    """A box within an array: its place along each axis, and the letters of its axes."""
 
     axes: tuple[Axis, ...]
     shape: tuple[int, ...]  # of the whole array
     spans: tuple[tuple[int, int], ...]  # start and length along each axis
-    parts: tuple[tuple[int, int], ...]  # which part of how many it is, along each axis
-    letters: tuple[str, ...]  # in order
+    parts: tuple[tuple[int, int], ...]  # index and number of parts along each axis
+    letters: tuple[str, ...]  # of all axes, in order
     sizes: tuple[int, ...]  # of the letters
 
 
@@ -85,15 +86,15 @@ class Move:
 
 
 def from_tree(tree: Any, cfg: ModelConfig, rules: Sequence[Rule]) -> ParamTree:
-    """Converts a foreign tree into the one that `from_params` and `set_params` take, in the checkpoint's layout.
+    """Converts a foreign tree into a tree for `from_params` and `set_params`, in the checkpoint's layout.
 
     Args:
         tree: an `nnx.State`, nested dicts and lists, or a flat dict whose keys are paths: joined by dots, or tuples.
-        cfg: the model's.
-        rules: of each name the first that matches counts, and all others whose parts of the axes differ from its.
+        cfg: the model's configuration.
+        rules: for each part of a parameter, the first rule that matches its name counts.
 
     Raises:
-        InvalidParameterError: leaves are missing, unknown or of a wrong shape: all of them in one message.
+        InvalidParameterError: leaves are missing, unknown or of a wrong shape; the message lists all.
         ConfigError: a rule contradicts the model.
     """
     leaves = named_leaves(tree)
@@ -113,13 +114,14 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
 
     Args:
         params: the model's, not quantised.
-        cfg: the model's.
+        cfg: the model's configuration.
         rules: as for `from_tree`.
-        like: a tree of the wanted structure, such as an `nnx.State`; nested dicts if None, whose keys are texts.
+        like: a tree of the wanted structure, such as an `nnx.State`; if None, the result is nested dicts with str keys.
 
     Raises:
-        InvalidParameterError: parameters are quantised; or `like` has other leaves: all differences in one message.
-        ConfigError: a rule contradicts the model, or rules leave out a part of a leaf or put two parameters there.
+        InvalidParameterError: parameters are quantised, or `like` has other leaves; the message lists all differences.
+        ConfigError: a rule contradicts the model, or rules leave out a part of a leaf, or put two parameters into one
+            place.
     """
     leaves = _plain_leaves(params, cfg)
     pieces: dict[str, dict[tuple[int, ...], Any]] = {}
@@ -139,14 +141,13 @@ def to_tree(params: ParamTree, cfg: ModelConfig, rules: Sequence[Rule], *, like:
 
 
 def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
-    """Builds the tree that `from_params` and `set_params` take out of a checkpoint's tensors by name.
+    """Builds a tree for `from_params` and `set_params` from a checkpoint's tensors by name.
 
-    Experts may be whole or stored one by one. A head that is the embeddings, and rotary tables, are left out.
+    Experts may be stacked or stored one by one. A tied head and rotary tables are left out.
 
     Raises:
-        InvalidParameterError: tensors are missing, unknown or of a wrong shape, all of them in one message; or they are
-            PyTorch's; or the configuration ties a head that differs from the embeddings, which inside `jit` nobody can
-            tell: there it is left out.
+        InvalidParameterError: tensors are missing, unknown or of a wrong shape (the message lists all), or PyTorch's;
+            or the configuration ties a head that differs from the embeddings. Traced heads are not compared.
     """
     for name, leaf in flat.items():
         if type(leaf).__module__.partition(".")[0] == "torch":
@@ -173,14 +174,14 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """True of equal arrays, and of those whose values are not known here yet."""
+    """Returns True for equal arrays, and if one is traced."""
     if one is other or isinstance(one, Tracer) or isinstance(other, Tracer):
         return True
     return bool(jnp.array_equal(jnp.asarray(one), jnp.asarray(other)))
 
 
 def to_hf_names(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
-    """Splits parameters in any layout into a checkpoint's tensors by name, experts as a checkpoint stores them.
+    """Converts parameters in any layout into a checkpoint's tensors by name, with experts as a checkpoint stores them.
 
     Raises:
         InvalidParameterError: parameters are quantised.
@@ -204,10 +205,10 @@ def _plain_leaves(params: ParamTree, cfg: ModelConfig) -> dict[str, Any]:
 
 
 def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
-    """Says where each parameter of a model, or each part of it, is in a foreign tree.
+    """Returns where each parameter of a model, or each part of it, is in a foreign tree.
 
     Raises:
-        ConfigError: a rule cannot be read or contradicts the model, or none is about a parameter.
+        ConfigError: a rule is malformed or contradicts the model, or no rule matches a parameter or a part of it.
     """
     specs: dict[str, ParamSpec] = named_leaves(family(cfg).param_specs(cfg))
     read = [(rule, _compiled(rule), *_read(rule)) for rule in rules]
@@ -255,7 +256,7 @@ def _expanded(rule: Rule, match: re.Match[str]) -> str:
 
 
 def _check_places_apart(moves: Sequence[Move]) -> None:
-    """Raises ConfigError where two parameters, or parts of them, would be put into one place, or one below another."""
+    """Raises ConfigError if rules put two parameters, or parts of them, into one place, or one below another."""
     boxes: dict[str, list[Move]] = {}
     for move in moves:
         for other in boxes.setdefault(move.path, []):
@@ -270,7 +271,7 @@ def _check_places_apart(moves: Sequence[Move]) -> None:
 
 
 def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
-    """Reads the axes of a rule: there, here, and the sizes that it gives."""
+    """Parses the axes of a rule: foreign axes, our axes, and the given sizes."""
     given: Sizes = {}
     there, arrow, here = rule.axes.partition("->")
     if not arrow:
@@ -322,7 +323,7 @@ def _sizes(cfg: ModelConfig) -> Sizes:
 
 
 def _fit(rule: Rule, name: str, axes: Sequence[Axis], shape: Sequence[int], sizes: Sizes) -> Sizes:
-    """Adds the sizes of letters that follow from a parameter's shape."""
+    """Adds the sizes of letters that a parameter's shape determines."""
     found = dict(sizes)
     if len(axes) != len(shape):
         raise ConfigError(f"rule {rule.name!r}: {name} has {len(shape)} axes, the rule {len(axes)}: {rule.axes!r}")
@@ -360,7 +361,7 @@ def _block(rule: Rule, name: str, axes: Sequence[Axis], sizes: Sizes, indices: S
 
 
 def _moved(array: Any, source: Block, target: Block, scale: float) -> Any:
-    """Takes a box out of an array and gives it the axes of another; explicit axes of a mesh divide it as they can."""
+    """Copies a box out of an array with the axes of another box; explicit mesh axes shard it where they divide it."""
     mesh = explicit_mesh(array)
     if mesh is None:
         return _move(array, source, target, scale)
@@ -381,7 +382,7 @@ def _move(array: Any, source: Block, target: Block, scale: float) -> Any:
 
 
 def _joined(pieces: Mapping[tuple[int, ...], Any], axis: int = 0) -> Any:
-    """Concatenates boxes, by which part each is along every axis."""
+    """Concatenates boxes, given each one's index of parts along every axis."""
     if len(pieces) == 1:
         return next(iter(pieces.values()))
     groups: dict[int, dict[tuple[int, ...], Any]] = {}

@@ -1,7 +1,7 @@
-"""GGUF files, dequantised through the `gguf` package or in their native quantisation, with their configuration.
+"""GGUF files: their configuration, and their tensors, dequantised by the `gguf` package or in native quantisation.
 
-The layouts of blocks are those of ggml's `ggml-common.h`. In native quantisation, values of five and six bits lie in
-bytes; the scales of a K block are themselves products, so that they become float32.
+The layouts of blocks are those of ggml's `ggml-common.h`. In native quantisation, values of five and six bits are
+stored in bytes; the scales of a K block are products of two numbers, so they become float32.
 """
 
 import functools
@@ -30,7 +30,7 @@ SHARED_GATE = ".shared_expert_gate.weight"
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 Bytes = NDArray[np.uint8]
-Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # values, and scales and offsets [blocks, groups]
+Parts = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # values; scales and offsets, [blocks, groups] each
 
 
 class GgufSource:
@@ -38,11 +38,11 @@ class GgufSource:
 
     def __init__(self, path: Path):
         self.path = path
-        self.formats: Formats = {}  # none: quantised weights are dequantised unless asked for
+        self.formats: Formats = {}  # none: quantised weights are dequantised by default
         self.file = GgufFile(path)
         try:
             header = Header(self.file)
-            # Hugging Face has one switch for the biases of all four projections, a file may have any of them.
+            # Hugging Face has one setting for the biases of all four projections; a file may have any of the biases.
             out_bias = header.has("blk.0.attn_output.bias")
             self.config = replace(ModelConfig.from_hf(read_config(header)), attention_out_bias=out_bias)
             self._architecture = ARCHITECTURES[header.architecture]
@@ -58,7 +58,7 @@ class GgufSource:
                 self._shapes[name] = (1, *shape)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, from the header."""
+        """Returns the shape of every tensor, from the header."""
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
@@ -68,25 +68,25 @@ class GgufSource:
         tensor, kind = self._tensors[name], self._kinds[name]
 
         def make(shape: tuple[int, ...]) -> np.ndarray:
-            # A view of float32 data would keep the whole file mapped as long as the parameters live.
+            # Copied, as a view of float32 data would keep the whole file mapped while the parameters live.
             data = dequantize(tensor.data, tensor.tensor_type).reshape(shape)
             return data.astype(np.float32, copy=kind == "F32")
 
         return self._take(name, make)
 
     def slices(self, name: str) -> None:
-        """No tensor is read in parts."""
+        """Returns None: no tensor can be read in parts."""
 
     def stored_dtypes(self) -> dict[str, str]:
-        """Dtype of every tensor of 16 bits."""
+        """Returns the dtype of every 16-bit tensor."""
         names = {"F16": "float16", "BF16": "bfloat16"}
         return {name: names[kind] for name, kind in self._kinds.items() if kind in names}
 
     def native_formats(self, *, skip: bool = False) -> Formats:
-        """Formats of the quantised matrices in their native quantisation; with `skip`, of those that have one.
+        """Returns the formats of the quantised matrices in their native quantisation.
 
         Raises:
-            UnsupportedError: there are quantised experts.
+            UnsupportedError: there are quantised experts, unless `skip` leaves them out.
         """
         found = {}
         for name, shape in self._shapes.items():
@@ -109,7 +109,7 @@ class GgufSource:
 
     @functools.cached_property
     def _kinds(self) -> dict[str, str]:
-        """Type of every tensor of the model; raises for an unsupported one before any tensor is read."""
+        """GGUF type of every tensor of the model; raises UnsupportedError before any tensor is read."""
         return {name: self._kind_of(name) for name in self._names if name in self._tensors}
 
     def _kind_of(self, name: str) -> str:
@@ -119,7 +119,7 @@ class GgufSource:
         return kind
 
     def _take(self, name: str, make: Callable[[Any], Any]) -> Any:
-        """Reads one tensor with `make`, given its shape, and brings its rows into Hugging Face's order."""
+        """Reads one tensor by `make(shape)` and converts it to Hugging Face's order of rows and offset of norms."""
         try:
             made = make(self._shapes[name])
         except (ValueError, IndexError) as problem:
@@ -164,7 +164,7 @@ class _Kind(NamedTuple):
 
 
 def native_format(kind: str, columns: int) -> Format | None:
-    """Format of a matrix of a GGUF type; None where it is not quantised."""
+    """Returns the native format of a matrix of a GGUF type; None if the type is not quantised."""
     if kind not in _KINDS:
         return None
     found = _KINDS[kind]
@@ -172,7 +172,7 @@ def native_format(kind: str, columns: int) -> Format | None:
 
 
 def to_leaf(kind: str, data: Bytes, shape: tuple[int, int]) -> QuantisedWeight[np.ndarray]:
-    """The quantised leaf of a matrix `[F, D]`, out of the bytes of its blocks."""
+    """Converts the bytes of a matrix's blocks to the quantised leaf `[F, D]`."""
     found = _KINDS[kind]
     values, scales, offsets = found.split(np.ascontiguousarray(data).reshape(-1, found.num_bytes))
     values, groups = values.reshape(shape), shape[1] // found.group_size
@@ -194,7 +194,7 @@ def _nibbles(data: Bytes) -> Bytes:
 
 
 def _fifth(data: Bytes) -> Bytes:
-    """Reads 32 bits of each block, in the place where a fifth bit has its value."""
+    """Reads 32 bits of each block, each shifted to the place of a fifth bit."""
     return np.unpackbits(data, axis=-1, bitorder="little") << np.uint8(4)
 
 
@@ -220,7 +220,7 @@ def _k_nibbles(data: Bytes) -> Bytes:
 
 
 def _k_scales(blocks: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Reads scales and offsets of eight groups out of twelve bytes, six bits each."""
+    """Reads six-bit scales and offsets of eight groups from twelve bytes."""
     first, second, third = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
     least = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)

@@ -1,7 +1,7 @@
-"""A GGUF file's metadata and tensors as the settings of a `config.json`.
+"""Conversion of a GGUF file's metadata and tensors to the settings of a `config.json`.
 
-What the fields mean is in llama.cpp's `convert_hf_to_gguf.py`, which writes them. What a file leaves out, because
-llama.cpp has it in its code, is here as it is there (`src/llama-model.cpp`).
+The fields are defined by llama.cpp's `convert_hf_to_gguf.py`, which writes them. Values that files leave out because
+llama.cpp has them in its code (`src/llama-model.cpp`) are the same here.
 """
 
 import math
@@ -18,16 +18,16 @@ from ferrum_jax.ops import rope
 from ferrum_jax.weights.gguf_file import GgufFile
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # part of no parameter
+FREQUENCIES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # not parameters
 
-# Fields that change the arithmetic: the values that change nothing, and the architectures that read the field.
+# Fields that change the arithmetic: their neutral values, and the architectures that read them.
 CHANGES_ARITHMETIC: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "attention.causal": ((None, True), ()),
     "attention.clamp_kqv": ((None, 0.0), ()),
     "attention.scale": ((None, 0.0), ("granite",)),
     "attn_logit_softcapping": ((None, 0.0), ("gemma2",)),
     "embedding_scale": ((None, 0.0, 1.0), ("granite",)),
-    "expert_gating_func": ((None, 0, 1), ()),  # the softmax
+    "expert_gating_func": ((None, 0, 1), ()),  # softmax
     "expert_group_count": ((None, 0, 1), ()),
     "expert_weights_norm": ((None, True), ("qwen2moe", "qwen3moe")),
     "expert_weights_scale": ((None, 0.0, 1.0), ()),
@@ -50,14 +50,14 @@ class Header:
         self._tensors = {tensor.name: tensor for tensor in file.tensors}
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """Value of a field of the architecture as it is."""
+        """Returns the value of a field of the architecture, unchecked."""
         return self._fields.get(f"{self.architecture}.{key}", default)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a field of the architecture, which all layers have alike.
+        """Returns the value of a field of the architecture; of a list with one value per layer, the common value.
 
         Raises:
-            UnsupportedError: layers differ.
+            UnsupportedError: layers have different values.
         """
         value = self.raw(key, default)
         if not isinstance(value, list):
@@ -67,23 +67,23 @@ class Header:
         return value[0]
 
     def need(self, key: str) -> Any:
-        """Value of a field that must be there."""
+        """Returns the value of a field; raises ConfigError if it is missing."""
         if (value := self.get(key)) is None:
             raise ConfigError(f"no field {self.architecture}.{key}")
         return value
 
     def has(self, name: str) -> bool:
-        """Whether there is such a tensor."""
+        """Whether a tensor exists."""
         return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor that must be there, rows first."""
+        """Returns the shape of a tensor, rows first; raises ConfigError if it is missing."""
         if name not in self._tensors:
             raise ConfigError(f"no tensor {name}")
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def values(self, name: str) -> np.ndarray:
-        """Reads a small float32 tensor that must be there."""
+        """Reads a small float32 tensor; raises ConfigError if it is missing."""
         self.shape(name)
         return np.asarray(self._tensors[name].data, np.float32).ravel()
 
@@ -92,14 +92,14 @@ class Header:
 class Architecture:
     """How files of one architecture differ from a Hugging Face folder."""
 
-    settings: Callable[[Header], dict[str, Any]] = lambda _: {}  # that other families' `config.json` does not have
+    settings: Callable[[Header], dict[str, Any]] = lambda _: {}  # further settings of this architecture
     interleaves: bool = False  # rotated pairs of rows of the query and key projections are adjacent
-    norm_offset: float = 0.0  # what the conversion has added to the weights of norms
-    partial_rotary: bool = False  # only a part of each head may be rotated
+    norm_offset: float = 0.0  # added to the weights of norms by the conversion to GGUF
+    partial_rotary: bool = False  # True: heads may be rotated in part only
 
 
 def read_config(header: Header) -> dict[str, Any]:
-    """The file's settings as those of a `config.json`.
+    """Converts the file's settings to those of a `config.json`.
 
     Raises:
         UnsupportedError: the architecture, or one of its settings, is not implemented.
@@ -110,7 +110,7 @@ def read_config(header: Header) -> dict[str, Any]:
     architecture = ARCHITECTURES[header.architecture]
     _check_ignored(header, architecture)
     heads, width = header.need("attention.head_count"), header.get("feed_forward_length")
-    width = width or header.get("expert_feed_forward_length")  # of dense layers: a file without any may leave it out
+    width = width or header.get("expert_feed_forward_length")  # a file without dense layers may lack it
     return {
         "model_type": header.architecture,
         "vocab_size": header.shape("token_embd.weight")[0],
@@ -126,7 +126,7 @@ def read_config(header: Header) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(header),
         "tie_word_embeddings": not header.has("output.weight"),
         "attention_bias": header.has("blk.0.attn_q.bias"),
-        "sliding_window": header.get("attention.sliding_window") or None,  # 0 is none, too
+        "sliding_window": header.get("attention.sliding_window") or None,  # 0 means no window, too
         "num_experts": header.get("expert_count"),
     } | architecture.settings(header)
 
@@ -136,7 +136,7 @@ def _head_dim(header: Header) -> int:
 
 
 def _check_ignored(header: Header, architecture: Architecture) -> None:
-    """Raises UnsupportedError for a setting that changes the arithmetic and is not read."""
+    """Raises UnsupportedError for a setting that changes the arithmetic and that the architecture does not read."""
     heads = header.get("attention.head_count")
     width = header.get("attention.key_length") or header.get("embedding_length", 0) // (heads or 1)
     for key in ("attention.value_length", *([] if architecture.partial_rotary else ["rope.dimension_count"])):
@@ -165,14 +165,14 @@ def _rope_scaling(header: Header) -> dict[str, Any] | None:
         return None
     elif kind == "yarn":
         scaling |= {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        if (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:  # a factor of YaRN's own
+        if (share := header.get("rope.scaling.attn_factor", 1.0)) != 1.0:  # multiplies YaRN's own factor
             scaling["attention_factor"] = share * (0.1 * math.log(factor) + 1)
     scaling["original_max_position_embeddings"] = header.get("rope.scaling.original_context_length")
     return {key: value for key, value in scaling.items() if value is not None}
 
 
 def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
-    """Finds the llama3 scaling whose per-pair divisors these are; any other divisors are refused."""
+    """Returns the llama3 scaling with these divisors per pair; raises UnsupportedError for other divisors."""
     plain = rope.default_frequencies(2 * len(factors), float(header.get("rope.freq_base", 10000.0)))
     scaling = {"rope_type": "llama3", "factor": float(factors.max())} | LLAMA3_SCALING
     expected = plain / rope.llama3_frequencies(plain, scaling["factor"], 1.0, 4.0, 8192)
@@ -182,7 +182,7 @@ def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
 
 
 def _llama(header: Header) -> dict[str, Any]:
-    """Mistral is a Llama with a window, Mixtral one with experts."""
+    """Reads Llama, Mistral (which has a window) and Mixtral (which has experts); they share an architecture."""
     if header.has("blk.0.ffn_gate.0.weight"):
         raise UnsupportedError("experts are stored one by one, in the form of early 2024: convert the model anew")
     if header.get("expert_count"):
@@ -232,7 +232,7 @@ def _gemma3(header: Header) -> dict[str, Any]:
 
 
 def _slides(header: Header) -> dict[str, Any]:
-    """Which layers have a window: each has a flag, or every n-th has none, or all have none."""
+    """Reads which layers have a window: by a flag for each layer, all but every n-th, or none."""
     window, pattern = header.get("attention.sliding_window"), header.raw("attention.sliding_window_pattern", 6)
     if not window:
         pattern = [False] * header.need("block_count")
@@ -243,7 +243,7 @@ def _slides(header: Header) -> dict[str, Any]:
 
 
 def _query_scalar(header: Header, largest: int) -> float:
-    """Square of the divisor of scores: hidden_size / heads in the largest model of the family, else head_dim."""
+    """Returns the square of the divisor of scores: hidden_size / heads in the family's largest model, else head_dim."""
     is_largest = header.need("block_count") == largest
     return header.need("embedding_length") / header.need("attention.head_count") if is_largest else _head_dim(header)
 

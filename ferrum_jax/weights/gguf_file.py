@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GgufFile:
-    """A GGUF file whose header was read; tensors stay on disk until their data is touched."""
+    """A GGUF file whose header was read; tensors stay on disk until their data is accessed."""
 
     def __init__(self, path: Path):
         """Opens a file.
@@ -24,14 +24,14 @@ class GgufFile:
         Raises:
             NotFoundError: there is no such file.
             UnsupportedError: the gguf package is not installed.
-            InvalidFormatError: it is no GGUF file, or not a whole one.
+            InvalidFormatError: it is not a whole GGUF file.
         """
         self.path = path
         self._reader = _read(path)
 
     @functools.cached_property
     def metadata(self) -> dict[str, Any]:
-        """The key-value pairs, arrays as lists."""
+        """The key-value pairs, with arrays as lists."""
         try:
             return {key: field.contents() for key, field in self._reader.fields.items()}
         except RecursionError:
@@ -41,7 +41,7 @@ class GgufFile:
 
     @property
     def tensors(self) -> "list[ReaderTensor]":
-        """Every tensor, under its GGUF name."""
+        """All tensors, with their GGUF names."""
         return self._reader.tensors
 
 
@@ -63,7 +63,7 @@ def _read(path: Path) -> "GGUFReader":
             count: int = 1,
             override_order: Literal["I", "S", "<"] | None = None,
         ) -> npt.NDArray[Any]:
-            """Raises past the end of the file; a damaged count would otherwise loop over empty arrays."""
+            """Raises ValueError past the end of the file, where a damaged count would loop over empty arrays."""
             end = int(offset) + np.dtype(dtype).itemsize * int(count)
             if end > len(self.data):
                 raise ValueError(f"it ends at byte {len(self.data)}, byte {end} was to be read")
@@ -72,7 +72,7 @@ def _read(path: Path) -> "GGUFReader":
             return values if order == "I" else values.view(values.dtype.newbyteorder(order))
 
         def _build_tensors(self, start_offs: int, fields: "list[ReaderField]") -> None:
-            """Builds the tensors; an error names the first that cannot be read."""
+            """Builds the tensors; raises ValueError that names the first tensor that cannot be read."""
             try:
                 super()._build_tensors(start_offs, fields)
             except (ValueError, KeyError, OverflowError):

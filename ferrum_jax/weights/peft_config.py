@@ -1,7 +1,7 @@
-"""What `adapter_config.json` of a LoRA in PEFT's format says; everything that is not implemented is refused.
+"""The `adapter_config.json` of a LoRA in PEFT's format; settings that are not implemented are refused.
 
-The matching of names is that of PEFT 0.21 (`tuners/tuners_utils.py`, `utils/other.py`). Patterns are run as they are: a
-regular expression can take very long, so take adapters from where you would take weights.
+Names are matched as in PEFT 0.21 (`tuners/tuners_utils.py`, `utils/other.py`). Patterns run unchecked, and a regular
+expression can take very long: load adapters only from sources that you trust for weights.
 """
 
 import re
@@ -17,11 +17,11 @@ _READ = (
     "r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
     "rank_pattern", "alpha_pattern", "peft_type", "task_type", "bias", "init_lora_weights",
 )  # fmt: skip
-_WITHOUT_EFFECT = (  # on inference with the projections that are implemented
+_WITHOUT_EFFECT = (  # settings without effect on inference with the implemented projections
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "peft_version",
     "megatron_core", "qalora_group_size", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying",
 )  # fmt: skip
-_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")  # initialisations that leave the base weights alone
+_KEEP_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")  # initialisations that do not change the base weights
 
 Names = tuple[str, ...]
 Patterns = tuple[tuple[re.Pattern[str], Any], ...]
@@ -29,15 +29,15 @@ Patterns = tuple[tuple[re.Pattern[str], Any], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PeftConfig:
-    """Which projections an adapter changes, and with which rank and scale."""
+    """The projections that an adapter changes, and its rank and scale at each."""
 
     r: int
     lora_alpha: float
     use_rslora: bool
     target_modules: Names | re.Pattern[str]
     exclude_modules: Names | re.Pattern[str]
-    layers_to_transform: tuple[int, ...]  # all where empty
-    layers_pattern: tuple[re.Pattern[str], ...]  # whose group `layer` is the layer's number
+    layers_to_transform: tuple[int, ...]  # empty: all layers
+    layers_pattern: tuple[re.Pattern[str], ...]  # the group `layer` is the layer's number
     rank_pattern: Patterns
     alpha_pattern: Patterns
 
@@ -46,7 +46,7 @@ class PeftConfig:
         """Reads the fields of an `adapter_config.json`.
 
         Raises:
-            UnsupportedError: a setting that is not implemented is on.
+            UnsupportedError: a setting is not implemented.
             ConfigError: a field is missing or has the wrong type.
         """
         _check_supported(config)
@@ -80,11 +80,11 @@ class PeftConfig:
         return found is not None and int(found["layer"] or -1) in self.layers_to_transform
 
     def rank_of(self, module: str) -> int:
-        """Rank of the adapter at a module."""
+        """Returns the rank of the adapter at a module."""
         return _looked_up(self.rank_pattern, module, self.r)
 
     def scale_of(self, module: str) -> float:
-        """Factor on the adapter's delta at a module: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA.
+        """Returns the factor on the adapter's delta at a module: alpha / r, or alpha / sqrt(r) if rank-stabilised.
 
         Kalajdzievski 2023, "A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA".
         """
@@ -150,5 +150,5 @@ def _patterns(config: Mapping[str, Any], name: str, read: Callable[[str, Any], A
 def _pattern(name: str, text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
-    except (re.error, OverflowError, RecursionError, Warning) as problem:  # Python warns of ambiguous ones
+    except (re.error, OverflowError, RecursionError, Warning) as problem:  # Python warns of ambiguous patterns
         raise ConfigError(f"{name}: {text!r} is no regular expression: {problem}") from None

