@@ -225,7 +225,7 @@ def _gemma3(s: Settings) -> Fields:
     if (cap := s.get("attn_logit_softcapping")) is not None:
         raise UnsupportedError(f"attn_logit_softcapping {cap!r} is not implemented here")
     if (window := s.get("sliding_window", 4096)) is None:
-        raise ConfigError("sliding_window is null, and layers of one kind need it")
+        raise ConfigError("sliding_window is null, but the model has layers with a window")
     kinds, local_theta = _gemma3_ropes(s)
     period = s.integer("sliding_window_pattern", 6)
     found = _gemma(s.replacing(rope_parameters=kinds, rope_scaling=None))
@@ -244,7 +244,7 @@ def _gemma3_ropes(s: Settings) -> tuple[Fields, float]:
     if (kind := local.get("rope_type", "default")) != "default":
         raise UnsupportedError(f"rope_type {kind!r} of layers with a window is not implemented")
     if given.fields and not given.fields.keys() & {"sliding_attention", "full_attention"}:
-        raise UnsupportedError(f"rope_parameters {safe_repr(given.fields)} are not those of each kind of layer")
+        raise UnsupportedError(f"rope_parameters {safe_repr(given.fields)} are not separate for each kind of layer")
     full = {"rope_theta": s.get("rope_theta", 1e6), **full, **s.section("rope_scaling").fields}
     is_linear = full.get("rope_type", full.get("type")) == "linear"
     if is_linear and full.get("factor") is not None:  # `max_position_embeddings` counts scaled positions

@@ -75,7 +75,7 @@ class Engine:
         return waiting.result()
 
     def begin_update(self, update: Update) -> None:
-        """Queues an update of weights; `update.done` is set when it is made. Raises as `submit`."""
+        """Queues an update of weights; `update.done` is set when it is applied. Raises as `submit`."""
         self._put(_Call(lambda: self.scheduler.update(update), Future()))
 
     def update(self, update: Update) -> int:

@@ -20,7 +20,7 @@ def fork_from_group(request: Request, running: Iterable[Request], backend: Backe
         if one.group == request.group and one.can_share(position) and is_current(one, backend):
             try:
                 backend.fork(one.cache_id, request.cache_id)
-                if backend.kv_len(request.cache_id) != position:  # `num_read` does not count scores in flight
+                if backend.kv_len(request.cache_id) != position:  # it exceeds `num_read` while scores are in flight
                     backend.truncate_kv(request.cache_id, position)
             except FerrumError as problem:
                 if not problem.is_client_error and not isinstance(problem, ResourceExhaustedError):

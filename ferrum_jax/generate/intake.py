@@ -216,7 +216,7 @@ class Intake:
             after = self.ids(continuation, is_first=False)
         if not before or not after:
             raise RequestValidationError(
-                f"scoring needs a token before and one to score: {len(before)} and {len(after)} are there{note}"
+                f"scoring needs a prompt token and a token to score: {len(before)} and {len(after)} are there{note}"
             )
         needed, capacity = len(before) + len(after) - 1, self.kv_capacity  # the last token takes no position
         if needed > capacity:
@@ -226,9 +226,9 @@ class Intake:
         given = SamplingParams() if params is None else params
         stop_ids, bad_words = self._forbidden(given)
         if given.structured is not None:
-            raise UnsupportedError("scores under structured output, whose masks change token by token")
+            raise UnsupportedError("scores under structured output: its masks change with every token")
         if any(len(words) > 1 for words in bad_words):
-            raise UnsupportedError("scores under bad_words of several tokens, which are forbidden token by token")
+            raise UnsupportedError("scores under bad_words of several tokens, which depend on the tokens before")
         request = Request(
             cache_id=self.new_cache_id(),
             prompt=before + after,

@@ -181,7 +181,7 @@ class LLM:
             UnsupportedError: the model is not a `ModelRunner`; whether it has a prefix cache is not known.
         """
         if not isinstance(self.model, ModelRunner):
-            raise UnsupportedError(f"prefixes are forgotten by a ModelRunner, not by a {type(self.model).__name__}")
+            raise UnsupportedError(f"reset_prefix_cache needs a ModelRunner, not a {type(self.model).__name__}")
         self.engine.call(self.model.reset_prefix_cache)
 
     def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:

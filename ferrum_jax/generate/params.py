@@ -122,7 +122,7 @@ class SamplingParams(Sampling):
             raise InvalidParameterError(f"bad_words has {count} texts, the limit is {_MAX_BAD_WORDS}")
         if self.structured is not None and (self.min_tokens or self.ignore_eos):
             raise InvalidParameterError(
-                "min_tokens and ignore_eos do not go with structured, whose form says what ends"
+                "min_tokens and ignore_eos do not go with structured, whose form decides where the answer ends"
             )
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}")

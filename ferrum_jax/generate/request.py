@@ -329,9 +329,7 @@ class Request:
             ("top_logprobs", self.params.num_logprobs > 0 and tops is None),
         ):
             if lacking and count:
-                raise RequestValidationError(
-                    f"the answer to be continued has no {name}, which its next tokens are to have"
-                )
+                raise RequestValidationError(f"the answer to be continued has no {name}, but they are asked for now")
         asked = self.params.num_logprobs
         if tops and asked > 0 and (fewest := min(map(len, tops))) < asked:
             raise RequestValidationError(

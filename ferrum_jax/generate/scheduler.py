@@ -98,7 +98,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def update(self, update: Update) -> None:
-        """Queues an update of weights; `step` makes it when its policy `live` allows and earlier updates are made."""
+        """Queues an update of weights; `step` applies it after earlier ones, once its policy `live` allows."""
         self._updates.append(update)
 
     def abort(self, *requests: Request) -> None:
@@ -319,7 +319,7 @@ class Scheduler:
         return True
 
     def _set_weights(self) -> None:
-        """Makes the queued updates in order, up to the first that must wait; reads the step in flight first."""
+        """Applies the queued updates in order, up to the first that must wait; reads the step in flight first."""
         while self._updates:
             update = self._updates[0]
             if update.live == "wait" and self._begun(update) and not update.done.cancelled():

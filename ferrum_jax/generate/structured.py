@@ -232,4 +232,4 @@ def _as_json(value: Any) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as problem:
-        raise InvalidParameterError(f"structured output is no JSON: {problem}") from None
+        raise InvalidParameterError(f"structured output is not JSON: {problem}") from None

@@ -67,5 +67,5 @@ def lora_update(
 
 def _runner(model: DecoderOnlyLLM) -> ModelRunner:
     if not isinstance(model, ModelRunner):
-        raise UnsupportedError(f"weights are set on a ModelRunner, this LLM runs a {type(model).__name__}")
+        raise UnsupportedError(f"setting weights needs a ModelRunner, this LLM runs a {type(model).__name__}")
     return model

@@ -79,7 +79,7 @@ class FerrumLM(TemplateLM):
     def eot_token_id(self) -> int:
         """The token that ends a text."""
         if not self.tokenizer.eos_token_ids:
-            raise UnsupportedError("this tokenizer names no token that ends a text, which the harness needs")
+            raise UnsupportedError("this tokenizer has no token that ends a text, which the harness needs")
         return self.tokenizer.eos_token_ids[0]
 
     @property
@@ -122,7 +122,7 @@ class FerrumLM(TemplateLM):
         for _, context, continuation in requests:
             if not 0 < len(continuation) <= self.max_length:
                 raise RequestValidationError(
-                    f"a continuation has {len(continuation)} tokens, expected 1 to {self.max_length}, the longest here"
+                    f"a continuation has {len(continuation)} tokens, expected 1 to max_length, {self.max_length}"
                 )
             befores.append(context[-(self.max_length + 1 - len(continuation)) :])  # the last token takes no position
             afters.append(continuation)

@@ -154,7 +154,7 @@ class RayLLM:
             return _answer(first.call.remote(method, given, options))
         except DeviceError as problem:
             if not self._processes:
-                raise CancelledError("this LLM was closed meanwhile") from problem
+                raise CancelledError("this LLM was closed during the call") from problem
             raise
 
     def _first(self) -> Any:

@@ -124,7 +124,7 @@ def layout_for(cfg: ModelConfig, attention: str) -> str:
 
 
 def _takes_window(attention: str, cfg: ModelConfig, layout: str | None) -> bool:
-    """Whether a backend can use each layer's window: in one loop over layers with different windows it is traced."""
+    """Whether a backend can use each layer's window, which is traced in one loop over layers with different windows."""
     return attention in ("xla", "cpu") or layout != SCANNED or len(set(cfg.layer_windows)) == 1
 
 

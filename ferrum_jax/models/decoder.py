@@ -304,7 +304,7 @@ def _scan(step: _Step, layers: Any, x: jax.Array, kv: Cache) -> tuple[jax.Array,
     each layer and are stacked here, a copy in every step. A point captured in one layer is computed in all.
     """
     if step.window_context is not None:
-        raise UnsupportedError("stacked layers share one cache, this KV has a sliding-window cache for some of them")
+        raise UnsupportedError("a loop over stacked layers needs one cache, this KV has two: full and sliding-window")
     cfg, capture, by_kernels = step.cfg, step.capture, are_used("cpu")
     has_one_window = len(set(cfg.layer_windows)) == 1
     windows = jnp.asarray([NO_WINDOW if window is None else window for window in cfg.layer_windows], jnp.int32)

@@ -27,7 +27,7 @@ from ferrum_jax.ops.quantised import QuantisedWeight, is_packed
 from ferrum_jax.ops.shards import Shards
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
-PADDING = -1  # in the place of a run's first index: the run is zeros, not numbers of the model
+PADDING = -1  # as a run's first index: the run is zeros, not numbers of the model
 Run = tuple[int, int]  # first index, or PADDING, and length
 Runs = tuple[Run, ...]
 Leaf = Any  # an array, or a QuantisedWeight of arrays
@@ -158,7 +158,7 @@ def _scaled(runs: Runs, unit: int) -> Runs:
 
 
 def _merged(runs: Sequence[Run]) -> Runs:
-    """Joins each run to the one before it where that ends at its start; drops empty runs."""
+    """Joins adjacent runs of indices and adjacent runs of padding; drops empty runs."""
     found: list[Run] = []
     for start, count in runs:
         before, length = found[-1] if found else (0, 0)
@@ -174,7 +174,7 @@ def _length(runs: Runs) -> int:
 
 
 def take(array: Any, dim: int, runs: Runs) -> Any:
-    """Concatenates runs of one dimension, with zeros for padding; a run of all of it is returned without a copy."""
+    """Concatenates runs of one dimension, with zeros for padding; returns the array itself if they are all of it."""
     if runs == ((0, array.shape[dim]),):
         return array
     xp, pieces = array.__array_namespace__(), []

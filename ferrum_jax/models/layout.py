@@ -4,7 +4,7 @@
 weight: q, k and v, and gate and up, concatenated along their outputs. `scanned` is fused, with the leaves of all layers
 stacked `[L, ...]`: the forward is then one loop over the layers, which compiles in a fraction of the time.
 
-The forward takes any layout and tells it by the structure of the tree. Conversions are pure and exact.
+The forward takes any layout and recognises it by the structure of the tree. Conversions are pure and exact.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

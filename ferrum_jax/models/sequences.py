@@ -157,7 +157,7 @@ def run(
     if inputs_embeds is None:
         check_range("tokens", tokens, 0, cfg.vocab_size - 1)
     if (loras is None) != (adapters is None):
-        raise InvalidParameterError("`loras` and `adapters` are given together or not at all, only one of them is")
+        raise InvalidParameterError("give both `loras` and `adapters` or neither: only one of them is given")
     batch, length = tokens.shape
     changes = check_interventions(interventions, cfg)
     check_points([point for point in changes if point.layer is not None], cfg, first if isinstance(first, int) else 0)

@@ -45,13 +45,13 @@ class Admission:
         """
         most = self.rows + self.max_waiting
         if answers > most:
-            raise bad_request(f"the request has {answers} answers, at most {most} are served and wait at a time")
+            raise bad_request(f"the request has {answers} answers, at most {most} can run or wait at a time")
         if self.is_draining:
             raise unavailable("the server is stopping", 5, "draining")
         if self.live + answers > most:
             raise ApiError(
                 429,
-                f"{self.live} answers are served or wait, at most {most} may: {answers} more have to come later",
+                f"{self.live} answers run or wait, at most {most} may: send the request for {answers} more later",
                 code="queue_full",
                 headers={"retry-after": str(self.retry_after())},
             )

@@ -85,8 +85,8 @@ def _format_of(service: Service, body: ChatBody) -> ToolFormat | None:
     found = service.tool_format
     if body.may_call and found is None:
         raise bad_request(
-            "tools need a parser of the model's calls, and none is known for this one: the server's --tool-parser "
-            "names it",
+            "tools need a parser of the model's calls, and none is known for this model: start the server with "
+            "--tool-parser",
             "tools",
         )
     return found if found is not None and (body.may_call or found.is_always_on) else None

@@ -178,7 +178,7 @@ class ChatBody(SamplingBody):
         if self.may_call and (is_formed or self.structured_outputs is not None):
             raise FieldError(
                 "response_format" if is_formed else "structured_outputs",
-                "an answer of a form calls no tools: give tool_choice none, or no tools",
+                "an answer with a form cannot call tools: give tool_choice none, or no tools",
             )
         if self.tool_choice not in (None, "none") and not self.tools:
             said = self.tool_choice if isinstance(self.tool_choice, str) else "a name"
@@ -188,7 +188,8 @@ class ChatBody(SamplingBody):
             raise FieldError("tool_choice", f"tool_choice is {name}, which is none of the tools")
         if self.continue_final_message and (self.forced_tools or self.strict_tools):
             raise FieldError(
-                "continue_final_message", "a message to be continued calls no tools that are forced or strict"
+                "continue_final_message",
+                "a message that is continued cannot call forced or strict tools",
             )
         if own := TEMPLATE_OWN & (self.chat_template_kwargs or {}).keys():
             raise FieldError(

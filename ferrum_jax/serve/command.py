@@ -119,7 +119,7 @@ def _keys_in(path: Path | None) -> list[str]:
     if wrong := [str(at) for at, line in enumerate(lines, start=1) if len(line.split()) > 1]:
         raise ConfigError(f"{path} has spaces within a key, in line {', '.join(wrong)}: each line is one key")
     if not keys:
-        raise ConfigError(f"{path} has no API key, so that anybody could call: leave out --api-key-file for that")
+        raise ConfigError(f"{path} has no API key: leave out --api-key-file to let anybody call the server")
     return keys
 
 

@@ -184,7 +184,7 @@ class CompletionBody(SamplingBody):
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionBody":
         if self.suffix:
-            raise FieldError("suffix", "suffix is not served: this model continues a prompt, it fills no gap")
+            raise FieldError("suffix", "suffix is not supported: this model continues a prompt and cannot fill a gap")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise FieldError(
                 "best_of", f"best_of is {self.best_of}, only n ({self.n or 1}) is possible: every answer is returned"

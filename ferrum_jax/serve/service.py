@@ -176,7 +176,7 @@ class Service:
         try:
             found = (base / path).resolve()
         except (OSError, ValueError, RuntimeError) as problem:
-            raise bad_request(f"lora_path is no path: {problem}", "lora_path") from None
+            raise bad_request(f"lora_path is not a valid path: {problem}", "lora_path") from None
         if found != base and base not in found.parents:
             raise ApiError(403, f"{path} is not under the --adapter-root of this server", param="lora_path")
         return os.fspath(found)

@@ -164,7 +164,7 @@ def from_hf_names(flat: Mapping[str, Any], cfg: ModelConfig) -> ParamTree:
     head, embeddings = flat.get("lm_head.weight"), flat["model.embed_tokens.weight"]
     if cfg.tie_word_embeddings and head is not None and not _are_same(head, embeddings):
         raise InvalidParameterError(
-            "lm_head.weight differs from model.embed_tokens.weight, which tie_word_embeddings says is the head: "
+            "lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings is true: "
             "dataclasses.replace(cfg, tie_word_embeddings=False) keeps both"
         )
     leaves = {name: jnp.stack([flat[part] for part in parts]) for name, parts in apart.items()}
@@ -241,7 +241,7 @@ def plan(cfg: ModelConfig, rules: Iterable[Rule]) -> list[Move]:
 
 def _compiled(rule: Rule) -> re.Pattern[str]:
     if not rule.scale:
-        raise ConfigError(f"rule {rule.name!r}: its scale is 0, which cannot be undone")
+        raise ConfigError(f"rule {rule.name!r}: its scale is 0, which has no inverse")
     try:
         return re.compile(rule.name)
     except re.error as problem:
@@ -295,7 +295,7 @@ def _read(rule: Rule) -> tuple[tuple[Axis, ...], tuple[Axis, ...], Sizes]:
         words = [word for word in _parts_of(token[1:-1]) if word]
         starred = [at for at, word in enumerate(words) if word.startswith("*")]
         if len(starred) != 1:
-            raise ConfigError(f"rule {rule.name!r}: one part of {token!r} has a star, which is the one that is meant")
+            raise ConfigError(f"rule {rule.name!r}: expected that one part of {token!r} has a star, which marks it")
         parts = tuple(letters(word.removeprefix("*")) for word in words)
         return Axis(letters=parts[starred[0]], at=starred[0], parts=parts)
 

@@ -184,7 +184,7 @@ def _llama3_scaling(header: Header, factors: np.ndarray) -> dict[str, Any]:
 def _llama(header: Header) -> dict[str, Any]:
     """Reads Llama, Mistral (which has a window) and Mixtral (which has experts); they share an architecture."""
     if header.has("blk.0.ffn_gate.0.weight"):
-        raise UnsupportedError("experts are stored one by one, in the form of early 2024: convert the model anew")
+        raise UnsupportedError("experts are stored one by one, as in files of early 2024: convert the model again")
     if header.get("expert_count"):
         used = header.need("expert_used_count")
         return {"model_type": "mixtral", "num_local_experts": header.get("expert_count"), "num_experts_per_tok": used}
@@ -250,7 +250,7 @@ def _query_scalar(header: Header, largest: int) -> float:
 
 def _granite(header: Header) -> dict[str, Any]:
     if not header.get("rope.scaling.finetuned", True):
-        raise UnsupportedError("granite.rope.scaling.finetuned is false, which is a model without rotary embeddings")
+        raise UnsupportedError("granite.rope.scaling.finetuned is false: a model without rotary embeddings")
     return {
         "attention_multiplier": header.get("attention.scale") or _head_dim(header) ** -0.5,
         "embedding_multiplier": header.get("embedding_scale") or 1.0,

@@ -54,7 +54,7 @@ class PeftConfig:
         if targets is None:
             raise ConfigError("target_modules is missing, expected the names that PEFT saves")
         if isinstance(targets, str) and layers is not None:
-            raise ConfigError(f"layers_to_transform is {layers!r}, which a pattern as target_modules excludes")
+            raise ConfigError(f"layers_to_transform is {layers!r}, expected null where target_modules is a pattern")
         if isinstance(targets, str) and targets.lower() == "all-linear":
             targets = r".*\.layers\..*"
         rslora = config.get("use_rslora")

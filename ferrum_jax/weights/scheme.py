@@ -67,7 +67,7 @@ def read_scheme(config: Any) -> Scheme:
     if method == "bitsandbytes":
         raise UnsupportedError(
             "quantization_config of bitsandbytes is not supported, as its formats are its library's own; supported are "
-            f"{SUPPORTED}; or load the model as it was before, with quantize='int8'"
+            f"{SUPPORTED}; or load the unquantised model with quantize='int8'"
         )
     if not isinstance(method, str) or method not in readers:
         raise UnsupportedError(f"quantization_config has quant_method {safe_repr(method)}, supported are {SUPPORTED}")
@@ -128,7 +128,7 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
 def _compressed_weights(stored: str, name: str, group: Any) -> Scheme:
     weights = group.get("weights") if isinstance(group, Mapping) else None
     if not isinstance(weights, Mapping):
-        raise ConfigError(f"{name} of config_groups says nothing of weights")
+        raise ConfigError(f"{name} of config_groups has no settings of weights")
     kind, strategy = weights.get("type", "int"), weights.get("strategy")
     strategy = strategy or ("group" if weights.get("group_size") else "tensor")
     if kind not in ("int", "float") or (stored, kind) in (("pack-quantized", "float"), ("int-quantized", "float")):
