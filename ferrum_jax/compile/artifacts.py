@@ -103,9 +103,8 @@ class Artifacts:
         try:
             return _verified(data, program, name)
         except (LookupError, TypeError, ValueError) as problem:
-            self._warn(
-                f"{_file_name(name)} in {self._folder.child(program[:32]).path} is not used, {name} is compiled: {problem}"
-            )
+            where = self._folder.child(program[:32]).path
+            self._warn(f"{_file_name(name)} in {where} is not used, {name} is compiled: {problem}")
             return None
 
     def preload(self, names: Iterable[str]) -> None:
