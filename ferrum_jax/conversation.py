@@ -1,8 +1,11 @@
 """`ferrum-jax chat`: a conversation in a terminal."""
 
 import contextlib
+import io
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +13,8 @@ from rich.console import Console
 
 from ferrum_jax import cli_options
 from ferrum_jax.contract.errors import FerrumError, UnsupportedError
+from ferrum_jax.serve.tools.choice import choose_format
+from ferrum_jax.serve.tools.events import Content, Event, Reasoning
 
 HELP = """/system TEXT  say what the model is told first; without a text, nothing
 /reset        forget the conversation
@@ -73,6 +78,10 @@ class Conversation:
 
     def run(self) -> None:
         """Answers lines of standard input until it ends."""
+        if sys.stdin is None:  # it is closed
+            return
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")
         self._say("/help lists the commands")
         while True:
             try:
@@ -84,7 +93,9 @@ class Conversation:
                 continue
             if line in ("/exit", "/quit"):
                 return
-            if line.startswith("/"):
+            if any("\ud800" <= letter <= "\udfff" for letter in line):
+                self._say(f"this line is not {sys.stdin.encoding}")
+            elif line.startswith("/"):
                 self._obey(line)
             elif line:
                 self._answer(line)
@@ -126,14 +137,31 @@ class Conversation:
 
 
 def print_answer(llm: Any, prompt: Any, params: Any, console: Console, pieces: list[str]) -> None:
-    """Prints an answer as it comes, then on `console` how long it took; `pieces` receives what was printed."""
+    """Prints an answer as it comes, then on `console` how long it took; `pieces` receives what was printed.
+
+    Of GPT-OSS, whose answers are messages in channels, it prints those for the user, and on `console` the reasoning.
+    """
+    template = None if llm.tokenizer is None else llm.tokenizer.chat_template
+    found = choose_format("auto", template)
+    reader = found.make((), False) if found is not None and found.is_always_on and not isinstance(prompt, str) else None
+    if reader is not None:
+        params = replace(params, skip_special_tokens=False)
+
+    def show(events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Content):
+                pieces.append(event.text)
+                print(event.text, end="", flush=True)
+            elif isinstance(event, Reasoning):
+                console.print(event.text, style="dim", markup=False, highlight=False, soft_wrap=True, end="")
+
     with console.status("compiling the steps this prompt needs"):
         llm.prepare(prompt, params)
     with contextlib.closing(llm.stream(prompt, params)) as stream:
         started = time.perf_counter()
         for piece in stream:
-            pieces.append(piece)
-            print(piece, end="", flush=True)
+            show([Content(piece)] if reader is None else reader.push(piece))
+        show([] if reader is None else reader.finish())
         print(flush=True)
         _print_dim(console, _figures(stream.output(), time.perf_counter() - started))
 

@@ -301,7 +301,12 @@ def _sized(engine: EngineConfig, pool_bytes: Any, cfg: ModelConfig, placed: Mode
     if not is_integer(pool_bytes):
         raise ConfigError(f"memory_pool_size is {safe_repr(pool_bytes)}, expected a number of bytes")
     how: dict[str, Any] = {"platform": placed.placement.first.platform, "division": placed.division}
-    block_bytes = plan_engine(replace(engine, kv_blocks=1), cfg, **how, free_bytes=2**62).cache.num_bytes
-    if pool_bytes < block_bytes:
-        raise ConfigError(f"memory_pool_size is {safe_repr(pool_bytes)}, one KV block takes {block_bytes} bytes")
-    return replace(engine, kv_blocks=pool_bytes // block_bytes)
+    spec = plan_engine(replace(engine, kv_blocks=1), cfg, **how, free_bytes=2**62).cache
+    block_bytes = spec.bytes_per_position * spec.block_size  # 0 if all layers have sliding-window caches
+    windows = spec.num_bytes - block_bytes
+    if pool_bytes < spec.num_bytes:
+        beside = f", sliding-window caches {windows}" if windows else ""
+        raise ConfigError(
+            f"memory_pool_size is {safe_repr(pool_bytes)}, one KV block takes {block_bytes} bytes{beside}"
+        )
+    return replace(engine, kv_blocks=(pool_bytes - windows) // block_bytes if block_bytes else 1)

@@ -1,5 +1,6 @@
 """What a compiled step depends on, as plain data: where any of it differs, the step is another one."""
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -51,7 +52,7 @@ def describe_program(
         "code": describe_code(),
         "machine": describe_machine(placement),
         "model": dataclasses.asdict(cfg),
-        "parameters": {name: _described(leaf) for name, leaf in sorted(named_leaves(params).items())},
+        "parameters": [[name, _described(leaf)] for name, leaf in named_leaves(params).items()],  # as steps take them
         "kv": dataclasses.asdict(cache)
         | {"arrays": [_described(leaf) for leaf in jax.tree.leaves(state.shapes(cache))]},
         "sampler": dataclasses.asdict(slots),
@@ -133,7 +134,16 @@ def describe_host(cpuinfo: Path = Path("/proc/cpuinfo")) -> Facts:
 def compiler_variables(variables: Mapping[str, str]) -> Facts:
     """Picks the variables that the compilers below JAX read; JAX's own are its settings."""
     chosen = {name for name in variables if name.startswith(COMPILERS) and not name.startswith("XLA_PYTHON_CLIENT_")}
-    return {name: variables[name] for name in sorted(chosen)}
+    return {name: _with_file(name, variables[name]) for name in sorted(chosen)}
+
+
+def _with_file(name: str, value: str) -> str:
+    """Returns a variable's value; adds a digest of the file if it is one, as XLA reads flags from a file."""
+    path = value.strip()
+    if name == "XLA_FLAGS" and path and not path.startswith("-"):
+        with contextlib.suppress(OSError, ValueError):
+            return f"{value} {hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
+    return value
 
 
 def describe_settings() -> Facts:

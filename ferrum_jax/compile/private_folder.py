@@ -53,7 +53,10 @@ class PrivateFolder:
         """
         temporary = f"{name}.{os.getpid()}.{os.urandom(4).hex()}{TEMPORARY}"
         with self._opened(create=True) as folder:
-            made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            try:
+                made = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            except OSError as problem:
+                raise _explained(problem, self.path / name) from None
             try:
                 with open(made, "wb") as file:
                     file.writelines(pieces)

@@ -10,7 +10,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ferrum_jax.contract.errors import CancelledError, FerrumError, InternalError, RequestValidationError
+from ferrum_jax.contract.errors import (
+    CancelledError,
+    FerrumError,
+    InternalError,
+    RequestValidationError,
+    ResourceExhaustedError,
+)
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.scheduler import Scheduler
 from ferrum_jax.generate.updates import Update
@@ -111,7 +117,11 @@ class Engine:
             self._inbox.put(message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ferrum-engine", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError as problem:  # the system has no more threads
+                    self._thread = None
+                    raise ResourceExhaustedError(f"the engine's thread cannot be started: {problem}") from problem
 
     def _run(self) -> None:
         while True:

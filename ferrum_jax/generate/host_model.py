@@ -218,6 +218,8 @@ class HostModel:
         """Drops every sequence."""
         for cache_id in self._lengths:
             self.sampler.release(cache_id)
+            with contextlib.suppress(FerrumError):  # a model need not implement `reset`
+                self.model.release(cache_id)
         self._lengths.clear()
         self._checked.clear()
         self.model.reset()

@@ -60,7 +60,7 @@ class LLM:
             settings["engine"] = speculation.settle(settings.get("engine"))
         source = open_checkpoint(resolve(path, progress=settings.get("progress", True)))
         if tokenizer is not None:
-            read = load_tokenizer(os.fspath(tokenizer))
+            read = load_tokenizer(tokenizer)
         elif isinstance(source, GgufSource):
             read = Tokenizer.from_gguf(source.file)
         else:
@@ -437,7 +437,8 @@ class LLM:
 
         Arguments are those of `generate`.
         """
-        (one,) = as_prompts([prompt] if not isinstance(prompt, (str, Mapping)) else prompt)
+        is_one = isinstance(prompt, (str, Mapping, RequestOutput))
+        (one,) = as_prompts(prompt if is_one else {"prompt_token_ids": prompt})
         (options,) = self._intake.options(1, lora_request, interventions, capture, priority)
         return self._intake.group(one, params, options)
 

@@ -100,7 +100,7 @@ def _listed(name: str, given: Any) -> list[Any]:
         raise RequestValidationError(f"{name} is of bytes: give text, or token ids")
     if hasattr(given, "ndim"):
         given = _read(name, given)
-    if isinstance(given, Iterable) and not isinstance(given, (Mapping, set, frozenset)):  # no order
+    if isinstance(given, Iterable) and not isinstance(given, (str, Mapping, set, frozenset)):  # text, or no order
         return [_read(name, one) if getattr(one, "ndim", None) == 0 else one for one in given]
     raise RequestValidationError(f"{name} is {safe_repr(given)}, expected text, token ids, or a list of prompts")
 

@@ -143,7 +143,8 @@ class Speculator:
 def _fit(request: Request, draft: Draft, want: DraftWant, vocab_size: int) -> Draft:
     """Returns the part of a draft that can be verified; raises anything if it is malformed.
 
-    Probabilities are dropped where nothing is drawn, and where the answer has a form, of which they know nothing.
+    Probabilities are dropped if nothing is drawn, if the request wants log-probabilities, which would be those of the
+    draws, and if the answer has a form, which they ignore.
     """
     proposed = [index(token) for token in draft.tokens][: want.count]
     count = next((at for at, token in enumerate(proposed) if not 0 <= token < vocab_size), len(proposed))
@@ -151,7 +152,7 @@ def _fit(request: Request, draft: Draft, want: DraftWant, vocab_size: int) -> Dr
     if request.form is not None:
         tokens, masks = request.fit_draft(request.form, tokens, want.count)
         return Draft(tokens, masks=np.stack(masks) if tokens else None)
-    if draft.probabilities is None or want.settings.temperature == 0:
+    if draft.probabilities is None or want.settings.temperature == 0 or want.settings.num_logprobs >= 0:
         return Draft(tokens)
     probabilities = np.asarray(draft.probabilities, np.float64)
     if probabilities.shape != (len(draft.tokens), vocab_size) or not np.isfinite(probabilities.sum()):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import Any, Self
 
 import tokenizers
 
-from ferrum_jax.contract.errors import InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError, safe_repr
+from ferrum_jax.contract.errors import (
+    ConfigError,
+    InvalidFormatError,
+    NotFoundError,
+    TokenizerError,
+    UnsupportedError,
+    safe_repr,
+)
 from ferrum_jax.generate.chat import render_chat
 from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, named_token_id, prefixes_runs
 from ferrum_jax.weights.folder import read_json, read_text
@@ -17,6 +25,7 @@ from ferrum_jax.weights.gguf_file import GgufFile
 
 _OTHER_VOCABULARIES = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "vocab.txt")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MARKS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -63,7 +72,7 @@ class Tokenizer:
         backend = _read_backend(folder)
         config = _read_json(folder / "tokenizer_config.json")
         named = _read_json(folder / "special_tokens_map.json") | {k: v for k, v in config.items() if v is not None}
-        texts = {name: _token_text(named.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        texts = {name: _token_text(named.get(name)) for name in _MARKS}
         _add_tokens(backend, folder, config, named)
         eos_token_ids = _model_eos_ids(folder)
         if texts["eos_token"] and (eos_token_id := backend.token_to_id(texts["eos_token"])) is not None:
@@ -113,7 +122,7 @@ class Tokenizer:
 
     def save(self, folder: Path) -> None:
         """Writes the files from which `from_folder` reads this tokenizer again."""
-        texts = {name: getattr(self, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        texts = {name: getattr(self, name) for name in _MARKS}
         config: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
         config |= {"prefixes_runs": True} if self.prefixes_runs else {}
         named = [{"name": name, "template": template} for name, template in self.chat_templates.items()]
@@ -166,8 +175,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UnsupportedError("this model has no chat template")
-        marks = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
-        return render_chat(self.chat_template, messages, **marks, **options)
+        marks = {name: text for name in _MARKS if (text := getattr(self, name)) is not None}
+        return render_chat(self.chat_template, messages, **(marks | options))
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the vocabulary's spelling of a token, or None for an id that it does not have."""
@@ -181,14 +190,17 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face folder or of a `.gguf` file.
 
     Raises:
+        ConfigError: `path` is no path.
         NotFoundError: there is nothing at `path`.
         UnsupportedError: it is neither, or its kind of tokenizer is not implemented.
         InvalidFormatError: a file is malformed.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(f"tokenizer is {safe_repr(path)}, expected the path of one")
     path = Path(path)
     if path.is_dir():
         return Tokenizer.from_folder(path)

@@ -52,6 +52,16 @@ class Server(uvicorn.Server):
             )
         )
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens and begins to serve; raises ConfigError if another server has begun to listen there meanwhile."""
+        for one in sockets or ():
+            try:
+                one.listen(BACKLOG)
+            except OSError as problem:
+                host, port, *_ = one.getsockname()
+                raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from None
+        await super().startup(sockets)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for running requests, ends those that take longer than `drain_seconds`, and stops."""
         self.service.admission.is_draining = True

