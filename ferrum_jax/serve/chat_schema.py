@@ -178,7 +178,7 @@ class ChatBody(SamplingBody):
         if self.may_call and (is_formed or self.structured_outputs is not None):
             raise FieldError(
                 "response_format" if is_formed else "structured_outputs",
-                "an answer with a form cannot call tools: give tool_choice none, or no tools",
+                "an answer with a form calls no tools: give tool_choice none, or no tools",
             )
         if self.tool_choice not in (None, "none") and not self.tools:
             said = self.tool_choice if isinstance(self.tool_choice, str) else "a name"

@@ -70,7 +70,7 @@ def decode_stack(parts: Parts) -> NDArray[Any]:
     """
     blocks, scales = parts[BLOCKS], parts[SCALES]
     if (largest := scales.max(initial=0)) > _LARGEST_POWER:
-        raise InvalidFormatError(f"a scale is {largest}, expected at most {_LARGEST_POWER}")
+        raise InvalidFormatError(f"a scale is {largest}, at most {_LARGEST_POWER} has finite numbers")
     experts, outputs, groups, _ = blocks.shape
     found = np.empty((experts, outputs, groups * MXFP4_GROUP), ml_dtypes.bfloat16)
     for own, bytes_, powers in zip(found, blocks, scales, strict=True):  # in float32 for one expert at a time
@@ -147,7 +147,7 @@ def _groups(given: NDArray[Any] | None, scheme: Scheme, columns: int, count: int
     if given.min(initial=0) < 0 or given.max(initial=0) >= count:
         raise InvalidFormatError(f"columns are in groups {given.min()} to {given.max()}, there are {count}")
     if scheme.packing == GPTQ and not scheme.is_ordered and not np.array_equal(given, adjacent):
-        raise InvalidFormatError("columns of a group are not adjacent, though desc_act is false")
+        raise InvalidFormatError("columns of a group do not follow each other, though desc_act is false")
     return given
 
 
