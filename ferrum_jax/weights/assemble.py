@@ -94,7 +94,7 @@ def assemble(
 
 @dataclass(frozen=True)
 class CastSlices:
-    """A parameter in its files, read in parts and cast then; a stack of experts may be one stored tensor for each."""
+    """A parameter in its files, cast as parts of it are read; a stack of experts may be stored as one tensor each."""
 
     parts: tuple[Any, ...]  # `Slices`
     is_stack: bool

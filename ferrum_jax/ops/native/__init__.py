@@ -38,7 +38,7 @@ FLOATS = "float32", "bfloat16", "float16"
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Loads the library and registers its targets, once; returns why there is none if there is none."""
+    """Loads the library and registers its targets, once; returns the reason if it cannot."""
     if problem := unsupported():
         return problem
     if not LIBRARY.exists():
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | str:
 
 
 def register(path: Path) -> ctypes.CDLL | str:
-    """Registers the targets of a library; returns why it cannot be used here if it cannot."""
+    """Registers the targets of a library; returns the reason if it cannot be used here."""
     found = ctypes.CDLL(str(path))
     found.ferrum_sources.restype = found.ferrum_instruction_set.restype = ctypes.c_char_p
     if found.ferrum_sources().decode() != digest_sources():
@@ -76,7 +76,7 @@ def digest() -> str | None:
 
 
 def reads(values: str, inputs: int) -> bool:
-    """Whether the kernels multiply by values of a dtype (`uint4`: two to a byte), scaled in groups, with `inputs`."""
+    """Whether the kernels multiply by `inputs` columns of a dtype (`uint4`: two to a byte), scaled in groups."""
     return values in FLOATS or (values in ("int8", "uint4") and inputs <= MOST_INPUTS)
 
 
