@@ -22,7 +22,7 @@ from ferrum_jax.serve.service import Service
 
 _log = logging.getLogger(__name__)
 UNREAD_SECONDS = 5  # after a request's deadline, for a client that reads slowly
-LONG = 1000  # tokens: longer answers are written in another thread
+LONG = 1000  # tokens: longer prompts and answers are written in another thread
 DONE = b"data: [DONE]\n\n"
 MakeGroups = Callable[[ActiveLoraAdapter | None], Sequence[Sequence[Request]]]
 

@@ -137,7 +137,7 @@ class SafetensorsSource:
         return TensorSlices(self._file_of[name], name)
 
     def stored_dtypes(self) -> dict[str, str]:
-        """Returns the dtype of every 16-bit tensor; experts that are stored one by one are listed as their stack."""
+        """Returns the dtype of every 16-bit tensor; stacks of experts stored one by one are listed, too."""
         found = {name: self._entries[name].dtype for name in self._shapes if name not in self._packed}
         for name, parts in stored_apart(self._specs, found).items():
             kinds = {found.get(part) for part in parts}

