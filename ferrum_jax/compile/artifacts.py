@@ -297,7 +297,7 @@ def _header(artifact: Artifact) -> bytes:
 
 
 def _verified(data: bytes, program: str, name: str) -> Artifact:
-    """Takes a file apart; raises ValueError for what is not whole, or not this step of this program."""
+    """Parses a file; raises ValueError if it is not whole, or not this step of this program."""
     start = len(MAGIC) + hashlib.sha256().digest_size
     if not data.startswith(MAGIC):
         raise ValueError(f"it is no step of this format ({len(data)} bytes)")
@@ -319,7 +319,7 @@ def _checksum(*pieces: bytes | memoryview) -> bytes:
 
 
 def memory_of(executable: jax.stages.Compiled) -> dict[str, int]:
-    """Bytes that a step takes and hands back, where the backend tells."""
+    """Bytes of a step's temporaries, outputs and reused inputs, where the backend reports them; else empty."""
     analysis = executable.memory_analysis()
     if analysis is None:
         return {}

@@ -1,4 +1,4 @@
-"""Small programs beside the steps: copies of KV blocks, a sequence's keys and values, adapters put in place."""
+"""Small programs beside the steps: they copy KV blocks, gather a sequence's keys and values, and install adapters."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from ferrum_jax.sharding.mesh import WHOLE
 
 @dataclass(frozen=True, order=True)
 class CopyKey:
-    """Copies of up to so many KV blocks, for sequences that stop sharing one."""
+    """Copies up to so many KV blocks, for sequences that stop sharing one."""
 
     blocks: int
 
@@ -27,7 +27,7 @@ class CopyKey:
 
 @dataclass(frozen=True, order=True)
 class GatherKey:
-    """One layer's keys and values of one sequence."""
+    """Copies one layer's keys and values of one sequence out of the KV."""
 
     table_columns: int  # M blocks
 
@@ -40,7 +40,7 @@ class GatherKey:
 
 @dataclass(frozen=True, order=True)
 class InstallKey:
-    """An adapter put into one row of the stacks."""
+    """Puts an adapter into one row of the stacks."""
 
     max_loras: int  # A
     max_rank: int  # R

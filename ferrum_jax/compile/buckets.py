@@ -34,7 +34,7 @@ class Buckets:
     logit_blocks: int = 1  # P, of the step that returns the logits of every token of a long row
     multi_step_tokens: int = 0  # N of multi-step programs; 0: there are none
     step_overhead: int = 16  # tokens whose products take as long as reading the weights once
-    sample_ways: tuple[Way, ...] = (BRANCHES,)  # of `WAYS`: in how many the tokens of a step are chosen
+    sample_ways: tuple[Way, ...] = (BRANCHES,)  # those of `WAYS` that have sampler programs
 
     @property
     def max_step_tokens(self) -> int:

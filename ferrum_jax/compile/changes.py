@@ -1,4 +1,4 @@
-"""Interventions as arguments of a step: for each hook point of its key, one edit of every slot."""
+"""Interventions as arguments of a step: for each hook point of its key, a stack of one edit per slot."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar

@@ -29,7 +29,7 @@ Facts = dict[str, Any]  # what JSON can hold
 PACKAGE = Path(__file__).parents[1]
 PACKAGES = ("numpy", "flax", "ml-dtypes")  # whose code is part of what is traced or kept
 COMPILERS = ("XLA_", "LIBTPU_", "TPU_", "TF_XLA_", "TF_CUDNN_", "NVIDIA_TF32_", "CUBLAS_", "CUDNN_", "PJRT_", "NPROC")
-# Of JAX's settings, those that say how it reports, guards and caches. Whatever is not listed here counts.
+# Of JAX's settings, those that say how it reports, guards and caches. All that are not listed here count.
 SILENT = (
     "jax_array_garbage_collection_guard", "jax_check_tracer_leaks", "jax_compilation_cache", "jax_compiler_detailed",
     "jax_debug_log_modules", "jax_dump_ir", "jax_enable_compilation_cache", "jax_explain_cache_misses",
@@ -47,7 +47,7 @@ def describe_program(
     loras: LoraSpec | None,
     placement: Placement,
 ) -> Facts:
-    """Gathers all that the steps of one engine depend on, but for JAX's settings: those may change at any time."""
+    """Gathers all that the steps of one engine depend on, except JAX's settings, which may change at any time."""
     return {
         "code": describe_code(),
         "machine": describe_machine(placement),
@@ -85,7 +85,7 @@ def digest_source(package: Path) -> str:
 
 
 def is_edited(package: Path = PACKAGE, began: float | None = None) -> bool:
-    """Says whether source has changed since this process began, so that what runs may not be what is digested.
+    """True if source has changed since this process began, so that the code that runs may not be the digested one.
 
     `began`, in seconds since 1970, stands for another moment.
     """

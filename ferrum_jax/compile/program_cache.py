@@ -122,7 +122,7 @@ class ProgramCache:
         """
         with self._lock:
             seconds = self._load_seconds | self._compile_seconds
-            for key in self._steps.keys() - self._memory.keys():  # once each: XLA takes 10 ms to say it
+            for key in self._steps.keys() - self._memory.keys():  # once each: XLA takes 10 ms to report it
                 self._memory[key] = memory_of(self._steps[key])
             memory = self._memory | {key: artifact.memory for key, artifact in self._held.items()}
             ready = sorted(self._steps.keys() | self._held.keys(), key=str)
@@ -202,7 +202,7 @@ def _num_cores() -> int:
 
 
 def trim_heap() -> None:
-    """Gives memory that compilers and readers have freed to the operating system, where the C library keeps it (glibc).
+    """Gives the operating system what compilers and readers have freed, where the C library keeps it (glibc).
 
     Compiling a dozen steps leaves some 400 MB, which take a tenth of a second to return; loading one leaves 50 MB, and
     reading a GGUF 40.

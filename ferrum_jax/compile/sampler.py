@@ -362,7 +362,7 @@ def distributions(
 
 @dataclass(frozen=True, order=True)
 class SampleKey:
-    """A token for each row of a step's logits."""
+    """Chooses a token for each row of a step's logits."""
 
     logit_rows: int  # R
     way: Way = BRANCHES
@@ -376,7 +376,7 @@ class SampleKey:
 
 @dataclass(frozen=True, order=True)
 class VerifyKey:
-    """A token after each token of P rows of up to C."""
+    """Chooses a token after each token of P rows of up to C."""
 
     blocks: int  # P
     block_tokens: int  # C
@@ -392,7 +392,7 @@ class VerifyKey:
 
 @dataclass(frozen=True, order=True)
 class DistributionKey:
-    """The distribution that a token is drawn from after each token of P rows of up to C."""
+    """Returns the distribution that a token is drawn from after each token of P rows of up to C."""
 
     blocks: int  # P
     block_tokens: int  # C
@@ -407,7 +407,7 @@ class DistributionKey:
 
 @dataclass(frozen=True, order=True)
 class ConfigureKey:
-    """The settings of one slot."""
+    """Writes the settings of one slot."""
 
     capacity: int  # positions of a sequence
 
@@ -421,7 +421,7 @@ class ConfigureKey:
 
 @dataclass(frozen=True, order=True)
 class MaskKey:
-    """The allowed tokens of some slots."""
+    """Writes the allowed tokens of some slots."""
 
     rows: int
 

@@ -43,7 +43,7 @@ def score_processed(
 
 @dataclass(frozen=True, order=True)
 class ProcessedScoreKey:
-    """The log-probability of a given token after each token of P rows of up to C, under what the settings draw from."""
+    """Scores a given token after each token of P rows of up to C, under the distribution that settings draw from."""
 
     blocks: int  # P
     block_tokens: int  # C

@@ -54,7 +54,7 @@ class ProgramContext:
     division: Division | None = None  # of the model over the devices of a mesh
 
     def spread(self, function: Callable[..., Any], in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-        """Makes a function of one device's parts one of the arrays on the mesh (`Placement.spread`).
+        """Turns a function of one device's parts into one of the arrays on the mesh (`Placement.spread`).
 
         It uses the CPU's kernels where the KV has their layout.
         """
@@ -79,7 +79,7 @@ class ProgramContext:
 
     @property
     def readable(self) -> jax.sharding.Sharding | None:
-        """Sharding of results that one host of several reads: whole on every device. None with one host."""
+        """Sharding of results that one process of several reads: whole on every device. None for one process."""
         return self.placement.sharding() if self.placement is not None and self.placement.is_shared else None
 
     @property
@@ -157,7 +157,7 @@ class StepKey:
 
 
 def of_leaves(function: Callable[..., Any], context: ProgramContext, key: Any) -> Callable[..., Any]:
-    """Makes a function of the parameters one of the list of their leaves, with its static arguments filled in.
+    """Turns a function of the parameters into one of the list of their leaves, with its static arguments filled in.
 
     In every call of a program, JAX checks a list in half the time that nested mappings take.
     """

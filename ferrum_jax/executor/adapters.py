@@ -32,22 +32,22 @@ from ferrum_jax.weights.peft import PeftAdapter, lay_out, read_adapter
 
 T = TypeVar("T")
 KeptSequences = bool | Collection[str]  # that stay live while weights change: all, none, or those of these ids
-NONE = -1  # row of the stacks of a sequence without an adapter
+NONE = -1  # in place of a row of the stacks: no adapter
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
-    """An adapter on the device. Each loading makes a new one, so that no prefix outlives the weights it is of."""
+    """An adapter on the device. Each loading makes a new one, so that no prefix is reused under other weights."""
 
     name: str
     path: str  # as it was given, made absolute; empty if its values were set as arrays
-    real_path: str  # without links, as they led when it was loaded
+    real_path: str  # `path` with its links resolved when it was loaded
     row: int  # in the stacks
     num_projections: int
     is_pinned: bool  # loaded by name, not because a sequence was bound to it
 
     def is_from(self, path: str | os.PathLike[str]) -> bool:
-        """True of the path it was loaded from, wherever that leads now, of others that lead there, and of ""."""
+        """True of the path it was loaded from, wherever that leads now, of other paths to where it led, and of ""."""
         if path == "" or not self.path:
             return path == ""
         try:
@@ -242,7 +242,7 @@ class Adapters:
             raise RequestValidationError(f"adapter {name!r} is in use by {users}, release them first")
 
     def find(self, adapter: ActiveLoraAdapter) -> LoadedAdapter | None:
-        """Returns the loaded adapter of that name and path, or None; then one from another path may be evicted.
+        """Returns the loaded adapter of that name and path; None if the name is free or its adapter may be evicted.
 
         Raises:
             AlreadyExistsError: it came from another path, and was loaded by name or is in use.

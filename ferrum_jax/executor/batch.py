@@ -26,11 +26,11 @@ class AllLogits(NamedTuple):
 class SampledToken(NamedTuple):
     """A token is chosen on the device after the last one; a `TokenChoice` comes back.
 
-    `mask` gives int32 `[V / 32]`, bits of the tokens allowed now, where the settings have masks. It is called while the
-    step runs, and must not raise.
+    `mask` returns int32 `[V / 32]`, bits of the tokens allowed now, where the settings have masks. It is called while
+    the step runs, and must not raise.
     """
 
-    settings: SlotSettings  # the same object for as long as a sequence is sampled alike
+    settings: SlotSettings  # one object while they do not change: it is compared by identity
     mask: Callable[[], NDArray[np.int32]] | None = None
 
 
@@ -98,7 +98,7 @@ class TokenChoice(NamedTuple):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scores:
-    """One figure for each token that was scored."""
+    """Log-probabilities and likeliest tokens, one for each scored token."""
 
     logprobs: NDArray[np.float32]  # [n]: of the given tokens, under the model's own distribution
     greedy_ids: NDArray[np.int32]  # [n]: the likeliest tokens there

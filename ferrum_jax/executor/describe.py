@@ -95,7 +95,7 @@ def serving(name: str, cfg: ModelConfig, plan: EnginePlan, device: DeviceState) 
 
 
 def capabilities(cfg: ModelConfig, plan: EnginePlan, device: DeviceState) -> ExecutorCapabilities:
-    """What was built: continuous batches over a paged KV; memory is that of all devices."""
+    """Capabilities: continuous batches over a paged KV; memory is that of all devices."""
     params, placement = device.params, device.placed.placement
     dtype = activation_dtype(params).name
     return ExecutorCapabilities(

@@ -51,7 +51,7 @@ class _Effect:
     result: Any = None
     problem: BaseException | None = None
     is_done: bool = False
-    ended: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)  # put once done, or once a peer is lost
+    ended: "queue.SimpleQueue[None]" = field(default_factory=queue.SimpleQueue)  # put into when done, or a peer is lost
 
 
 class Hosts:
@@ -174,7 +174,7 @@ class Hosts:
 
     @contextlib.contextmanager
     def together(self, keys: Sequence[Any], **how: Any) -> Iterator[None]:
-        """Has the other processes build programs while this one builds them in the block within.
+        """Has the other processes build programs while this one builds them inside the context.
 
         Raises:
             BackendError: another process cannot build one.

@@ -98,7 +98,7 @@ class Observable(DecoderOnlyLLM):
             return describe.serving(self.name, self.model_config, self.plan, self._device)
 
     def capabilities(self) -> ExecutorCapabilities:
-        """What was built for this model on this device."""
+        """Capabilities of this model on its devices."""
         with self._life.lock, self._life:
             return describe.capabilities(self.model_config, self.plan, self._device)
 

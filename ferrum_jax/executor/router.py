@@ -84,7 +84,7 @@ class ReplicaRouter:
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[ModelRunner]:
-        """Holds a replica's lock, checked to be ready; a ResourceExhaustedError within gets its index as `replica`."""
+        """Yields a replica, locked and checked to be ready; a ResourceExhaustedError within gets its index."""
         replica = self.replicas[index]
         try:
             with replica._life.lock, replica._life:
@@ -94,7 +94,7 @@ class ReplicaRouter:
             raise
 
     def place(self, wanted: Sequence[tuple[str, NDArray[np.int32]]], targets: Sequence[int] = ()) -> dict[str, int]:
-        """Chooses a replica for each (id, new tokens); `targets`, if given, are its positions. Changes nothing."""
+        """Chooses a replica for each (id, new tokens), with room for them or `targets` positions; changes nothing."""
         found: dict[str, int] = {}
         slots = [replica._pipeline.table.num_free_slots for replica in self.replicas]
         blocks = [replica._pipeline.table.pool.num_free for replica in self.replicas]
@@ -108,7 +108,7 @@ class ReplicaRouter:
             ranks = []
             for index in range(len(self.replicas)):
                 known, resting = self._known(index, cache_id, tokens)
-                # Known blocks that no sequence holds count as free: to reuse them takes them from the free ones.
+                # Known blocks that no sequence holds count as free, until the prompt reuses them.
                 taken = needed - known + resting
                 is_open = index not in self.short
                 fits = slots[index] > 0 and blocks[index] >= taken

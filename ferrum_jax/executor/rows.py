@@ -118,7 +118,7 @@ def appended_row(cache_id: str, tokens: Sequence[int], output: Output, vocab_siz
 
 
 def verify_rows(rows: Sequence[Any], vocab_size: int, length: Length) -> list[ScheduledRow]:
-    """Checks (cache id, tokens) rows whose every token has logits."""
+    """Checks (cache id, tokens) rows that want the logits of every token."""
     checked = check_rows("rows", rows, "cache_id tokens")
     return [appended_row(cache_id, tokens, ALL_LOGITS, vocab_size, length) for cache_id, tokens in checked]
 

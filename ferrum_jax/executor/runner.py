@@ -292,7 +292,7 @@ class ModelRunner(Adaptable):
         """Makes `new_cache_id` a copy of a live sequence; the block that both go on in is copied when one writes it.
 
         Raises:
-            RequestValidationError: `cache_id` is unknown, or `new_cache_id` is not.
+            RequestValidationError: `cache_id` is unknown, or `new_cache_id` is live, or bound to something else.
             ResourceExhaustedError: no slot is free.
         """
         with self._life.lock, self._life:
@@ -404,13 +404,13 @@ class ModelRunner(Adaptable):
             self._device.set_params(params)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets every known prefix; sequences that are live go on, and what they hold is no prefix of others."""
+        """Forgets every known prefix; live sequences go on, and their blocks become nobody's prefix."""
         with self._life.lock, self._life:
             self._pipeline.settle()
             self._pipeline.forget_prefixes()
 
     def free_kv(self) -> None:
-        """Frees the KV's memory until `allocate_kv` or `reset`; until then only `set_params` and `close` go.
+        """Frees the KV's memory until `allocate_kv` or `reset`; until then, only `set_params` and `close` are served.
 
         Raises:
             RequestValidationError: a sequence is live.
@@ -422,10 +422,10 @@ class ModelRunner(Adaptable):
             self._life.paused = "the KV is freed: allocate_kv() first"
 
     def allocate_kv(self) -> None:
-        """Brings the KV back after `free_kv`, empty and of the same size; compiles nothing.
+        """Allocates the KV again after `free_kv`, empty and of the same size; compiles nothing.
 
         Raises:
-            ResourceExhaustedError: the device has not so much memory left; the KV stays freed.
+            ResourceExhaustedError: the device has too little memory left; the KV stays freed.
         """
         with self._life.lock:
             self._life.check_not_closed()
@@ -440,7 +440,7 @@ class ModelRunner(Adaptable):
             return self._programs.stats()
 
     def close(self) -> None:
-        """Frees the KV, the parameters and the programs; closing twice is no error, any other call after is."""
+        """Frees the KV, parameters and programs; closing twice is no error, a later call is a CancelledError."""
         with self._life.lock:
             self._life.state = ExecutorState.Shutdown
             self._device.drop()

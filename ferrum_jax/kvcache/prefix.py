@@ -23,7 +23,7 @@ class PrefixEntry:
 
 
 class PrefixIndex:
-    """The entries of every adapter, and of no adapter."""
+    """The entries of every adapter, and of the model without one."""
 
     def __init__(self):
         self._roots: dict[Hashable, PrefixEntry] = {}

@@ -97,7 +97,7 @@ class SequenceTable:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots for sequences to be begun."""
+        """Slots that no sequence has."""
         return len(self._free_slots)
 
     def num_blocks(self, positions: int) -> int:

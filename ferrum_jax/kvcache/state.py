@@ -12,7 +12,7 @@
 `positions`: a token's heads lie together, so that it is written as one run, and a head's H values are one run to a
 reader, whatever the block size. `interleaved` is what the ragged kernel of TPUs reads.
 
-Layers that see no further than a window may keep no more: they have arrays of their own, in which each slot has a fixed
+Layers with a sliding window may keep only that window: they have arrays of their own, in which each slot has a fixed
 number of blocks that are reused modulo the window (models/sliding_window.py).
 """
 

@@ -26,7 +26,7 @@ class AllocationRequest:
     hits: Sequence[PrefixEntry] = ()
     new_blocks: int = 0
     copies: bool = False  # its last block is shared and must be copied before it is written
-    overwrites: bool = False  # its last block is its own, but entered as a prefix, which the write makes untrue
+    overwrites: bool = False  # its last block is its own, but entered as a prefix, which the write invalidates
     num_blocks_before: int = 0
     lost: list[int] = field(default_factory=list)  # blocks to free at `commit`
 
@@ -37,7 +37,7 @@ class AllocationRequest:
 
 
 class KvTransaction:
-    """Slots and blocks of one call, all or nothing: the constructor refuses what is short; then `apply` and `commit`.
+    """Slots and blocks of one call, all or nothing: the constructor raises if any lack; then `apply` and `commit`.
 
     A sequence that already has room in blocks of its own takes no part but to be counted.
     """
@@ -92,7 +92,7 @@ class KvTransaction:
                     row.hits = self._match(table.prefixes, row)
         self._count_blocks(rows)
         if self.num_new_blocks + self._num_resting > table.pool.num_free:
-            for row in rows:  # a half-filled block that a hit replaces is only freed at `commit`
+            for row in rows:  # a partly filled block that a hit replaces is freed only at `commit`
                 if row.length % table.block_size:
                     row.hits = ()
             self._count_blocks(rows)

@@ -136,7 +136,7 @@ class Channel:
 
     def __init__(self, peers: dict[int, socket.socket], names: dict[int, str], index: int, count: int):
         self.index, self.count = index, count
-        self.lost = ""  # why a peer counts as gone
+        self.lost = ""  # why a peer counts as lost
         self.is_starting = True  # a model is being loaded
         self.on_loss: Callable[[], None] = lambda: None  # called once, after `lost` is set
         self._peers, self._names = peers, names
@@ -253,7 +253,7 @@ class Channel:
                 connection.shutdown(socket.SHUT_RDWR)
         if self.index and not self._has_abandoned:
             _end(f"{self.lost}; process {self.index} ends")
-        if self.is_starting:  # where the backends of JAX wait for each other, too
+        if self.is_starting:  # JAX's backends may be waiting for each other, too
             threading.Thread(target=self._end_if_stuck, name="end", daemon=True).start()
 
     def _end_if_stuck(self) -> None:

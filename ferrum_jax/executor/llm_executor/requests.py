@@ -54,7 +54,7 @@ class RowRequest:
     handle: Any = None  # of the sequence they are appended to
     name: str | None = None  # the sequence's id where there is no handle; without either, a new sequence
     offset: int | None = None  # position of the first token, as the caller believes
-    positions: NDArray[np.integer] | None = None  # [n], the same for every token
+    positions: NDArray[np.integer] | None = None  # [n], of every token, as the caller believes
     is_final: bool = True
     policy: LogitsReturnPolicy = FullLogits()
     options: Options = Options()
@@ -126,7 +126,7 @@ def token_rows(name: str, given: Any, vocab_size: int) -> list[RowRequest]:
 
 
 def check_no_captures(row: RowRequest, method: str) -> None:
-    """Raises Unsupported where a method's output has no field for what a layer captured."""
+    """Raises UnsupportedError for captures, for which the output of a method has no field."""
     if row.options.captures:
         raise UnsupportedError(
             f"{row.label}: {HIDDEN_LAYERS} and {ATTENTION_LAYERS} have no place in {method}'s output"
