@@ -59,7 +59,7 @@ class Artifact:
         """
         there = {one.id: one for one in jax.devices(self.platform)}
         if not there.keys() >= set(self.device_ids):
-            raise ValueError(f"it was compiled for {self.platform} {self.device_ids}, there are {list(there.values())}")
+            raise ValueError(f"it was compiled for {self.platform} {self.device_ids}, found {list(there.values())}")
         devices = [there[one] for one in self.device_ids]
         serialised, in_tree, out_tree = pickle.loads(zlib.decompress(self.content))
         return serialize_executable.deserialize_and_load(
@@ -209,7 +209,7 @@ def artifacts_folder(asked: str | bool | None) -> Path | None:
             return None
         describe_code()
     except (OSError, PackageNotFoundError) as problem:
-        _log.warning("compiled steps on disk are not used, what they depend on cannot be told: %s", problem)
+        _log.warning("compiled steps on disk are not used, what they depend on cannot be read: %s", problem)
         return None
     if isinstance(asked, str):
         try:
@@ -275,7 +275,7 @@ def _file_name(name: str) -> str:
 def _packed(program: str, name: str, executable: jax.stages.Compiled) -> Artifact:
     loaded = executable.runtime_executable()
     if loaded is None:
-        raise ValueError("it is not in the form of its runtime")
+        raise ValueError("it has no executable of the runtime")
     sharding = jax.tree.leaves(executable.output_shardings)[0]
     mesh = getattr(sharding, "mesh", None)
     devices = [*sharding.device_set] if mesh is None else [*mesh.devices.flat]  # one, or a mesh's in its order

@@ -144,5 +144,5 @@ class PrivateFolder:
 def _explained(problem: OSError, path: Path) -> OSError:
     """Translates the error of opening a link; other errors are raised as they are."""
     if problem.errno in (errno.ELOOP, errno.ENOTDIR):
-        return PermissionError(f"{path} is a link, or not what it should be")
+        return PermissionError(f"{path} is a link, or a file in place of a folder")
     return type(problem)(problem.errno, problem.strerror, os.fspath(path))

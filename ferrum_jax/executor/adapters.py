@@ -103,7 +103,7 @@ class Adapters:
     def check_new(self, name: str) -> None:
         """Raises AlreadyExistsError for the name of an adapter that is loaded."""
         if self.has(name):
-            raise AlreadyExistsError(f"adapter {name!r} is loaded, from {self._loaded[name].path or 'arrays'}")
+            raise AlreadyExistsError(f"adapter {name!r} is loaded already, from {self._loaded[name].path or 'arrays'}")
 
     def check_room(self, name: str) -> None:
         """Raises ResourceExhaustedError if a new name needs room and no loaded adapter may be evicted."""

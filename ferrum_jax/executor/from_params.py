@@ -39,7 +39,7 @@ def from_params(
     """Serves parameters as they are, without a copy, on the device where they lie; or divided over a mesh.
 
     Args:
-        params: the tree that `load_params` and `models.init_params` give, in any layout, wherever it lies.
+        params: the tree that `load_params` and `models.init_params` return, in any layout, wherever it lies.
         cfg: the model's.
         mesh: as for `load`. Arrays that lie on its devices in the form in which they are served are not copied.
         engine: how to run it; fields that are None are chosen for the model and the device.
@@ -61,7 +61,7 @@ def from_params(
     if not jax.tree.leaves(params):
         raise InvalidParameterError("there are no parameters")
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(params)):
-        raise InvalidParameterError("a parameter was deleted, as those are that were donated")
+        raise InvalidParameterError("a parameter was deleted, as donated ones are: give live arrays")
     places = {device for leaf in jax.tree.leaves(params) for device in leaf.devices()}
     own = None if isinstance(mesh, jax.sharding.Mesh) else mesh
     if isinstance(folder := settings.get("artifacts"), os.PathLike):
@@ -83,7 +83,7 @@ def from_params(
         if getattr(given, name) not in (None, getattr(theirs, name)):
             raise ConfigError(f"{name} is {getattr(given, name)!r}, these parameters have {getattr(theirs, name)!r}")
     if given.quantize:
-        raise ConfigError(f"quantize is {given.quantize!r}, which belongs to `load`: parameters are as they are")
+        raise ConfigError(f"quantize is {given.quantize!r}, which belongs to `load`: these are served as they are")
     check_fits_config(params, cfg, layout)
     asked = theirs.over(given).over_environment()
     check_compiler_options(asked.compiler_options, device)

@@ -64,7 +64,7 @@ class ReplicatedRunner(ModelRunner):
         """Places new sequences on the `short` replicas only while the others have no room.
 
         Returns True if the others have room for sequences of so many `positions`: each takes a slot and its blocks on
-        the replica with most free blocks, and leaves one block free there if it may grow into it.
+        the replica with most free blocks, and leaves one more block free there, unless it is at full length.
         """
         with self._life.lock, self._life:
             self._router.short = frozenset(short)
@@ -323,7 +323,7 @@ class ReplicatedRunner(ModelRunner):
 
     def _copied(self, params: ParamTree, replica: ModelRunner) -> ParamTree:
         try:
-            return replica._device.check_params(params)  # which brings them to its devices
+            return replica._device.check_params(params)  # moves them to its devices
         except jax.errors.JaxRuntimeError as problem:
             raise ResourceExhaustedError(f"these weights cannot be copied to {replica.device}: {problem}") from problem
 

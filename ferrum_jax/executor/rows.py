@@ -88,7 +88,9 @@ def check_settings(cache_id: str, settings: SlotSettings, position: int, vocab_s
                 f"{cache_id!r}: bias has the token {safe_repr(token)}, ids go from 0 to {most}"
             )
         if not is_real(value) or not (abs(value) <= _LARGEST or value == -np.inf):
-            raise RequestValidationError(f"{cache_id!r}: the bias of {safe_repr(token)} is {safe_repr(value)}")
+            raise RequestValidationError(
+                f"{cache_id!r}: the bias of {safe_repr(token)} is {safe_repr(value)}, expected a finite float32 or -inf"
+            )
     for name in ("stop_ids", "allowed_ids", "seen", "generated"):
         ids: Any = getattr(settings, name)
         if ids is not None and len(ids):

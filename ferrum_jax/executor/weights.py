@@ -65,7 +65,7 @@ def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
         if is_there(leaf):
             return leaf
         if not leaf.is_fully_addressable:
-            raise UnsupportedError("these weights lie on devices of several processes, a runner on one device has one")
+            raise UnsupportedError("these weights lie on devices of several processes, expected those of this one")
         moved = jax.device_put(joined(leaf), home)
         return moved if is_there(moved) else jax.device_put(moved, Format(None, home))
 

@@ -61,7 +61,7 @@ class BlockPool:
         """Holds a block once more; one that is free must be kept."""
         if not self._holders[block]:
             if block not in self._resting:
-                raise InternalError(f"block {block} is free and holds nothing, it cannot be held")
+                raise InternalError(f"block {block} is free and not kept, it cannot be held")
             del self._resting[block]
         self._holders[block] += 1
 

@@ -75,7 +75,7 @@ def free_bytes(device: JaxDevice) -> int:
         return available if allowed is None else min(available, allowed)
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
-        raise DeviceError(f"{device} does not tell its free memory: give kv_blocks")
+        raise DeviceError(f"{device} does not report its free memory: give kv_blocks")
     return stats["bytes_limit"] - stats["bytes_in_use"]
 
 

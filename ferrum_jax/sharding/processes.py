@@ -287,7 +287,7 @@ def open_channel(count: int, index: int, seconds: float = START_SECONDS) -> Chan
         ) from problem
     store, address = global_state.client, global_state.coordinator_address
     if store is None or address is None:
-        raise DeviceError(f"process {index} of {count} has left the others, which have ended: start them again")
+        raise DeviceError(f"process {index} of {count} has left the others, which have ended: start all of them again")
     host = address.rpartition(":")[0].strip("[]")
     try:
         if index:
@@ -315,7 +315,7 @@ def _accept(host: str, store: Any, count: int, seconds: float) -> Channel:
                 connection, (where, *_) = listener.accept()
             except TimeoutError:
                 missing = sorted(set(range(1, count)) - peers.keys())
-                raise TimeoutError(f"after {seconds:.0f} s the processes {missing} have not come") from None
+                raise TimeoutError(f"after {seconds:.0f} s the processes {missing} have not connected") from None
             try:
                 hello = read_message(connection, _HELLO_SECONDS, _MOST_HELLO)
                 mine = hmac.compare_digest(str(hello.facts["token"]), token)
