@@ -25,7 +25,7 @@ MOST_THREADS = 16  # that compile at once; each may take gigabytes
 
 
 class ProgramCache:
-    """Keys to executables. A key that is missing is compiled, counted and logged; in strict mode, refused.
+    """Executables by key. A missing one is compiled and counted; after `warmup` also logged, or refused if strict.
 
     With `artifacts`, programs on disk are loaded instead, and compiled ones are saved there.
     """

@@ -1,7 +1,7 @@
 """One forward over a batch of new tokens: its shape, its packed input, and its lowering.
 
-Everything a step needs from the host is one int32 buffer, uploaded once. Rows that decode may take the token that the
-sampler chose last for their slot, which never leaves the device.
+Everything a step needs from the host is one int32 buffer, uploaded once. Decode rows may take the token that the
+sampler chose last for their slot, which stays on the device.
 """
 
 import functools

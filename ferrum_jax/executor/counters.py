@@ -33,7 +33,7 @@ class DecodeBatchCounters:
         self.bucket_calls[next((name for most, name in _BUCKETS if items <= most), "m_gt_32")] += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """Copies the counts out."""
+        """Returns a copy of the counts."""
         average = self.total_items / self.calls if self.calls else 0.0
         return {"schema_version": 1, "avg_items_per_call": average, **asdict(self)}
 

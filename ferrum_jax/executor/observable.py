@@ -58,7 +58,7 @@ class Observable(DecoderOnlyLLM):
             return None if live is None else live.length
 
     def kv_block_table(self, cache_id: str) -> BlockTable | None:
-        """Where a sequence's positions lie, reserved ones left out; None for an unknown id."""
+        """Returns the blocks of a sequence's positions, without reserved ones; None for an unknown id."""
         with self._life.lock, self._life:
             table = self._holder(check_cache_id(cache_id))._pipeline.table
             if (live := table.get(cache_id)) is None:

@@ -35,7 +35,7 @@ from ferrum_jax.models.sliding_window import num_window_blocks
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 
-MOST_IN_FLIGHT = 2  # steps whose outputs lie on the device together
+MOST_IN_FLIGHT = 2  # steps whose outputs are on the device at once
 POOL_SHARE = 0.85  # of an accelerator's free memory, by default; the rest is for the temporary memory of steps
 DEFAULT_SEQUENCES = 8
 ACCELERATOR_SEQUENCES = (64, 32, 16)  # by default, the most whose KV fits into half of the free memory

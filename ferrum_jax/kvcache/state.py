@@ -194,7 +194,7 @@ def read(
 
     An id outside the pool reads some other block, whose positions the caller must mask.
     """
-    at = layer * num_blocks(kv) + block_ids  # one index, where XLA's CPU gathers by two are a tenth slower
+    at = layer * num_blocks(kv) + block_ids  # one index: XLA's gathers by two are a tenth slower on a CPU
 
     def take(pool: jax.Array) -> jax.Array:
         return pool.reshape(-1, *pool.shape[2:]).at[at].get(mode="clip", wrap_negative_indices=False)

@@ -275,7 +275,7 @@ def open_channel(count: int, index: int, seconds: float = START_SECONDS) -> Chan
     """Connects process 0 with every other one; each calls this once.
 
     Raises:
-        DeviceError: a process did not come, or they were connected before: a job serves one model.
+        DeviceError: a process did not connect in time, or all were connected before: a job serves one model.
         UnsupportedError: this JAX keeps its key-value store elsewhere.
     """
     try:  # not public; the store has deadlines, and compiles nothing

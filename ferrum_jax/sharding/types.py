@@ -74,7 +74,7 @@ def explicit_axes(mesh: AbstractMesh) -> tuple[str, ...]:
 
 
 def partition_of(array: Any) -> PartitionSpec:
-    """Returns how an array's type divides it: nothing, but for explicit axes."""
+    """Returns the partition spec in an array's type, which names explicit axes alone."""
     return jax.typeof(array).sharding.spec
 
 
@@ -93,7 +93,7 @@ def with_auto_axes(function: Callable[..., T], *arguments: Any, out_specs: Any, 
 
 
 def dividing(shape: Sequence[int], spec: Sequence[Any], mesh: AbstractMesh) -> PartitionSpec:
-    """Returns a spec without the mesh axes that do not divide what they are to divide."""
+    """Returns a spec without the mesh axes that do not divide their dimension evenly."""
 
     def divides(size: int, names: Any) -> bool:
         return size % math.prod(mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,))) == 0
@@ -103,7 +103,7 @@ def dividing(shape: Sequence[int], spec: Sequence[Any], mesh: AbstractMesh) -> P
 
 
 def take(array: Any, at: int | slice) -> Any:
-    """Returns `array[at]`, along the first axis, divided as `array` is as far as the explicit axes of a mesh can."""
+    """Returns `array[at]`, along the first axis, divided like `array` where the explicit axes divide it evenly."""
     mesh = explicit_mesh(array) if isinstance(array, jax.Array) else None
     if mesh is None:
         return array[at]

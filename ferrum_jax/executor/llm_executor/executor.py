@@ -123,7 +123,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     async def batch_prefill(self, inputs: Sequence[tensors.PrefillInput]) -> list[tensors.PrefillOutput]:
         """Appends several prompts in one unified forward, all or nothing, in order.
 
-        Those that want full logits or activations run in a forward of their own.
+        Each prompt that wants full logits or activations runs in a forward of its own.
         """
         rows = requests.prefill_rows(inputs, self._vocab_size)
         return await self._worker.run("prefill", rows, partial(model_calls.prefill, together=True))
@@ -167,7 +167,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     async def speculative_decode(
         self, input: tensors.DecodeInput, draft_tokens: Sequence[int], acceptance_threshold: float
     ) -> tensors.SpeculativeDecodeOutput:
-        """Appends the input's token and as many drafted ones as the model agrees with, in one forward.
+        """Appends the input's token and the drafted tokens that the model accepts, in one forward.
 
         The input's policy must be `FullLogits`; the draft may be empty. Nothing is sampled: choose from `next_logits`.
         """
@@ -180,9 +180,9 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         return await self._worker.run("decode", [run], partial(model_calls.speculate, threshold=threshold))
 
     async def truncate_kv(self, handle: KvCacheHandle, new_len: int) -> None:
-        """Rolls back the sequence of any handle on it; past its end is no error.
+        """Rolls back a sequence, given any handle on it; a length past its end is no error.
 
-        A roll back that runs when its caller is cancelled is not undone: what it dropped is gone.
+        A roll back that runs when its caller is cancelled is not undone: the dropped positions are gone.
         """
         length, table = check_int("new_len", new_len, 0), self._table
         await self._worker.run(None, (), lambda _log, _rows: table.truncate(live_sequence(handle, table), length))
@@ -210,8 +210,8 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
     async def shutdown(self) -> None:
         """Finishes the running call, refuses those that wait, and releases every sequence begun here.
 
-        Twice is no error; after it `info`, `capabilities`, `status` and `metrics` answer and every other call is a
-        CancelledError.
+        A second shutdown is no error; afterwards `info`, `capabilities`, `status` and `metrics` answer, and every other
+        call is a CancelledError.
         """
         await self._worker.close(self._close)
 

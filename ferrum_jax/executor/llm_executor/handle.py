@@ -55,7 +55,7 @@ class LlmKvCacheHandle(KvCacheHandle):
 
     @property
     def block_table(self) -> BlockTable:
-        """Where this handle's positions are now; RequestValidation once the sequence has lost any of them."""
+        """The blocks of this handle's positions; RequestValidationError once the sequence has lost any of them."""
         with self._table.held() as model:
             sequence = self._table.get(self._cache_id)
             if sequence.length < self._num_tokens:
@@ -119,7 +119,7 @@ def handle_of(table: SequenceTable, sequence: TrackedSequence) -> LlmKvCacheHand
 
 
 def live_sequence(handle: Any, table: SequenceTable) -> TrackedSequence:
-    """Returns the sequence of a handle of any length; RequestValidation if the handle is foreign or released."""
+    """Returns the sequence of a handle of any length; RequestValidationError for a foreign or released one."""
     if not isinstance(handle, LlmKvCacheHandle):
         kind = type(handle).__name__
         raise RequestValidationError(f"handle {safe_repr(handle)} is a {kind}, expected one of this executor")
@@ -129,7 +129,7 @@ def live_sequence(handle: Any, table: SequenceTable) -> TrackedSequence:
 
 
 def current_sequence(handle: Any, table: SequenceTable) -> TrackedSequence:
-    """As `live_sequence`; a handle of another length than the sequence is RequestValidation, too."""
+    """As `live_sequence`; a handle of another length than the sequence is a RequestValidationError, too."""
     sequence = live_sequence(handle, table)
     if handle.num_tokens != sequence.length:
         raise _stale(handle, sequence)

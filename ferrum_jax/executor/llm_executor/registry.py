@@ -14,7 +14,7 @@ class LlmExecutorRegistry(ExecutorRegistry):
         self._executors: dict[str, ModelExecutor] = {}
 
     def register(self, name: str, executor: ModelExecutor) -> None:
-        """Adds an executor; a name that is taken is AlreadyExists."""
+        """Adds an executor; a name in use is an AlreadyExistsError."""
         if not isinstance(name, str) or not name:
             raise RequestValidationError(f"executor name {safe_repr(name)}: expected a string that is not empty")
         if not isinstance(executor, ModelExecutor):

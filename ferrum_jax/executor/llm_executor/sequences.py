@@ -130,7 +130,7 @@ class SequenceTable:
         return sequence
 
     def get(self, cache_id: str) -> TrackedSequence:
-        """As `find`; a released sequence is RequestValidation."""
+        """As `find`; a released sequence is a RequestValidationError."""
         sequence = self.find(cache_id)
         if sequence is None:
             raise RequestValidationError(f"{cache_id!r}: the sequence was released, its handles are stale")
