@@ -4,6 +4,7 @@ The contract's types and errors are here at once; what needs JAX is imported whe
 """
 
 import importlib
+import time
 from typing import TYPE_CHECKING, Any
 
 from ferrum_jax import contract as contract
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ferrum_jax.weights.foreign import from_hf_names as from_hf_names
 
 __version__ = "0.1.0"
+IMPORTED_AT = time.time()  # seconds since 1970
 
 _LAZY = {
     "EngineConfig": "ferrum_jax.config",

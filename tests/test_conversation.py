@@ -2,14 +2,21 @@
 
 import builtins
 import io
+import string
+import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
 from rich.console import Console
 
 from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.conversation import Conversation
+from ferrum_jax.generate.tokenizer import Tokenizer
 from tests.serve.models import Scripted, characters
 
 
@@ -105,3 +112,35 @@ def test_unknown_commands_and_conversations_that_are_too_long_are_told(talk: Tal
     assert "RequestValidation error" in said
     assert out == "hello\n"
     assert talk.prompts[-1] == "user:one<end>assistant:<go>"
+
+
+def test_a_line_that_is_no_text_is_told_and_the_next_one_read(talk: Talk, monkeypatch: pytest.MonkeyPatch):
+    out, said = talk.run(["\udcff\udcfe hello", "one"])
+    assert out == "hello\n"
+    assert "this line is not" in said
+    monkeypatch.setattr(sys, "stdin", None)
+    assert talk.run(["one"]) == ("", "")
+
+
+def test_of_answers_in_channels_the_users_alone_is_the_answer(capsys: pytest.CaptureFixture[str]):
+    marks = ("<|return|>", "<|go|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>")
+    letters = {one: at for at, one in enumerate(string.printable)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=letters, merges=[]))
+    backend.decoder = tokenizers.decoders.Fuse()
+    backend.add_special_tokens([tokenizers.AddedToken(one, special=True) for one in marks])
+    template = (
+        "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}"
+        "<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant<|go|>"
+    )
+    ids = {one: len(letters) + at for at, one in enumerate(marks)}
+    tokenizer = Tokenizer(backend=backend, eos_token_ids=(ids["<|return|>"],), chat_templates={"default": template})
+    model = Scripted()
+    model.tokenizer, model.end, model.go = tokenizer, ids["<|return|>"], ids["<|go|>"]
+    model._sizes = replace(model._sizes, vocab_size=tokenizer.vocab_size)
+    model.says("<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final<|message|>Paris.")
+    llm, said = LLM.from_model(model, tokenizer, max_rows=1, chunk_tokens=64), io.StringIO()
+    talk = Conversation(llm, SamplingParams(max_tokens=200), Console(file=said, width=300))
+    talk._answer("Where?")
+    assert capsys.readouterr().out == "Paris.\n"
+    assert "Easy." in said.getvalue()
+    assert talk._messages[-1] == {"role": "assistant", "content": "Paris."}

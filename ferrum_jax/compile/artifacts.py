@@ -35,6 +35,7 @@ SUFFIX = ".step"
 PROGRAM = re.compile(r"[0-9a-f]{32}")  # name of a program's folder
 FACTS = "program.json"  # what a folder's steps depend on, for people to read
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
+_PROBE = "/ferrum_jax/is_listening"
 # What JAX, pickle and a compressor raise for what they cannot write or read, unless the allocation failed.
 _UNUSABLE = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ImportError, EOFError,
              pickle.PickleError, zlib.error)  # fmt: skip
@@ -345,14 +346,17 @@ class _CacheHits:
     def count(self) -> int:
         """Returns this thread's hits so far."""
         with self._lock:
-            if not self._is_listening:
+            self._is_listening = False
+            jax.monitoring.record_event(_PROBE)
+            if not self._is_listening:  # for the first time, or since somebody has cleared JAX's listeners
                 jax.monitoring.register_event_listener(self._listen)
-                self._is_listening = True
         return getattr(self._counts, "hits", 0)
 
     def _listen(self, event: str, **_: str | int) -> None:
         if event == CACHE_HIT:
             self._counts.hits = getattr(self._counts, "hits", 0) + 1
+        elif event == _PROBE:
+            self._is_listening = True
 
 
 _HITS = _CacheHits()

@@ -1,6 +1,5 @@
 """What a compiled step depends on, as plain data: where any of it differs, the step is another one."""
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -16,6 +15,7 @@ import jax
 import jaxlib.version
 import psutil
 
+from ferrum_jax import IMPORTED_AT
 from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.config import ENVIRONMENT, ModelConfig
 from ferrum_jax.kvcache import state
@@ -87,9 +87,10 @@ def digest_source(package: Path) -> str:
 def is_edited(package: Path = PACKAGE, began: float | None = None) -> bool:
     """True if source has changed since this process began, so that the code that runs may not be the digested one.
 
-    `began`, in seconds since 1970, stands for another moment.
+    A process that was forked has the modules that its parent imported before. `began`, in seconds since 1970, stands
+    for another moment.
     """
-    began = psutil.Process().create_time() if began is None else began
+    began = min(psutil.Process().create_time(), IMPORTED_AT) if began is None else began
     times = [(found.st_mtime, found.st_ctime) for found in (path.stat() for path in _modules(package))]
     return any(max(changed) > began for changed in times)  # a copy with its old mtime has a new ctime
 
@@ -109,6 +110,7 @@ def describe_machine(placement: Placement) -> Facts:
         "process": [jax.process_index(), jax.process_count()],  # each keeps the part that runs on its own devices
         "host": describe_host(),
         "environment": compiler_variables(ENVIRONMENT),
+        "xla_options": _xla_options(),
     }
 
 
@@ -134,16 +136,21 @@ def describe_host(cpuinfo: Path = Path("/proc/cpuinfo")) -> Facts:
 def compiler_variables(variables: Mapping[str, str]) -> Facts:
     """Picks the variables that the compilers below JAX read; JAX's own are its settings."""
     chosen = {name for name in variables if name.startswith(COMPILERS) and not name.startswith("XLA_PYTHON_CLIENT_")}
-    return {name: _with_file(name, variables[name]) for name in sorted(chosen)}
+    return {name: variables[name] for name in sorted(chosen)}
 
 
-def _with_file(name: str, value: str) -> str:
-    """Returns a variable's value; adds a digest of the file if it is one, as XLA reads flags from a file."""
-    path = value.strip()
-    if name == "XLA_FLAGS" and path and not path.startswith("-"):
-        with contextlib.suppress(OSError, ValueError):
-            return f"{value} {hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
-    return value
+def _xla_options() -> str | None:
+    """Digest of the options that XLA compiles with, whichever file or variable they came from, and whenever.
+
+    None if this jaxlib does not tell.
+    """
+    try:
+        from jaxlib import xla_client
+
+        options: bytes = xla_client.CompileOptions().SerializeAsString()
+    except (ImportError, AttributeError):
+        return None
+    return hashlib.sha256(options).hexdigest()
 
 
 def describe_settings() -> Facts:

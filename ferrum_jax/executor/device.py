@@ -43,7 +43,7 @@ from ferrum_jax.executor.weights import brought_to, check_like_specs, check_same
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
 from ferrum_jax.models.placement import ModelPlacement
-from ferrum_jax.models.specs import ParamTree, is_spec, is_weight_spec
+from ferrum_jax.models.specs import ParamTree, as_plain, is_spec, is_weight_spec
 from ferrum_jax.sharding.mesh import Placement
 
 T = TypeVar("T")
@@ -169,6 +169,7 @@ class DeviceState:
             InvalidParameterError: they differ from the served ones in more than their values.
             UnsupportedError: they lie on devices of several processes.
         """
+        params = as_plain(params)
         if self._specs is None:
             params = brought_to(self.placed.placement.first, params)
             params = laid_out_like(self._shapes, params, self._cfg)

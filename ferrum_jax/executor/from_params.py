@@ -20,7 +20,7 @@ from ferrum_jax.models.layout import CHECKPOINT, FUSED, layout_of, recipes
 from ferrum_jax.models.placement import ModelPlacement
 from ferrum_jax.models.quantisation import specs_like
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.specs import ParamTree, named_leaves
+from ferrum_jax.models.specs import ParamTree, as_plain, named_leaves
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.sharding.mesh import Placement, outside_meshes, place_on_mesh
 from ferrum_jax.sharding.processes import telling
@@ -55,6 +55,7 @@ def from_params(
     """
     if not isinstance(cfg, ModelConfig):
         raise InvalidParameterError(f"cfg is a {type(cfg).__name__}, expected a ModelConfig: models.config_from_hf")
+    params = as_plain(params)
     for leaf in jax.tree.leaves(params):
         if not isinstance(leaf, jax.Array):
             raise InvalidParameterError(f"a parameter is a {type(leaf).__name__}, expected arrays of JAX on a device")

@@ -133,6 +133,7 @@ class _Renderer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt from the terminal is for the caller
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # jinja2 may be anywhere on it
         )
         self._owner = os.getpid()
 

@@ -4,6 +4,7 @@ import atexit
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -57,6 +58,10 @@ class Engine:
             CancelledError: the engine is closed.
             RequestValidationError: the engine's own thread called this, in the middle of a step.
         """
+        now = time.perf_counter()
+        for request in requests:
+            for one in (request, *request.copies):
+                one.submitted = now
         self._put(list(requests))
 
     def abort(self, *requests: Request) -> None:

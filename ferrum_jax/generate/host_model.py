@@ -245,13 +245,16 @@ class HostModel:
     def _run_singly(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
         decoding = [row for row in rows if row.num_tokens == 1 and row.start > 0]
         found: dict[str, Any] = {}
-        if decoding:
+        is_default = getattr(self.model.decode_batch, "__func__", None) is DecoderOnlyLLM.decode_batch
+        if decoding and not is_default:  # which decodes one by one, too: here a row may be refused alone
             items = [(row.cache_id, _ids(row)[0], row.start) for row in decoding]
             given = self._call("decode_batch", items, decoding, advanced, may_stop_half_way=True)
             found = {row.cache_id: one for row, one in zip(decoding, given, strict=True)}
         for row in rows:
             if row.cache_id not in found:
-                found[row.cache_id] = kept(self.model.prefill(row.cache_id, _ids(row)))
+                ids, key = _ids(row), row.cache_id
+                given = self.model.decode(key, ids[0], row.start) if row in decoding else self.model.prefill(key, ids)
+                found[key] = kept(given)
                 self._advance([row], advanced)
         return [found[row.cache_id] for row in rows]
 

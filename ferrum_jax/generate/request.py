@@ -380,7 +380,7 @@ class Request:
         params, begin, count = self.params, len(self.prompt), len(self.choices)
         wanted, scored = params.num_logprobs, params.num_prompt_logprobs >= 0
         return RequestOutput(
-            prompt_token_ids=self.prompt,
+            prompt_token_ids=list(self.prompt),
             token_ids=self.tokens[begin : begin + count],
             text=self._text_so_far(),
             finish_reason=reason,

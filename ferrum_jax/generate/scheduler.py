@@ -8,7 +8,6 @@ with its sequence.
 import itertools
 import logging
 import secrets
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +90,6 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queues a request."""
-        request.submitted = time.perf_counter()
         if request.copies:
             for one in (request, *request.copies):
                 one.group = request.cache_id

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ferrum_jax.config import EngineConfig
 from ferrum_jax.contract.checks import check_int
@@ -94,5 +95,8 @@ def make_drafts(speculation: Speculation, target: DecoderOnlyLLM, num_tokens: in
         return PromptLookup(speculation.max_ngram, num_tokens)
     seqs, device = (target.plan.max_seqs, target.device) if isinstance(target, ModelRunner) else (max_rows, None)
     capacity = target.kv_capacity()
-    model = load(resolve(draft), max_seqs=seqs, kv_capacity=capacity, device=device, engine=NO_SPECULATION)
+    how: dict[str, Any] = {"max_seqs": seqs, "kv_capacity": capacity, "device": device, "engine": NO_SPECULATION}
+    if isinstance(target, ModelRunner):  # keeps its compiled steps where the target's are, or nowhere
+        how["artifacts"] = False if target.artifacts is None else target.artifacts.root
+    model = load(resolve(draft), **how)
     return ModelDraft(model, num_tokens, drawing=drawing, is_owner=True)

@@ -51,7 +51,8 @@ class Speculator:
         If the KV is too full for the drafts, or the model refuses them, nothing changes and the list is empty: the
         requests are left to the ordinary step. After any error the KV is rolled back.
         """
-        ready = [one for one in batch if one.num_read == len(one.tokens) - 1 > 0]
+        # A first token is never drafted: how much of its prompt was read before depends on other requests.
+        ready = [one for one in batch if one.num_read == len(one.tokens) - 1 >= len(one.prompt)]
         ready = [one for one in ready if not one.capture and not one.has_changing_settings]
         drafted = self._draft(ready)
         if not drafted:

@@ -29,6 +29,7 @@ from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.from_params import from_params
+from ferrum_jax.executor.weights import brought_to
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
 from ferrum_jax.integrations.tunix_lora import LORA, adapter_of, lora_scales
@@ -97,9 +98,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         asked = EngineConfig(**settings).over(engine or EngineConfig())
         longest = training.max_prompt_length + training.max_tokens_to_generate
         capacity = max(longest, training.kv_cache_size)
-        self._devices = {device for leaf in given.values() for device in leaf.devices()}
-        first = min(self._devices, key=lambda one: one.id)
-        sharding = jax.sharding.SingleDeviceSharding(first)
+        first = min({device for leaf in given.values() for device in leaf.devices()}, key=lambda one: one.id)
         found = asked.over_environment()
         self._serves_one = not (serving_mesh or found.mesh_sizes)
         dtype = jnp.dtype(training.data_type or next(iter(given.values())).dtype).name
@@ -110,9 +109,9 @@ class FerrumRollout(base_rollout.BaseRollout):
             rank = max(leaf.shape[-1] for path, leaf in lora.items() if path.endswith(LORA[0]))
             asked = asked.over(EngineConfig(max_loras=1, max_lora_rank=rank))
         self._layout, self._dtype, self._served = asked.layout or FUSED, training.data_type, dtype
-        self._to, alone = sharding, len(self._devices) == 1
-        self._convert: Any = jax.jit(self._converted, out_shardings=sharding if alone else None)
-        self._adapt: Any = jax.jit(self._adapted, out_shardings=sharding if alone else None)
+        self._device = first
+        self._convert: Any = jax.jit(self._converted)
+        self._adapt: Any = jax.jit(self._adapted)
         adapter = self._placed(self._adapt, lora) if lora else None
         runner = from_params(self._placed(self._convert, given), self._cfg, mesh=serving_mesh, engine=asked)
         self.llm = LLM.from_model(runner)  # public: it can do more than tunix asks for
@@ -243,9 +242,7 @@ class FerrumRollout(base_rollout.BaseRollout):
             if leaf.sharding.memory_kind not in (None, next(iter(leaf.devices())).default_memory().kind):
                 raise UnsupportedError(f"{path} lies in {leaf.sharding.memory_kind}: offload_to_cpu is not supported")
         made = convert(leaves)
-        if len(self._devices) > 1 and self._serves_one:
-            return jax.device_put(made, self._to)
-        return made
+        return brought_to(self._device, made) if self._serves_one else made
 
     def _converted(self, leaves: dict[str, jax.Array]) -> ParamTree:
         """Converts to the served tree; under `jit` it shares no buffers with the actor, which may donate its own."""

@@ -53,6 +53,19 @@ def is_weight_spec(leaf: Any) -> bool:
     return isinstance(leaf, (ParamSpec, QuantisedWeight))
 
 
+def as_plain(tree: Any) -> Any:
+    """Returns a tree of dicts for one of any mappings, whose leaves may have another order; itself if it has none."""
+    if isinstance(tree, Mapping):
+        made: Any = {key: as_plain(value) for key, value in tree.items()}
+        is_same = type(tree) is dict and all(made[key] is value for key, value in tree.items())
+    elif isinstance(tree, list):
+        made = [as_plain(value) for value in tree]
+        is_same = all(mine is theirs for mine, theirs in zip(made, tree, strict=True))
+    else:
+        return tree
+    return tree if is_same else made
+
+
 def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] = is_spec) -> dict[str, Any]:
     """Maps checkpoint names to the leaves of any tree."""
     return {name_of(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]}

@@ -107,7 +107,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or raises a 401."""
-        if scope["type"] == "http" and scope["path"] not in _OPEN and not self._knows(scope):
+        if scope["type"] == "http" and not (self._is_open(scope) or self._knows(scope)):
             raise ApiError(
                 401,
                 "the API key is missing or wrong: send it as `Authorization: Bearer KEY`",
@@ -115,6 +115,9 @@ class ApiKeys:
                 headers={"www-authenticate": "Bearer"},
             )
         await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

@@ -1,7 +1,10 @@
 """Whatever can change a program changes its digest, and nothing else does."""
 
 import os
+import subprocess
+import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -173,3 +176,27 @@ def test_a_link_that_leads_nowhere_is_no_source(tmp_path: Path):
     (tmp_path / ".#a.py").symlink_to("somebody@somewhere.1")
     assert fingerprint.digest_source(tmp_path) == digest
     assert not fingerprint.is_edited(tmp_path, began=time.time() + 1)
+
+
+def test_leaves_in_another_order_are_other_parameters():
+    def turned(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        return OrderedDict((name, turned(tree[name])) for name in sorted(tree, reverse=True))
+
+    assert digest(_facts(params=turned(PARAMS))) != digest(_facts())
+
+
+def test_a_forked_process_is_as_old_as_what_it_has_imported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fingerprint, "IMPORTED_AT", 1.0)
+    assert fingerprint.is_edited()
+
+
+def test_flags_in_a_file_count_by_what_they_say(tmp_path: Path):
+    code = "from ferrum_jax.compile import fingerprint; print(fingerprint._xla_options())"
+    path, told = tmp_path / "flags", []
+    for flags in ("--xla_cpu_enable_fast_math=false", "--xla_cpu_enable_fast_math=true"):
+        path.write_text(flags)
+        env = os.environ | {"XLA_FLAGS": str(path)}
+        told.append(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
+    assert told[0] != told[1]

@@ -1,5 +1,6 @@
 """Files that nobody else can have written, and that are whole."""
 
+import errno
 import itertools
 import os
 import random
@@ -175,3 +176,22 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_a_whole_file(folder: Priva
             break
         assert kills < 60, "no kill came in the middle of a file"
     assert list(folder.sizes()) == ["a"]
+
+
+def test_what_cannot_be_written_is_told_alike_each_time(folder: PrivateFolder, monkeypatch: pytest.MonkeyPatch):
+    folder.write("a", b"one")
+    opened = os.open
+
+    def read_only(path: str, flags: int, *more: int, **where: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        return opened(path, flags, *more, **where)
+
+    monkeypatch.setattr(os, "open", read_only)
+    told = set()
+    for _ in range(2):
+        with pytest.raises(OSError, match="Read-only") as problem:
+            folder.write("a", b"two")
+        told.add(str(problem.value))
+    assert len(told) == 1
+    assert str(folder.path / "a") in told.pop()

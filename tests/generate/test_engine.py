@@ -1,15 +1,19 @@
 """Continuous batching over hand-computable models: right answers, everything released, no livelock."""
 
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ferrum_jax import LLM, SamplingParams
 from ferrum_jax.contract.errors import DeviceError, ModelError, RequestValidationError, ResourceExhaustedError
 from ferrum_jax.contract.llm import DecodeRow, Logits, UnifiedRow
 from ferrum_jax.generate.scheduler import Scheduler
-from tests.fake import CountingLLM, answer
+from tests.fake import CountingLLM, SummingLLM, answer
 from tests.generate.drafting import finish, request
 
 
@@ -304,9 +308,10 @@ class PickyUnifiedLLM(PickyLLM):
 
 @pytest.mark.parametrize("kind", [PickyLLM, PickyUnifiedLLM])
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_request_that_the_model_refuses_fails_alone(kind: type[PickyLLM], at: int):
+@pytest.mark.parametrize("chunk", [4, 1])
+def test_a_request_that_the_model_refuses_fails_alone(kind: type[PickyLLM], at: int, chunk: int):
     model = kind()
-    engine = Scheduler(model, max_rows=3, chunk_tokens=4)
+    engine = Scheduler(model, max_rows=3, chunk_tokens=chunk)
     prompts = [[1, 2], [3, 4, 5], [6] * 9]
     prompts[at] = [2] * 6 + [13]  # refused once the others are half-way
     requests = [request(engine, prompt, 5) for prompt in prompts]
@@ -352,3 +357,39 @@ def test_after_a_reset_running_requests_are_read_anew():
     finish(engine, [request(engine, [4], 2)])
     assert one.output().token_ids == answer(model, [1, 2, 3], 4)
     assert model.batches[2] == [5, 1]
+
+
+def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_works(monkeypatch: pytest.MonkeyPatch):
+    model = CountingLLM()
+    start = threading.Thread.start
+
+    def fails(thread: threading.Thread) -> None:
+        if thread.name == "ferrum-engine":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    llm, params = LLM.from_model(model), SamplingParams(max_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(ResourceExhaustedError, match="can't start new thread"):
+            llm.generate([[1, 2]], params)
+    assert llm.generate([[1, 2]], params)[0].token_ids == answer(model, [1, 2], 4)
+
+
+def test_the_time_to_a_first_token_counts_from_the_submission():
+    model = SummingLLM()
+    llm = LLM.from_model(model, max_rows=4)
+    model.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(llm.generate, [[1]], SamplingParams(max_tokens=2))
+        model.entered.wait()
+        second = pool.submit(llm.generate, [[2]], SamplingParams(max_tokens=2))
+        time.sleep(0.2)
+        model.gate.set()
+        assert second.result()[0].time_to_first_token > 0.1
+        first.result()
+    drawn = SamplingParams(max_tokens=2, temperature=1.0, n=3, seed=0)
+    llm.generate([[1, 2]], drawn)  # compiles
+    answers = llm.as_completed([[1, 2]], drawn)
+    time.sleep(0.2)
+    assert all(out.time_to_first_token < 0.1 for _, out in answers)

@@ -1,6 +1,8 @@
 """Models of third parties: what they return is checked, and what they say they cannot is not asked of them."""
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,25 @@ def test_a_unified_forward_without_logits_is_not_called():
     outs = generated(model)
     assert [out.token_ids for out in outs] == [answer(model, prompt, 3) for prompt in ([1], [2, 3])]
     assert model.batches == [2, 2]
+
+
+class Kept(CountingLLM):
+    """The four required methods, and a sequence that goes on where it was left."""
+
+    def prefill(self, cache_id: str, tokens: Sequence[int]) -> Any:
+        time.sleep(0.002)
+        return super().prefill(cache_id, tokens)
+
+
+def test_a_reset_reaches_a_model_that_has_none():
+    model = Kept()
+    llm, params = LLM.from_model(model), SamplingParams(max_tokens=40)
+    expected = answer(model, [1, 2, 3], 40)
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(llm.generate, [[1, 2, 3]], params)
+        while not model.lengths:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        llm.reset()
+        assert begun.result()[0].token_ids == expected
+    assert model.lengths == {}

@@ -1,6 +1,7 @@
 """Speculation over hand-computable models: the answers of plain generation, fewer steps, nothing left behind."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -393,3 +394,28 @@ def test_refused_requests_fail_alone():
         else:
             assert one.answer == expected
     assert model.lengths == {}
+
+
+def test_a_first_token_is_never_drafted():
+    model, wants = UnifiedRollingLLM(), []
+    source = Scripted(lambda want: (wants.append(want), Draft([1]))[1])
+    engine = Scheduler(model, max_rows=2, chunk_tokens=4, drafts=source)
+    one = request(engine, [1] * 5, 6)  # all but its last token is read by the first step
+    finish(engine, [one])
+    assert one.answer == answer(model, [1] * 5, 6)
+    assert wants
+    assert all(len(want.tokens) > want.num_prompt for want in wants)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.5, "top_k": 3, "logprobs": 2}])
+def test_probabilities_of_a_draft_change_no_answer_that_is_greedy_or_tells_its_own(params: dict[str, Any]):
+    model, found = MarkovLLM(23, seed=1), []
+    source = Scripted(lambda want: Draft([7, 9][: want.count], EVEN[: want.count]), num_tokens=2)
+    for drafts in (None, source):
+        engine = Scheduler(model, max_rows=2, chunk_tokens=50, drafts=drafts)
+        one = request(engine, [1, 2, 3], 9, seed=4, **params)
+        finish(engine, [one])
+        found.append(one.output())
+    plain, drafted = found
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.logprobs == pytest.approx(plain.logprobs) if params else drafted.logprobs is None

@@ -274,7 +274,7 @@ def test_a_seed_gives_the_same_text_under_load(client: Any, server: RunningServe
         ({"seed": 2**63}, "seed", ""),
         ({"seed": -(2**63) - 1}, "seed", ""),
         ({"n": 2, "temperature": 0}, None, "same answer 2 times"),
-        ({"suffix": "x"}, "suffix", "not served"),
+        ({"suffix": "x"}, "suffix", "not supported"),
         ({"priority": 2**31}, "priority", "less than"),
         ({"min_tokens": 5, "max_tokens": 2}, None, "min_tokens is 5"),
         ({"colour": "red"}, "colour", "unknown field `colour`"),

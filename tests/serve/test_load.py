@@ -16,6 +16,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from ferrum_jax import LLM
 from ferrum_jax.contract.errors import ConfigError, DeviceError
@@ -23,9 +26,10 @@ from ferrum_jax.executor import ModelRunner
 from ferrum_jax.generate.structured import AnswerForm, FormCompiler, Structured
 from ferrum_jax.serve import generation
 from ferrum_jax.serve import server as server_module
+from ferrum_jax.serve.app import make_app
 from ferrum_jax.serve.errors import ApiError
 from ferrum_jax.serve.generation import EventStream
-from ferrum_jax.serve.server import RunningServer, bind, running
+from ferrum_jax.serve.server import RunningServer, Server, bind, running
 from ferrum_jax.serve.settings import ServerSettings
 from tests.fake import SummingLLM
 from tests.generate.conftest import is_empty
@@ -507,3 +511,17 @@ def test_an_address_that_cannot_be_had_is_refused():
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ConfigError):
         ServerSettings(**wrong)
+
+
+def test_a_server_says_so_where_another_has_begun_to_listen_meanwhile(llm: LLM):
+    with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
+        first.listen()
+        with pytest.raises(ConfigError, match="cannot listen on 127"):
+            Server(llm).run([second])
+
+
+def test_health_needs_no_key_under_a_mount_either(llm: LLM):
+    app = Starlette(routes=[Mount("/llm", make_app(llm, ServerSettings(api_keys=("one",))))])
+    with TestClient(app) as client:
+        assert client.get("/llm/health").status_code == 200
+        assert client.get("/llm/v1/models").status_code == 401
