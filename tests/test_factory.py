@@ -37,6 +37,10 @@ from ferrum_jax.contract.errors import (
     ResourceExhaustedError,
     UnsupportedError,
 )
+from ferrum_jax.executor.sizing import plan_engine
+from ferrum_jax.models.placement import ModelPlacement
+from ferrum_jax.sharding.devices import find_device
+from ferrum_jax.sharding.mesh import Placement
 from tests import tiny
 from tests.executor.asking import prompt, run
 
@@ -387,3 +391,15 @@ def test_the_table_of_the_documents_has_a_row_for_every_field():
     for part, kind in parts.items():
         expected |= {f"{part}.{field.name}" for field in fields(kind)}
     assert expected <= rows
+
+
+def test_a_pool_beside_sliding_window_caches_is_as_large_as_its_bytes():
+    cfg = tiny.model_config(NAME)
+    placed = ModelPlacement.of(cfg, Placement((find_device("cpu"),)))
+    engine = replace(LADDERS, window_kv=True, max_seqs=2, kv_capacity=512, block_size=8, dtype="float32")
+    sized = factory._sized(engine, 10**6, cfg, placed)
+    spec = plan_engine(sized, cfg, platform="cpu", free_bytes=2**62).cache
+    assert spec.window_slots == 2
+    assert spec.num_bytes <= 10**6 < spec.num_bytes + spec.bytes_per_position * spec.block_size
+    with pytest.raises(ConfigError, match="sliding-window caches"):
+        factory._sized(engine, 1000, cfg, placed)

@@ -5,6 +5,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import jax
+import numpy as np
+
 from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError, safe_repr
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
@@ -55,8 +58,12 @@ def params_update(model: DecoderOnlyLLM, params: ParamTree, live: LivePolicy) ->
 def lora_update(
     model: DecoderOnlyLLM, name: str, tree: Any, live: LivePolicy, *, scale: float = 1.0, index: int = 0
 ) -> Update:
-    """Returns the update that sets an adapter's arrays; raises as `params_update`."""
+    """Returns the update that sets an adapter's arrays; raises as `params_update`.
+
+    NumPy arrays are copied now, as their owner may write to them before the update comes.
+    """
     runner = _runner(model)
+    tree = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
     def install(kept: Collection[str]) -> int:
         runner.set_lora(name, tree, scale=scale, index=index, keep_sequences=kept)

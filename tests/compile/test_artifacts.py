@@ -470,3 +470,16 @@ def test_what_came_out_of_jaxs_persistent_cache_is_not_kept_as_it_would_lack_its
         f"(1, 0, 0, 0) 0 {answer}",
         f"(0, 1, 1, 0) 1 {answer}",
     ]
+
+
+def test_hits_are_counted_though_somebody_has_cleared_the_listeners(monkeypatch: pytest.MonkeyPatch):
+    listeners: list[Any] = []
+    monkeypatch.setattr(jax.monitoring, "register_event_listener", listeners.append)
+    monkeypatch.setattr(jax.monitoring, "record_event", lambda event: [one(event) for one in listeners])
+    hits = artifacts_module._CacheHits()
+    for cleared in range(2):
+        assert hits.count() == cleared
+        assert hits.count() == cleared
+        assert len(listeners) == 1
+        jax.monitoring.record_event(artifacts_module.CACHE_HIT)
+        listeners.clear()

@@ -1,6 +1,7 @@
 """`from_params`: a runner for parameters that are on a device already."""
 
 import dataclasses
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,29 @@ def test_steps_kept_for_other_slots_are_not_taken(tmp_path: Path, params: ParamT
         with ferrum_jax.from_params(params, CFG, engine=engine) as runner:
             found.append((runner.prefill("a", TOKENS), runner.decode("a", 3, 5)))
     np.testing.assert_array_equal(*found)
+
+
+def turned(tree: Any) -> Any:
+    """The same mappings, in another order."""
+    if isinstance(tree, dict):
+        return OrderedDict((name, turned(tree[name])) for name in sorted(tree, reverse=True))
+    return [turned(one) for one in tree] if isinstance(tree, list) else tree
+
+
+def test_parameters_go_by_their_names_in_whichever_order_they_come(params: ParamTree, oracle: Oracle, tmp_path: Path):
+    other = jax.tree.map(lambda leaf: leaf + 0, turned(params))
+    how: dict[str, Any] = {"engine": ENGINE, "max_seqs": 1, "decode_rows": (1,), "query_blocks": (1,)}
+    for given in (params, other):
+        with ferrum_jax.from_params(given, CFG, artifacts=tmp_path, **how) as runner:
+            np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
+            runner.release("a")
+            runner.set_params(turned(params))
+            np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.devices
+def test_parameters_on_a_mesh_go_by_their_names_too(params: ParamTree, oracle: Oracle):
+    how: dict[str, Any] = {"engine": ENGINE, "max_seqs": 1, "decode_rows": (1,), "query_blocks": (1,)}
+    with ferrum_jax.from_params(turned(params), CFG, mesh={"model": 2}, **how) as runner:
+        runner.set_params(turned(params))
+        np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)

@@ -1,3 +1,5 @@
+import os
+import pickle
 import re
 import subprocess
 import sys
@@ -327,3 +329,21 @@ def test_enumerations_are_plain_strings_to_a_template():
 
     messages = [{"role": Role.USER, "content": ""}]
     assert render_chat("{{ messages[0].role }}{{ messages[0].role.name is defined }}", messages) == "userFalse"
+
+
+def test_templates_are_rendered_where_the_callers_own_modules_are(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Any] = []
+
+    class Recorded(subprocess.Popen):
+        def __init__(self, *given: Any, **more: Any):
+            asked.append(more["env"])
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    monkeypatch.setattr(sys, "path", [*sys.path, "/somewhere/else"])
+    renderer = chat._Renderer()
+    try:
+        assert renderer.answer(pickle.dumps(("{{ a }}", {"a": "b"}, 5.0, 1 << 30, 100))) == {"text": "b"}
+    finally:
+        renderer._stop()
+    assert "/somewhere/else" in asked[0]["PYTHONPATH"].split(os.pathsep)

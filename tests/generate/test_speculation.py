@@ -272,3 +272,13 @@ def test_what_makes_no_sense_is_refused(folder: Path, tmp_path: Path):
         LLM.from_model(CountingLLM(), speculation=Speculation())
     with pytest.raises(ConfigError, match="vocabulary of 7 tokens, the target one of 23"):
         LLM(folder, speculation=Speculation(draft=RollingLLM(vocab_size=7)), **SIZES)
+
+
+def test_the_steps_of_a_draft_are_kept_where_those_of_its_target_are(folder: Path, tmp_path: Path):
+    for artifacts, expected in ((False, None), (tmp_path, tmp_path)):
+        with LLM(folder, artifacts=artifacts, speculation=Speculation(draft=folder), **SIZES) as llm:
+            source = source_of(llm)
+            assert isinstance(source, ModelDraft)
+            assert isinstance(source.model, ModelRunner)
+            kept = source.model.artifacts
+            assert (None if kept is None else kept.root) == expected

@@ -612,3 +612,13 @@ def test_ids_and_text_out_of_range_are_refused(tmp_path: Path):
     assert tokenizer.id_to_token(9999) is None
     assert tokenizer.token_to_id("<eos>") == 257
     assert tokenizer.decode([9999]) == ""
+
+
+def test_templates_see_the_tokens_that_a_tokenizer_names(tmp_path: Path):
+    template = "{{ bos_token }}{{ unk_token }}{{ pad_token }}{{ messages[0].content }}{{ eos_token }}"
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    write_folder(tmp_path, tokenizer_config=named | {"chat_template": template})
+    tokenizer = load_tokenizer(tmp_path)
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render(messages) == "<s><unk>hi</s>"
+    assert tokenizer.render(messages, pad_token="<p>") == "<s><unk><p>hi</s>"

@@ -380,6 +380,30 @@ def test_an_actor_on_several_devices_is_served():
         rollout.close()
 
 
+@pytest.mark.parametrize(("first", "later"), [("divided", "divided"), ("one", "divided"), ("one", "other")])
+def test_weights_come_from_device_to_device_wherever_they_lie(first: str, later: str):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def state(where: str) -> Any:
+        def place(leaf: jax.Array) -> Any:
+            if where != "divided":
+                return jax.sharding.SingleDeviceSharding(jax.devices()[3 if where == "other" else 0])
+            axes = [None] * (leaf.ndim - 1) + ["x"] if leaf.shape[-1] % 2 == 0 else []
+            return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+        return jax.tree.map(lambda leaf: jax.device_put(leaf, place(leaf)), nnx.state(tiny_model("qwen3"), nnx.Param))
+
+    model = tiny_model("qwen3")
+    nnx.update(model, state(first))
+    rollout, weights = rollout_of(model, warmup=False), state(later)
+    wanted = rollout.generate(["abc"], rollout_config())
+    with jax.transfer_guard_host_to_device("disallow_explicit"):
+        rollout.update_params(weights, (nnx.Param,))
+    found = rollout.generate(["abc"], rollout_config())
+    np.testing.assert_array_equal(found.tokens[0], wanted.tokens[0])
+    rollout.close()
+
+
 def test_what_cannot_be_served_is_refused():
     model = tiny_model("llama3")
     rollout = rollout_of(model)

@@ -2,12 +2,14 @@ import errno
 import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
 from hashlib import sha1
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
@@ -15,6 +17,7 @@ import pytest
 
 from ferrum_jax.contract.errors import (
     AuthError,
+    ConfigError,
     InvalidFormatError,
     IOError,
     NetworkError,
@@ -315,3 +318,17 @@ def test_a_bug_is_not_called_a_network_error(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(TypeError):
         hub.resolve("org/some")
+
+
+@pytest.mark.parametrize("stream", [None, object()])
+def test_a_model_is_found_without_a_standard_error(
+    stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    assert hub.resolve(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("model", [5, ["a"], b"/x"])
+def test_what_is_no_path_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="expected the path of a model"):
+        hub.resolve(model)
