@@ -134,7 +134,7 @@ class Artifacts:
             return None
 
     def save(self, name: str, executable: jax.stages.Compiled) -> Artifact | None:
-        """Writes a step and returns it as written; if it cannot be written, warns once and returns None."""
+        """Writes a step and returns it as written; if that fails, warns once and returns None."""
         program = self._program()
         folder = self._folder.child(program[:32])
         try:

@@ -57,7 +57,7 @@ class SlotSettings:
     bias: dict[int, float] = field(default_factory=dict)  # added to logits; -inf forbids
     allowed: NDArray[np.bool_] | None = None  # [V]; None: all tokens, unless there are `allowed_ids`
     allowed_ids: tuple[int, ...] | None = None
-    has_masks: bool = False  # the allowed tokens change with every token (`SampledToken.mask`)
+    has_masks: bool = False  # the allowed tokens are given with every token (`SampledToken.mask`)
     seen: NDArray[np.integer] | None = None  # token ids of the prompt, for the repetition penalty
     generated: NDArray[np.integer] | None = None  # token ids of the answer so far, for all three penalties
 

@@ -193,7 +193,7 @@ class PackedStep(Generic[Leaf]):
     decode_changes: Leaf  # [D]: row of the interventions; empty where the key has none
     block_changes: Leaf  # [P]
     logit_index: Leaf  # [R]: which of the X tokens
-    sample_slots: Leaf  # [R]: slot whose settings choose a token there; one past the last: no token is chosen
+    sample_slots: Leaf  # [R]: slot whose settings choose a token there; one past the last: the choice is dropped
     sample_positions: Leaf  # [R]: of the token to be chosen, in its sequence
     targets: Leaf  # [R]: the token to be scored after each one; empty for "last", like `scored`
     scored: Leaf  # [1]: which scores are wanted, as `sampling.score` takes it

@@ -37,7 +37,7 @@ class AllocationRequest:
 
 
 class KvTransaction:
-    """Slots and blocks of one call, all or nothing: the constructor raises if any lack; then `apply` and `commit`.
+    """Slots and blocks of one call, all or nothing: raises when made if they are short; then `apply` and `commit`.
 
     A sequence that already has room in blocks of its own takes no part but to be counted.
     """
