@@ -26,7 +26,7 @@ WHOLE = PartitionSpec()  # every device has all of an array
 def leave_mesh() -> contextlib.AbstractContextManager[Any] | None:
     """Leaves the mesh that this thread has set by `jax.set_mesh`, until the end of the context returned.
 
-    A runner's programs are compiled for its own devices, which JAX refuses inside another mesh. None without a mesh.
+    A runner's programs are for its own devices, and JAX refuses them inside another mesh. None without a mesh.
     """
     return None if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(Mesh(np.empty((), object), ()))
 

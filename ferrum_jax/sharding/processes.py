@@ -1,6 +1,6 @@
 """The processes of one job: how this one joins them, and the connections that carry commands between them.
 
-JAX moves arrays between devices; the commands of process 0 go to each other process over a connection of our own. Both
+JAX moves arrays between devices; the commands of process 0 go to every other process over a connection of our own. Both
 ends send a heartbeat every second, so that a lost process is noticed even where no device reports it: a collective
 with a lost process may wait for ever.
 """
