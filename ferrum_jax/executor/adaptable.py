@@ -38,7 +38,9 @@ class Adaptable(Observable):
             adapters.bind(key, None if adapter is None else adapters.find(adapter))
 
     def load_lora(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Loads an adapter in PEFT's format until `unload_lora`; compiles nothing. Other calls run while it is read.
+        """Loads an adapter in PEFT's format until `unload_lora`; after `warmup`, compiles nothing.
+
+        Other calls run while its files are read.
 
         Raises:
             AlreadyExistsError: the name is in use.

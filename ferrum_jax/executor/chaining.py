@@ -24,7 +24,7 @@ def has_settings(output: Output) -> bool:
 
 
 def has_masks(outputs: Sequence[Output]) -> bool:
-    """True if any output has a mask of allowed tokens."""
+    """True if any `SampledToken` has a mask of allowed tokens."""
     return any(isinstance(one, SampledToken) and one.mask is not None for one in outputs)
 
 

@@ -84,7 +84,7 @@ def from_params(
         if getattr(given, name) not in (None, getattr(theirs, name)):
             raise ConfigError(f"{name} is {getattr(given, name)!r}, these parameters have {getattr(theirs, name)!r}")
     if given.quantize:
-        raise ConfigError(f"quantize is {given.quantize!r}, which belongs to `load`: these are served as they are")
+        raise ConfigError(f"quantize is {given.quantize!r}, which belongs to `load`: parameters are served as they are")
     check_fits_config(params, cfg, layout)
     asked = theirs.over(given).over_environment()
     check_compiler_options(asked.compiler_options, device)

@@ -1,7 +1,7 @@
 """Data parallel: several replicas of a model, each with a KV of its own, behind one runner.
 
 A sequence stays on one replica: of those with room, the one that knows most of its prompt's prefix, or else has most
-free blocks. Replicas work at the same time: all steps of a batch are dispatched before the first is read.
+free blocks. Replicas work at the same time: up to two steps of a batch on each are begun before one is read.
 """
 
 import contextlib
@@ -231,7 +231,7 @@ class ReplicatedRunner(ModelRunner):
     def load_lora(self, name: str, path: Any) -> None:
         """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as `ModelRunner.load_lora`.
 
-        The name is in use if any replica has loaded an adapter under it, for a sequence there.
+        The name is in use even if only one replica has loaded an adapter under it, for a sequence there.
         """
         adapters = self.replicas[0]._adapters
         with self._life.lock, self._life:

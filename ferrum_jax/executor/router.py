@@ -94,7 +94,10 @@ class ReplicaRouter:
             raise
 
     def place(self, wanted: Sequence[tuple[str, NDArray[np.int32]]], targets: Sequence[int] = ()) -> dict[str, int]:
-        """Chooses a replica for each (id, new tokens), with room for them or `targets` positions; changes nothing."""
+        """Chooses a replica for each (id, new tokens), one with room if there is any; changes nothing.
+
+        `targets` are the positions that need room; by default, those of the new tokens.
+        """
         found: dict[str, int] = {}
         slots = [replica._pipeline.table.num_free_slots for replica in self.replicas]
         blocks = [replica._pipeline.table.pool.num_free for replica in self.replicas]

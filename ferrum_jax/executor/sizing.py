@@ -67,7 +67,7 @@ class EnginePlan:
         return SamplerSpec(num_slots=self.max_seqs, vocab_size=self.vocab_size, capacity=self.kv_capacity)
 
     def declared(self, *, drafts: bool = False) -> list[ProgramKey]:
-        """Every program that legal traffic can need, adapters included; with `spec_tokens` or `drafts` also theirs."""
+        """Every program that legal traffic can need, adapters and (with `drafts` or `spec_tokens`) drafts included."""
         keys = self.buckets.declared(adapters=self.loras is not None, drafts=drafts or bool(self.spec_tokens))
         if self.loras is not None:
             keys.append(InstallKey(self.loras.max_loras, self.loras.max_rank))

@@ -33,7 +33,7 @@ def served_shapes(params: ParamTree) -> ParamTree:
 
 
 def check_same_shapes(params: ParamTree, instead_of: ParamTree) -> None:
-    """Raises InvalidParameterError unless two trees differ in values alone; the message names every difference.
+    """Raises InvalidParameterError unless two trees differ in values alone; the message names what differs.
 
     `instead_of` are arrays, or their `served_shapes`.
     """

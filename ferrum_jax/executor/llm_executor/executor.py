@@ -68,7 +68,7 @@ class LlmExecutor(BatchModelExecutor, SpeculativeExecutor):
         return self._info
 
     def capabilities(self) -> execution.ExecutorCapabilities:
-        """Capabilities of the model, as of the making of the executor."""
+        """Capabilities of the model, as it reported them when the executor was made."""
         return self._capabilities
 
     def status(self) -> execution.ExecutorStatus:

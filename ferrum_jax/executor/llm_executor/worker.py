@@ -20,7 +20,7 @@ T = TypeVar("T")
 class CallWorker:
     """Runs calls one after another in a thread of its own, in order of arrival.
 
-    A caller that is cancelled waits until its call has ended and is undone; if it has not begun, it never begins.
+    A caller that is cancelled waits until its call has ended and is undone; a call that has not begun never begins.
     """
 
     def __init__(self, table: SequenceTable, meter: Meter):
