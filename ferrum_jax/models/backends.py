@@ -90,7 +90,7 @@ def settle_attention(
 
 
 def fallback_reason(settings: EngineConfig, cfg: ModelConfig, device: JaxDevice) -> str | None:
-    """Returns why attention on this GPU or TPU falls back to XLA's code; None if it does not, or if it was chosen."""
+    """Returns why attention on this GPU or TPU falls back to XLA's code; None if it does not, or a backend is set."""
     own = OWN.get(device.platform)
     if settings.attention is not None or own not in ("triton", "tpu"):
         return None

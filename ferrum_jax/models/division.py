@@ -32,7 +32,7 @@ Run = tuple[int, int]  # first index, or PADDING, and length
 Runs = tuple[Run, ...]
 Leaf = Any  # an array, or a QuantisedWeight of arrays
 Spec = ParamSpec | QuantisedWeight[ParamSpec]
-_UNITS = {"mlp": 1, "mlp_pairs": 2, "vocab": 1}  # by logical axis: rows that stay on one device
+_UNITS = {"mlp": 1, "mlp_pairs": 2, "vocab": 1}  # by logical axis: adjacent rows that stay together on one device
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def run(
     Raises:
         InvalidParameterError: the parameters are not this model's, only one of `loras` and `adapters` is given, an
             array has a wrong shape, a token id is outside the vocabulary, a hook point is unknown or lies before
-            `first_layer`, or `first_layer` does not exist, or is not 0 and there are no `inputs_embeds`.
+            `first_layer`, or `first_layer` does not exist, or is not the int 0 and there are no `inputs_embeds`.
         UnsupportedError: the model does not have a hook point.
     """
     check_names(params, cfg)
@@ -348,7 +348,7 @@ def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> i
     """Returns the first layer that runs, an integer or a scalar of the array type.
 
     Raises:
-        InvalidParameterError: the layer does not exist, or is not 0 and there are no `inputs_embeds`.
+        InvalidParameterError: the layer does not exist, or is not the int 0 and there are no `inputs_embeds`.
     """
     last = cfg.num_hidden_layers - 1
     if isinstance(given, (jax.Array, np.ndarray)):
