@@ -181,7 +181,7 @@ class LLM:
             UnsupportedError: the model is not a `ModelRunner`; whether it has a prefix cache is not known.
         """
         if not isinstance(self.model, ModelRunner):
-            raise UnsupportedError(f"reset_prefix_cache needs a ModelRunner, not a {type(self.model).__name__}")
+            raise UnsupportedError(f"prefix caches are reset by a ModelRunner, not by a {type(self.model).__name__}")
         self.engine.call(self.model.reset_prefix_cache)
 
     def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
@@ -324,8 +324,8 @@ class LLM:
         Args:
             prompts: texts or lists of token ids, one for each continuation or one for all. A beginning that successive
                 continuations share is computed once, and a prefix in the prefix cache is not computed.
-            continuations: texts or lists of token ids. Texts are tokenised together with their prompt and scored from
-                the first token that differs from the prompt's own tokens.
+            continuations: texts or lists of token ids. A text after a text prompt is tokenised together with
+                it, and scored from the first token that differs from the prompt's own tokens.
             params: one for all continuations or one for each. `Score.processed_logprobs` are then the figures that
                 `generate` would report if it sampled the continuation with these parameters. Programs for this compile
                 when they are first needed. Log-probabilities of the model's own distribution are always returned.
