@@ -20,7 +20,7 @@ from ferrum_jax.ops.batch import Rows
 from ferrum_jax.ops.linear import precision
 from ferrum_jax.sharding.types import vary_like
 
-BATCHED_TOKENS = 16  # longest rows that are computed together; from 32 on one by one is faster, on two cores
+BATCHED_TOKENS = 16  # most tokens of rows that are computed together; from 32 on one by one is faster, on two cores
 QUERY_BLOCK = 256  # tokens of a longer row that are computed together
 
 

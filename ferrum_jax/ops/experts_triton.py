@@ -33,7 +33,7 @@ class TiledWeight:
     """A stack of experts' weights `[E, F, D]`, with the expert of each tile of rows."""
 
     stack: jax.Array
-    experts: jax.Array  # int32 [tiles]; -1: the tile is unused
+    experts: jax.Array  # int32 [tiles]; -1: the tile has no expert here
 
 
 def can_multiply(x: jax.Array, stack: Any) -> bool:
@@ -42,7 +42,7 @@ def can_multiply(x: jax.Array, stack: Any) -> bool:
 
 
 def product(x: Float[Array, "X D"], weight: TiledWeight) -> Float[Array, "X F"]:
-    """Computes `x @ weight.T` for each tile of `X / tiles` rows, summed in float32; zeros for an unused tile."""
+    """Computes `x @ weight.T` for each tile of `X / tiles` rows, summed in float32; zeros for one without expert."""
     return launch(_call, x, weight.experts, weight.stack)
 
 

@@ -2,10 +2,10 @@
 
 Shazeer et al. 2017, "Outrageously Large Neural Networks", without capacity limits: no token is dropped.
 
-A choice is a token with one of its experts. With kernels that read the weights, a CPU multiplies all choices in one
-call (ops/native). Otherwise tokens are sorted by expert and cut into tiles, each of a few rows of one expert. In steps
-of many choices a GPU multiplies the tiles in a kernel (experts_triton.py), if it reads the weights. Without kernels a
-CPU loops over the tiles, one expert's weights at a time; other devices gather the weights of many tiles and multiply
+A choice is a token with one of its experts. With kernels that read the weights, a CPU multiplies all choices at once
+(ops/native). Otherwise choices are sorted by expert and cut into tiles, each of a few rows of one expert. In steps of
+many choices a GPU multiplies the tiles in a kernel (experts_triton.py), if it reads the weights. If no kernel is used,
+a CPU loops over the tiles, one expert's weights at a time; other devices gather the weights of many tiles and multiply
 them at once. `lax.ragged_dot` does this in one operation, but on CPUs and NVIDIA GPUs XLA expands it to a product with
 every expert.
 """
