@@ -124,8 +124,8 @@ def put_recipe(
 ) -> Any:
     """Makes one leaf of a layout on its devices, from the checkpoint's leaves that `read` returns.
 
-    `own` are the specs of the checkpoint's leaves by name, `laid` is the spec of the new leaf. `put` puts it on a
-    single device.
+    `own` are the specs of the checkpoint's leaves by name, `laid` is the spec of the new leaf. `put` puts it on
+    the only device of an undivided model.
     """
     if placed.division is None:
         made = recipe.make(read, np.concatenate, put.stack)

@@ -155,8 +155,8 @@ def native_format(name: str, weight: PackedWeight, entries: Mapping[str, Entry],
     """Returns the format of a folder's weight in its native quantisation.
 
     Raises:
-        UnsupportedError: its groups are not runs of adjacent columns of one size (even for four bits), or its values
-            are four-bit floats.
+        UnsupportedError: its groups are not runs of adjacent columns, all of one size (an even one for values of four
+            bits), or its values are four-bit floats.
     """
     columns, size = weight.shape[-1], scheme.group_size or weight.shape[-1]
     if scheme.packing == MXFP4:

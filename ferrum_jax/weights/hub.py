@@ -47,7 +47,7 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
         progress: draw bars on stderr while downloading, if stderr is a terminal.
 
     Raises:
-        ConfigError: `model` is no path.
+        ConfigError: `model` is neither None, a str nor an `os.PathLike`.
         NotFoundError: the path, repository or revision does not exist.
         InvalidFormatError: `model` is neither a path nor an id, or a file of another format.
         AuthError: the repository is gated or private.

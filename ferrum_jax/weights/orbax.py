@@ -205,7 +205,7 @@ class OrbaxSource:
         return self._restore({name: None})[name]
 
     def _restore(self, wanted: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
-        """Reads tensors, by the shardings of their shapes onto devices; those without a shape to the host."""
+        """Reads tensors: onto devices by the shardings of their shapes, or to the host if they have no shape here."""
         import orbax.checkpoint as ocp
 
         def kind(name: str) -> Any:
@@ -225,7 +225,7 @@ class OrbaxSource:
         """Returns None: no tensor can be read in parts."""
 
     def _check_files(self) -> None:
-        """Raises InvalidFormatError for a file that is not regular, or misses or contradicts its listed checksum."""
+        """Raises InvalidFormatError if a file is not regular, or a listed one is missing or has another checksum."""
         if not (listed := self.path / CHECKSUMS).exists():
             _files(self.path / PARAMS)
             return

@@ -1,8 +1,8 @@
 """The quantised weights of a Hugging Face folder; their tensors are checked against the folder's configuration.
 
 A weight is quantised if it has the tensors of a quantised weight, so the lists of excluded modules
-(`modules_to_not_convert`, `ignore`) are not needed. Scales of activations, keys and values are not read, since these
-are not quantised here.
+(`modules_to_not_convert`, `ignore`) are not needed. Scales of activations, keys and values are not read: here these
+are computed without scales.
 """
 
 from collections.abc import Callable, Collection, Mapping

