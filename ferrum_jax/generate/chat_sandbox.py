@@ -21,7 +21,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-if sys.platform != "win32":  # Windows has no limit of memory
+if sys.platform != "win32":  # on Windows no limit of memory is set
     import resource
 
 

@@ -80,7 +80,7 @@ class Engine:
         self.call(end)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Calls a function between two steps and returns its result; raises as `submit`, and what it raises."""
+        """Calls a function between two steps and returns its result; raises as `submit`, and the function's error."""
         waiting: Future[T] = Future()
         self._put(_Call(work, waiting))
         return waiting.result()

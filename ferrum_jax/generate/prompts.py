@@ -43,8 +43,8 @@ def _unwrapped(prompt: Any) -> Any:
 def as_adapters(given: Any, count: int) -> list[ActiveLoraAdapter | None]:
     """Returns the adapter of each of `count` prompts, given one for all or one for each; None is no adapter.
 
-    A text is the name of a loaded adapter. Any object with `lora_name` and `lora_path`, such as vLLM's LoRARequest, is
-    accepted.
+    A text is the name of an adapter that was loaded or set. Any object with `lora_name` and `lora_path`, such as vLLM's
+    LoRARequest, is accepted.
     """
     each = list(given) if isinstance(given, (list, tuple)) else [given] * count
     if len(each) != count:

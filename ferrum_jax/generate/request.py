@@ -119,7 +119,7 @@ class Request:
 
     @property
     def unread(self) -> list[int]:
-        """Known tokens that are not in the KV yet; before scoring, only those in front of the scored ones."""
+        """Known tokens that are not in the KV yet; before scoring, only those that no scoring step computes."""
         if self.score_from is None or self.num_unscored == 0:
             return self.tokens[self.num_read :]
         return self.tokens[self.num_read : self.score_from - 1]

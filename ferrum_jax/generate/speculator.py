@@ -142,7 +142,7 @@ class Speculator:
 
 
 def _fit(request: Request, draft: Draft, want: DraftWant, vocab_size: int) -> Draft:
-    """Returns the part of a draft that can be verified; raises anything if it is malformed.
+    """Returns the part of a draft that can be verified; raises an exception of any type if it is malformed.
 
     Probabilities are dropped if nothing is drawn, if the request wants log-probabilities, which would be those of the
     draws, and if the answer has a form, which they ignore.

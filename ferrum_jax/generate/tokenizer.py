@@ -194,7 +194,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face folder or of a `.gguf` file.
 
     Raises:
-        ConfigError: `path` is no path.
+        ConfigError: `path` is neither a str nor an `os.PathLike`.
         NotFoundError: there is nothing at `path`.
         UnsupportedError: it is neither, or its kind of tokenizer is not implemented.
         InvalidFormatError: a file is malformed.
