@@ -36,14 +36,14 @@ app.command()(serve)
 def main() -> None:
     """Runs the command line; an error of this package is one line on standard error and exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # of a terminal that lacks a character of the answer
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a character of the answer
     try:
         app()
     except FerrumError as problem:
         Console(stderr=True).print(f"[red]{problem.kind} error:[/red]", end=" ")
         print(problem, file=sys.stderr)
         raise SystemExit(1) from None
-    except OSError as problem:  # of standard output, perhaps: the package's own are FerrumErrors
+    except OSError as problem:  # perhaps of standard output: errors of this package are FerrumErrors
         print(f"{type(problem).__name__}: {problem}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:

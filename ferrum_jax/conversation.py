@@ -139,7 +139,7 @@ class Conversation:
 def print_answer(llm: Any, prompt: Any, params: Any, console: Console, pieces: list[str]) -> None:
     """Prints an answer as it comes, then on `console` how long it took; `pieces` receives what was printed.
 
-    Of GPT-OSS, whose answers are messages in channels, it prints those for the user, and on `console` the reasoning.
+    For GPT-OSS, whose answers are messages in channels, it prints those for the user, and the reasoning on `console`.
     """
     template = None if llm.tokenizer is None else llm.tokenizer.chat_template
     found = choose_format("auto", template)

@@ -24,7 +24,7 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
 
 
 def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
-    """Returns the token ids of a request's conversation; raises a 400 if the template cannot render it."""
+    """Returns the token ids of a request's conversation; raises a 400 if it cannot be rendered or is too long."""
     tokenizer = tokenizer_of(llm)
     template, messages = tokenizer.chat_template, [message.rendered() for message in body.messages]
     if template is None:
