@@ -119,7 +119,7 @@ def rotate_and_write(
 def cached_keys(
     kv: KvState[jax.Array], layer: int | Int[Array, ""], rows: Rows[jax.Array]
 ) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """Copies a layer's keys and values at the S = M * C positions of each row's block table; 0 if never written."""
+    """Copies a layer's keys and values at the S = M * C positions of each row's block table; 0 past its tokens."""
     size = state.block_size(kv)
     k, v = state.read(kv, layer, rows.tables.reshape(-1))  # [B * M, K, H, C] and [B * M, K, C, H]
     batch, columns = rows.tables.shape

@@ -71,8 +71,9 @@ def sample(logits: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> Choi
 def choose(scores: Float[Array, "B V"], inputs: SampleInputs[jax.Array]) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """Chooses a token for each row, given scores after penalties and masks.
 
-    Returns the token ids, and each row's threshold: the least kept score, relative to the best and divided by the
-    temperature; -inf without filters. If all rows are greedy, or no row is filtered, the other cases are not computed.
+    Returns the token ids, and each row's threshold: the score from which on tokens are kept, relative to the best and
+    divided by the temperature; -inf without filters. If all rows are greedy, or no row is filtered, the other cases are
+    not computed.
     """
     scores, inputs = vary_like((lax.stop_gradient(scores), inputs), scores, inputs)
     if _has_kernel(scores):
@@ -267,7 +268,7 @@ def filter_threshold(
     *,
     has_branches: bool = True,
 ) -> Float[Array, " B"]:
-    """Returns the least score that is kept, float32 `[B]`: -inf if every filter is off.
+    """Returns the score from which on tokens are kept, float32 `[B]`: -inf if every filter is off.
 
     First the `top_k` best stay, of those the nucleus that reaches `top_p` (Holtzman et al. 2020, section 3.1), of those
     the tokens at least `min_p` times as likely as the best (Nguyen et al. 2024, section 3). Ties with the last kept
@@ -338,7 +339,7 @@ def _kept_from(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, find: Call
     """Finds the threshold of top-k and top-p, however many tokens they keep; -inf if both are off.
 
     `find` is given a mask of the rows that need a threshold, the keys of all scores, their weights, and a goal for each
-    row. It returns the largest key for which the weights of all keys at least as large sum to the goal.
+    row. It returns the largest key for which the weights of all keys at least as large sum to the goal or more.
     """
     scaled, top_k, top_p = vary_like((scaled, top_k, top_p), scaled, top_k, top_p)
     order = _ordered(scaled)
