@@ -324,8 +324,8 @@ class LLM:
         Args:
             prompts: texts or lists of token ids, one for each continuation or one for all. A beginning that successive
                 continuations share is computed once, and a prefix in the prefix cache is not computed.
-            continuations: texts or lists of token ids. A text after a text prompt is tokenised together with
-                it, and scored from the first token that differs from the prompt's own tokens.
+            continuations: texts or lists of token ids. A text after a text prompt is tokenised together with it, and
+                scored from the first token that differs from the prompt's own tokens.
             params: one for all continuations or one for each. `Score.processed_logprobs` are then the figures that
                 `generate` would report if it sampled the continuation with these parameters. Programs for this compile
                 when they are first needed. Log-probabilities of the model's own distribution are always returned.
