@@ -36,7 +36,10 @@ class HarmonyMessages(ToolParser):
         return self._body() if self._in_body else self._header()
 
     def finish(self) -> list[Event]:
-        """Returns the events of the text that was held back: the rest of a body; an incomplete header gives none."""
+        """Returns the events of the text that was held back: the rest of a body, or a text without marks.
+
+        An incomplete header gives none.
+        """
         events: list[Event] = []
         if self._in_body:
             events = self._told(self._buffer) + self._end()
