@@ -57,7 +57,7 @@ class HostSampler:
     def choose(self, rows: Sequence[SettledRow], logits: Sequence[Any]) -> list[Any]:
         """Chooses from each row's logits `[n, V]` the token after its last, or a list of one after each of its tokens.
 
-        Penalties count the choices, up to the first one that was not drafted.
+        Penalties count the choices up to the first one that was not drafted, with this one.
         """
         if all(_is_plain(settings) for _, settings in rows):
             best = [[TokenChoice(token, 0.0, 0.0) for token in one.argmax(axis=1).tolist()] for one in logits]
