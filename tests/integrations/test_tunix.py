@@ -395,8 +395,8 @@ def test_weights_come_from_device_to_device_wherever_they_lie(first: str, later:
 
     model = tiny_model("qwen3")
     nnx.update(model, state(first))
+    wanted = rollout_of(tiny_model("qwen3")).generate(["abc"], rollout_config())
     rollout, weights = rollout_of(model, warmup=False), state(later)
-    wanted = rollout.generate(["abc"], rollout_config())
     with jax.transfer_guard_host_to_device("disallow_explicit"):
         rollout.update_params(weights, (nnx.Param,))
     found = rollout.generate(["abc"], rollout_config())
