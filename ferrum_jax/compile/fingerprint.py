@@ -15,7 +15,6 @@ import jax
 import jaxlib.version
 import psutil
 
-from ferrum_jax import IMPORTED_AT
 from ferrum_jax.compile.sampler import SamplerSpec
 from ferrum_jax.config import ENVIRONMENT, ModelConfig
 from ferrum_jax.kvcache import state
@@ -27,6 +26,7 @@ from ferrum_jax.sharding.mesh import Placement
 
 Facts = dict[str, Any]  # what JSON can hold
 PACKAGE = Path(__file__).parents[1]
+IMPORTED_AT: float = importlib.import_module("ferrum_jax").IMPORTED_AT
 PACKAGES = ("numpy", "flax", "ml-dtypes")  # whose code is part of what is traced or kept
 COMPILERS = ("XLA_", "LIBTPU_", "TPU_", "TF_XLA_", "TF_CUDNN_", "NVIDIA_TF32_", "CUBLAS_", "CUDNN_", "PJRT_", "NPROC")
 # Of JAX's settings, those that say how it reports, guards and caches. All that are not listed here count.

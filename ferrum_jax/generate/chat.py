@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ferrum_jax.config import ENVIRONMENT
 from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
 
 SECONDS = 5.0  # of one rendering
@@ -133,7 +134,7 @@ class _Renderer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt from the terminal is for the caller
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # jinja2 may be anywhere on it
+            env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # jinja2 may be anywhere on it
         )
         self._owner = os.getpid()
 
