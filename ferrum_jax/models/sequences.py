@@ -134,7 +134,7 @@ def run(
             as captured at `("resid_pre", first_layer)`. An array may be traced: one program then serves all first
             layers, skips the layers before at run time, and captures zeros for them.
         attention: a backend that attends over a paged KV, as in serving, instead of over the tokens alone; only `xla`
-            has gradients through a paged KV, and needs far more memory for them.
+            has gradients through a paged KV, and needs far more memory for them; `cpu` cannot be vmapped.
         remat: gradients recompute each layer instead of keeping its intermediates; `products` keeps the results of
             products with weights, so that little is recomputed. On a CPU JAX 0.10 needs an option: docs/research.md.
 

@@ -102,7 +102,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:  # the latter of a name with an empty label
         raise ConfigError(f"cannot listen on {host}:{port}: {problem}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -497,7 +497,7 @@ def test_an_address_that_cannot_be_had_is_refused():
         bound.listen()
         with pytest.raises(ConfigError, match="cannot listen on 127"):
             bind("127.0.0.1", bound.getsockname()[1])
-    for host, port in (("nowhere.invalid", 80), ("127.0.0.1", 1 << 20)):
+    for host, port in (("nowhere.invalid", 80), ("a..b", 80), ("127.0.0.1", 1 << 20)):
         with pytest.raises(ConfigError, match=r"cannot listen|expected a number"):
             bind(host, port)
 
