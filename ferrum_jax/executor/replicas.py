@@ -195,11 +195,18 @@ class ReplicatedRunner(ModelRunner):
     def set_interventions(
         self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
     ) -> None:
-        """As `ModelRunner.set_interventions`.
-
-        An id that no replica holds yet is bound on every replica, until it is placed on one.
-        """
-        self._bind(cache_id, lambda one: one.set_interventions(cache_id, interventions, start=start, stop=stop))
+        """As `ModelRunner.set_interventions`; an id that no replica holds or binds yet is placed on one."""
+        with self._life.lock, self._life:
+            key, router = check_cache_id(cache_id), self._router
+            if not router.owners(key):  # it shares no prefix, so that its tokens do not decide where it goes
+                router.homes[key] = router.roomiest()
+            try:
+                self._bind(key, lambda one: one.set_interventions(key, interventions, start=start, stop=stop))
+            finally:
+                owner = router.owners(key)[0]
+                is_bound = owner._adapters.of(key) is not None or owner._pipeline.interventions.of(key) is not None
+                if not is_bound and owner._pipeline.table.get(key) is None:
+                    router.forget(key)
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """As `ModelRunner.set_lora_adapter_for_cache`.

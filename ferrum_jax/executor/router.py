@@ -122,6 +122,14 @@ class ReplicaRouter:
             blocks[best] -= taken
         return found
 
+    def roomiest(self) -> int:
+        """Returns the replica with most slots beyond those of its sequences and of the ids that are placed there."""
+        free = [replica._pipeline.table.num_free_slots for replica in self.replicas]
+        for cache_id, home in self.homes.items():
+            free[home] -= self.replicas[home]._pipeline.table.get(cache_id) is None
+        blocks = [replica._pipeline.table.pool.num_free for replica in self.replicas]
+        return max(range(len(free)), key=lambda at: (free[at] > 0 and at not in self.short, free[at], blocks[at], -at))
+
     def _known(self, index: int, cache_id: str, tokens: NDArray[np.int32]) -> tuple[int, int]:
         """Counts the blocks of a prompt that a replica knows already, and those of them that no sequence holds."""
         replica = self.replicas[index]

@@ -237,3 +237,21 @@ def test_sequences_on_replicas_have_each_their_own(params: ParamTree, changed: O
             replicas.release(name)
         close(replicas.prefill("dropped", TOKENS), oracle(TOKENS)[-1])
         close(replicas.prefill("a", TOKENS), oracle(TOKENS)[-1])
+
+
+def test_as_many_sequences_as_all_replicas_have_slots_can_be_changed(params: ParamTree, changed: Oracle):
+    names, expected = "abcdefgh", changed(TOKENS, STEER)[-1]
+    with ferrum_jax.from_params(params, CFG, engine=ENGINE, mesh={"data": 2}) as replicas:
+        assert isinstance(replicas, ReplicatedRunner)
+        assert replicas.plan.max_seqs == len(names)
+        for name in names:
+            replicas.set_interventions(name, STEER)
+        for logits in replicas.unified_forward([(name, TOKENS, 0, True) for name in names]):
+            close(logits, expected)
+        with pytest.raises(ResourceExhaustedError, match="need 1 row of interventions"):
+            replicas.set_interventions("i", STEER)
+        assert replicas.replica_of("i") is None
+        replicas.release("a")
+        replicas.set_interventions("i", STEER)
+        replicas.set_interventions("i", None)
+        assert replicas.replica_of("i") is None
