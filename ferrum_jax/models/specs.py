@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core.meta import AxisMetadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ferrum_jax.config.engine import MESH_AXES
@@ -54,7 +55,12 @@ def is_weight_spec(leaf: Any) -> bool:
 
 
 def as_plain(tree: Any) -> Any:
-    """Returns a tree of dicts for one of any mappings, whose leaves may have another order; itself if it has none."""
+    """Returns a tree of dicts, whose leaves go by name, for one of any mappings; itself if it is one.
+
+    Boxes of Flax Linen, `nn.Partitioned` for example, are opened.
+    """
+    if isinstance(tree, AxisMetadata):
+        return tree.unbox()
     if isinstance(tree, Mapping):
         made: Any = {key: as_plain(value) for key, value in tree.items()}
         is_same = type(tree) is dict and all(made[key] is value for key, value in tree.items())

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import ferrum_jax
@@ -193,10 +194,13 @@ def turned(tree: Any) -> Any:
     return [turned(one) for one in tree] if isinstance(tree, list) else tree
 
 
-def test_parameters_go_by_their_names_in_whichever_order_they_come(params: ParamTree, oracle: Oracle, tmp_path: Path):
+def test_parameters_go_by_their_names_in_whichever_order_or_box_they_come(
+    params: ParamTree, oracle: Oracle, tmp_path: Path
+):
     other = jax.tree.map(lambda leaf: leaf + 0, turned(params))
+    boxed = jax.tree.map(lambda leaf: nn.Partitioned(leaf, (None,) * leaf.ndim), params)
     how: dict[str, Any] = {"engine": ENGINE, "max_seqs": 1, "decode_rows": (1,), "query_blocks": (1,)}
-    for given in (params, other):
+    for given in (params, other, boxed):
         with ferrum_jax.from_params(given, CFG, artifacts=tmp_path, **how) as runner:
             np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
             runner.release("a")
