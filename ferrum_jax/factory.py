@@ -309,4 +309,4 @@ def _sized(engine: EngineConfig, pool_bytes: Any, cfg: ModelConfig, placed: Mode
         raise ConfigError(
             f"memory_pool_size is {safe_repr(pool_bytes)}, one KV block takes {block_bytes} bytes{beside}"
         )
-    return replace(engine, kv_blocks=(pool_bytes - windows) // block_bytes if block_bytes else 1)
+    return replace(engine, kv_blocks=(pool_bytes - windows) // block_bytes) if block_bytes else engine

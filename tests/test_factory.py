@@ -403,3 +403,6 @@ def test_a_pool_beside_sliding_window_caches_is_as_large_as_its_bytes():
     assert spec.num_bytes <= 10**6 < spec.num_bytes + spec.bytes_per_position * spec.block_size
     with pytest.raises(ConfigError, match="sliding-window caches"):
         factory._sized(engine, 1000, cfg, placed)
+    everywhere = replace(cfg, layer_windows=(7,) * cfg.num_hidden_layers)
+    assert plan_engine(engine, everywhere, platform="cpu", free_bytes=2**62).cache.num_layers == 0
+    assert factory._sized(engine, 10**6, everywhere, placed) == engine

@@ -321,6 +321,8 @@ class ReplicatedRunner(ModelRunner):
                     self._settle()
             first, *others = self.replicas
             checked = [first._device.check_params(params)]
+            if first.placed.division is None and not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
+                params = checked[0]  # whole, so that they are joined once
             checked += [self._copied(params, replica) for replica in others]  # before any replica changes
             self.params_version += 1
             for replica in self.replicas:

@@ -66,7 +66,7 @@ def brought_to(device: JaxDevice, params: ParamTree) -> ParamTree:
             return leaf
         if not leaf.is_fully_addressable:
             raise UnsupportedError("these weights lie on devices of several processes, expected those of this one")
-        moved = jax.device_put(joined(leaf), home)
+        moved = jax.device_put(joined(leaf, device), home)
         return moved if is_there(moved) else jax.device_put(moved, Format(None, home))
 
     return params if all(map(is_there, jax.tree.leaves(params))) else jax.tree.map(bring, params)

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ferrum_jax.config import ENVIRONMENT
 from ferrum_jax.contract.errors import RequestValidationError, TokenizerError
 
 SECONDS = 5.0  # of one rendering
@@ -93,6 +92,11 @@ def render_chat(
 _OUT_OF_TIME = (1,) if sys.platform == "win32" else (-signal.SIGALRM,)  # statuses of chat_sandbox.py's alarm
 
 
+def _search_path() -> list[str]:
+    """Where jinja2 may be, if the caller has changed the path."""
+    return [one for one in sys.path if isinstance(one, str) and one]
+
+
 class _Renderer:
     """The process that renders; started with the first template, and again after a template that ended it."""
 
@@ -129,12 +133,11 @@ class _Renderer:
 
     def _start(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", Path(__file__).with_name("chat_sandbox.py")],
+            [sys.executable, "-P", Path(__file__).with_name("chat_sandbox.py"), *_search_path()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt from the terminal is for the caller
-            env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # jinja2 may be anywhere on it
         )
         self._owner = os.getpid()
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
+sys.path += sys.argv[1:]  # the caller's, after this interpreter's own
+
 import jinja2
 import jinja2.ext
 import jinja2.nodes

@@ -119,7 +119,6 @@ class Engine:
         with self._lock:
             if self._is_closed:
                 raise CancelledError("this LLM is closed")
-            self._inbox.put(message)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="ferrum-engine", daemon=True)
                 try:
@@ -127,6 +126,7 @@ class Engine:
                 except RuntimeError as problem:  # the system has no more threads
                     self._thread = None
                     raise ResourceExhaustedError(f"the engine's thread cannot be started: {problem}") from problem
+            self._inbox.put(message)
 
     def _run(self) -> None:
         while True:

@@ -218,7 +218,7 @@ class HostModel:
         """Drops every sequence."""
         for cache_id in self._lengths:
             self.sampler.release(cache_id)
-            with contextlib.suppress(FerrumError):  # a model need not implement `reset`
+            with contextlib.suppress(Exception):  # a model need not implement `reset`; one that does may have failed
                 self.model.release(cache_id)
         self._lengths.clear()
         self._checked.clear()
@@ -253,7 +253,8 @@ class HostModel:
         for row in rows:
             if row.cache_id not in found:
                 ids, key = _ids(row), row.cache_id
-                given = self.model.decode(key, ids[0], row.start) if row in decoding else self.model.prefill(key, ids)
+                decodes = row.num_tokens == 1 and row.start > 0
+                given = self.model.decode(key, ids[0], row.start) if decodes else self.model.prefill(key, ids)
                 found[key] = kept(given)
                 self._advance([row], advanced)
         return [found[row.cache_id] for row in rows]

@@ -82,6 +82,7 @@ class Request:
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+        self._told_prompt = list(self.prompt)  # of outputs, whose owner may change it
         self.request_id = self.cache_id  # stays the same if another request takes its sequence over
         self._joined = ("", 0)  # text of the last output, and its number of pieces; replaced as a whole
         self._settings: SlotSettings | None = None
@@ -380,7 +381,7 @@ class Request:
         params, begin, count = self.params, len(self.prompt), len(self.choices)
         wanted, scored = params.num_logprobs, params.num_prompt_logprobs >= 0
         return RequestOutput(
-            prompt_token_ids=list(self.prompt),
+            prompt_token_ids=self._told_prompt,
             token_ids=self.tokens[begin : begin + count],
             text=self._text_so_far(),
             finish_reason=reason,

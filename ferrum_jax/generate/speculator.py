@@ -156,9 +156,10 @@ def _fit(request: Request, draft: Draft, want: DraftWant, vocab_size: int) -> Dr
     if draft.probabilities is None or want.settings.temperature == 0 or want.settings.num_logprobs >= 0:
         return Draft(tokens)
     probabilities = np.asarray(draft.probabilities, np.float64)
-    if probabilities.shape != (len(draft.tokens), vocab_size) or not np.isfinite(probabilities.sum()):
-        shape = list(probabilities.shape)
-        raise ValueError(f"probabilities have shape {shape}, expected finite [{len(draft.tokens)}, {vocab_size}]")
+    if probabilities.shape != (expected := (len(draft.tokens), vocab_size)):
+        raise ValueError(f"probabilities have shape {list(probabilities.shape)}, expected {list(expected)}")
+    if not (probabilities >= 0).all() or not np.allclose(probabilities.sum(axis=-1), 1, atol=1e-3):
+        raise ValueError("a row of the probabilities is no distribution")
     return Draft(tokens, probabilities[:count])
 
 

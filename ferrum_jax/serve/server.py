@@ -130,9 +130,14 @@ def running(
         bound.close()
         raise
 
+    problems: list[ConfigError] = []
+
     def serve() -> None:
-        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-            runner.run(server.serve([bound]))
+        try:
+            with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+                runner.run(server.serve([bound]))
+        except ConfigError as problem:
+            problems.append(problem)
 
     thread = threading.Thread(target=serve, name="ferrum-serve", daemon=True)
     with bound:
@@ -140,7 +145,7 @@ def running(
         try:
             while not server.started:
                 if not thread.is_alive():
-                    raise BackendError("the server did not start: its log says why")
+                    raise problems[0] if problems else BackendError("the server did not start: its log says why")
                 thread.join(0.005)
             yield RunningServer(host, bound.getsockname()[1], server.service)
         finally:

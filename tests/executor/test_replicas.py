@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import ferrum_jax
 from ferrum_jax import LLM, DecodeInput, LlmExecutor, PrefillInput, SamplingParams, Speculation
@@ -519,3 +520,25 @@ def test_an_executor_over_replicas_answers_as_over_one_runner(two: ReplicatedRun
         assert two.replica_of(copy.cache_id) == two.replica_of(outputs[2].kv_cache.cache_id)
 
     asyncio.run(call())
+
+
+def test_weights_that_lie_on_every_replica_are_shared(params: ParamTree):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    with from_params(params, CFG, mesh={"data": 2}, engine=REUSING) as runner:
+        assert isinstance(runner, ReplicatedRunner)
+        for spec, is_shared in ((PartitionSpec(), True), (PartitionSpec(None, "data"), False)):
+
+            def place(leaf: jax.Array, spec: PartitionSpec = spec) -> jax.Array:
+                own = spec if leaf.ndim > 1 and leaf.shape[1] % 2 == 0 else PartitionSpec()
+                return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, own))
+
+            given = jax.tree.map(place, params)
+            runner.set_params(given)
+            for at, replica in enumerate(runner.replicas):
+                pairs = zip(jax.tree.leaves(replica.params), jax.tree.leaves(given), strict=True)
+                mine = [one.unsafe_buffer_pointer() == shard_on(two, at).unsafe_buffer_pointer() for one, two in pairs]
+                assert all(mine) == is_shared
+
+
+def shard_on(array: jax.Array, at: int) -> jax.Array:
+    return next(one.data for one in array.addressable_shards if one.device == jax.devices()[at])

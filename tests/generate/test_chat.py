@@ -1,4 +1,3 @@
-import os
 import pickle
 import re
 import subprocess
@@ -7,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -331,19 +331,20 @@ def test_enumerations_are_plain_strings_to_a_template():
     assert render_chat("{{ messages[0].role }}{{ messages[0].role.name is defined }}", messages) == "userFalse"
 
 
-def test_templates_are_rendered_where_the_callers_own_modules_are(monkeypatch: pytest.MonkeyPatch):
+def test_templates_are_rendered_where_the_callers_own_modules_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     asked: list[Any] = []
 
     class Recorded(subprocess.Popen):
-        def __init__(self, *given: Any, **more: Any):
-            asked.append(more["env"])
-            super().__init__(*given, **more)
+        def __init__(self, command: Any, **more: Any):
+            asked.extend(command)
+            super().__init__(command, **more)
 
+    (tmp_path / "resource.py").write_text("raise ImportError('not this one')")
     monkeypatch.setattr(subprocess, "Popen", Recorded)
-    monkeypatch.setattr(sys, "path", [*sys.path, "/somewhere/else"])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path, Path("/somewhere"), "", "/somewhere/else"])
     renderer = chat._Renderer()
     try:
         assert renderer.answer(pickle.dumps(("{{ a }}", {"a": "b"}, 5.0, 1 << 30, 100))) == {"text": "b"}
     finally:
         renderer._stop()
-    assert "/somewhere/else" in asked[0]["PYTHONPATH"].split(os.pathsep)
+    assert "/somewhere/else" in asked

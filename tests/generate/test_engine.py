@@ -368,12 +368,15 @@ def test_a_thread_that_cannot_be_started_is_an_error_and_the_next_call_works(mon
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    llm, params = LLM.from_model(model), SamplingParams(max_tokens=4)
+    llm, params, done = LLM.from_model(model), SamplingParams(max_tokens=4), []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
         with pytest.raises(ResourceExhaustedError, match="can't start new thread"):
             llm.generate([[1, 2]], params)
+        with pytest.raises(ResourceExhaustedError, match="can't start new thread"):
+            llm.engine.call(lambda: done.append(1))
     assert llm.generate([[1, 2]], params)[0].token_ids == answer(model, [1, 2], 4)
+    assert done == []  # what was refused is not done later
 
 
 def test_the_time_to_a_first_token_counts_from_the_submission():

@@ -107,7 +107,7 @@ def test_a_reset_reaches_a_model_that_has_none():
     expected = answer(model, [1, 2, 3], 40)
     with ThreadPoolExecutor(1) as pool:
         begun = pool.submit(llm.generate, [[1, 2, 3]], params)
-        while not model.lengths:
+        while not model.lengths and not begun.done():
             time.sleep(0.001)
         time.sleep(0.02)
         llm.reset()

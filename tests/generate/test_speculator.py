@@ -208,6 +208,8 @@ MALFORMED = {
     "fewer probabilities": Draft([1, 2], EVEN[:1]),
     "another vocabulary": Draft([1, 2], EVEN[:, :5]),
     "no numbers": Draft([1, 2], EVEN * np.nan),
+    "no distribution": Draft([1, 2], EVEN / 40),
+    "below zero": Draft([1, 2], np.where(np.arange(23) == 0, -1.0, 2 / 22) + 0 * EVEN),
 }
 
 

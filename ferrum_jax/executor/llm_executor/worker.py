@@ -73,8 +73,9 @@ class CallWorker:
         except BaseException as reason:  # cancelled, or the loop is gone and closes its coroutines
             rest = future
             if not future.cancel() and log.abandon() and (rest := self._submit(log.undo)) is None:
-                log.undo()
                 rest = self._closing
+                assert rest is not None
+                rest.add_done_callback(lambda _: log.undo())
             if isinstance(reason, asyncio.CancelledError) and rest is not None:
                 await wait_through_cancellation(rest)
             raise
