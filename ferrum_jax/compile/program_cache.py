@@ -202,7 +202,7 @@ def _num_cores() -> int:
 
 
 def trim_heap() -> None:
-    """Gives the operating system what compilers and readers have freed, where the C library keeps it (glibc).
+    """Returns to the operating system the memory that was freed and that the C library keeps (glibc).
 
     Compiling a dozen steps leaves some 400 MB, which take a tenth of a second to return; loading one leaves 50 MB, and
     reading a GGUF 40.

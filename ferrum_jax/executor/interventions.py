@@ -173,7 +173,7 @@ def check_edits(given: Mapping[Any, Any], cfg: ModelConfig) -> dict[Point, Edit[
         shape, dtype = tail_of(point, cfg)
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(intervention)):
             raise InvalidParameterError(f"the edit at {point.name!r} has an array that was donated or deleted")
-        edit = jax.tree.map(np.array, intervention)  # copies: the caller may fill its arrays anew
+        edit = jax.tree.map(np.array, intervention)  # copies: the caller may write to its arrays later
         layers = range(cfg.num_hidden_layers) if point.layer is None else [point.layer]
         for layer in layers:
             own = edit if point.layer is not None else jax.tree.map(lambda leaf, at=layer: leaf[at], edit)

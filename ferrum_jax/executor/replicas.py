@@ -196,17 +196,11 @@ class ReplicatedRunner(ModelRunner):
         self, cache_id: str, interventions: Mapping[Any, Any] | None, *, start: int = 0, stop: int | None = None
     ) -> None:
         """As `ModelRunner.set_interventions`; an id that no replica holds or binds yet is placed on one."""
-        with self._life.lock, self._life:
-            key, router = check_cache_id(cache_id), self._router
-            if not router.owners(key):  # it shares no prefix, so that its tokens do not decide where it goes
-                router.homes[key] = router.roomiest()
-            try:
-                self._bind(key, lambda one: one.set_interventions(key, interventions, start=start, stop=stop))
-            finally:
-                owner = router.owners(key)[0]
-                is_bound = owner._adapters.of(key) is not None or owner._pipeline.interventions.of(key) is not None
-                if not is_bound and owner._pipeline.table.get(key) is None:
-                    router.forget(key)
+
+        def bind(one: ModelRunner) -> None:
+            one.set_interventions(cache_id, interventions, start=start, stop=stop)
+
+        self._bind(cache_id, bind, places=True)  # it shares no prefix: its tokens do not decide where it goes
 
     def set_lora_adapter_for_cache(self, cache_id: str, adapter: ActiveLoraAdapter | None) -> None:
         """As `ModelRunner.set_lora_adapter_for_cache`.
@@ -215,12 +209,18 @@ class ReplicatedRunner(ModelRunner):
         """
         self._bind(cache_id, lambda one: one.set_lora_adapter_for_cache(cache_id, adapter))
 
-    def _bind(self, cache_id: str, bind: Callable[[ModelRunner], None]) -> None:
-        """Binds an id on its replica, or on all if none holds it yet; such an id is `unplaced` while it is bound."""
+    def _bind(self, cache_id: str, bind: Callable[[ModelRunner], None], *, places: bool = False) -> None:
+        """Binds an id on its replica.
+
+        An id that no replica holds or binds yet is placed on one if `places`, else bound on all: it is then `unplaced`
+        while it is bound.
+        """
         with self._life.lock, self._life:
-            key = check_cache_id(cache_id)
-            is_placed = key in self._router.homes
-            owners = self._router.owners(key) if is_placed else self.replicas
+            key, router = check_cache_id(cache_id), self._router
+            if places and not router.owners(key):
+                router.homes[key] = router.roomiest()
+            is_placed = key in router.homes
+            owners = router.owners(key) if is_placed else self.replicas
             before = [(one._adapters.of(key), one._pipeline.interventions.of(key)) for one in owners]
             try:
                 for replica in owners:
@@ -230,10 +230,13 @@ class ReplicatedRunner(ModelRunner):
                     replica._adapters.bind(key, adapter)
                     replica._pipeline.interventions.restore(key, edits)
                 raise
-            first = owners[0]
-            is_bound = first._adapters.of(key) is not None or first._pipeline.interventions.of(key) is not None
-            if not is_placed:
-                (self._router.unplaced.add if is_bound else self._router.unplaced.discard)(key)
+            finally:
+                first = owners[0]
+                is_bound = first._adapters.of(key) is not None or first._pipeline.interventions.of(key) is not None
+                if not is_placed:
+                    (router.unplaced.add if is_bound else router.unplaced.discard)(key)
+                elif not is_bound and first._pipeline.table.get(key) is None:
+                    router.forget(key)
 
     def load_lora(self, name: str, path: Any) -> None:
         """Loads an adapter in PEFT's format on every replica until `unload_lora`; raises as `ModelRunner.load_lora`.

@@ -32,7 +32,7 @@ def fork_from_group(request: Request, running: Iterable[Request], backend: Backe
 
 
 def take_over(heir: Request, request: Request, backend: Backend) -> bool:
-    """Gives `heir` the sequence of `request`, which is done and of the same group; returns whether it could.
+    """Hands `heir` the sequence of `request`, which is done and of the same group; returns whether it could.
 
     The two requests swap their cache ids.
     """

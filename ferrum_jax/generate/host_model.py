@@ -243,18 +243,18 @@ class HostModel:
         return self._choose(rows, [check_logits(self.model, one)[None] if wanted else None for wanted, one in pairs])
 
     def _run_singly(self, rows: Sequence[ScheduledRow], advanced: list[ScheduledRow]) -> list[Any]:
-        decoding = [row for row in rows if row.num_tokens == 1 and row.start > 0]
+        decoding = [row for row in rows if _decodes(row)]
         found: dict[str, Any] = {}
+        # The contract's default decodes one by one, too; done here, a row can be refused alone.
         is_default = getattr(self.model.decode_batch, "__func__", None) is DecoderOnlyLLM.decode_batch
-        if decoding and not is_default:  # which decodes one by one, too: here a row may be refused alone
+        if decoding and not is_default:
             items = [(row.cache_id, _ids(row)[0], row.start) for row in decoding]
             given = self._call("decode_batch", items, decoding, advanced, may_stop_half_way=True)
             found = {row.cache_id: one for row, one in zip(decoding, given, strict=True)}
         for row in rows:
             if row.cache_id not in found:
                 ids, key = _ids(row), row.cache_id
-                decodes = row.num_tokens == 1 and row.start > 0
-                given = self.model.decode(key, ids[0], row.start) if decodes else self.model.prefill(key, ids)
+                given = self.model.decode(key, ids[0], row.start) if _decodes(row) else self.model.prefill(key, ids)
                 found[key] = kept(given)
                 self._advance([row], advanced)
         return [found[row.cache_id] for row in rows]
@@ -313,6 +313,11 @@ class HostModel:
 
 
 Backend: TypeAlias = ModelRunner | HostModel  # what the scheduler runs batches on
+
+
+def _decodes(row: ScheduledRow) -> bool:
+    """True if a row appends one token to a sequence."""
+    return row.num_tokens == 1 and row.start > 0
 
 
 def _ids(row: ScheduledRow) -> list[int]:

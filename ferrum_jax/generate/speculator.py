@@ -46,7 +46,7 @@ class Speculator:
         self._has_warned = False
 
     def advance(self, batch: Sequence[Request]) -> list[Request]:
-        """Gives accepted tokens to the requests of a batch that have a draft, and returns these requests.
+        """Hands accepted tokens to the requests of a batch that have a draft, and returns these requests.
 
         If the KV is too full for the drafts, or the model refuses them, nothing changes and the list is empty: the
         requests are left to the ordinary step. After any error the KV is rolled back.

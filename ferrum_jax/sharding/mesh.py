@@ -78,7 +78,7 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def place(self, shapes: Any, specs: Any = WHOLE) -> Any:
-        """Gives a tree of shapes their shardings; `specs` is one `PartitionSpec` or a tree of them."""
+        """Returns a tree of shapes with their shardings; `specs` is one `PartitionSpec` or a tree of them."""
         if isinstance(specs, PartitionSpec):
             specs = jax.tree.map(lambda _: WHOLE, shapes) if specs == WHOLE else jax.tree.map(lambda _: specs, shapes)
         return jax.tree.map(

@@ -387,12 +387,12 @@ def test_the_time_to_a_first_token_counts_from_the_submission():
         first = pool.submit(llm.generate, [[1]], SamplingParams(max_tokens=2))
         model.entered.wait()
         second = pool.submit(llm.generate, [[2]], SamplingParams(max_tokens=2))
-        time.sleep(0.2)
+        time.sleep(0.5)
         model.gate.set()
         assert second.result()[0].time_to_first_token > 0.1
         first.result()
     drawn = SamplingParams(max_tokens=2, temperature=1.0, n=3, seed=0)
     llm.generate([[1, 2]], drawn)  # compiles
     answers = llm.as_completed([[1, 2]], drawn)
-    time.sleep(0.2)
-    assert all(out.time_to_first_token < 0.1 for _, out in answers)
+    time.sleep(0.5)
+    assert all(out.time_to_first_token < 0.5 for _, out in answers)

@@ -513,11 +513,14 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]):
         ServerSettings(**wrong)
 
 
-def test_a_server_says_so_where_another_has_begun_to_listen_meanwhile(llm: LLM):
+def test_a_server_says_so_where_another_has_begun_to_listen_meanwhile(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     with bind("127.0.0.1", 0) as first, bind("127.0.0.1", first.getsockname()[1]) as second:
         first.listen()
         with pytest.raises(ConfigError, match="cannot listen on 127"):
-            Server(llm).run([second])
+            asyncio.run(Server(llm).startup([second]))
+        monkeypatch.setattr(server_module, "bind", lambda *_: second)
+        with pytest.raises(ConfigError, match="cannot listen on 127"), running(llm):
+            pass
 
 
 def test_health_needs_no_key_under_a_mount_either(llm: LLM):

@@ -6,6 +6,7 @@ The channel `final` is for the user and `analysis` for the model's reasoning; a 
 from collections.abc import Collection
 
 from ferrum_jax.serve.tools.events import Arguments, CallBegin, Content, Event, Reasoning, ToolParser, joined, settled
+from ferrum_jax.serve.tools.json_call import JsonValue
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CONSTRAIN = "<|end|>", "<|constrain|>"
@@ -29,6 +30,7 @@ class HarmonyMessages(ToolParser):
         self._channel = "final"  # of the current message
         self._recipient = ""
         self._has_arguments = False
+        self._object: JsonValue | None = None  # the current call's arguments, until they are complete
 
     def read(self, letter: str) -> list[Event]:
         """Takes the next character."""
@@ -57,10 +59,13 @@ class HarmonyMessages(ToolParser):
         self._channel = words[0] if words else "final"
         sent = [word.removeprefix("to=") for word in (*role.split(), *words) if word.startswith("to=")]
         self._recipient = sent[0] if sent and self._may_call else ""
-        self._buffer, self._in_body, self._has_arguments = "", True, False
+        self._buffer, self._in_body, self._has_arguments, self._object = "", True, False, None
         return [CallBegin(self._recipient.removeprefix(_FUNCTIONS))] if self._recipient else []
 
     def _body(self) -> list[Event]:
+        if self._recipient and self._is_in_string(self._buffer[-1]):
+            text, self._buffer = self._buffer, ""
+            return self._told(text)
         for mark in (*ENDS, START):
             if self._buffer.endswith(mark):
                 events = self._told(self._buffer.removesuffix(mark)) + self._end()
@@ -69,6 +74,14 @@ class HarmonyMessages(ToolParser):
         text = settled(self._buffer, (*ENDS, START))
         self._buffer = self._buffer[len(text) :]
         return self._told(text)
+
+    def _is_in_string(self, letter: str) -> bool:
+        """True if a character leaves the arguments inside a JSON string, which may spell marks."""
+        if self._object is None and not self._has_arguments and letter == "{":
+            self._object = JsonValue()
+        if self._object is not None and not self._object.takes(letter):
+            self._object = None
+        return self._object is not None and self._object.in_text
 
     def _told(self, text: str) -> list[Event]:
         if not text:

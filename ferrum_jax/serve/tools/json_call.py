@@ -22,7 +22,7 @@ class JsonValue:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_text = False
+        self.in_text = False  # inside a string
         self._escaped = False
         self._begun = False
         self.is_scalar = False  # a number or a word, which the character after it ends
@@ -34,22 +34,22 @@ class JsonValue:
         """
         if not self._begun:
             self._begun = True
-            self._in_text = letter == '"'
+            self.in_text = letter == '"'
             self._depth = int(letter in "[{")
-            self.is_scalar = not self._in_text and not self._depth
+            self.is_scalar = not self.in_text and not self._depth
             return True
         if self.is_scalar:
             return letter not in ",}]" + SPACES
-        if self._in_text:
+        if self.in_text:
             if self._escaped:
                 self._escaped = False
             elif letter == "\\":
                 self._escaped = True
             elif letter == '"':
-                self._in_text = False
-            return self._in_text or self._depth > 0
+                self.in_text = False
+            return self.in_text or self._depth > 0
         if letter == '"':
-            self._in_text = True
+            self.in_text = True
         elif letter in "[{":
             self._depth += 1
         elif letter in "]}":
