@@ -212,9 +212,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
     dense = kind in native.FLOATS
     for inputs in (
         192,
-        *((203, 1061) if dense else (224, 1248)),
+        *((203, 1061, 2083) if dense else (224, 1248)),
     ):  # some do not fill a vector; of groups: their sums do not
-        x, weight = normal(1, 140, inputs), make_weight(kind, 2, 50, inputs)
+        x, weight = normal(1, 140, inputs), make_weight(kind, 2, 51, inputs)
         together, up_to_many = np.asarray(product(x, weight)), np.asarray(product(x[:MANY], weight))
         for count in (*range(1 if dense else 5, 13), 33):  # up to four, quantised values meet x before their scales
             np.testing.assert_array_equal(product(x[:count], weight), up_to_many[:count])

@@ -18,7 +18,10 @@ using ferrum::Linear;
 constexpr int64_t kAhead = 8;       // rows of the weight that are fetched ahead, at least
 constexpr int kRowsOfFour = kManyRegisters ? 2 : 1;  // of a quantised weight that meet three or four rows of x
 constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
-constexpr int64_t kNext = 1 << 10;  // numbers that are fetched ahead where one row of the weight follows the other
+constexpr int64_t kNext = 1 << 13;  // bytes that are fetched ahead where one row of the weight follows the other
+constexpr int kStreamed = 8;        // rows of x that a row of the weight meets at once, at most
+constexpr int64_t kNear = 5 << 10;  // numbers of x that the nearest cache holds beside what it fetches
+constexpr int64_t kTogether = 12;   // rows of the weight that meet a part of x before the next part, if they are long
 constexpr int64_t kFewRows = kManyRegisters ? 32 : 8;  // of x, which the nearest caches hold while the weight passes once
 constexpr int64_t kMostPart = 1 << 10;  // inputs whose products are summed lane by lane
 constexpr int64_t kChain = 128;  // inputs summed in a register before y, as the lanes of a panel are outputs
@@ -29,14 +32,9 @@ template <class T> inline void widen_numbers(const T* from, int64_t count, float
   for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   for (; i < count; i++) to[i] = widen(from[i]);
 }
-template <class W> inline void fetch(const W* p) { __builtin_prefetch(p, 0, 2); }
+template <class W> inline void fetch(const W* p) { __builtin_prefetch(p, 0, 3); }
 
-// What a pass over the weight fetches for later: each of several passes over the same rows fetches its share of them.
-struct Fetch {
-  int64_t ahead;  // numbers
-  int first, step;
-};
-template <int R> constexpr Fetch kNothing{0, R, 1};
+constexpr auto kNothing = [](int64_t, auto) {};  // fetches nothing
 
 // Some inputs of R rows of the weight, `stride` numbers apart.
 template <class W> struct Strip {
@@ -45,9 +43,10 @@ template <class W> struct Strip {
   bool is_first;  // no inputs come before these
 };
 
-// Adds the products of R rows of the weight with B rows of x, from input `at` on.
-template <int R, int B, class W>
-inline void add_products(const float* const* x, int64_t at, const Strip<W>& strip, Vector (*sums)[B], const Fetch& later) {
+// Adds the products of R rows of the weight with B rows of x, from input `at` on. At each line of the rows, `later(k, R)`
+// fetches something else of the weight.
+template <int R, int B, class W, class Later>
+inline void add_products(const float* const* x, int64_t at, const Strip<W>& strip, Vector (*sums)[B], const Later& later) {
   const W* w[R];
   const float* u[B];
   for (int r = 0; r < R; r++) w[r] = strip.numbers + r * strip.stride;
@@ -57,8 +56,7 @@ inline void add_products(const float* const* x, int64_t at, const Strip<W>& stri
     Vector row[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) row[r] = load(w[r] + k);
-    if (k % int64_t(64 / sizeof(W)) == 0)
-      for (int r = later.first; r < R; r += later.step) fetch(strip.numbers + r * strip.stride + later.ahead + k);
+    if (k % int64_t(64 / sizeof(W)) == 0) later(k, Size<R>());
 #pragma GCC unroll 16
     for (int b = 0; b < B; b++) {
       const Vector v = load(u[b] + k);
@@ -113,8 +111,8 @@ template <> inline void put_totals<6, 4>(const Vector (*sums)[4], int64_t n, flo
 }
 #endif
 
-template <int R, int B, class W>
-inline void multiply(const float* const* x, int64_t at, const Strip<W>& strip, int64_t n, float* const* y, const Fetch& later) {
+template <int R, int B, class W, class Later>
+inline void multiply(const float* const* x, int64_t at, const Strip<W>& strip, int64_t n, float* const* y, const Later& later) {
   Vector sums[R][B];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -137,14 +135,41 @@ inline int64_t part_of(int64_t inputs, int64_t step) {
 #define FERRUM_APART inline
 #endif
 
-// Outputs first to last of B rows of x, R at a time.
+// Outputs first to last of the first B rows of x, R at a time, of a weight that comes from memory: what lies `ahead` numbers
+// further is fetched. `together` rows of the weight meet one part of x before the next part.
 template <int R, int B, class W>
-FERRUM_APART void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t first, int64_t last, const Fetch& later) {
+FERRUM_APART void stream(const Linear& a, const W* weight, int64_t first, int64_t last, int64_t together, int64_t ahead) {
+  const int64_t part = part_of(a.inputs, kLanes);
+  for (int64_t begin = first; begin < last; begin += together) {
+    const int64_t end = least(begin + together, last);
+    const W* next = weight + begin * a.inputs + ahead;
+    for (int64_t at = 0; at < a.inputs; at += part)
+      for (int64_t n = begin, made; n < end; n += made) {
+        made = n + R <= end ? R : 1;
+        const Strip<W> strip{weight + n * a.inputs + at, a.inputs, least(part, a.inputs - at), at == 0};
+        const auto later = [next](int64_t k, auto rows) {
+          constexpr int64_t line = 64 / sizeof(W);
+          for (int r = 0; r < rows.value; r++) fetch(next + k * rows.value + r * line);
+        };
+        made == R ? multiply<R, B>(a.x, at, strip, n, a.y, later) : multiply<1, B>(a.x, at, strip, n, a.y, later);
+        next += made * strip.count;
+      }
+  }
+}
+
+// Outputs first to last of B rows of x, R at a time. Of the rows `ahead` numbers later every step-th from `share` on is
+// fetched, if anything is.
+template <int R, int B, bool kFetches, class W>
+FERRUM_APART void multiply_rows(const Linear& a, const W* weight, int64_t row, int64_t first, int64_t last,
+                                int64_t ahead = 0, int share = 0, int step = 1) {
   const int64_t part = part_of(a.inputs, kLanes);
   for (int64_t n = first, made; n < last; n += made) {
     made = n + R <= last ? R : 1;
     for (int64_t at = 0; at < a.inputs; at += part) {
       const Strip<W> strip{weight + n * a.inputs + at, a.inputs, least(part, a.inputs - at), at == 0};
+      const auto later = [=, &strip](int64_t k, auto rows) {
+        for (int r = share; kFetches && r < rows.value; r += step) fetch(strip.numbers + r * strip.stride + ahead + k);
+      };
       made == R ? multiply<R, B>(a.x + row, at, strip, n, a.y + row, later)
                 : multiply<1, B>(a.x + row, at, strip, n, a.y + row, later);
     }
@@ -177,10 +202,10 @@ void many_rows(const Linear& a, int64_t bits, int64_t part, const Near& near, in
         int64_t row = 0;
         for (int64_t line = 0; made == R && row + 4 <= rows; row += 4) {
           for (; line < lines * (row + 4) / rows; line++) fetch(next + line % R * stride + line / R * 64);
-          multiply<R, 4>(x + row, 0, strip, n, y + row, kNothing<R>);
+          multiply<R, 4>(x + row, 0, strip, n, y + row, kNothing);
         }
-        for (; made == R && row < rows; row++) multiply<R, 1>(x + row, 0, strip, n, y + row, kNothing<R>);
-        for (; row < rows; row++) multiply<1, 1>(x + row, 0, strip, n, y + row, kNothing<1>);
+        for (; made == R && row < rows; row++) multiply<R, 1>(x + row, 0, strip, n, y + row, kNothing);
+        for (; row < rows; row++) multiply<1, 1>(x + row, 0, strip, n, y + row, kNothing);
       }
     }
 }
@@ -296,18 +321,27 @@ template <class W> void dense(const Linear& a, const W* weight, int64_t first, i
       if (a.by_panels) return by_panels(a, part, near, first, last);
     return many_rows<R>(a, 8 * sizeof(W), part, near, first, last);
   }
-  const int64_t fit = kStrip / a.inputs / R * R, strip = a.rows > 4 ? most(fit, R) : last - first;
-  const int rest = int(a.rows % 4), passes = int(a.rows / 4);
-  const Fetch next{kNext, 0, 1};
+  const int64_t next = kNext / int64_t(sizeof(W));
+  if (a.rows == 1 || (a.rows <= kStreamed && a.rows * a.inputs <= kNear))
+    return by_size<kStreamed>(a.rows, [&](auto size) { stream<1, size.value>(a, weight, first, last, 1, next); });
+  if (a.rows <= 4)
+    return by_size<4>(a.rows, [&](auto size) {
+      stream<2, size.value>(a, weight, first, last, kTogether, kTogether * a.inputs);
+    });
+  // Strips of the weight meet one row of x as they come from memory, and then the others, four at a time. Passes of fours
+  // alone fetch the next strip together, each a share of it.
+  const int64_t strip = most(kStrip / a.inputs / R * R, R), ahead = most(strip, kAhead) * a.inputs;
+  const int passes = a.rows % 4 || a.rows <= kStreamed ? 0 : int(a.rows / 4);
   for (int64_t n = first; n < last; n += strip) {
     const int64_t end = least(n + strip, last);
-    switch (rest) {  // one row of the weight after the other, as the processor expects them to come from memory
-      case 1: multiply_rows<1, 1>(a, weight, 0, n, end, next); break;
-      case 2: multiply_rows<1, 2>(a, weight, 0, n, end, next); break;
-      case 3: multiply_rows<1, 3>(a, weight, 0, n, end, next); break;
-    }
-    Fetch later{(passes > 1 ? most(strip, kAhead) : kAhead) * a.inputs, rest ? R : 0, passes};  // the rest has fetched
-    for (int64_t row = rest; row < a.rows; row += 4, later.first++) multiply_rows<R, 4>(a, weight, row, n, end, later);
+    for (int share = 0; share < passes; share++)
+      multiply_rows<R, 4, true>(a, weight, 4 * share, n, end, ahead, share, passes);
+    if (passes) continue;
+    stream<1, 1>(a, weight, n, end, 1, next);
+    int64_t row = 1;
+    for (; row + 4 <= a.rows; row += 4) multiply_rows<R, 4, false>(a, weight, row, n, end);
+    if (row < a.rows)
+      by_size<3>(a.rows - row, [&](auto rest) { multiply_rows<R, rest.value, false>(a, weight, row, n, end); });
   }
 }
 

@@ -32,6 +32,12 @@ struct Nibbles { uint8_t bits; };  // two numbers
 
 template <int N> struct Size { static constexpr int value = N; };
 
+// Calls f with a size of 1 to N, which is then known when compiled.
+template <int N, class F> inline void by_size(int64_t size, const F& f) {
+  if (size == N) return f(Size<N>());
+  if constexpr (N > 1) by_size<N - 1>(size, f);
+}
+
 // Calls f for groups of rows of a size that is known when compiled.
 template <class F> inline void by_rows(int64_t rows, const F& f) {
   int64_t r = 0;
