@@ -294,18 +294,26 @@ template <class T> void visit(const Attention& a, const Queries& of, int64_t fir
     for (int64_t i = 0; i < heads * width; i++) to[i] = from[i] * a.scale;
   }
   const T *keys = static_cast<const T*>(a.keys), *values = static_cast<const T*>(a.values);
-  const auto place_of = [&](int64_t position) {
-    const int64_t id = a.tables[of.b * a.columns + position / a.block];
-    return ((a.layer * a.blocks + id) * a.kv_heads + of.head) * width * a.block;
+  const auto place_of = [&](int64_t b, int64_t head, int64_t position) {
+    const int64_t id = a.tables[b * a.columns + position / a.block];
+    return ((a.layer * a.blocks + id) * a.kv_heads + head) * width * a.block;
   };
   const int64_t piece = lines_of_piece(rows, a.block * int64_t(sizeof(T)), width) * a.block;  // numbers
+  const auto next_item = [&]() -> Ahead {  // of rows of one token: their next part, head or row
+    if (a.tokens > 1) return {};
+    if (last <= a.lengths[of.b]) return ahead_of(keys + place_of(of.b, of.head, last), piece);
+    const bool is_row = of.head + 1 == a.kv_heads;
+    const int64_t b = of.b + is_row, head = is_row ? 0 : of.head + 1;
+    if (b == a.batch || !a.counts[b]) return {};
+    return ahead_of(keys + place_of(b, head, first_seen(a, a.lengths[b])), piece);
+  };
   int64_t count;
   for (int64_t at = first / kLanes * kLanes; at < last; at += count) {
-    const int64_t offset = at % a.block, place = place_of(at);
+    const int64_t offset = at % a.block, place = place_of(of.b, of.head, at);
     count = least(least(kChunk, a.block - offset), last - at);
     const int64_t padded = (count + kLanes - 1) / kLanes * kLanes;
     const T *k = keys + place + offset, *v = values ? values + place + offset * width : nullptr;
-    const Ahead more_keys = at + count < last ? ahead_of(keys + place_of(at + count), piece) : Ahead{};
+    const Ahead more_keys = at + count < last ? ahead_of(keys + place_of(of.b, of.head, at + count), piece) : next_item();
     const int64_t lines = lines_of_piece(rows, width * int64_t(sizeof(T)), count);
     const Ahead after_keys = values ? ahead_of(v, lines * width) : more_keys;
     rows > 3 ? score_all<kWide>(rows, q, width, k, a.block, count, a.block - offset, scores, after_keys)
