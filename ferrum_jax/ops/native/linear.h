@@ -15,10 +15,10 @@ using ferrum::kPanel;
 using ferrum::Kind;
 using ferrum::Linear;
 
-constexpr int64_t kAhead = 8;       // rows of the weight that are fetched ahead, at least
+constexpr int64_t kAhead = 8;       // rows of the weight that passes fetch ahead together, at least
 constexpr int kRowsOfFour = kManyRegisters ? 2 : 1;  // of a quantised weight that meet three or four rows of x
 constexpr int64_t kMostPrepared = 64;  // rows of x that are prepared at a time
-constexpr int64_t kNext = 1 << 13;  // bytes that are fetched ahead where one row of the weight follows the other
+constexpr int64_t kNext = 1 << 13;  // bytes that are fetched ahead where the weight comes in the order of memory
 constexpr int kStreamed = 8;        // rows of x that a row of the weight meets at once, at most
 constexpr int64_t kNear = 5 << 10;  // numbers of x that the nearest cache holds beside what it fetches
 constexpr int64_t kTogether = 12;   // rows of the weight that meet a part of x before the next part, if they are long
@@ -463,7 +463,7 @@ inline void multiply_groups(const Quantised<int8_t, S, O, kSize>& w, const int8_
   const float* own[B];
   for (int b = 0; b < B; b++) own[b] = x[b];
   for (int64_t g = 0; g < w.groups; g++, p += w.size()) {
-    for (int r = 0; r < R; r++) fetch(p + (r + kAhead) * w.inputs);
+    for (int r = 0; r < R; r++) fetch(p + r * w.inputs + kNext);
     Vector parts[R][B];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
@@ -497,7 +497,7 @@ inline void multiply_groups(const Quantised<Nibbles, S, O, kSize>& w, const Nibb
   for (int64_t at = 0; at < stride; at += kStepBytes) {
     const int64_t here = least(stride - at, kStepBytes);
     Integers words[R];
-    for (int r = 0; r < R; r++) fetch(p + at + (r + kAhead) * stride);
+    for (int r = 0; r < R; r++) fetch(p + at + r * stride + kNext);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
       words[r] = here < kStepBytes ? load_words(p + at + r * stride, here) : load_words(p + at + r * stride);

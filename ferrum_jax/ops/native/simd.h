@@ -179,27 +179,38 @@ inline void load(const Nibbles* p, Vector* low, Vector* high) {
 
 // A vector of words of eight nibbles each, or the bytes of one that are there; and the j-th nibbles, 16^j fold but for
 // the last.
-inline Integers load_words(const Nibbles* p, int64_t bytes = 4 * kLanes) {
+inline Integers load_words(const Nibbles* p) {
+  Integers words;
+  std::memcpy(&words, p, sizeof words);
+  return words;
+}
+inline Integers load_words(const Nibbles* p, int64_t bytes) {
+#if defined(__AVX512F__)
+  return (Integers)_mm512_maskz_loadu_epi8((__mmask64(1) << bytes) - 1, p);
+#else
   Integers words = {};
   std::memcpy(&words, p, size_t(bytes));
   return words;
+#endif
 }
 inline Vector nibble(Integers words, int j) {
   return __builtin_convertvector(j < 7 ? words & (15 << 4 * j) : (words >> 28) & 15, Vector);
 }
 
-// `count` numbers at p, each in as many lanes as `width` says, and then zeros.
+// `count` numbers at p, each in as many lanes as `width` says, a power of two, and then zeros.
 inline Vector spread(const float* p, int64_t count, int64_t width) {
 #if defined(__AVX512F__)
-  if (width == 4 && count == 4)
-    return _mm512_permutexvar_ps(_mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0),
-                                 _mm512_castps128_ps512(_mm_loadu_ps(p)));
-#elif defined(__AVX2__)
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i from = _mm512_srl_epi32(lanes, _mm_cvtsi32_si128(__builtin_ctz(unsigned(width))));
+  return _mm512_permutexvar_ps(from, _mm512_maskz_loadu_ps(__mmask16((1u << count) - 1), p));
+#else
+#if defined(__AVX2__)
   if (width == 4 && count == 2) return _mm256_set_m128(_mm_broadcast_ss(p + 1), _mm_broadcast_ss(p));
 #endif
   float lanes[kLanes] = {};
   for (int64_t i = 0; i < count * width; i++) lanes[i] = p[i / width];
   return load(lanes);
+#endif
 }
 
 // The first n numbers at p, then zeros; and the first n of v to p.
