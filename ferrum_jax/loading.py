@@ -232,7 +232,7 @@ def _load(
 
     free = hosts.least(placed.placement.free_bytes() if memory is None else max(0, free - taken))
     plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
-    hosts.check_same("a model or settings", repr((cfg, plan, settings.dtype, settings.quantize, settings.layout)))
+    hosts.check_same(placed.placement, cfg, plan, settings.dtype, settings.quantize, settings.layout)
     ready = memory if memory is not None and memory.spec == plan.cache else None
 
     def runner_on(placed: ModelPlacement, params: ParamTree, memory: KvMemory | None) -> ModelRunner:

@@ -109,7 +109,7 @@ def from_params(
 
         free = hosts.least(placed.placement.free_bytes())
         plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
-        hosts.check_same("a model or settings", repr((cfg, plan)))
+        hosts.check_same(placed.placement, cfg, plan)
         how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
 
         def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:

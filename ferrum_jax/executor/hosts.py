@@ -6,6 +6,7 @@ process ends the caller's wait and never leaves a command half sent. The others 
 one process, `run` only calls the function.
 """
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -28,7 +29,7 @@ from ferrum_jax.contract.errors import BackendError, ConfigError, DeviceError, U
 from ferrum_jax.models.hooks import Point
 from ferrum_jax.sharding.devices import process_of
 from ferrum_jax.sharding.mesh import Placement
-from ferrum_jax.sharding.processes import Channel, Message, open_channel
+from ferrum_jax.sharding.processes import END_SECONDS, Channel, Message, open_channel
 
 T = TypeVar("T")
 NOTICE_SECONDS = 3.0  # to wait after a device failure until a lost process, its likely cause, is noticed
@@ -71,7 +72,9 @@ class Hosts:
         self._awaited: _Effect | None = None
         if channel is not None and channel.index == 0:
             channel.on_loss = self._end_wait
-            Thread(target=self._work, name="effects", daemon=True).start()
+            self._worker = Thread(target=self._work, name="effects", daemon=True)
+            self._worker.start()
+            atexit.register(self._stop)  # a thread that ends within JAX, as the interpreter ends, aborts the process
 
     @classmethod
     def of(cls, replicas: Sequence[Placement], channel: Channel | None = None) -> "Hosts":
@@ -198,22 +201,24 @@ class Hosts:
         self._channel.send(Message("least", {"number": (found := min(number, *others))}))
         return found
 
-    def check_same(self, what: str, described: str) -> None:
-        """Raises ConfigError in a process whose `described` differs from that of process 0."""
+    def check_same(self, placement: Placement, *settings: Any) -> None:
+        """Raises ConfigError in a process that has other devices, axes or settings than process 0."""
         if self._channel is None:
             return
-        digest = hashlib.sha256(described.encode()).hexdigest()
+        described = placement.sizes, [device.id for device in placement.devices], settings
+        digest = hashlib.sha256(repr(described).encode()).hexdigest()
         self._channel.is_starting = False
         if self._channel.index == 0:
             self._channel.send(Message("same", {"digest": digest}))
         elif self._told("same").facts["digest"] != digest:
-            raise ConfigError(f"process {self._channel.index} has {what} other than process 0")
+            raise ConfigError(f"process {self._channel.index} has a model, mesh or settings other than process 0")
 
     def close(self) -> None:
         """Tells the other processes to end."""
         if self._channel is None or not self.leads:
             return
-        self._effects.put(None)
+        atexit.unregister(self._stop)
+        self._stop()
         self._channel.close()
         if self._has_joined and not self._channel.lost:
             with contextlib.suppress(RuntimeError):  # a process that takes no part has ended already
@@ -255,6 +260,12 @@ class Hosts:
             effect.is_done = True
             effect.ended.put(None)
             del effect
+
+    def _stop(self) -> None:
+        """Ends the thread that runs effects, after what it runs now; a lost process may hold that up for ever."""
+        self._effects.put(None)
+        if not self.lost:
+            self._worker.join(END_SECONDS)
 
     def _end_wait(self) -> None:
         if (effect := self._awaited) is not None:

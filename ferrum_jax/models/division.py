@@ -210,22 +210,26 @@ def group_size(columns: int, groups: int, split: DimSplit | None, *, packed: boo
 
 
 def regroup(weight: QuantisedWeight[Any], size: int) -> QuantisedWeight[Any]:
-    """Splits a quantised weight's groups into groups of `size` columns: the same numbers, with more scales."""
+    """Splits a quantised weight's groups into groups of `size` columns, or joins groups that were split so.
+
+    The numbers stay the same, and there are more scales or fewer.
+    """
     assert weight.scales is not None
     before = weight.shape[-1] // weight.scales.shape[-1]
     if before == size:
         return weight
-    xp, times = weight.values.__array_namespace__(), before // size
-    values = weight.values
+    xp, values = weight.values.__array_namespace__(), weight.values
     if is_packed(weight):
         low, high = values & np.uint8(15), values >> np.uint8(4)
         halves = (half.reshape(*weight.scales.shape, -1) for half in (low, high))
         wide = xp.concatenate(tuple(halves), -1).reshape(*values.shape[:-1], -1, 2, size // 2)
         values = (wide[..., 0, :] | wide[..., 1, :] << np.uint8(4)).reshape(values.shape)
-    scales, offsets = (
-        None if leaf is None else xp.repeat(leaf, times, axis=-1) for leaf in (weight.scales, weight.offsets)
-    )
-    return QuantisedWeight(values=values, scales=scales, offsets=offsets)
+
+    def resized(leaf: Any) -> Any:
+        return xp.repeat(leaf, before // size, axis=-1) if size < before else leaf[..., :: size // before]
+
+    offsets = None if weight.offsets is None else resized(weight.offsets)
+    return QuantisedWeight(values=values, scales=resized(weight.scales), offsets=offsets)
 
 
 def _take_columns(weight: QuantisedWeight[Any], split: DimSplit, runs: Runs) -> QuantisedWeight[Any]:
@@ -303,8 +307,11 @@ def on_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
 
 
 def from_mesh(leaf: Leaf, spec: Spec, division: Division) -> Leaf:
-    """Undoes `on_mesh`; a quantised weight may keep more scales than the checkpoint has, for the same numbers."""
-    return _taken(leaf, spec, division, inverse)
+    """Undoes `on_mesh`."""
+    found = _taken(leaf, spec, division, inverse)
+    if isinstance(spec, QuantisedWeight) and spec.scales is not None:
+        return regroup(found, found.shape[-1] // spec.scales.shape[-1])
+    return found
 
 
 def inverse(split: DimSplit, size: int) -> Runs:
@@ -326,19 +333,12 @@ def inverse(split: DimSplit, size: int) -> Runs:
 
 def is_plain(spec: Spec, division: Division) -> bool:
     """Whether a leaf on the mesh equals the checkpoint's: the same numbers and, if quantised, as many scales."""
-    if not keeps_numbers(spec, division):
-        return False
+    weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
+    sizes = zip(dim_splits(weight, division), weight.shape, strict=True)
+    if any(split is not None and split.whole != ((0, size),) for split, size in sizes):
+        return False  # in another order, with padding or with copies
     own, its = (jax.tree.leaves(one, is_leaf=is_spec) for one in (spec, _spec_on_mesh(spec, division)))
     return [part.shape for part in own] == [part.shape for part in its]
-
-
-def keeps_numbers(spec: Spec, division: Division) -> bool:
-    """Whether a leaf on the mesh has the checkpoint's numbers in their order, without padding or copies."""
-    weight = _weight_spec(spec) if isinstance(spec, QuantisedWeight) else spec
-    return all(
-        split is None or split.whole == ((0, size),)
-        for split, size in zip(dim_splits(weight, division), weight.shape, strict=True)
-    )
 
 
 def specs_on_mesh(specs: ParamTree, division: Division) -> ParamTree:

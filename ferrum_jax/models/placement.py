@@ -158,10 +158,9 @@ class ModelPlacement:
         assert division is not None
 
         def one(path: Any, spec: Spec, leaf: Leaf) -> Leaf:
-            own = None if shardings is None else _at(shardings, path)
-            if own is None and divided.keeps_numbers(spec, division):
+            own, is_plain = None if shardings is None else _at(shardings, path), divided.is_plain(spec, division)
+            if own is None and is_plain:
                 return leaf
-            is_plain = divided.is_plain(spec, division)
             is_here = all(getattr(part.sharding, "mesh", None) == self.placement.mesh for part in jax.tree.leaves(leaf))
             if not is_here:
                 leaf = jax.tree.map(joined, leaf)

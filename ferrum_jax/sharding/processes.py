@@ -69,7 +69,9 @@ def join(asked: Any) -> "Channel | None":
     watch.daemon = True
     watch.start()
     own: dict[str, Any] = {"cluster_detection_method": "deactivate"} if settings.is_plain else {}
+    preempts = jax.config.jax_enable_preemption_service
     try:
+        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and not end the process
         jax.distributed.initialize(
             settings.coordinator,
             settings.count,
@@ -87,6 +89,7 @@ def join(asked: Any) -> "Channel | None":
         raise ConfigError(f"{who} cannot join the others: {problem}") from None
     finally:
         watch.cancel()
+        jax.config.update("jax_enable_preemption_service", preempts)
     try:
         return open_channel(settings.count, settings.index, SILENT_SECONDS)  # all have just joined
     except DeviceError:

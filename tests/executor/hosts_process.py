@@ -131,11 +131,21 @@ def generate_for_ever(runner: Any) -> None:
             print("generating", flush=True)
 
 
+def prefill_for_ever(runner: Any, tokens: list[int]) -> None:
+    """Reads one prompt again and again, as a call of the contract; says when it begins."""
+    print("generating", flush=True)
+    while True:
+        runner.prefill("a", tokens)
+        runner.release("a")
+
+
 def refuse(job: dict[str, Any], who: str) -> None:
-    """Loads a model that process `who` has not; the others have it. Where that is an error, lives on for a minute."""
-    path = "nowhere" if os.environ["FERRUM_PROCESS_ID"] == who else job["model"]
+    """Loads a model that `who` has not, or has in another mesh, and runs it; after the error, lives for a minute."""
+    is_other = os.environ["FERRUM_PROCESS_ID"] == who
+    path = "nowhere" if is_other and "mesh" not in job else job["model"]
+    mesh = job["mesh"] if is_other and "mesh" in job else {"model": 4}
     try:
-        ferrum_jax.load(path, mesh={"model": 4}, engine=ENGINE, artifacts=False, progress=False)
+        ferrum_jax.load(path, mesh=mesh, engine=ENGINE, artifacts=False, progress=False).prefill("a", [1, 2, 3])
     except FerrumError as problem:
         time.sleep(0.5)  # as a program does that cleans up first
         print(f"{type(problem).__name__}: {problem}", flush=True)
@@ -153,6 +163,8 @@ def main() -> None:
     runner = ferrum_jax.load(
         job["model"], mesh=mesh, engine=ENGINE, artifacts=job.get("artifacts", False), progress=False
     )
+    if job["do"] == "prefill":
+        prefill_for_ever(runner, job["tokens"])
     if job["do"] == "generate":
         try:
             generate_for_ever(runner)

@@ -176,6 +176,32 @@ def test_what_one_process_refuses_to_load_no_other_waits_for(job: dict[str, Any]
         assert running.processes[0].poll() is None  # it goes on after the error
 
 
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_signal_to_end_ends_the_job(job: dict[str, Any], tmp_path: Path, victim: int):
+    said = check_loss(job, tmp_path, victim, after=None, how=signal.SIGTERM)
+    assert f"process {victim} of 2" in said or JAX_SAYS in said
+
+
+def test_an_interrupt_of_process_0_ends_the_job_in_order(job: dict[str, Any], tmp_path: Path):
+    with Job(job | {"do": "prefill"}, count=2, logs=tmp_path) as running:
+        running.await_output(0, "generating", 240)
+        time.sleep(3)  # past what is compiled
+        running.processes[0].send_signal(signal.SIGINT)
+        assert running.end(0, LIMIT) in (1, -signal.SIGINT), running.output(0)
+        assert running.end(1, LIMIT) == 0, running.output(1)
+        assert "KeyboardInterrupt" in running.output(0)
+        assert "terminate called" not in running.output(0)
+
+
+def test_processes_with_different_meshes_are_told(job: dict[str, Any], tmp_path: Path):
+    model = str(tiny.write_folder(tmp_path / "model", tiny.CONFIGS["qwen3_moe"]))
+    other = {"model": model, "do": "refuse", "who": "1", "mesh": {"expert": 2, "model": 2}}
+    with Job(job | other, count=2, logs=tmp_path) as running:
+        running.await_output(0, "process 1 has a model, mesh or settings other than process 0", 60)
+        assert running.end(1, 60) != 0
+        assert "ConfigError: process 1 has a model, mesh or settings" in running.output(1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_process_that_stands_still_is_lost_too(job: dict[str, Any], tmp_path: Path, victim: int):
