@@ -31,7 +31,7 @@ ENGINE = EngineConfig(max_seqs=8, kv_capacity=2048, decode_rows=(1, 8), query_bl
 SMOKE_ENGINE = replace(ENGINE, max_seqs=3, kv_capacity=128, decode_rows=(1, 3), query_blocks=(1,), block_tokens=64)
 PLANNED = ("llama-3.1-70b", "llama-3.1-405b", "qwen3-235b-a22b", "deepseek-v3")
 PLACES = (("h100", 8), ("h200", 8), ("v5p", 16))
-WEIGHTS = (None, "float8_e4m3fn")  # as published, and in 8 bits
+WEIGHTS = (None, "float8_e4m3fn")  # bfloat16, and 8 bits
 SMOKE_PLANNED = ("qwen3-8b",)
 # Tokens per second at most load, fp8 weights, prompts of 128 and answers of 2,048 tokens: TensorRT-LLM 1.0,
 # docs/source/performance/perf-overview.md (Llama 3.3 70B has the shapes of 3.1).

@@ -314,9 +314,11 @@ class Adapters:
 
 
 def not_kept(cache_ids: Iterable[str], keep: KeptSequences) -> list[str]:
-    """Returns the ids that `keep` leaves out."""
+    """Returns the ids that `keep` leaves out; raises RequestValidationError if it is neither a bool nor several ids."""
     if isinstance(keep, bool):
         return [] if keep else list(cache_ids)
+    if isinstance(keep, str) or not isinstance(keep, Collection):
+        raise RequestValidationError(f"keep_sequences is {safe_repr(keep)}, expected True, False or cache ids")
     return [one for one in cache_ids if one not in keep]
 
 

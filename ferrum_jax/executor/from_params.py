@@ -10,7 +10,7 @@ from ferrum_jax.compile.fingerprint import describe_program
 from ferrum_jax.config import EngineConfig, ModelConfig
 from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.checks import differences, listed
-from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
+from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError, safe_repr
 from ferrum_jax.executor.hosts import Hosts
 from ferrum_jax.executor.replicas import replicate
 from ferrum_jax.executor.runner import ModelRunner
@@ -67,6 +67,8 @@ def from_params(
     own = None if isinstance(mesh, jax.sharding.Mesh) else mesh
     if isinstance(folder := settings.get("artifacts"), os.PathLike):
         settings["artifacts"] = os.fspath(folder)
+    if not isinstance(engine, EngineConfig | None):
+        raise ConfigError(f"engine is {safe_repr(engine)}, expected an EngineConfig")
     given = EngineConfig(**settings, mesh=own).over(engine or EngineConfig())
     asked_mesh = mesh if isinstance(mesh, jax.sharding.Mesh) else given.over_environment().mesh_sizes
     if len(places) != 1 and not asked_mesh:

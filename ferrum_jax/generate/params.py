@@ -126,6 +126,9 @@ class SamplingParams(Sampling):
             )
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}")
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "stop", "bad_words"):  # read again later
+            if isinstance(given := getattr(self, name), (Mapping, list)):
+                object.__setattr__(self, name, dict(given) if isinstance(given, Mapping) else list(given))
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -236,7 +239,7 @@ class RequestOutput:
     prompt_logprobs: list[float | None] | None = None
     prompt_top_logprobs: list[dict[int, float] | None] | None = None
     weight_versions: list[int] = field(default_factory=list)
-    captured: Mapping[Any, NDArray[Any]] = field(default_factory=dict, repr=False)
+    captured: Mapping[Any, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
     time_to_first_token: float = 0.0  # seconds since the request was submitted
     error: FerrumError | None = None
     drafted: int = 0

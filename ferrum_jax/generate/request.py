@@ -3,7 +3,7 @@
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ferrum_jax.compile.sampler import SlotSettings
-from ferrum_jax.contract.errors import CancelledError, FerrumError, RequestValidationError
+from ferrum_jax.contract.errors import CancelledError, FerrumError, RequestValidationError, safe_repr
 from ferrum_jax.contract.slots import ActiveLoraAdapter
 from ferrum_jax.executor.batch import SampledToken, Scores, TokenChoice
 from ferrum_jax.executor.interventions import Interventions
@@ -295,7 +295,7 @@ class Request:
         if self.score_from is not None and self.num_unscored:
             count = max(0, self.fork_position + 1 - self.score_from)
             self.scores, self.greedy_ids = other.scores[:count], other.greedy_ids[:count]
-            self.top_scores = other.top_scores[:count]
+            self.top_scores = [dict(one) for one in other.top_scores[:count]]  # the caller of either may change its own
 
     def interrupt(self) -> None:
         """Ends the request with the answer so far; if it generates nothing, with a CancelledError."""
@@ -322,9 +322,16 @@ class Request:
 
         Raises:
             RequestValidationError: that answer is complete, lacks log-probabilities that are asked for, or has another
-                number of weight versions than tokens.
+                number of them, or of weight versions, than tokens.
         """
         count, tops = len(former.token_ids), former.top_logprobs
+        for name in ("weight_versions", "logprobs", "processed_logprobs", "top_logprobs"):
+            given = getattr(former, name)
+            found = len(given) if isinstance(given, Sequence) else safe_repr(given)
+            if found != count and not (given is None and name != "weight_versions"):
+                raise RequestValidationError(f"the answer to be continued has {count} tokens, but {found} {name}")
+        if not all(isinstance(one, Mapping) for one in tops or ()):
+            raise RequestValidationError("the answer to be continued has top_logprobs that are no mappings of ids")
         for name, lacking in (
             ("logprobs", self.params.num_logprobs >= 0 and former.logprobs is None),
             ("top_logprobs", self.params.num_logprobs > 0 and tops is None),
@@ -336,14 +343,10 @@ class Request:
             raise RequestValidationError(
                 f"the answer to be continued has {fewest} top_logprobs a token, its next are to have {asked}"
             )
-        if len(former.weight_versions) != count:
-            raise RequestValidationError(
-                f"the answer to be continued has {count} tokens, but {len(former.weight_versions)} weight_versions"
-            )
         none = [0.0] * count
         raw, processed = former.logprobs or none, former.processed_logprobs or none
         for at, token in enumerate(former.token_ids):
-            alternatives = tuple(tops[at].items()) if tops else ()
+            alternatives = tuple((int(one), value) for one, value in tops[at].items()) if tops else ()  # texts in JSON
             if not self.is_done:
                 self.append(TokenChoice(token, raw[at], processed[at], alternatives), former.weight_versions[at])
         if self.error is not None:

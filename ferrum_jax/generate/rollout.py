@@ -17,7 +17,7 @@ from ferrum_jax.contract.decoding import Sampling, is_integer
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
 from ferrum_jax.kvcache.state import CacheSpec, KvState
-from ferrum_jax.models.backends import cache_spec
+from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     Intervention,
     Point,
@@ -30,7 +30,7 @@ from ferrum_jax.models.hooks import (
 )
 from ferrum_jax.models.layout import check_names
 from ferrum_jax.models.registry import family
-from ferrum_jax.models.sequences import check_range
+from ferrum_jax.models.sequences import as_integers, check_range
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.batch import Batch, Rows
 from ferrum_jax.ops.quantised import activation_dtype
@@ -140,6 +140,7 @@ def generate_fn(
             ones are undefined.
     """
     check_names(params, cfg)
+    check_backend(attention)
     if isinstance(seeds, jax.Array) and jnp.issubdtype(seeds.dtype, jax.dtypes.prng_key):
         raise InvalidParameterError(f"seeds are a PRNG key, expected uint32 [B]: {SEEDS}")
     if isinstance(stop_ids, str) or not isinstance(stop_ids, Iterable) or getattr(stop_ids, "ndim", 1) != 1:
@@ -150,7 +151,8 @@ def generate_fn(
             raise InvalidParameterError(f"{name} are {given.dtype}, expected integers")
         if isinstance(given, np.ndarray) and (given.astype(np.uint32) != given).any():
             raise InvalidParameterError(f"{name} are {safe_repr(values)}, expected integers from 0 to {2**32 - 1}")
-    tokens, lengths, seeds = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(seeds, jnp.uint32)
+    tokens, lengths = as_integers("tokens", tokens), as_integers("lengths", lengths)
+    seeds = jnp.asarray(seeds, jnp.uint32)
     if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != seeds.shape or lengths.shape != tokens.shape[:1]:
         raise InvalidParameterError(
             f"tokens have shape {list(tokens.shape)}, lengths {list(lengths.shape)}, seeds {list(seeds.shape)}: "
@@ -161,8 +163,9 @@ def generate_fn(
             f"sampling is a {type(sampling).__name__}, expected a Sampling: max_tokens, seeds and stop_ids are "
             "arguments, and there are no other settings here"
         )
-    if not is_integer(max_tokens) or max_tokens < 1:
-        raise InvalidParameterError(f"max_tokens is {safe_repr(max_tokens)}, expected an integer of at least 1")
+    most = 2**31 - 1 - tokens.shape[1]  # positions are int32
+    if not is_integer(max_tokens) or not 1 <= max_tokens <= most:
+        raise InvalidParameterError(f"max_tokens is {safe_repr(max_tokens)}, expected an integer from 1 to {most}")
     check_range("lengths", lengths, 1, tokens.shape[1])
     check_range("tokens", tokens, 0, cfg.vocab_size - 1, lengths)
     batch, length = tokens.shape

@@ -2,7 +2,8 @@
 
 import jax
 
-from ferrum_jax.config import ModelConfig
+from ferrum_jax.config import DTYPES, ModelConfig
+from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.models import adapters as adapters
 from ferrum_jax.models import specs as specs
 from ferrum_jax.models.backends import cache_spec as cache_spec
@@ -36,6 +37,12 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, qua
 
     With `quantize`, each matrix is drawn in float32 and quantised before the next: only one is in memory in float32.
     """
+    try:
+        is_known = jax.numpy.dtype(dtype).name in DTYPES
+    except TypeError:
+        is_known = False
+    if not is_known:
+        raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, expected one of {', '.join(DTYPES)}")
     plain = family(cfg).param_specs(cfg)
     if quantize is None:
         return specs.initialise(plain, key, dtype)

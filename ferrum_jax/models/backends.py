@@ -12,7 +12,7 @@ from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.kvcache.state import CacheSpec, Layout
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, SCANNED, layout_specs
 from ferrum_jax.models.registry import family
-from ferrum_jax.ops import native
+from ferrum_jax.ops import attention_cpu, native
 from ferrum_jax.sharding.devices import JaxDevice, default_dtype
 
 PLATFORMS = ("cpu", "gpu", "tpu")
@@ -43,6 +43,12 @@ def cache_spec(cfg: ModelConfig, *, num_blocks: int, block_size: int, dtype: str
         layout=kv_layout(attention, cfg),
         attention=attention,
     )
+
+
+def check_backend(attention: str | None) -> None:
+    """Raises UnsupportedError for the backend `cpu` where there are no kernels."""
+    if attention == "cpu":
+        attention_cpu.check()
 
 
 def choose_attention(

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.checks import is_real
+from ferrum_jax.contract.checks import is_integer, is_real
 from ferrum_jax.contract.errors import InvalidParameterError, safe_repr
 from ferrum_jax.kvcache import state
-from ferrum_jax.models.backends import cache_spec
+from ferrum_jax.models.backends import cache_spec, check_backend
 from ferrum_jax.models.hooks import (
     ATTENTION,
     Intervention,
@@ -142,14 +142,15 @@ def run(
         InvalidParameterError: the parameters are not this model's, only one of `loras` and `adapters` is given, an
             array has a wrong shape, a token id is outside the vocabulary, a hook point is unknown or lies before
             `first_layer`, or `first_layer` does not exist, or is not the int 0 and there are no `inputs_embeds`.
-        UnsupportedError: the model does not have a hook point.
+        UnsupportedError: the model does not have a hook point, or there are no kernels for `attention="cpu"`.
     """
     check_names(params, cfg)
+    check_backend(attention)
     if not isinstance(remat, bool) and remat != "products":
         raise InvalidParameterError(f"remat is {safe_repr(remat)}, expected True, False or 'products'")
     first = _check_first_layer(first_layer, cfg, inputs_embeds)
     points = check_points(capture, cfg, first if isinstance(first, int) else 0)
-    tokens = jnp.asarray(tokens)
+    tokens = as_integers("tokens", tokens)
     if tokens.ndim != 2 or 0 in tokens.shape:
         raise InvalidParameterError(f"tokens have shape {list(tokens.shape)}, expected [B, T] of at least 1 each")
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -164,7 +165,7 @@ def run(
     if steering is not None:
         changes = steered(jnp.asarray(steering), changes, cfg, (batch, length, cfg.hidden_size))
     if adapters is not None:
-        adapters = jnp.asarray(adapters)
+        adapters = as_integers("adapters", adapters)
         check_shape("adapters", adapters, "[B]", (batch,))
         if not jnp.issubdtype(adapters.dtype, jnp.integer):
             raise InvalidParameterError(f"adapters are {adapters.dtype}, expected integers")
@@ -266,15 +267,15 @@ def log_probs(
         InvalidParameterError: as `run`, `targets` have a wrong shape or an id outside the vocabulary, there is no next
             token, or the temperature is not positive.
     """
-    tokens, is_next = jnp.asarray(tokens), targets is None
+    tokens, is_next = as_integers("tokens", tokens), targets is None
     temperature = _check_temperature(temperature, tokens)
-    if block < 1:
-        raise InvalidParameterError(f"block is {block}, expected at least 1 token")
+    if not is_integer(block) or block < 1:
+        raise InvalidParameterError(f"block is {safe_repr(block)}, expected at least 1 token")
     last = Point("resid_post", cfg.num_hidden_layers - 1)
     x = run(params, tokens, cfg, capture=(last,), logits="none", **options)[1][last]
     if is_next and tokens.shape[1] < 2:
         raise InvalidParameterError("rows of one token have no next token: give targets")
-    wanted = tokens if targets is None else jnp.asarray(targets)
+    wanted = tokens if targets is None else as_integers("targets", targets)
     check_shape("targets", wanted, "[B, T]", tokens.shape)
     if not jnp.issubdtype(wanted.dtype, jnp.integer):
         raise InvalidParameterError(f"targets are {wanted.dtype}, expected integers")
@@ -325,6 +326,26 @@ def _check_temperature(given: Any, tokens: jax.Array) -> float | jax.Array:
     return jnp.maximum(jnp.asarray(given).astype(jnp.float32), _LEAST_TEMPERATURE)
 
 
+def as_integers(name: str, values: object) -> jax.Array:
+    """Returns an array of integers, whose shape and type the caller checks.
+
+    Raises:
+        InvalidParameterError: they are no array, or one is beyond 32 bits, of which JAX would keep the lower ones.
+    """
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
+        return jnp.asarray(values)
+    try:
+        given = np.asarray(values)
+    except ValueError as problem:
+        raise InvalidParameterError(f"{name} are no array: {problem}") from None
+    if given.dtype.kind not in "iu":
+        if given.dtype.kind not in "bfc":
+            raise InvalidParameterError(f"{name} are {given.dtype}, expected integers")
+    elif (wrong := given.astype(np.int32) != given).any():
+        raise InvalidParameterError(f"{name} have {given[wrong][0]}, expected integers of 32 bits")
+    return jnp.asarray(given)
+
+
 def check_range(
     name: str, values: jax.Array, least: int, most: int, lengths: jax.Array | None = None, hint: str = ""
 ) -> None:
@@ -352,7 +373,7 @@ def _check_first_layer(given: Any, cfg: ModelConfig, inputs_embeds: object) -> i
     """
     last = cfg.num_hidden_layers - 1
     if isinstance(given, (jax.Array, np.ndarray)):
-        first = jnp.asarray(given)
+        first = as_integers("first_layer", given)
         if first.shape or not jnp.issubdtype(first.dtype, jnp.integer):
             raise InvalidParameterError(f"first_layer is {first.dtype}{list(first.shape)}, expected one integer")
         is_known = not isinstance(first, Tracer) and first.is_fully_addressable
@@ -377,7 +398,7 @@ def _logit_positions(given: object, batch: int, length: int) -> jax.Array | None
         return jnp.full((batch, 1 if given == "last" else 0), length - 1, jnp.int32)
     if not isinstance(given, (jax.Array, np.ndarray)):
         raise InvalidParameterError(f"logits is {safe_repr(given)}, expected 'all', 'last', 'none' or positions [B, R]")
-    positions = jnp.asarray(given)
+    positions = as_integers("logits", given)
     if positions.ndim != 2 or len(positions) != batch or not jnp.issubdtype(positions.dtype, jnp.integer):
         raise InvalidParameterError(
             f"logits are {positions.dtype}{list(positions.shape)}, expected integers [B, R] of {batch} rows"

@@ -4,14 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ferrum_jax.config import DTYPES, ModelConfig
-from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
+from ferrum_jax.contract.errors import ConfigError, safe_repr
 from ferrum_jax.models.quantisation import Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
 from ferrum_jax.ops.quantised import LARGEST
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.weights.folder import read_json
-from ferrum_jax.weights.scheme import PLAIN, read_scheme, split_packing
+from ferrum_jax.weights.scheme import split_packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
     Args:
         model: one of `CONFIGURATIONS`, in any case, the path of a `config.json`, or of a folder that has one.
         dtype: `bfloat16` or `float16`: of weights and activations; `int8` or `float8_e4m3fn`: every matrix in so many
-            bits with a scale for each of its rows, activations in bfloat16. None: as it is published, which is bfloat16
-            or, where the configuration says so, fp8 in blocks. (Data sheets say nothing of products in full float32.)
+            bits with a scale for each of its rows, activations in bfloat16, as `load` has them with this `quantize`.
+            None: bfloat16, into which `load` dequantises on an accelerator by default whatever the files hold. (Data
+            sheets say nothing of products in full float32.)
 
     Raises:
         ConfigError: there is no such model or dtype.
-        UnsupportedError: the configuration has a setting that is not implemented, or weights are published in a format
-            that only their files tell.
+        UnsupportedError: the configuration has a setting that is not implemented.
         FerrumError: a file cannot be read.
     """
     plain = tuple(name for name in DTYPES if name != "float32")
@@ -61,18 +61,7 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
         if not path.is_file():
             raise ConfigError(f"{model} is no file or folder, and known names are {', '.join(CONFIGURATIONS)}")
         name, fields = path.parent.name if path.name == "config.json" else path.stem, read_json(path)
-    fields, packing = split_packing(fields)
-    cfg = ModelConfig.from_hf(fields)
-    if dtype in plain:
-        return Subject(name=name, cfg=cfg, dtype=dtype)
-    if dtype is not None:
+    cfg = ModelConfig.from_hf(split_packing(fields)[0])
+    if dtype in LARGEST:
         return Subject(name=name, cfg=cfg, formats=choose_formats(cfg, dtype))
-    if packing is None:
-        return Subject(name=name, cfg=cfg)
-    scheme = read_scheme(packing)
-    if scheme.packing != PLAIN or not scheme.is_float:
-        raise UnsupportedError(
-            f"{name} is published in {scheme.method}, and which weights are packed only its files tell: give --dtype"
-        )
-    formats = choose_formats(cfg, "float8_e4m3fn", group_size=scheme.group_size, vocabulary=False)
-    return Subject(name=name, cfg=cfg, formats=formats)
+    return Subject(name=name, cfg=cfg, dtype=dtype or "bfloat16")

@@ -91,7 +91,8 @@ class Placement:
         """Puts host arrays whole on every device; every process gives the same ones."""
         whole = self.sharding(WHOLE)
         if not self.is_shared:
-            return jax.device_put(tree, whole)
+            with jax.ensure_compile_time_eval():  # within a function that JAX traces
+                return jax.device_put(tree, whole)
         # device_put would compare the processes' arrays
         return jax.tree.map(lambda leaf: jax.make_array_from_callback(leaf.shape, whole, lambda at: leaf[at]), tree)
 

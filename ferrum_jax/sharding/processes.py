@@ -33,6 +33,7 @@ from ferrum_jax.contract.errors import ConfigError, DeviceError, UnsupportedErro
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 15.0  # without a byte from a process, after which it counts as lost
 END_SECONDS = 15  # for an orderly end of all processes
+PREEMPTION = "jax_enable_preemption_service"  # an option of JAX
 STUCK_SECONDS = 10.0  # after a loss while a model is loaded: if no call has raised it by then, the process ends
 NEVER = 1 << 30  # seconds
 KEY = "ferrum_jax/commands"
@@ -69,9 +70,9 @@ def join(asked: Any) -> "Channel | None":
     watch.daemon = True
     watch.start()
     own: dict[str, Any] = {"cluster_detection_method": "deactivate"} if settings.is_plain else {}
-    preempts = jax.config.jax_enable_preemption_service
+    preempts = jax.config.values[PREEMPTION]
     try:
-        jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and not end the process
+        jax.config.update(PREEMPTION, False)  # it would take SIGTERM, and not end the process
         jax.distributed.initialize(
             settings.coordinator,
             settings.count,
@@ -89,7 +90,7 @@ def join(asked: Any) -> "Channel | None":
         raise ConfigError(f"{who} cannot join the others: {problem}") from None
     finally:
         watch.cancel()
-        jax.config.update("jax_enable_preemption_service", preempts)
+        jax.config.update(PREEMPTION, preempts)
     try:
         return open_channel(settings.count, settings.index, SILENT_SECONDS)  # all have just joined
     except DeviceError:

@@ -86,6 +86,11 @@ def test_a_configuration_of_hugging_face_is_refused_and_its_conversion_named(par
         ferrum_jax.from_params(params, config, engine=ENGINE)
 
 
+def test_an_engine_that_is_no_configuration_is_refused(params: ParamTree):
+    with pytest.raises(ConfigError, match=r"engine is .* expected an EngineConfig"):
+        ferrum_jax.from_params(params, CFG, engine={"max_seqs": 2})  # pyright: ignore[reportArgumentType]
+
+
 def test_steps_are_compiled_so_jax_disable_jit_is_refused_by_name(params: ParamTree):
     says = "jax_disable_jit is True, expected False"
     with jax.disable_jit(), pytest.raises(ConfigError, match=says):

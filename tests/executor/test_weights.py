@@ -1,6 +1,7 @@
 """Other weights in a runner that goes on: nothing compiles, no old prefix is found, the KV may be away meanwhile."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,10 @@ def test_weights_are_refused_while_a_sequence_is_live(runner: ModelRunner, other
     for refused in (lambda: runner.set_params(others), runner.free_kv):
         with pytest.raises(RequestValidationError, match="1 sequences are live, 'a' among them"):
             refused()
+    wrongs: tuple[Any, ...] = ("abc", None, 1)  # the text has 'a' in it
+    for keep in wrongs:
+        with pytest.raises(RequestValidationError, match=r"keep_sequences is .* expected True, False or cache ids"):
+            runner.set_params(others, keep_sequences=keep)
     assert runner.kv_len("a") == len(TOKENS)
     np.testing.assert_allclose(runner.decode("a", 30, len(TOKENS)), oracle([*TOKENS, 30])[-1], rtol=0, atol=1e-4)
     runner.reset()
@@ -181,6 +186,18 @@ def test_what_a_sliding_window_lost_is_not_computed_anew_by_other_weights(
     assert runner.kv_len("copy") == 20
     runner.reset()
     runner.set_params(params)
+
+
+def test_the_kv_can_come_back_within_what_jax_traces(runner: ModelRunner, oracle: Oracle):
+    @jax.jit
+    def traced(x: jax.Array) -> jax.Array:
+        runner.free_kv()
+        runner.allocate_kv()
+        return x
+
+    traced(jnp.zeros(()))
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(runner.decode("a", 30, len(TOKENS)), oracle([*TOKENS, 30])[-1], rtol=0, atol=1e-4)
 
 
 def test_the_kv_can_be_away_while_weights_are_set(

@@ -91,6 +91,10 @@ def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):
     for changes, how, message in (
         ({"weight_versions": []}, SamplingParams(max_tokens=9), "4 tokens, but 0 weight_versions"),
         ({"token_ids": [1, 2, 3, 999]}, SamplingParams(max_tokens=9), "999"),
+        ({"weight_versions": None}, SamplingParams(max_tokens=9), "4 tokens, but None weight_versions"),
+        ({"logprobs": [0.0]}, SamplingParams(max_tokens=9), "4 tokens, but 1 logprobs"),
+        ({"processed_logprobs": 5}, SamplingParams(max_tokens=9), "4 tokens, but 5 processed_logprobs"),
+        ({"top_logprobs": [None] * 4}, SamplingParams(max_tokens=9), "top_logprobs that are no mappings"),
     ):
         with pytest.raises(RequestValidationError, match=message):
             llm.generate(replace(done, **changes), how)

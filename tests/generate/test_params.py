@@ -39,7 +39,7 @@ def test_what_cannot_be_is_refused_by_name(name: str, value: Any):
     ],
 )  # fmt: skip
 def test_the_ends_of_every_range_are_allowed(name: str, value: Any):
-    assert getattr(SamplingParams(**{name: value}), name) is value
+    assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 def test_the_spellings_of_vllm_mean_what_they_mean_there():
@@ -58,6 +58,17 @@ def test_fewer_tokens_at_most_than_at_least_are_refused():
 def test_one_stop_text_is_as_a_tuple_of_one():
     assert SamplingParams(stop="ab").stop_texts == SamplingParams(stop=["ab"]).stop_texts == ("ab",)
     assert SamplingParams().stop_texts == ()
+
+
+def test_later_changes_of_what_was_given_change_nothing():
+    given: dict[str, Any] = {
+        "logit_bias": {5: 1.0}, "allowed_token_ids": [5], "stop_token_ids": [7], "stop": ["x"], "bad_words": ["y"]
+    }  # fmt: skip
+    params = SamplingParams(**given)
+    for value in given.values():
+        value.clear()
+    assert (params.logit_bias, params.allowed_token_ids, params.stop_token_ids) == ({5: 1.0}, [5], [7])
+    assert (params.stop, params.bad_words) == (["x"], ["y"])
 
 
 def test_the_defaults_are_greedy():

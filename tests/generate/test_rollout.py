@@ -111,7 +111,13 @@ def test_the_gradient_of_its_logprobs_is_that_of_the_forward(params: ParamTree):
         ({"tokens": TOKENS.astype(np.float32)}, "tokens are float32, expected integers"),
         ({"lengths": changed(LENGTHS, 0, 0)}, "lengths have 0, expected 1 to 7"),
         ({"lengths": changed(LENGTHS, 0, 8)}, "lengths have 8, expected 1 to 7"),
+        (
+            {"tokens": changed(TOKENS.astype(np.int64), (1, 1), 2**32)},
+            "tokens have 4294967296, expected integers of 32",
+        ),
+        ({"lengths": changed(LENGTHS.astype(np.int64), 0, 2**32 + 3)}, "lengths have 4294967299, expected integers"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": 2**63}, f"max_tokens is {2**63}, expected an integer from 1 to {2**31 - 8}"),
         ({"max_tokens": True}, "max_tokens is True"),
         ({"seeds": jax.random.key(0)}, r"seeds are a PRNG key, expected uint32 \[B\]: jax.random.bits"),
         ({"seeds": np.array([1, 2**32, 3])}, r"seeds are .*4294967296.*, expected integers from 0 to 4294967295"),

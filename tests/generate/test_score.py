@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -346,6 +347,14 @@ def test_what_parameters_exclude_is_impossible_under_them(runner: ModelRunner):
         llm.score([[1], [2]], [[3], [4]], [SamplingParams()])
     with pytest.raises(UnsupportedError, match="scores under parameters need a ModelRunner"):
         LLM.from_model(CountingLLM()).score([[1]], [[3]], SamplingParams())
+
+
+def test_answers_of_one_prompt_share_no_scores(llm: LLM):
+    outs = llm.generate([[33, 34, 35]], replace(ALL, n=2, prompt_logprobs=2))
+    found: list[Any] = [one.prompt_top_logprobs for one in outs]
+    assert found[0] == found[1]
+    found[0][1].clear()
+    assert len(found[1][1]) == 2
 
 
 def test_a_warm_strict_model_scores_under_settings(new_runner: MakeRunner):

@@ -12,10 +12,11 @@ import pytest
 import ferrum_jax
 from ferrum_jax import models
 from ferrum_jax.config import ModelConfig
-from ferrum_jax.contract.errors import InvalidParameterError
+from ferrum_jax.contract.errors import InvalidParameterError, UnsupportedError
 from ferrum_jax.kvcache import state
 from ferrum_jax.models import Batch, Rows
 from ferrum_jax.models.layout import CHECKPOINT, SCANNED, lay_out
+from ferrum_jax.ops import native
 from ferrum_jax.ops.attention import attend, attend_dense, cached_keys
 from tests.tiers import by_default
 from tests.tiny import CONFIGS, model_config, prompt, tiny_params
@@ -211,8 +212,34 @@ def test_what_does_not_exist_cannot_be_captured_or_steered(asked: dict, message:
 @pytest.mark.usefixtures("unchecked")
 def test_tokens_are_integers():
     params, cfg = model("mistral")
-    with pytest.raises(InvalidParameterError, match="tokens are float32, expected integers"):
-        models.forward(params, jnp.array([[1.7]]), cfg)
+    wrongs: tuple[tuple[Any, str], ...] = (
+        (jnp.array([[1.7]]), "tokens are float32, expected integers"),
+        (np.array([[2**32 + 5, 2]]), "tokens have 4294967301, expected integers of 32 bits"),
+        ([[2**32 + 5, 2]], "tokens have 4294967301, expected integers of 32 bits"),
+        ([[1, 2], [3]], "tokens are no array"),
+        ("text", "tokens are <U4, expected integers"),
+    )
+    for wrong, message in wrongs:
+        with pytest.raises(InvalidParameterError, match=message):
+            models.forward(params, wrong, cfg)  # pyright: ignore[reportArgumentType]
+    token: Any = np.array([[5]])
+    for own, message in (
+        ({"targets": np.array([[2**32 + 1]])}, "targets have 4294967297"),
+        ({"block": 2.5}, "block is 2.5, expected at least 1 token"),
+    ):
+        options: dict[str, Any] = {"targets": token} | own
+        with pytest.raises(InvalidParameterError, match=message):
+            models.log_probs(params, token, cfg, **options)
+    with pytest.raises(InvalidParameterError, match="logits have -4294967296"):
+        models.forward(params, token, cfg, logits=np.array([[-(2**32)]]))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_kernels_backend_is_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch):
+    params, cfg = model("mistral")
+    monkeypatch.setattr(native, "library", lambda: "they were not built")
+    with pytest.raises(UnsupportedError, match="attention 'cpu' has no kernels: they were not built"):
+        models.forward(params, jnp.array([[1]]), cfg, attention="cpu")
 
 
 @pytest.mark.slow
