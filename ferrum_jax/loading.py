@@ -206,6 +206,7 @@ def _load(
     if device is not None and isinstance(mesh, jax.sharding.Mesh) and target != replicas[0].first:
         raise ConfigError(f"device is {device}, but the mesh begins with {replicas[0].first}: leave out the device")
     hosts = Hosts.of(replicas, channel)
+    hosts.check_placement(replicas[0])
     placed, target = ModelPlacement.of(source.config, replicas[0]), replicas[0].first
     settings = with_defaults(settings, source, target, is_divided=placed.division is not None)
     free = hosts.least(placed.placement.free_bytes())
@@ -232,7 +233,7 @@ def _load(
 
     free = hosts.least(placed.placement.free_bytes() if memory is None else max(0, free - taken))
     plan = plan_beside(params, settings, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
-    hosts.check_same(placed.placement, cfg, plan, settings.dtype, settings.quantize, settings.layout)
+    hosts.check_settings(cfg, plan, settings.dtype, settings.quantize, settings.layout)
     ready = memory if memory is not None and memory.spec == plan.cache else None
 
     def runner_on(placed: ModelPlacement, params: ParamTree, memory: KvMemory | None) -> ModelRunner:

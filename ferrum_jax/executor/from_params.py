@@ -94,6 +94,7 @@ def from_params(
     replicas = place_on_mesh(asked_mesh, device)
     hosts = Hosts.of(replicas)
     with telling(hosts.channel if hosts.are_several else None):
+        hosts.check_placement(replicas[0])
         placed = ModelPlacement.of(cfg, replicas[0])
         specs = None if placed.division is None else specs_like(params, cfg)
         first = placed.placement.first
@@ -111,7 +112,7 @@ def from_params(
 
         free = hosts.least(placed.placement.free_bytes())
         plan = plan_beside(params, asked, cfg, placed=placed, free_bytes=free, open_artifacts=open_artifacts)
-        hosts.check_same(placed.placement, cfg, plan)
+        hosts.check_settings(cfg, plan)
         how: dict[str, Any] = {"strict": strict, "compiler_options": asked.compiler_options, "hosts": hosts}
 
         def runner_on(placed: ModelPlacement, own: ParamTree) -> ModelRunner:

@@ -201,17 +201,24 @@ class Hosts:
         self._channel.send(Message("least", {"number": (found := min(number, *others))}))
         return found
 
-    def check_same(self, placement: Placement, *settings: Any) -> None:
-        """Raises ConfigError in a process that has other devices, axes or settings than process 0."""
+    def check_placement(self, placement: Placement) -> None:
+        """Raises ConfigError in a process with another mesh than process 0, before anything runs on it."""
+        self._check_same("a mesh", (placement.sizes, [device.id for device in placement.devices]))
+
+    def check_settings(self, *settings: Any) -> None:
+        """Raises ConfigError in a process whose model or settings differ from those of process 0."""
+        if self._channel is not None:
+            self._channel.is_starting = False
+        self._check_same("a model or settings", settings)
+
+    def _check_same(self, what: str, described: Any) -> None:
         if self._channel is None:
             return
-        described = placement.sizes, [device.id for device in placement.devices], settings
         digest = hashlib.sha256(repr(described).encode()).hexdigest()
-        self._channel.is_starting = False
         if self._channel.index == 0:
             self._channel.send(Message("same", {"digest": digest}))
         elif self._told("same").facts["digest"] != digest:
-            raise ConfigError(f"process {self._channel.index} has a model, mesh or settings other than process 0")
+            raise ConfigError(f"process {self._channel.index} has {what} other than process 0")
 
     def close(self) -> None:
         """Tells the other processes to end."""
@@ -262,7 +269,7 @@ class Hosts:
             del effect
 
     def _stop(self) -> None:
-        """Ends the thread that runs effects, after what it runs now; a lost process may hold that up for ever."""
+        """Ends the thread that runs effects, after those it was given; a lost process may hold that up for ever."""
         self._effects.put(None)
         if not self.lost:
             self._worker.join(END_SECONDS)

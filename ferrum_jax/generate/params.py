@@ -126,7 +126,8 @@ class SamplingParams(Sampling):
             )
         if self.min_tokens and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(f"min_tokens is {self.min_tokens}, max_tokens is {self.max_tokens}")
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "stop", "bad_words"):  # read again later
+        # copies: the caller may change its own
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "stop", "bad_words"):
             if isinstance(given := getattr(self, name), (Mapping, list)):
                 object.__setattr__(self, name, dict(given) if isinstance(given, Mapping) else list(given))
 

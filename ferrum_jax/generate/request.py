@@ -327,10 +327,10 @@ class Request:
         count, tops = len(former.token_ids), former.top_logprobs
         for name in ("weight_versions", "logprobs", "processed_logprobs", "top_logprobs"):
             given = getattr(former, name)
-            found = len(given) if isinstance(given, Sequence) else safe_repr(given)
+            found = len(given) if isinstance(given, Sequence) else f"{safe_repr(given)}, which is no list, as"
             if found != count and not (given is None and name != "weight_versions"):
                 raise RequestValidationError(f"the answer to be continued has {count} tokens, but {found} {name}")
-        if not all(isinstance(one, Mapping) for one in tops or ()):
+        if not all(isinstance(one, Mapping) and all(str(key).isdecimal() for key in one) for one in tops or ()):
             raise RequestValidationError("the answer to be continued has top_logprobs that are no mappings of ids")
         for name, lacking in (
             ("logprobs", self.params.num_logprobs >= 0 and former.logprobs is None),
@@ -346,7 +346,8 @@ class Request:
         none = [0.0] * count
         raw, processed = former.logprobs or none, former.processed_logprobs or none
         for at, token in enumerate(former.token_ids):
-            alternatives = tuple((int(one), value) for one, value in tops[at].items()) if tops else ()  # texts in JSON
+            # JSON turns ids into texts
+            alternatives = tuple((int(one), value) for one, value in tops[at].items()) if tops else ()
             if not self.is_done:
                 self.append(TokenChoice(token, raw[at], processed[at], alternatives), former.weight_versions[at])
         if self.error is not None:

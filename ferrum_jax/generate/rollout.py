@@ -135,9 +135,10 @@ def generate_fn(
         given KV must be sharded alike, along its second axis.
 
     Raises:
-        InvalidParameterError: shapes disagree, `max_tokens` is below 1, or `kv` has too few blocks; a token is not in
-            the vocabulary, or a length is not from 1 to T. Traced tokens and lengths are not checked: results for wrong
-            ones are undefined.
+        InvalidParameterError: shapes disagree, `max_tokens` is below 1 or so large that positions exceed int32, or `kv`
+            has too few blocks; a token is not in the vocabulary, or a length is not from 1 to T. Traced tokens and
+            lengths are not checked: results for wrong ones are undefined.
+        UnsupportedError: there are no kernels for `attention="cpu"`.
     """
     check_names(params, cfg)
     check_backend(attention)

@@ -39,7 +39,7 @@ def init_params(cfg: ModelConfig, key: jax.Array, dtype: str = "float32", *, qua
     """
     try:
         is_known = jax.numpy.dtype(dtype).name in DTYPES
-    except TypeError:
+    except (TypeError, ValueError):
         is_known = False
     if not is_known:
         raise InvalidParameterError(f"dtype is {safe_repr(dtype)}, expected one of {', '.join(DTYPES)}")

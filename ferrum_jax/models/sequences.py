@@ -265,12 +265,12 @@ def log_probs(
 
     Raises:
         InvalidParameterError: as `run`, `targets` have a wrong shape or an id outside the vocabulary, there is no next
-            token, or the temperature is not positive.
+            token, the temperature is not positive, or `block` is no integer of at least 1.
     """
     tokens, is_next = as_integers("tokens", tokens), targets is None
     temperature = _check_temperature(temperature, tokens)
     if not is_integer(block) or block < 1:
-        raise InvalidParameterError(f"block is {safe_repr(block)}, expected at least 1 token")
+        raise InvalidParameterError(f"block is {safe_repr(block)}, expected an integer of at least 1")
     last = Point("resid_post", cfg.num_hidden_layers - 1)
     x = run(params, tokens, cfg, capture=(last,), logits="none", **options)[1][last]
     if is_next and tokens.shape[1] < 2:
@@ -327,10 +327,11 @@ def _check_temperature(given: Any, tokens: jax.Array) -> float | jax.Array:
 
 
 def as_integers(name: str, values: object) -> jax.Array:
-    """Returns an array of integers, whose shape and type the caller checks.
+    """Returns an array, which the caller checks to be one of integers, of a shape and in a range.
 
     Raises:
-        InvalidParameterError: they are no array, or one is beyond 32 bits, of which JAX would keep the lower ones.
+        InvalidParameterError: the values are no array of numbers, or an integer is beyond 32 bits with a sign, of which
+            JAX would silently keep the lower ones.
     """
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values)):
         return jnp.asarray(values)
@@ -342,7 +343,7 @@ def as_integers(name: str, values: object) -> jax.Array:
         if given.dtype.kind not in "bfc":
             raise InvalidParameterError(f"{name} are {given.dtype}, expected integers")
     elif (wrong := given.astype(np.int32) != given).any():
-        raise InvalidParameterError(f"{name} have {given[wrong][0]}, expected integers of 32 bits")
+        raise InvalidParameterError(f"{name} have {given[wrong][0]}, expected integers of 32 bits with a sign")
     return jnp.asarray(given)
 
 

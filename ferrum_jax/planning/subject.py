@@ -42,7 +42,7 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
         model: one of `CONFIGURATIONS`, in any case, the path of a `config.json`, or of a folder that has one.
         dtype: `bfloat16` or `float16`: of weights and activations; `int8` or `float8_e4m3fn`: every matrix in so many
             bits with a scale for each of its rows, activations in bfloat16, as `load` has them with this `quantize`.
-            None: bfloat16, into which `load` dequantises on an accelerator by default whatever the files hold. (Data
+            None: bfloat16, into which `load` dequantises folders and GGUF files on an accelerator by default. (Data
             sheets say nothing of products in full float32.)
 
     Raises:

@@ -12,9 +12,7 @@ PEERS = ("transformers_ms", "transformers_over_ours", "llama_cpp_ms", "llama_cpp
 FIGURES = ("ours_ms", *PEERS)
 WITH_AIMS = ("ours_ms", "ours_over_floor", "aim", *PEERS[:2], "aim", *PEERS[2:], "aim")  # each of the field before it
 TABLES = [  # document, heading, the record under bench/results, its field in each column
-    ("README.md", "### An Intel Xeon with AVX-512", "compare-smollm2-avx512.json", FIGURES),
-    ("README.md", "### An AMD EPYC with AVX-512", "compare-smollm2-zen4.json", FIGURES),
-    ("README.md", "### An AMD EPYC with AVX2", "compare-smollm2-cpu.json", FIGURES),
+    ("README.md", "### An AMD EPYC of family 26 with AVX-512", "compare-smollm2-zen5.json", FIGURES),
     ("docs/benchmarks.md", "### Intel Xeon, AVX-512", "compare-smollm2-avx512.json", WITH_AIMS),
     ("docs/benchmarks.md", "### AMD EPYC, AVX-512", "compare-smollm2-zen4.json", WITH_AIMS),
     ("docs/benchmarks.md", "### A newer AMD EPYC, AVX-512", "compare-smollm2-zen5.json", WITH_AIMS),

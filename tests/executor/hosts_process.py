@@ -133,6 +133,7 @@ def generate_for_ever(runner: Any) -> None:
 
 def prefill_for_ever(runner: Any, tokens: list[int]) -> None:
     """Reads one prompt again and again, as a call of the contract; says when it begins."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     print("generating", flush=True)
     while True:
         runner.prefill("a", tokens)

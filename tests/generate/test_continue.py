@@ -91,9 +91,9 @@ def test_an_answer_that_cannot_go_on_is_refused(runner: ModelRunner):
     for changes, how, message in (
         ({"weight_versions": []}, SamplingParams(max_tokens=9), "4 tokens, but 0 weight_versions"),
         ({"token_ids": [1, 2, 3, 999]}, SamplingParams(max_tokens=9), "999"),
-        ({"weight_versions": None}, SamplingParams(max_tokens=9), "4 tokens, but None weight_versions"),
+        ({"weight_versions": None}, SamplingParams(max_tokens=9), "4 tokens, but None, which is no list"),
         ({"logprobs": [0.0]}, SamplingParams(max_tokens=9), "4 tokens, but 1 logprobs"),
-        ({"processed_logprobs": 5}, SamplingParams(max_tokens=9), "4 tokens, but 5 processed_logprobs"),
+        ({"processed_logprobs": 5}, SamplingParams(max_tokens=9), "4 tokens, but 5, which is no list"),
         ({"top_logprobs": [None] * 4}, SamplingParams(max_tokens=9), "top_logprobs that are no mappings"),
     ):
         with pytest.raises(RequestValidationError, match=message):

@@ -225,7 +225,7 @@ def test_tokens_are_integers():
     token: Any = np.array([[5]])
     for own, message in (
         ({"targets": np.array([[2**32 + 1]])}, "targets have 4294967297"),
-        ({"block": 2.5}, "block is 2.5, expected at least 1 token"),
+        ({"block": 2.5}, "block is 2.5, expected an integer of at least 1"),
     ):
         options: dict[str, Any] = {"targets": token} | own
         with pytest.raises(InvalidParameterError, match=message):

@@ -216,7 +216,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind: str):
     ):  # some do not fill a vector; of groups: their sums do not
         x, weight = normal(1, 140, inputs), make_weight(kind, 2, 51, inputs)
         together, up_to_many = np.asarray(product(x, weight)), np.asarray(product(x[:MANY], weight))
-        for count in (*range(1 if dense else 5, 13), 33):  # up to four, quantised values meet x before their scales
+        # up to four rows, quantised values meet x before their scales
+        for count in (
+            *range(1 if dense else 5, 13),
+            16,
+            28,
+            32,
+            33,
+        ):  # up to four, quantised values meet x before their scales
             np.testing.assert_array_equal(product(x[:count], weight), up_to_many[:count])
         for count in (MANY + 1, 67, 130):
             np.testing.assert_array_equal(product(x[:count], weight), together[:count])
