@@ -24,7 +24,7 @@ from ferrum_jax.executor.lifecycle import Lifecycle
 from ferrum_jax.executor.router import NOTHING, ReplicaRouter
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.models.placement import ModelPlacement
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import NewParams, ParamTree
 from ferrum_jax.sharding.mesh import Placement, outside_meshes
 
 T = TypeVar("T")
@@ -292,9 +292,12 @@ class ReplicatedRunner(ModelRunner):
             raise
 
     def _settle(self) -> None:
-        for index in range(self.num_replicas):
-            with self._router.on(index) as replica:
-                replica._pipeline.settle()
+        if not self._router.homes:
+            return
+        with self._life:
+            for index in range(self.num_replicas):
+                with self._router.on(index) as replica:
+                    replica._pipeline.settle()
 
     def unload_lora(self, name: str) -> None:
         """Drops an adapter and its prefixes on the replicas that have it; raises as `ModelRunner.unload_lora`."""
@@ -312,17 +315,17 @@ class ReplicatedRunner(ModelRunner):
                 replica.warmup(**options)
 
     @outside_meshes()
-    def set_params(self, params: ParamTree, *, keep_sequences: KeptSequences = False) -> None:
+    def set_params(self, params: NewParams, *, keep_sequences: KeptSequences = False) -> None:
         """Serves new weights on every replica, as copies on all but the first; raises as `ModelRunner.set_params`."""
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
             for replica in self.replicas:
                 replica._pipeline.check_live("new weights are set", keep_sequences)
-            if self._router.homes:
-                with self._life:
-                    self._settle()
             first, *others = self.replicas
+            if callable(params):
+                params = self._renewed(params)
+            self._settle()
             checked = [first._device.check_params(params)]
             if first.placed.division is None and not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
                 params = checked[0]  # whole, so that they are joined once

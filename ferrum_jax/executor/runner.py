@@ -1,6 +1,6 @@
 """`ModelRunner`: the `DecoderOnlyLLM` contract over one pipeline of compiled steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from ferrum_jax.executor.pipeline import PendingStep, Pipeline
 from ferrum_jax.executor.sizing import EnginePlan
 from ferrum_jax.models.hooks import check_points, hidden_points, state_number
 from ferrum_jax.models.placement import ModelPlacement
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import NewParams, ParamTree
 from ferrum_jax.ops.quantised import activation_dtype
 from ferrum_jax.progress import Track
 from ferrum_jax.sharding.devices import JaxDevice
@@ -370,7 +370,7 @@ class ModelRunner(Adaptable):
             self._programs.warmup([*self.plan.declared(drafts=drafts), *more], track, load=load)
 
     @outside_meshes()
-    def set_params(self, params: ParamTree, *, keep_sequences: KeptSequences = False) -> None:
+    def set_params(self, params: NewParams, *, keep_sequences: KeptSequences = False) -> None:
         """Serves new weights, which must have the tree, shapes and dtypes of the served ones, or be in another layout.
 
         Arrays that lie where the served ones do are used without a copy; others, such as a trainer's on its own mesh,
@@ -381,7 +381,10 @@ class ModelRunner(Adaptable):
         step is a RequestValidationError until this call.
 
         Args:
-            params: the weights.
+            params: the weights; or a function that takes the served ones and returns the new ones. It is called when no
+                step runs, and may take them as donated arguments: then there is only one copy of the weights. If it
+                fails after that, or its result is refused, every step is a RequestValidationError until weights are
+                set. It must not change this runner.
             keep_sequences: which sequences may be live: True for all, or their ids. They go on under the new weights
                 with the keys and values of the old ones, which never become another sequence's prefix. The call waits
                 for steps in flight.
@@ -395,13 +398,25 @@ class ModelRunner(Adaptable):
             self._life.check_not_closed()
             self._life.check_not_failed()
             self._pipeline.check_live("new weights are set", keep_sequences)
+            if callable(params):
+                params = self._renewed(params)
             params = self._device.check_params(params)
-            if self._pipeline.table.cache_ids:
-                with self._life:
-                    self._pipeline.settle()
+            self._settle()
             self._pipeline.invalidate_prefixes()
             self.params_version += 1  # before the weights change: an interrupt must leave a new version
             self._device.set_params(params)
+
+    def _renewed(self, make: Callable[[ParamTree], ParamTree]) -> ParamTree:
+        """Calls a function of the served parameters once no step runs."""
+        self._holder("")._device.check_params_live()
+        self._settle()
+        return make(self.params)
+
+    def _settle(self) -> None:
+        """Waits for steps in flight, if sequences are live."""
+        if self._pipeline.table.cache_ids:
+            with self._life:
+                self._pipeline.settle()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every known prefix; live sequences go on, and their blocks become nobody's prefix."""

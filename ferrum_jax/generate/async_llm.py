@@ -20,7 +20,7 @@ from ferrum_jax.generate.params import RequestOutput, SamplingParams, one_of, pa
 from ferrum_jax.generate.prompts import Prompt
 from ferrum_jax.generate.request import Request
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import NewParams
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class AsyncLLM:
         """Clears the prefix cache, as `LLM.reset_prefix_cache`."""
         await asyncio.to_thread(self.llm.reset_prefix_cache)
 
-    async def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
+    async def set_params(self, params: NewParams, *, live: LivePolicy = "wait") -> int:
         """Sets new weights, as `LLM.set_params`; a cancellation before they are set keeps the old ones."""
         update = params_update(self.llm.model, params, live)
         self.llm.engine.begin_update(update)

@@ -23,7 +23,7 @@ from ferrum_jax.generate.structured import FormCompiler
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 from ferrum_jax.generate.updates import LivePolicy, lora_update, params_update
 from ferrum_jax.loading import check_settings, load, open_checkpoint
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import NewParams
 from ferrum_jax.progress import Track
 from ferrum_jax.weights.gguf import GgufSource
 from ferrum_jax.weights.hub import resolve
@@ -184,12 +184,13 @@ class LLM:
             raise UnsupportedError(f"prefix caches are reset by a ModelRunner, not by a {type(self.model).__name__}")
         self.engine.call(self.model.reset_prefix_cache)
 
-    def set_params(self, params: ParamTree, *, live: LivePolicy = "wait") -> int:
+    def set_params(self, params: NewParams, *, live: LivePolicy = "wait") -> int:
         """Sets new weights as `ModelRunner.set_params` does, between two steps, also while requests run.
 
         Args:
-            params: the weights; if they have the layout of the served ones, their arrays are shared, not copied, and
-                nothing is compiled.
+            params: the weights, or a function that makes them of the served ones and may have those donated; it is
+                called in the engine's thread, and must not use this `LLM`. Arrays in the layout of the served ones are
+                shared, not copied, and nothing is compiled.
             live: what happens to running requests. `wait`: they end under the old weights, others begin after the
                 change. `abort`: they end with the reason `abort` and the answer so far; scoring ends with a
                 CancelledError. `keep`: they go on with the KV of the old weights; requests without a token yet restart,
@@ -203,7 +204,7 @@ class LLM:
         Raises:
             UnsupportedError: the model is not a `ModelRunner`.
             RequestValidationError, InvalidParameterError, ResourceExhaustedError: as `ModelRunner.set_params` raises;
-                nothing has changed.
+                nothing has changed, unless a function has had the served weights donated.
         """
         return self.engine.update(params_update(self.model, params, live))
 

@@ -12,7 +12,7 @@ from ferrum_jax.contract.errors import RequestValidationError, UnsupportedError,
 from ferrum_jax.contract.llm import DecoderOnlyLLM
 from ferrum_jax.executor.runner import ModelRunner
 from ferrum_jax.generate.request import Request
-from ferrum_jax.models.specs import ParamTree
+from ferrum_jax.models.specs import NewParams
 
 LivePolicy = Literal["wait", "abort", "keep", "recompute"]
 
@@ -44,7 +44,7 @@ class Update:
         return self.live == "wait" and self.concerns(request) and not request.is_begun
 
 
-def params_update(model: DecoderOnlyLLM, params: ParamTree, live: LivePolicy) -> Update:
+def params_update(model: DecoderOnlyLLM, params: NewParams, live: LivePolicy) -> Update:
     """Returns the update that sets a model's weights; raises UnsupportedError unless it is a `ModelRunner`."""
     runner = _runner(model)
 

@@ -29,13 +29,13 @@ from ferrum_jax.config.engine import MeshSizes
 from ferrum_jax.contract.checks import check_no_problems, differences
 from ferrum_jax.contract.errors import ConfigError, InvalidParameterError, UnsupportedError
 from ferrum_jax.executor.from_params import from_params
-from ferrum_jax.executor.weights import brought_to
+from ferrum_jax.executor.weights import brought_to, check_same_shapes, served_shapes
 from ferrum_jax.generate.llm import LLM
 from ferrum_jax.generate.params import SamplingParams
-from ferrum_jax.integrations.tunix_lora import LORA, adapter_of, lora_scales
+from ferrum_jax.integrations.tunix_lora import LORA, adapter_of, lora_scales, split_lora
 from ferrum_jax.models.backends import layout_for, obstacle_of_kernels
 from ferrum_jax.models.layout import CHECKPOINT, FUSED, lay_out
-from ferrum_jax.models.specs import ParamTree, name_of
+from ferrum_jax.models.specs import NewParams, ParamTree, name_of
 from ferrum_jax.weights.foreign import Rule, from_tree, plan
 from ferrum_jax.weights.name_tables import tunix_rules
 
@@ -94,7 +94,7 @@ class FerrumRollout(base_rollout.BaseRollout):
         self._moves = plan(self._cfg, self._rules)
         given = _leaves(nnx.state(rollout_actor, nnx.Param))
         self._scales = lora_scales(rollout_actor, given, lora_scale)
-        lora, given = _divided(given)
+        lora, given = split_lora(given)
         asked = EngineConfig(**settings).over(engine or EngineConfig())
         longest = training.max_prompt_length + training.max_tokens_to_generate
         capacity = max(longest, training.kv_cache_size)
@@ -110,7 +110,7 @@ class FerrumRollout(base_rollout.BaseRollout):
             asked = asked.over(EngineConfig(max_loras=1, max_lora_rank=rank))
         self._layout, self._dtype, self._served = asked.layout or FUSED, training.data_type, dtype
         self._device = first
-        self._convert: Any = jax.jit(self._converted)
+        self._convert: Any = jax.jit(self._converted, donate_argnums=1, keep_unused=True)
         self._adapt: Any = jax.jit(self._adapted)
         adapter = self._placed(self._adapt, lora) if lora else None
         runner = from_params(self._placed(self._convert, given), self._cfg, mesh=serving_mesh, engine=asked)
@@ -198,25 +198,25 @@ class FerrumRollout(base_rollout.BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Sets new weights: all of them, only LoRA's, or only the base weights; converts each set by one program.
 
-        The conversion runs on the devices. This waits for running calls of `generate` in other threads, and later calls
-        wait for it.
+        The conversion runs on the devices. On one device it takes over the memory of the served weights: arrays that
+        were read from `llm.runner.params` are deleted. This waits for running calls of `generate` in other threads, and
+        later calls wait for it.
 
         Raises:
-            InvalidParameterError, RequestValidationError: weights are missing, unknown or of a wrong shape; nothing has
-                changed.
+            InvalidParameterError: weights are missing, unknown, no arrays or of a wrong shape; nothing has changed.
             UnsupportedError: weights lie in host memory (`offload_to_cpu`).
         """
-        lora, below = _divided(_leaves(params))
+        lora, below = split_lora(_leaves(params))
         if lora or not below:
             wanted = {path + half: "an array" for path in self._scales for half in LORA}
             check_no_problems("these weights cannot be set", differences(dict.fromkeys(lora, "an array"), wanted))
-        made = self._placed(self._convert, below) if below or not lora else None
+        new = self._new(below) if below or not lora else None
         adapter = self._placed(self._adapt, lora) if lora else None
         with self._gate.alone():
             if adapter is not None:
                 self.llm.set_lora(_ADAPTER, adapter)
-            if made is not None:
-                self.llm.set_params(made)
+            if new is not None:
+                self.llm.set_params(new)
 
     def pad_id(self) -> int:
         """The token that pads prompts and answers."""
@@ -237,15 +237,23 @@ class FerrumRollout(base_rollout.BaseRollout):
     def _adapter(self) -> str | None:
         return _ADAPTER if self._scales else None
 
+    def _new(self, leaves: Mapping[str, jax.Array]) -> NewParams:
+        """Converts weights; if the served ones lie on the same device, in their memory, once nothing else uses it."""
+        if not self._serves_one or any(leaf.devices() != {self._device} for leaf in leaves.values()):
+            return self._placed(self._convert, leaves)
+        served = jax.eval_shape(lambda tree: tree, served_shapes(self.llm.runner.params))
+        check_same_shapes(self._convert.eval_shape(leaves, served), served)
+        return lambda served: self._convert(leaves, served)
+
     def _placed(self, convert: Any, leaves: Mapping[str, jax.Array]) -> ParamTree:
-        for path, leaf in leaves.items():
-            if leaf.sharding.memory_kind not in (None, next(iter(leaf.devices())).default_memory().kind):
-                raise UnsupportedError(f"{path} lies in {leaf.sharding.memory_kind}: offload_to_cpu is not supported")
         made = convert(leaves)
         return brought_to(self._device, made) if self._serves_one else made
 
-    def _converted(self, leaves: dict[str, jax.Array]) -> ParamTree:
-        """Converts to the served tree; under `jit` it shares no buffers with the actor, which may donate its own."""
+    def _converted(self, leaves: dict[str, jax.Array], served: ParamTree | None = None) -> ParamTree:
+        """Converts to the served tree, whose memory it takes over if it is given.
+
+        Under `jit` it shares no buffers with the actor, which may donate its own.
+        """
         tree = lay_out(from_tree(leaves, self._cfg, self._rules), self._cfg, self._layout)
         dtype = self._dtype or next(iter(leaves.values())).dtype
         return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)
@@ -459,20 +467,25 @@ def _gemma_fields(config: Any, module: Any) -> dict[str, Any]:
 
 
 def _leaves(params: Any) -> dict[str, jax.Array]:
-    """Maps paths to arrays: of an `nnx.State` only those of parameters, of any other tree all."""
+    """Maps paths to arrays: of an `nnx.State` only those of parameters, of any other tree all.
+
+    Raises:
+        InvalidParameterError: a leaf is no array of JAX.
+        UnsupportedError: an array lies in host memory.
+    """
     found = {}
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))[0]
     for path, leaf in paths:
         if isinstance(leaf, nnx.Variable) and not isinstance(leaf, nnx.Param):
             continue
-        found[name_of(path)] = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        if not isinstance(leaf, jax.Array):
+            raise InvalidParameterError(f"{name_of(path)} is a {type(leaf).__name__}, expected an array of JAX")
+        if leaf.sharding.memory_kind not in (None, next(iter(leaf.devices())).default_memory().kind):
+            where = leaf.sharding.memory_kind
+            raise UnsupportedError(f"{name_of(path)} lies in {where}: offload_to_cpu is not supported")
+        found[name_of(path)] = leaf
     return found
-
-
-def _divided(leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Splits leaves into LoRA's matrices and the base weights."""
-    lora = {path: leaf for path, leaf in leaves.items() if path.endswith(LORA)}
-    return lora, {path: leaf for path, leaf in leaves.items() if path not in lora}
 
 
 def _seed(seed: Any) -> list[int]:

@@ -22,6 +22,12 @@ from ferrum_jax.weights.foreign import Move
 LORA = ("_lora_a", "_lora_b")  # suffixes that make the paths of the two matrices from their weight's path
 
 
+def split_lora(leaves: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Splits leaves into LoRA's matrices and the base weights."""
+    lora = {path: leaf for path, leaf in leaves.items() if path.endswith(LORA)}
+    return lora, {path: leaf for path, leaf in leaves.items() if path not in lora}
+
+
 def adapter_of(
     leaves: Mapping[str, jax.Array], moves: Sequence[Move], scales: Mapping[str, float], cfg: ModelConfig
 ) -> dict[str, jax.Array]:

@@ -19,6 +19,7 @@ from ferrum_jax.ops.quantised import QuantisedWeight
 from ferrum_jax.sharding.mesh import EXPERT, MODEL
 
 ParamTree = dict[str, Any]  # nested dicts and lists whose leaves are arrays, ParamSpecs or shapes, quantised or not
+NewParams = ParamTree | Callable[[ParamTree], ParamTree]  # a tree, or a function of the served one
 RULES: Mapping[str, str | None] = {  # the mesh axis that divides each logical axis; None: no axis does
     **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "mlp_pairs"), MODEL),
     "expert": EXPERT,

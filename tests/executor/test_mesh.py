@@ -226,6 +226,11 @@ def test_weights_of_a_mesh_are_read_and_set_in_the_checkpoints_form(tmp_path: Pa
         many.set_params(other)
         tiny.assert_same_tree(many.params, other)
         agree(many.prefill("a", tokens), expected.prefill("a", tokens))
+        many.release("a")
+        expected.release("a")
+        for runner in (many, expected):
+            runner.set_params(lambda served: jax.tree.map(lambda leaf: leaf * 1.1, served))
+        agree(many.prefill("a", tokens), expected.prefill("a", tokens))
         assert many.compile_stats()["compiles_after_warmup"] == 0
 
 

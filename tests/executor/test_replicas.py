@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -219,6 +220,27 @@ def test_weights_are_set_on_every_replica(params: ParamTree, two: ReplicatedRunn
         for key, row in zip("abcd", two.unified_forward([(key, [4, 5], 0, True) for key in "abcd"]), strict=True):
             check(row, expected, [4, 5])
             assert two.replica_of(key) is not None
+    finally:
+        two.reset()
+        two.set_params(params)
+
+
+def test_a_function_makes_the_weights_of_every_replica_of_those_of_the_first(
+    params: ParamTree, two: ReplicatedRunner, oracle_of: Any
+):
+    mine = jax.tree.map(jnp.copy, params)
+    two.set_params(mine)
+    larger = jax.jit(lambda served: jax.tree.map(lambda leaf: leaf * 1.25, served), donate_argnums=0)
+    two.prefill("a", [1])
+    with pytest.raises(RequestValidationError, match="release them before new weights are set"):
+        two.set_params(larger)
+    two.release("a")
+    two.set_params(larger)
+    try:
+        expected = oracle_of(jax.tree.map(lambda leaf: leaf * 1.25, params))
+        for row in two.unified_forward([(key, [4, 5], 0, True) for key in "abcd"]):
+            check(row, expected, [4, 5])
+        assert {two.replica_of(key) for key in "abcd"} == {0, 1}
     finally:
         two.reset()
         two.set_params(params)

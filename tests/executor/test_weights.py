@@ -324,6 +324,52 @@ def test_a_trainer_may_donate_the_parameters_and_set_the_new_ones(
     np.testing.assert_allclose(runner.prefill("a", TOKENS), expected, rtol=0, atol=1e-4)
 
 
+def test_a_function_makes_new_parameters_in_the_memory_of_the_served_ones(
+    runner: ModelRunner, params: ParamTree, others: ParamTree, oracle_of: OracleOf
+):
+    mine, version = jax.tree.map(jnp.copy, params), runner.params_version
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(mine)]
+    runner.set_params(mine)
+    runner.prefill("a", TOKENS)
+    with pytest.raises(RequestValidationError, match="release them before"):
+        runner.set_params(_trained)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
+    runner.set_params(_trained, keep_sequences=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(mine))
+    assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner.params)] == places
+    assert runner.params_version == version + 2
+    runner.decode("a", 3, len(TOKENS))
+    runner.release("a")
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle_of(others)(TOKENS)[-1], rtol=0, atol=1e-4)
+    runner.release("a")
+
+
+def test_a_function_of_the_served_parameters_that_fails_changes_nothing_unless_they_were_donated(
+    runner: ModelRunner, params: ParamTree, oracle: Oracle
+):
+    def fails(_: ParamTree) -> ParamTree:
+        raise ZeroDivisionError
+
+    mine = jax.tree.map(jnp.copy, params)
+    runner.set_params(mine)
+    version = runner.params_version
+    with pytest.raises(ZeroDivisionError):
+        runner.set_params(fails)
+    for wrong in (lambda served: served["model"], lambda served: None):
+        with pytest.raises(InvalidParameterError, match="these weights cannot be set"):
+            runner.set_params(wrong)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
+    runner.release("a")
+    with pytest.raises(InvalidParameterError, match="these weights cannot be set"):
+        runner.set_params(lambda served: _trained(served)["model"])
+    for call in (lambda: runner.prefill("a", TOKENS), lambda: runner.set_params(_trained)):
+        with pytest.raises(RequestValidationError, match="call set_params with the new ones"):
+            call()
+    assert runner.params_version == version
+    runner.set_params(params)
+    np.testing.assert_allclose(runner.prefill("a", TOKENS), oracle(TOKENS)[-1], rtol=0, atol=1e-4)
+
+
 def test_some_parameters_that_are_donated_between_plan_and_step_are_named_and_a_reset_helps(
     runner: ModelRunner, params: ParamTree, monkeypatch: pytest.MonkeyPatch, oracle: Oracle
 ):

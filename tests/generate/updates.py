@@ -65,6 +65,10 @@ def make_oracle(weights: Sequence[ParamTree]) -> Logprobs:
     return logprobs
 
 
+COPIED = jax.jit(lambda new, served: new)
+TAKEN_OVER = jax.jit(lambda new, served: new, donate_argnums=1, keep_unused=True)
+
+
 @dataclass
 class Traffic:
     """One interleaving: requests come, weights change, steps run, as drawn."""
@@ -102,9 +106,17 @@ class Traffic:
 
     def _update(self, draw: random.Random) -> None:
         which = draw.randrange(len(self.weights))
-        update = params_update(self.llm.model, self.weights[which], self.policy)
+        makes_them = draw.random() < 0.5
+        new = (lambda served: self._made(which, served)) if makes_them else self.weights[which]
+        update = params_update(self.llm.model, new, self.policy)
         self.llm.engine.scheduler.update(update)
         self.updates.append((update.done, which))
+
+    def _made(self, which: int, served: ParamTree) -> ParamTree:
+        """Copies weights, into the memory of the served ones unless those are among the `weights`."""
+        lent = {id(leaf) for leaf in jax.tree.leaves(list(self.weights))}
+        is_lent = any(id(leaf) in lent for leaf in jax.tree.leaves(served))
+        return (COPIED if is_lent else TAKEN_OVER)(self.weights[which], served)
 
     def _steps(self, draw: random.Random) -> None:
         for _ in range(draw.randint(1, 6)):

@@ -218,13 +218,16 @@ def test_updated_weights_are_taken_on_the_device(lora: bool):
     rollout = rollout_of(model)
     kind = nnx.LoRAParam if lora else nnx.Param
     before = rollout.llm.runner.params_version
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(rollout.llm.runner.params)]
     for at in range(2):
         nnx.update(model, jax.tree.map(lambda leaf: leaf * 0.8, nnx.state(model, kind)))
         disallow = jax.transfer_guard_device_to_host("disallow_explicit")
         with disallow, jax.transfer_guard_host_to_device("disallow_explicit"):
             rollout.update_params(nnx.state(model, kind), (kind,))
         assert rollout.llm.runner.params_version == before + at + 1
-        assert (rollout._adapt if lora else rollout._convert)._cache_size() == 1
+        compiled = rollout._adapt if lora else rollout._convert
+        assert compiled._cache_size() == 1 + (not lora)  # the first weights took over no memory
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(rollout.llm.runner.params)] == places
         out = rollout.generate(["abc", "bc"], rollout_config())
         wanted = actor_logprobs(model, out.left_padded_prompt_tokens, padded(out.tokens), 1.0)
         assert out.logprobs is not None
