@@ -131,11 +131,13 @@ def test_what_cannot_be_is_refused():
         "logits is 'first', expected 'all', 'last', 'none'": {"logits": "first"},
         r"logits are int32\[3, 1\], expected integers \[B, R\] of 4 rows": {"logits": jnp.zeros((3, 1), jnp.int32)},
         "remat is 'all', expected True, False or 'products'": {"remat": "all"},
-        r"logits are float32\[4, 1\]": {"logits": jnp.zeros((4, 1))},
+        "logits are float32, expected integers": {"logits": jnp.zeros((4, 1))},
         "logits have positions outside 0 to 8": {"logits": jnp.full((4, 1), 9)},
         "first_layer is 3, expected a layer from 0 to 2": {"first_layer": 3, "inputs_embeds": embeds},
         "first_layer is True": {"first_layer": True, "inputs_embeds": embeds},
         "first_layer is -1, expected a layer from 0 to 2": {"first_layer": jnp.int32(-1), "inputs_embeds": embeds},
+        "values of first_layer are float32, expected integers": {
+            "first_layer": jnp.float32(1), "inputs_embeds": embeds},
         r"first_layer is int32\[1\], expected one integer": {
             "first_layer": jnp.ones(1, jnp.int32), "inputs_embeds": embeds},
         "first_layer needs inputs_embeds": {"first_layer": 1},
