@@ -292,12 +292,9 @@ class ReplicatedRunner(ModelRunner):
             raise
 
     def _settle(self) -> None:
-        if not self._router.homes:
-            return
-        with self._life:
-            for index in range(self.num_replicas):
-                with self._router.on(index) as replica:
-                    replica._pipeline.settle()
+        for index in range(self.num_replicas):
+            with self._router.on(index) as replica:
+                replica._pipeline.settle()
 
     def unload_lora(self, name: str) -> None:
         """Drops an adapter and its prefixes on the replicas that have it; raises as `ModelRunner.unload_lora`."""
@@ -325,7 +322,7 @@ class ReplicatedRunner(ModelRunner):
             first, *others = self.replicas
             if callable(params):
                 params = self._renewed(params)
-            self._settle()
+            self._settle_live()
             checked = [first._device.check_params(params)]
             if first.placed.division is None and not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
                 params = checked[0]  # whole, so that they are joined once

@@ -48,6 +48,11 @@ class ReplicaRouter:
         self.short: frozenset[int | None] = frozenset()  # replicas that take new ids only if no other has room
         self.unplaced: set[str] = set()  # ids with bindings on every replica, until they are placed on one
 
+    @property
+    def cache_ids(self) -> list[str]:
+        """Ids of sequences that have a replica."""
+        return list(self.homes)
+
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
         home = self.homes.get(cache_id)

@@ -401,7 +401,7 @@ class ModelRunner(Adaptable):
             if callable(params):
                 params = self._renewed(params)
             params = self._device.check_params(params)
-            self._settle()
+            self._settle_live()
             self._pipeline.invalidate_prefixes()
             self.params_version += 1  # before the weights change: an interrupt must leave a new version
             self._device.set_params(params)
@@ -409,14 +409,17 @@ class ModelRunner(Adaptable):
     def _renewed(self, make: Callable[[ParamTree], ParamTree]) -> ParamTree:
         """Calls a function of the served parameters once no step runs."""
         self._holder("")._device.check_params_live()
-        self._settle()
+        self._settle_live()
         return make(self.params)
 
-    def _settle(self) -> None:
+    def _settle_live(self) -> None:
         """Waits for steps in flight, if sequences are live."""
         if self._pipeline.table.cache_ids:
             with self._life:
-                self._pipeline.settle()
+                self._settle()
+
+    def _settle(self) -> None:
+        self._pipeline.settle()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every known prefix; live sequences go on, and their blocks become nobody's prefix."""
