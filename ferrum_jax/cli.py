@@ -239,7 +239,8 @@ def _print_table(rows: Mapping[str, str]) -> None:
     table = Table(show_header=False, box=None)
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", escape(value))
-    Console(width=None if sys.stdout.isatty() else 120).print(table, highlight=False)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed
+    Console(width=None if is_terminal else 120).print(table, highlight=False)
 
 
 @app.command("compile")

