@@ -194,14 +194,18 @@ class Adapters:
         used = {one.row for one in self._loaded.values()} - {one.row for one in evicted}
         row = min(set(range(self.spec.max_loras)) - used)
         self.steps.get(self._install_key)
+        for one in evicted:
+            if one.path:  # forgotten first: after an interrupt its row may be the new adapter's
+                del self._loaded[one.name]
         try:
             told = [np.asarray(leaf) for leaf in leaves] if self.hosts.are_several else []
             leaves = told or leaves
             self.hosts.run(lambda: self.install(row, leaves), "install", None, *told, is_answered=True, row=row)
         except jax.errors.JaxRuntimeError as problem:
+            self._loaded |= {one.name: one for one in evicted}
             raise DeviceError(f"adapter {name!r} cannot be put on the device: {problem}") from problem
         for one in evicted:
-            del self._loaded[one.name]
+            self._loaded.pop(one.name, None)
         self._loaded[name] = replace(made, row=row)
         return evicted
 

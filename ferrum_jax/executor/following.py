@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from ferrum_jax.contract.errors import BackendError
+from ferrum_jax.contract.errors import FerrumError
 from ferrum_jax.executor.device import DeviceState
 from ferrum_jax.executor.hosts import Hosts, unpacked_key
 from ferrum_jax.sharding.processes import Message
@@ -23,7 +23,7 @@ def follow(device: DeviceState, hosts: Hosts) -> None:
     while (message := hosts.channel.receive(0)).op != "end":
         try:
             latest, problem = _do(message, device, latest), ""
-        except BackendError as refusal:
+        except FerrumError as refusal:
             if message.op != "build":
                 hosts.channel.fail(f"{message.op}: {refusal}")
             problem = str(refusal)

@@ -250,15 +250,14 @@ class ReplicatedRunner(ModelRunner):
         with self._life.lock, self._life:
             for replica in self.replicas:
                 replica._adapters.check_new(name)
-            done: list[ModelRunner] = []
             try:
                 for index, replica in enumerate(self.replicas):
                     with self._router.on(index):
                         replica._install(name, read, path, is_pinned=True)
-                    done.append(replica)
-            except FerrumError:
-                for replica in done:
-                    replica.unload_lora(name)
+            except BaseException:  # perhaps a KeyboardInterrupt
+                for replica in self.replicas:
+                    if replica._adapters.has(name):
+                        replica.unload_lora(name)
                 raise
 
     def set_lora(
@@ -302,8 +301,14 @@ class ReplicatedRunner(ModelRunner):
             having = [replica for replica in self.replicas if replica._adapters.has(name)] or self.replicas[:1]
             for replica in having:
                 replica._adapters.check_unloadable(name)
-            for replica in having:
-                replica.unload_lora(name)
+            try:
+                for replica in having:
+                    replica.unload_lora(name)
+            except BaseException:  # perhaps a KeyboardInterrupt
+                for replica in having:
+                    if replica._adapters.has(name):
+                        replica.unload_lora(name)
+                raise
 
     def warmup(self, **options: bool) -> None:
         """As `ModelRunner.warmup`, for every replica in turn."""

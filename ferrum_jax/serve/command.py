@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,6 +106,8 @@ def serve(
         gc.collect()
         gc.freeze()  # later collections skip these objects: all answers wait for a collection
         print(f"{server.service.name} on {url_of(host, bound.getsockname()[1])}", file=sys.stderr, flush=True)
+        # uvicorn raises the signal that ended it again, when this handler is back.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         server.run([bound])
 
 

@@ -4,6 +4,7 @@ Run as `python -m tests.executor.hosts_process JOB` with a description of the jo
 process it is. Process 0 writes its answers to the job's file, pickled.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -24,7 +25,7 @@ import numpy as np
 import ferrum_jax
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, Sampling
-from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError
+from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, UnsupportedError
 from ferrum_jax.executor.batch import ScheduledRow, VerifiedTokens
 from tests import tiny
 
@@ -54,6 +55,10 @@ def run_contract(runner: Any, job: dict[str, Any]) -> list[Any]:
     found.append([one.token_ids for one in runner.decode_n([run])])
     found += [runner.kv_cache("c", layer) for layer in range(runner.model_config.num_hidden_layers)]
     runner.release("b")
+    if len(runner.placed.placement.devices) > 1:
+        with contextlib.suppress(UnsupportedError):  # of every process, while the program is made
+            runner.capture("b", tokens[:5], points=[("z", 0)])
+            raise AssertionError("a mesh has captured what it does not have")
     captured = runner.capture("b", tokens[:20], hidden=(0, 2), attention_weights=(1,))
     found.append([captured.logits, captured.hidden[0], captured.hidden[2], captured.attention_weights[1]])
     runner.reset()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -184,6 +185,28 @@ def test_adapters_loaded_by_name_stay_and_others_make_room(runner: ModelRunner, 
     runner.release("a")
     runner.set_lora_adapter_for_cache("b", active("three", adapter_folders))  # in the place of "two"
     assert sorted(runner._adapters._loaded) == ["one", "three"]
+
+
+def test_an_interrupt_while_an_adapter_makes_room_leaves_no_name_with_the_weights_of_another(
+    runner: ModelRunner, oracles: Oracles, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    runner.load_lora("one", adapter_folders["one"])
+    runner.set_lora_adapter_for_cache("a", active("two", adapter_folders))
+    runner.release("a")
+    install = runner._adapters.install
+
+    def interrupted(*how: Any) -> None:
+        install(*how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner._adapters, "install", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.set_lora_adapter_for_cache("b", active("three", adapter_folders))  # in the place of "two"
+    monkeypatch.undo()
+    runner.reset()
+    for key, name in (("a", "two"), ("b", "one")):
+        runner.set_lora_adapter_for_cache(key, active(name, adapter_folders))
+        np.testing.assert_allclose(runner.prefill(key, TOKENS), oracles[name](TOKENS)[-1], atol=1e-4, rtol=0)
 
 
 def test_without_room_no_file_is_read(

@@ -191,6 +191,34 @@ def test_an_adapter_that_only_one_replica_has_is_dropped_there(two: ReplicatedRu
         two.unload_lora("one")
 
 
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupt_leaves_an_adapter_on_all_replicas_or_on_none(
+    at: int, two: ReplicatedRunner, adapter_folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.replicas[at], "_install", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            two.load_lora("one", adapter_folders["one"])
+    assert two.lora_metrics_snapshot()["adapter_count"] == 0
+    two.load_lora("one", adapter_folders["one"])
+    unload, calls = two.replicas[at]._adapters.unload, []
+
+    def interrupted(name: str) -> Any:
+        calls.append(name)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return unload(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(two.replicas[at]._adapters, "unload", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            two.unload_lora("one")
+    assert two.lora_metrics_snapshot()["adapter_count"] == 0
+
+
 def test_many_tokens_are_decoded_on_all_replicas_at_once(two: ReplicatedRunner, oracle: Oracle):
     runs = []
     for at in range(6):
