@@ -386,6 +386,7 @@ def test_gemma3_says_its_scaled_length_and_its_ropes_by_name_or_by_kind():
             "use_bidirectional_attention = True is not implemented for gemma3_text",
         ),
         ({"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not implemented"),
+        ({"is_causal": False}, "is_causal = False is not implemented for gemma3_text"),
     ):
         with pytest.raises(UnsupportedError, match=says):
             ModelConfig.from_hf(newer | changes)

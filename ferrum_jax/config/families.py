@@ -366,4 +366,6 @@ def read_fields(config: Mapping[str, Any]) -> Fields:
     for setting in CHANGES_ARITHMETIC:
         if setting not in FAMILIES[name].computes and config.get(setting) not in (None, False, 0):
             raise UnsupportedError(f"{setting} = {config[setting]!r} is not implemented for {name}")
+    if config.get("is_causal") is False:
+        raise UnsupportedError(f"is_causal = False is not implemented for {name}: tokens attend to those before them")
     return FAMILIES[name].read(Settings(config))

@@ -95,6 +95,7 @@ class ReplicatedRunner(ModelRunner):
             check_flag("until_one_ends", until_one_ends)
             checked = check_items("runs", runs, DecodeRun)
             index_of = [self.replica_of(check_cache_id(run.cache_id)) or 0 for run in checked]
+            self._router.check_params_live()
             calls = []
             for index in dict.fromkeys(index_of):
                 rows = [at for at, own in enumerate(index_of) if own == index]
@@ -326,8 +327,11 @@ class ReplicatedRunner(ModelRunner):
                 replica._pipeline.check_live("new weights are set", keep_sequences)
             first, *others = self.replicas
             if callable(params):
-                params = self._renewed(params)
-            self._settle_live()
+                first._device.check_params_live()
+                params = params(jax.tree.map(lambda leaf: leaf, self.params))
+            if any(replica._pipeline.table.cache_ids for replica in self.replicas):
+                with self._life:
+                    self._settle()
             checked = [first._device.check_params(params)]
             if first.placed.division is None and not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
                 params = checked[0]  # whole, so that they are joined once

@@ -48,11 +48,6 @@ class ReplicaRouter:
         self.short: frozenset[int | None] = frozenset()  # replicas that take new ids only if no other has room
         self.unplaced: set[str] = set()  # ids with bindings on every replica, until they are placed on one
 
-    @property
-    def cache_ids(self) -> list[str]:
-        """Ids of sequences that have a replica."""
-        return list(self.homes)
-
     def length(self, cache_id: str) -> int:
         """Positions written for an id; 0 if it is unknown."""
         home = self.homes.get(cache_id)
@@ -64,6 +59,7 @@ class ReplicaRouter:
 
     def plan_batch(self, batch: ScheduledBatch) -> tuple[int, list[tuple[int, list[int], PlannedBatch | None]]]:
         """Places and plans a batch; returns its size, and (replica, its rows, their plan). Raises as `execute`."""
+        self.check_params_live()
         homes = self.place([(row.cache_id, NOTHING if row.tokens is None else row.tokens) for row in batch])
         parts = []
         for index in dict.fromkeys(homes.values()):
@@ -86,6 +82,11 @@ class ReplicaRouter:
             with self.on(index) as replica:
                 steps.append((replica._pipeline.run(part), rows))
         return PendingReplicas(self.life, steps, size)
+
+    def check_params_live(self) -> None:
+        """Raises RequestValidationError if a parameter of any replica was donated: all serve or none does."""
+        for replica in self.replicas:
+            replica._device.check_params_live()
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[ModelRunner]:

@@ -1,8 +1,9 @@
 """`ModelRunner`: the `DecoderOnlyLLM` contract over one pipeline of compiled steps."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -381,10 +382,10 @@ class ModelRunner(Adaptable):
         step is a RequestValidationError until this call.
 
         Args:
-            params: the weights; or a function that takes the served ones and returns the new ones. It is called when no
-                step runs, and may take them as donated arguments: then there is only one copy of the weights. If it
-                fails after that, or its result is refused, every step is a RequestValidationError until weights are
-                set. It must not change this runner.
+            params: the weights; or a function that computes the new weights from the served ones. It is called between
+                two steps and may donate them to a jitted function, which then needs no memory for a second copy on one
+                device. If it fails after that, or its result is refused, every step is a RequestValidationError until
+                weights are set. It must not change this runner.
             keep_sequences: which sequences may be live: True for all, or their ids. They go on under the new weights
                 with the keys and values of the old ones, which never become another sequence's prefix. The call waits
                 for steps in flight.
@@ -393,33 +394,22 @@ class ModelRunner(Adaptable):
             RequestValidationError: another sequence is live, whose keys and values are of the old weights.
             InvalidParameterError: the weights differ in more than their values; the message lists where.
             ResourceExhaustedError: there is no memory for the copy of weights of another layout.
+            UnsupportedError: a function is given, but several processes share the weights.
         """
         with self._life.lock:
             self._life.check_not_closed()
             self._life.check_not_failed()
             self._pipeline.check_live("new weights are set", keep_sequences)
             if callable(params):
-                params = self._renewed(params)
+                self._device.check_params_live()
+                params = params(jax.tree.map(lambda leaf: leaf, self.params))  # a tree of its own
             params = self._device.check_params(params)
-            self._settle_live()
+            if self._pipeline.table.cache_ids:
+                with self._life:
+                    self._pipeline.settle()
             self._pipeline.invalidate_prefixes()
             self.params_version += 1  # before the weights change: an interrupt must leave a new version
             self._device.set_params(params)
-
-    def _renewed(self, make: Callable[[ParamTree], ParamTree]) -> ParamTree:
-        """Calls a function of the served parameters once no step runs."""
-        self._holder("")._device.check_params_live()
-        self._settle_live()
-        return make(self.params)
-
-    def _settle_live(self) -> None:
-        """Waits for steps in flight, if sequences are live."""
-        if self._pipeline.table.cache_ids:
-            with self._life:
-                self._settle()
-
-    def _settle(self) -> None:
-        self._pipeline.settle()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every known prefix; live sequences go on, and their blocks become nobody's prefix."""

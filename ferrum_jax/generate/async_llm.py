@@ -187,7 +187,7 @@ class AsyncLLM:
         await asyncio.to_thread(self.llm.reset_prefix_cache)
 
     async def set_params(self, params: NewParams, *, live: LivePolicy = "wait") -> int:
-        """Sets new weights, as `LLM.set_params`; a cancellation before they are set keeps the old ones."""
+        """Sets new weights, as `LLM.set_params`; a cancellation before the change begins keeps the old ones."""
         update = params_update(self.llm.model, params, live)
         self.llm.engine.begin_update(update)
         return await asyncio.wrap_future(update.done)

@@ -50,6 +50,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         _ENGINES.add(self)
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # last registered, first called: before what ends the model's own threads
 
     def submit(self, *requests: Request) -> None:
         """Queues requests, which then begin together; the engine's thread calls their `notify`.
@@ -193,7 +195,6 @@ class Engine:
 _ENGINES: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     """Ends the threads before the interpreter would, perhaps in the middle of a device call."""
     for engine in list(_ENGINES):

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from ferrum_jax.contract.errors import InvalidFormatError, UnsupportedError, safe_repr
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # values of tokenizer.ggml.token_type
+_TURN_ENDS = "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>"
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = (
@@ -68,7 +69,7 @@ PRE_TOKENIZERS: Mapping[str, ByteLevelRecipe] = {
     "dbrx": ByteLevelRecipe(splits=(_LLAMA3_SPLIT,)),
     "deepseek-v3": ByteLevelRecipe(splits=_DEEPSEEK3_SPLITS),
     "gpt-4o": ByteLevelRecipe(splits=(_O200K_SPLIT,)),
-    "qwen2": ByteLevelRecipe(splits=(_QWEN2_SPLIT,), composes=True),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), ByteLevelRecipe(splits=(_QWEN2_SPLIT,), composes=True)),
     "smaug-bpe": ByteLevelRecipe(splits=(_LLAMA3_SPLIT,)),
     "tekken": ByteLevelRecipe(splits=(_TEKKEN_SPLIT,), ignores_merges=True, adds_bos=True),
     **dict.fromkeys(("default", "gpt-2", "gpt2", "olmo", "phi-2"), _GPT2),
@@ -86,6 +87,18 @@ def named_token_id(metadata: Mapping[str, Any], name: str) -> int | None:
             f"tokenizer.ggml.{name}_token_id is {safe_repr(token_id)}, expected an id from 0 to {size - 1}"
         )
     return token_id
+
+
+def turn_end_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Returns the ids of control tokens that end a turn by their text, as llama.cpp knows them.
+
+    A file names one or two such tokens, a `generation_config.json` all of them. Where there is `<|return|>`, as in
+    GPT-OSS, `<|end|>` only ends one message of a turn.
+    """
+    tokens, types = _require(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type") or ()
+    control = {token: at for at, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == _CONTROL}
+    ends = [token for token in _TURN_ENDS if not (token == "<|end|>" and "<|return|>" in control)]
+    return [control[token] for token in ends if token in control]
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -207,6 +220,9 @@ def _merges_from_scores(vocabulary: Mapping[str, int], scores: list[float]) -> l
 
 
 def _build_bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    for left, right in merges:  # the library panics
+        if left + right not in vocabulary:
+            raise InvalidFormatError(f"the vocabulary is inconsistent: it merges {left!r} and {right!r} into no token")
     try:
         return models.BPE(vocab=vocabulary, merges=merges, **options)
     except Exception as error:  # the library raises no narrower one

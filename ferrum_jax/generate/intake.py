@@ -2,7 +2,7 @@
 
 import itertools
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -49,7 +49,7 @@ class Intake:
         count: int,
         lora_request: Any = None,
         interventions: Any = None,
-        capture: Sequence[Any] = (),
+        capture: Iterable[Any] | None = (),
         priority: Any = None,
     ) -> list[RequestOptions]:
         """Returns the options of each of `count` prompts.
@@ -63,12 +63,13 @@ class Intake:
         """
         pairs = zip(as_adapters(lora_request, count), as_priorities(priority, count), strict=True)
         plain = [RequestOptions(adapter, priority=urgency) for adapter, urgency in pairs]
-        if interventions is None and not len(capture):
+        given = () if capture is None else capture
+        if interventions is None and isinstance(given, Sized) and not len(given):
             return plain
         if not isinstance(self.model, ModelRunner):
             raise UnsupportedError(f"hook points need a ModelRunner, this LLM runs a {type(self.model).__name__}")
         cfg = self.model.model_config
-        points = check_points(capture, cfg)
+        points = check_points(given, cfg)
         if wide := [point for point in points if point.name in ATTENTION]:
             raise UnsupportedError(
                 f"{wide[0].name!r} cannot be captured while generating: ModelRunner.capture and models.run return it"
@@ -111,7 +112,7 @@ class Intake:
             raise RequestValidationError(f"chat_template_kwargs is {given}, expected variables of the template by name")
         prompts = check_flag("add_generation_prompt", add_generation_prompt)
         goes_on = check_flag("continue_final_message", continue_final_message)
-        if tokenizer.chat_template is None:
+        if tokenizer.template_for(tools=tools is not None) is None:
             raise UnsupportedError("this model has no chat template: pass a prompt instead of messages")
         if own := ", ".join(sorted(TEMPLATE_OWN & variables.keys())):
             raise RequestValidationError(f"chat_template_kwargs has {own}, which are no variables to be given there")

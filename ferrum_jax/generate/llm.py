@@ -188,7 +188,7 @@ class LLM:
         """Sets new weights as `ModelRunner.set_params` does, between two steps, also while requests run.
 
         Args:
-            params: the weights, or a function that makes them of the served ones and may have those donated; it is
+            params: the weights, or a function that computes them from the served ones, which it may donate; it is
                 called in the engine's thread, and must not use this `LLM`. Arrays in the layout of the served ones are
                 shared, not copied, and nothing is compiled.
             live: what happens to running requests. `wait`: they end under the old weights, others begin after the
@@ -204,7 +204,7 @@ class LLM:
         Raises:
             UnsupportedError: the model is not a `ModelRunner`.
             RequestValidationError, InvalidParameterError, ResourceExhaustedError: as `ModelRunner.set_params` raises;
-                nothing has changed, unless a function has had the served weights donated.
+                nothing has changed, unless a function has donated the served weights.
         """
         return self.engine.update(params_update(self.model, params, live))
 

@@ -330,7 +330,7 @@ class Scheduler:
                 self._collect(step)
             try:
                 version = update.install([one.cache_id for one in self._running])
-            except Exception as problem:  # noqa: BLE001  the update's caller gets it
+            except BaseException as problem:  # noqa: BLE001  the update's caller gets it, a SystemExit of its function too
                 update.done.set_exception(problem)
                 continue
             for request in self._begun(update):

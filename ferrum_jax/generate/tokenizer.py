@@ -19,7 +19,7 @@ from ferrum_jax.contract.errors import (
     safe_repr,
 )
 from ferrum_jax.generate.chat import render_chat
-from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, named_token_id, prefixes_runs
+from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, named_token_id, prefixes_runs, turn_end_ids
 from ferrum_jax.weights.folder import read_json, read_text
 from ferrum_jax.weights.gguf_file import GgufFile
 
@@ -99,6 +99,7 @@ class Tokenizer:
         try:
             backend = build_gguf_tokenizer(metadata)
             ids = {n: named_token_id(metadata, n) for n in ("bos", "eos", "eot", "eom", "padding", "unknown")}
+            ends = turn_end_ids(metadata)
         except (InvalidFormatError, UnsupportedError) as error:
             raise type(error)(f"{path}: {error}") from error
         texts = {name: None if i is None else metadata["tokenizer.ggml.tokens"][i] for name, i in ids.items()}
@@ -111,7 +112,7 @@ class Tokenizer:
                 raise InvalidFormatError(f"{path}: {prefix} is {safe_repr(template)} for {name}, expected a text")
         return cls(
             backend=backend,
-            eos_token_ids=tuple(dict.fromkeys(i for n in ("eos", "eot", "eom") if (i := ids[n]) is not None)),
+            eos_token_ids=tuple(dict.fromkeys(i for i in (ids["eos"], ids["eot"], ids["eom"], *ends) if i is not None)),
             bos_token=texts["bos"],
             eos_token=texts["eos"],
             pad_token=texts["padding"],
@@ -139,6 +140,10 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The default chat template, if there is one."""
         return self.chat_templates.get("default")
+
+    def template_for(self, *, tools: bool) -> str | None:
+        """The chat template of conversations with or without tools; with them the one named `tool_use` comes first."""
+        return self.chat_templates.get("tool_use", self.chat_template) if tools else self.chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the ids of `text`; special tokens spelled out in it become their ids.
@@ -168,15 +173,16 @@ class Tokenizer:
             raise TokenizerError(f"ids must be integers from 0 to 2^32 - 1, found {ids!r:.80}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        """Renders a conversation with the default chat template; options and errors are those of `render_chat`.
+        """Renders a conversation with the chat template; options and errors are those of `render_chat`.
 
         Raises:
-            UnsupportedError: there is no default template.
+            UnsupportedError: there is no template.
         """
-        if self.chat_template is None:
+        template = self.template_for(tools=options.get("tools") is not None)
+        if template is None:
             raise UnsupportedError("this model has no chat template")
         marks = {name: text for name in _MARKS if (text := getattr(self, name)) is not None}
-        return render_chat(self.chat_template, messages, **(marks | options))
+        return render_chat(template, messages, **(marks | options))
 
     def id_to_token(self, token_id: int) -> str | None:
         """Returns the vocabulary's spelling of a token, or None for an id that it does not have."""
@@ -225,7 +231,9 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no narrower one
+    except BaseException as error:  # the library raises no narrower one than Exception, or panics
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise InvalidFormatError(f"{file}: not a tokenizer: {error}") from error
     backend.no_truncation()
     backend.no_padding()

@@ -198,19 +198,21 @@ class FerrumRollout(base_rollout.BaseRollout):
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Sets new weights: all of them, only LoRA's, or only the base weights; converts each set by one program.
 
-        The conversion runs on the devices. On one device it takes over the memory of the served weights: arrays that
-        were read from `llm.runner.params` are deleted. This waits for running calls of `generate` in other threads, and
+        The conversion runs on the devices. On one device it donates the served weights, so that no memory for a second
+        copy is needed: arrays that `llm.runner.params` returned or `llm.set_params` was given are deleted, and if it
+        fails, nothing is generated until the next update. This waits for calls of `generate` in other threads, and
         later calls wait for it.
 
         Raises:
             InvalidParameterError: weights are missing, unknown, no arrays or of a wrong shape; nothing has changed.
+            RequestValidationError: LoRA's rank is above `max_lora_rank`; nothing has changed.
             UnsupportedError: weights lie in host memory (`offload_to_cpu`).
         """
         lora, below = split_lora(_leaves(params))
         if lora or not below:
             wanted = {path + half: "an array" for path in self._scales for half in LORA}
             check_no_problems("these weights cannot be set", differences(dict.fromkeys(lora, "an array"), wanted))
-        new = self._new(below) if below or not lora else None
+        new = self._new_params(below) if below or not lora else None
         adapter = self._placed(self._adapt, lora) if lora else None
         with self._gate.alone():
             if adapter is not None:
@@ -237,12 +239,14 @@ class FerrumRollout(base_rollout.BaseRollout):
     def _adapter(self) -> str | None:
         return _ADAPTER if self._scales else None
 
-    def _new(self, leaves: Mapping[str, jax.Array]) -> NewParams:
-        """Converts weights; if the served ones lie on the same device, in their memory, once nothing else uses it."""
-        if not self._serves_one or any(leaf.devices() != {self._device} for leaf in leaves.values()):
+    def _new_params(self, leaves: Mapping[str, jax.Array]) -> NewParams:
+        """Converts weights, now or, where they can write into the memory of the served ones, when they are set."""
+        served = self.llm.runner.params
+        are_lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(served))
+        if are_lost or not self._serves_one or any(leaf.devices() != {self._device} for leaf in leaves.values()):
             return self._placed(self._convert, leaves)
-        served = jax.eval_shape(lambda tree: tree, served_shapes(self.llm.runner.params))
-        check_same_shapes(self._convert.eval_shape(leaves, served), served)
+        shapes = jax.eval_shape(lambda tree: tree, served_shapes(served))
+        check_same_shapes(self._convert.eval_shape(leaves, shapes), shapes)
         return lambda served: self._convert(leaves, served)
 
     def _placed(self, convert: Any, leaves: Mapping[str, jax.Array]) -> ParamTree:
@@ -481,8 +485,7 @@ def _leaves(params: Any) -> dict[str, jax.Array]:
         leaf = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         if not isinstance(leaf, jax.Array):
             raise InvalidParameterError(f"{name_of(path)} is a {type(leaf).__name__}, expected an array of JAX")
-        if leaf.sharding.memory_kind not in (None, next(iter(leaf.devices())).default_memory().kind):
-            where = leaf.sharding.memory_kind
+        if (where := leaf.sharding.memory_kind) not in (None, next(iter(leaf.devices())).default_memory().kind):
             raise UnsupportedError(f"{name_of(path)} lies in {where}: offload_to_cpu is not supported")
         found[name_of(path)] = leaf
     return found

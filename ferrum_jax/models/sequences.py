@@ -332,7 +332,9 @@ def as_integers(name: str, values: object) -> jax.Array:
         given = jnp.asarray(values) if are_on_device else np.asarray(values)
     except (TypeError, ValueError) as problem:
         raise InvalidParameterError(f"{name} are no array: {problem}") from None
-    if given.size and not jnp.issubdtype(given.dtype, jnp.integer):
+    if not given.size and not isinstance(values, (jax.Array, np.ndarray)):
+        given = given.astype(np.int32)  # NumPy takes an empty list for one of floats
+    if not jnp.issubdtype(given.dtype, jnp.integer):
         raise InvalidParameterError(f"{name} are {given.dtype}, expected integers")
     if isinstance(given, np.ndarray) and (wrong := given.astype(np.int32) != given).any():
         raise InvalidParameterError(f"{name} have {given[wrong][0]}, expected integers of 32 bits with a sign")

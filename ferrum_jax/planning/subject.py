@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ferrum_jax.config import DTYPES, ModelConfig
-from ferrum_jax.contract.errors import ConfigError, safe_repr
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError, safe_repr
 from ferrum_jax.models.quantisation import Formats, choose_formats, quantised_specs
 from ferrum_jax.models.registry import family
 from ferrum_jax.models.specs import ParamTree
@@ -56,7 +56,9 @@ def read_subject(model: str, dtype: str | None = None) -> Subject:
         raise ConfigError(f"dtype is {safe_repr(dtype)}, expected {', '.join(known[:-1])} or {known[-1]}")
     name, fields = model.lower(), CONFIGURATIONS.get(model.lower())
     if fields is None:
-        path = Path(model).expanduser()
+        path = Path(model).expanduser().resolve()
+        if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").is_file()):
+            raise UnsupportedError(f"{model} has no config.json: a plan reads that which the model was published with")
         path = path / "config.json" if path.is_dir() else path
         if not path.is_file():
             raise ConfigError(f"{model} is no file or folder, and known names are {', '.join(CONFIGURATIONS)}")

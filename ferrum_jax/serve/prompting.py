@@ -26,7 +26,9 @@ def tokenizer_of(llm: LLM) -> Tokenizer:
 def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
     """Returns the token ids of a request's conversation; raises a 400 if it cannot be rendered or is too long."""
     tokenizer = tokenizer_of(llm)
-    template, messages = tokenizer.chat_template, [message.rendered() for message in body.messages]
+    tools = [tool.rendered() for tool in body.tools or ()] if body.may_call else None
+    template = tokenizer.template_for(tools=tools is not None)
+    messages = [message.rendered() for message in body.messages]
     if template is None:
         raise bad_request("this model has no chat template: send the prompt to /v1/completions")
     variables = dict(body.chat_template_kwargs or {})
@@ -34,7 +36,6 @@ def chat_ids(llm: LLM, body: ChatBody, most: int | None) -> list[int]:
         if "reasoning_effort" not in template:
             raise bad_request("the chat template of this model knows no reasoning_effort", "reasoning_effort")
         variables["reasoning_effort"] = body.reasoning_effort
-    tools = [tool.rendered() for tool in body.tools or ()] if body.may_call else None
     if tools and "tools" not in template:
         raise bad_request("the chat template of this model shows no tools to it", "tools")
     if body.continue_final_message and body.add_generation_prompt:

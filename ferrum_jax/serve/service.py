@@ -45,7 +45,7 @@ class Service:
         self.llm = llm
         self.settings = settings
         self.name = settings.model or (llm.model.name if isinstance(llm.model, ModelRunner) else "model")
-        template = None if llm.tokenizer is None else llm.tokenizer.chat_template
+        template = None if llm.tokenizer is None else llm.tokenizer.template_for(tools=True)
         self.tool_format = choose_format(settings.tool_parser, template)
         self.admission = Admission(llm.engine.scheduler.max_rows, settings.max_waiting)
         self.vocabulary = Vocabulary(llm.tokenizer)

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.config.checks import check_integer, check_number
+from ferrum_jax.contract.checks import check_flag
+from ferrum_jax.contract.errors import ConfigError, safe_repr
 
 MAX_BODY_BYTES = 16 << 20
 MAX_WAITING = 256
@@ -31,15 +33,25 @@ class ServerSettings:
     quantize: str | None = None  # as the weights were loaded; `/update_weights` uses it again
 
     def __post_init__(self):
-        limits = {"max_body_bytes": 1, "max_waiting": 0}
+        check_integer("max_body_bytes", self.max_body_bytes, 1, 2**63 - 1)
+        check_integer("max_waiting", self.max_waiting)
         if self.max_prompt_tokens is not None:
-            limits["max_prompt_tokens"] = 1
-        for name, least in limits.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}, expected at least {least}")
+            check_integer("max_prompt_tokens", self.max_prompt_tokens, 1)
+        check_flag("trainer_endpoints", self.trainer_endpoints, ConfigError)
+        for name in ("max_seconds", "drain_seconds"):
+            check_number(name, getattr(self, name), above=None)
+        for name in ("model", "tool_parser", "adapter_root"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"{name} is {safe_repr(getattr(self, name))}, expected a text")
+        for name in ("api_keys", "allow_origins"):
+            texts = getattr(self, name)
+            if not isinstance(texts, (tuple, list)) or not all(isinstance(one, str) for one in texts):
+                raise ConfigError(f"{name} is a {type(texts).__name__}, expected a tuple or a list of texts")
+        if not isinstance(self.adapters, Mapping):
+            raise ConfigError(f"adapters is a {type(self.adapters).__name__}, expected folders by name")
         if not 0 < self.max_seconds <= MOST_SECONDS:
             raise ConfigError(f"max_seconds is {self.max_seconds}, expected more than 0, at most {MOST_SECONDS}")
         if not 0 <= self.drain_seconds <= MOST_SECONDS:
             raise ConfigError(f"drain_seconds is {self.drain_seconds}, expected 0 to {MOST_SECONDS}")
-        if any(not key or not key.isascii() for key in self.api_keys):
-            raise ConfigError("an API key is empty or not ASCII, no client could send it")
+        if any(not key or not key.isascii() or key != key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is empty, not ASCII, or has spaces around it: no client could send it")

@@ -35,7 +35,6 @@ CHANGES_ARITHMETIC: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "leading_dense_block_count": ((None, 0), ()),
     "logit_scale": ((None, 0.0, 1.0), ("granite",)),
     "residual_scale": ((None, 0.0, 1.0), ("granite",)),
-    "rope.scaling.yarn_attn_factor": ((None, 1.0), ()),
     "rope.scaling.yarn_ext_factor": ((None, 1.0), ()),
     "rope.scaling.yarn_log_multiplier": ((None, 0.0), ()),
 }
@@ -126,6 +125,7 @@ def read_config(header: Header) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(header),
         "tie_word_embeddings": not header.has("output.weight"),
         "attention_bias": header.has("blk.0.attn_q.bias"),
+        "mlp_bias": header.has("blk.0.ffn_down.bias"),
         "sliding_window": header.get("attention.sliding_window") or None,  # 0 means no window, too
         "num_experts": header.get("expert_count"),
     } | architecture.settings(header)

@@ -29,11 +29,13 @@ _WANTED = [
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "*.safetensors",
     "*.safetensors.index.json",
 ]
-# Patterns also match in folders. Folders have the weights in other formats, `consolidated*` has them with other names.
-_UNWANTED = ["*/*", "consolidated*"]
+# Patterns also match in folders. Folders other than that of chat templates have the weights in other formats,
+# `consolidated*` has them with other names.
+_UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "add*/*.safetensors*", "consolidated*"]
 
 
 def resolve(model: str | os.PathLike[str] | None, *, progress: bool = True) -> Path:

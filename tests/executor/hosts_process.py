@@ -23,6 +23,7 @@ if __name__ == "__main__":  # a test that imports this has settings of its own
 import numpy as np
 
 import ferrum_jax
+from ferrum_jax import LLM  # before a model is loaded, as programs do
 from ferrum_jax.compile.sampler import SlotSettings
 from ferrum_jax.contract import ActiveLoraAdapter, DecodeRun, GreedyArgmax, Sampling
 from ferrum_jax.contract.errors import FerrumError, InvalidParameterError, RequestValidationError, UnsupportedError
@@ -34,6 +35,7 @@ ENGINE = ferrum_jax.EngineConfig(
     multi_step_tokens=4, prefix_cache=True, max_loras=1, max_lora_rank=4, layout="checkpoint",
 )  # fmt: skip
 MODEL = "llama31"
+LEFT: list[Any] = []  # iterators of answers
 
 
 def run_contract(runner: Any, job: dict[str, Any]) -> list[Any]:
@@ -89,7 +91,7 @@ def run_contract(runner: Any, job: dict[str, Any]) -> list[Any]:
     runner.release("a")
     runner.free_kv()
     runner.allocate_kv()
-    llm = ferrum_jax.LLM.from_model(runner)
+    llm = LLM.from_model(runner)
     wanted = [ferrum_jax.SamplingParams(temperature=0.8, seed=at, max_tokens=9) for at in range(5)]
     found.append([out.token_ids for out in llm.generate([tokens[: 5 + 4 * at] for at in range(5)], wanted)])
     return found
@@ -127,7 +129,7 @@ def interrupt_often(runner: Any, tokens: list[int]) -> None:
 
 def generate_for_ever(runner: Any) -> None:
     """Generates until something fails; says when it begins, and what failed."""
-    llm, rounds = ferrum_jax.LLM.from_model(runner), 0
+    llm, rounds = LLM.from_model(runner), 0
     wanted = ferrum_jax.SamplingParams(max_tokens=20)
     while True:
         llm.generate([[5, 6, 7 + rounds % 20], [1, 2, 3]], wanted)
@@ -136,9 +138,19 @@ def generate_for_ever(runner: Any) -> None:
             print("generating", flush=True)
 
 
+def leave(runner: Any) -> None:
+    """Ends the program while answers are generated."""
+    llm = LLM.from_model(runner)
+    short, long = (ferrum_jax.SamplingParams(max_tokens=count, ignore_eos=True) for count in (2, 55))
+    llm.generate([[1, 2, 3], [4, 5]], long)
+    # The iterator is not closed before the interpreter ends.
+    LEFT.append(llm.as_completed([[at, 5] for at in range(60)], [short] + [long] * 59))
+    next(LEFT[0])
+    sys.exit(3)
+
+
 def prefill_for_ever(runner: Any, tokens: list[int]) -> None:
     """Reads one prompt again and again, as a call of the contract; says when it begins."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     print("generating", flush=True)
     while True:
         runner.prefill("a", tokens)
@@ -164,6 +176,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     if job["do"] == "refuse":
         refuse(job, job["who"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
     began = time.perf_counter()
     mesh = {"model": 4} if os.environ.get("FERRUM_NUM_PROCESSES") else None
     runner = ferrum_jax.load(
@@ -171,6 +184,8 @@ def main() -> None:
     )
     if job["do"] == "prefill":
         prefill_for_ever(runner, job["tokens"])
+    if job["do"] == "leave":
+        leave(runner)
     if job["do"] == "generate":
         try:
             generate_for_ever(runner)

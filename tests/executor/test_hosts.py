@@ -182,6 +182,11 @@ def test_a_signal_to_end_ends_the_job(job: dict[str, Any], tmp_path: Path, victi
     assert f"process {victim} of 2" in said or JAX_SAYS in said
 
 
+def test_a_program_that_ends_while_it_generates_ends_the_job_in_order(job: dict[str, Any], tmp_path: Path):
+    with Job(job | {"do": "leave"}, count=2, logs=tmp_path) as running:
+        assert [running.end(at, 240) for at in (0, 1)] == [3, 0], running.output(0) + running.output(1)
+
+
 def test_an_interrupt_of_process_0_ends_the_job_in_order(job: dict[str, Any], tmp_path: Path):
     with Job(job | {"do": "prefill"}, count=2, logs=tmp_path) as running:
         running.await_output(0, "generating", 240)

@@ -21,6 +21,7 @@ from ferrum_jax.contract.errors import (
     AlreadyExistsError,
     CancelledError,
     DeviceError,
+    InvalidParameterError,
     NotFoundError,
     RequestValidationError,
     ResourceExhaustedError,
@@ -263,6 +264,15 @@ def test_a_function_makes_the_weights_of_every_replica_of_those_of_the_first(
     with pytest.raises(RequestValidationError, match="release them before new weights are set"):
         two.set_params(larger)
     two.release("a")
+    with pytest.raises(InvalidParameterError, match="these weights cannot be set"):
+        two.set_params(lambda served: larger(served)["model"])
+    for call in (
+        lambda: two.unified_forward([(key, [4], 0, True) for key in "abcd"]),
+        lambda: two.decode_n([DecodeRun(cache_id=key, token=4, pos=0, max_tokens=2) for key in "abcd"]),
+    ):
+        with pytest.raises(RequestValidationError, match="call set_params with the new ones"):
+            call()
+    two.set_params(jax.tree.map(jnp.copy, params))
     two.set_params(larger)
     try:
         expected = oracle_of(jax.tree.map(lambda leaf: leaf * 1.25, params))

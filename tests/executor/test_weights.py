@@ -347,7 +347,8 @@ def test_a_function_makes_new_parameters_in_the_memory_of_the_served_ones(
 def test_a_function_of_the_served_parameters_that_fails_changes_nothing_unless_they_were_donated(
     runner: ModelRunner, params: ParamTree, oracle: Oracle
 ):
-    def fails(_: ParamTree) -> ParamTree:
+    def fails(served: ParamTree) -> ParamTree:
+        served["model"]["norm"] = None
         raise ZeroDivisionError
 
     mine = jax.tree.map(jnp.copy, params)

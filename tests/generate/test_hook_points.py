@@ -94,6 +94,13 @@ def test_requests_of_one_batch_have_each_their_own(runner: ModelRunner, params: 
     assert is_empty(runner)
 
 
+def test_points_may_come_from_an_iterator_and_none_captures_nothing(runner: ModelRunner):
+    llm = LLM.from_model(runner)
+    assert llm.generate(PROMPTS[0], PARAMS, capture=None)[0].captured == {}  # pyright: ignore[reportArgumentType]
+    (out,) = llm.generate(PROMPTS[0], PARAMS, capture=iter(POINTS))  # pyright: ignore[reportArgumentType]
+    assert sorted(out.captured) == sorted(POINTS)
+
+
 def test_other_values_and_other_requests_compile_nothing(runner: ModelRunner, params: ParamTree, compiles: list[str]):
     llm = LLM.from_model(runner)
     llm.generate(PROMPTS, PARAMS, interventions=STEER, capture=POINTS)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from ferrum_jax.contract.errors import FerrumError, InvalidFormatError, NotFoundError, TokenizerError, UnsupportedError
-from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer
+from ferrum_jax.generate.gguf_tokenizer import build_gguf_tokenizer, turn_end_ids
 from ferrum_jax.generate.tokenizer import Tokenizer, load_tokenizer
 
 # Made with transformers 5.23 from the same file.
@@ -159,7 +159,7 @@ def test_smollm2_splits_digits_before_words(smollm2: Tokenizer):
 
 
 def test_smollm2_names_its_special_tokens(smollm2: Tokenizer):
-    assert (smollm2.vocab_size, smollm2.eos_token_ids) == (49152, (2,))
+    assert (smollm2.vocab_size, smollm2.eos_token_ids) == (49152, (2, 0))  # 0: `<|endoftext|>`
     assert (smollm2.bos_token, smollm2.eos_token, smollm2.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
     assert smollm2.unk_token == "<|endoftext|>"
     assert smollm2.chat_template is not None
@@ -244,14 +244,40 @@ def test_every_end_that_a_gguf_names_is_an_eos_id(tmp_path: Path):
     assert load_tokenizer(path).eos_token_ids == (1, 0)
 
 
+@pytest.mark.parametrize(
+    ("specials", "ends"),
+    [
+        (["<|endoftext|>", "<|assistant|>", "<|end|>"], ["<|endoftext|>", "<|end|>"]),  # Phi-4
+        (["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"], ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
+        (["<|return|>", "<|end|>", "<|endoftext|>"], ["<|endoftext|>"]),  # GPT-OSS: `<|end|>` ends one of its messages
+        (["<|im_start|>", "<|im_end|>"], ["<|im_end|>"]),
+    ],
+)
+def test_control_tokens_that_end_a_turn_are_eos_ids(specials: list[str], ends: list[str]):
+    tokens, types = ["a", "<|im_end|>x", *specials], [1, 1, *[3] * len(specials)]
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    assert sorted(tokens[at] for at in turn_end_ids(metadata)) == sorted(ends)
+    assert turn_end_ids(metadata | {"tokenizer.ggml.token_type": [1] * len(tokens)}) == []
+
+
 def test_a_special_id_outside_the_vocabulary_is_refused(tmp_path: Path):
     with pytest.raises(InvalidFormatError, match="eos_token_id is 9999"):
         load_tokenizer(write_gguf(tmp_path / "m.gguf", ggml_eos_token_id=9999))
 
 
-def test_merges_of_unknown_tokens_are_refused(tmp_path: Path):
+@pytest.mark.parametrize("merge", ["a zz", "z q"])  # "q" and "z" are tokens, "zq" is none
+def test_merges_of_unknown_tokens_are_refused(tmp_path: Path, merge: str):
     with pytest.raises(InvalidFormatError, match=r"m\.gguf.*inconsistent"):
-        load_tokenizer(write_gguf(tmp_path / "m.gguf", merges=["a zz"]))
+        load_tokenizer(write_gguf(tmp_path / "m.gguf", merges=[merge]))
+
+
+def test_a_tokenizer_that_merges_into_no_token_is_refused(tmp_path: Path):
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}
+    names = "truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"
+    whole = {"version": "1.0", "added_tokens": [], "model": model} | dict.fromkeys(names)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(InvalidFormatError, match=r"tokenizer\.json: not a tokenizer"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -539,6 +565,8 @@ def test_chat_templates_are_found_in_every_place(tmp_path: Path):
     named = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
     write_folder(tmp_path, tokenizer_config={"chat_template": named})
     assert load_tokenizer(tmp_path).chat_templates == {"default": "two", "tool_use": "three"}
+    tokenizer, said = load_tokenizer(tmp_path), [{"role": "user", "content": "hi"}]
+    assert [tokenizer.render(said, tools=tools) for tools in (None, [{"type": "function"}])] == ["two", "three"]
     (tmp_path / "chat_template.jinja").write_text("four")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("five")

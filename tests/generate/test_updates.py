@@ -209,6 +209,19 @@ def test_updates_compile_nothing_copy_nothing_and_keep_their_order(
     ended(requests)
 
 
+def test_what_a_function_of_the_weights_raises_reaches_its_caller_and_ends_nothing_else(serving: ModelRunner):
+    llm = LLM.from_model(serving)
+    requests = started(llm, until_asked=False)
+    for raised in (SystemExit, ValueError):
+
+        def fails(_: ParamTree, raised: type[BaseException] = raised) -> ParamTree:
+            raise raised
+
+        with pytest.raises(raised):
+            llm.set_params(fails, live="keep")
+    assert all(out.finish_reason == "length" for out in ended(requests))
+
+
 def test_an_update_that_waits_ends_with_the_engine_or_when_it_is_cancelled(
     serving: ModelRunner, weights: list[ParamTree]
 ):

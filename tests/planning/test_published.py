@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ferrum_jax.contract.errors import ConfigError
+from ferrum_jax.contract.errors import ConfigError, UnsupportedError
 from ferrum_jax.models.specs import named_leaves, num_parameters
 from ferrum_jax.planning.published import CONFIGURATIONS
 from ferrum_jax.planning.subject import read_subject
@@ -49,6 +49,9 @@ def test_a_folder_and_its_configuration_are_the_same_model(tmp_path: Path):
 def test_what_is_no_model_or_dtype_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"nowhere is no file or folder, and known names are llama-3.1-8b"):
         read_subject("nowhere")
+    for other in (tmp_path, tmp_path / "m.gguf"):
+        with pytest.raises(UnsupportedError, match=r"has no config\.json"):
+            read_subject(str(other))
     for dtype in ("float32", "int3"):
         with pytest.raises(ConfigError, match=f"dtype is '{dtype}', expected float16, bfloat16, int8 or"):
             read_subject("llama-3.1-8b", dtype)

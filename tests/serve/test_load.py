@@ -506,7 +506,9 @@ def test_an_address_that_cannot_be_had_is_refused():
     "wrong",
     [{"max_seconds": 0}, {"max_waiting": -1}, {"max_body_bytes": 0}, {"api_keys": ("",)}, {"api_keys": ("é",)},
      {"drain_seconds": -1}, {"max_prompt_tokens": 0}, {"max_seconds": float("nan")}, {"max_seconds": float("inf")},
-     {"drain_seconds": float("inf")}],
+     {"drain_seconds": float("inf")}, {"api_keys": "secret"}, {"api_keys": ("a ",)}, {"api_keys": 5},
+     {"allow_origins": "https://a.b"}, {"trainer_endpoints": "no"}, {"max_seconds": "5"}, {"max_waiting": float("nan")},
+     {"adapters": "a=b"}, {"model": 3}, {"api_keys": (5,)}],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]):
     with pytest.raises(ConfigError):

@@ -126,7 +126,7 @@ def refuse(path: Path, kind: type[FerrumError] = FerrumError) -> str:
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "llama_biases", "qwen2", "qwen2_tied", "qwen3", "qwen3_tied"])
 def test_every_architecture_gives_the_tensors_and_the_configuration_of_the_folder(name: str, tmp_path: Path):
-    config = tiny.CONFIGS[name] | ({"mlp_bias": False} if name == "llama_biases" else {})
+    config = tiny.CONFIGS[name]
     params, cfg = ferrum_jax.load_params(write_gguf(tmp_path / "model.gguf", config))
     expected = ModelConfig.from_hf(config)
     assert {**vars(cfg), "rms_norm_eps": 0} == {**vars(expected), "rms_norm_eps": 0}
@@ -224,6 +224,15 @@ def test_a_type_that_is_not_supported_is_refused_by_name(tmp_path: Path):
 def test_an_architecture_that_is_not_supported_is_refused_by_name(tmp_path: Path):
     path = write_gguf(tmp_path / "model.gguf", tiny.CONFIGS["llama3"], architecture="gemma")
     assert "architecture 'gemma', supported are gemma2," in refuse(path, UnsupportedError)
+
+
+def test_a_part_of_a_split_file_is_refused(tmp_path: Path):
+    writer = GGUFWriter(tmp_path / "model-00001-of-00003.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "is one of 3 parts" in refuse(tmp_path / "model-00001-of-00003.gguf", UnsupportedError)
 
 
 def test_experts_of_an_architecture_that_has_none_are_refused(tmp_path: Path):

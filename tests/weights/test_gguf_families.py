@@ -229,7 +229,7 @@ def test_other_ways_of_writing_a_file_give_the_same(name: str, how: dict[str, An
         ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (
             {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
-             "rope.scaling.attn_factor": 1.7, "rope.scaling.yarn_beta_fast": 3.0},
+             "rope.scaling.attn_factor": 1.7, "rope.scaling.yarn_attn_factor": 0.9, "rope.scaling.yarn_beta_fast": 3.0},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 3.0,
              "attention_factor": 1.7 * (0.1 * math.log(4) + 1)},
         ),

@@ -33,6 +33,7 @@ WANTED = {
     "tokenizer.json": b"tokens",
     "tokenizer_config.json": b"{ }",
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
     "model.safetensors.index.json": b'{"weight_map": {}}',
     "model-00001-of-00002.safetensors": b"one",
     "model-00002-of-00002.safetensors": b"second",
