@@ -241,13 +241,13 @@ class FerrumRollout(base_rollout.BaseRollout):
 
     def _new_params(self, leaves: Mapping[str, jax.Array]) -> NewParams:
         """Converts weights, now or, where they can write into the memory of the served ones, when they are set."""
-        served = self.llm.runner.params
-        are_lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(served))
-        if are_lost or not self._serves_one or any(leaf.devices() != {self._device} for leaf in leaves.values()):
-            return self._placed(self._convert, leaves)
-        shapes = jax.eval_shape(lambda tree: tree, served_shapes(served))
-        check_same_shapes(self._convert.eval_shape(leaves, shapes), shapes)
-        return lambda served: self._convert(leaves, served)
+        if self._serves_one and all(leaf.devices() == {self._device} for leaf in leaves.values()):
+            served = self.llm.runner.params
+            if not any(leaf.is_deleted() for leaf in jax.tree.leaves(served)):
+                shapes = jax.eval_shape(lambda tree: tree, served_shapes(served))
+                check_same_shapes(self._convert.eval_shape(leaves, shapes), shapes)
+                return lambda served: self._convert(leaves, served)
+        return self._placed(self._convert, leaves)
 
     def _placed(self, convert: Any, leaves: Mapping[str, jax.Array]) -> ParamTree:
         made = convert(leaves)
