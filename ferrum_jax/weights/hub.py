@@ -33,8 +33,9 @@ _WANTED = [
     "*.safetensors",
     "*.safetensors.index.json",
 ]
-# Patterns also match in folders. Folders other than that of chat templates have the weights in other formats,
-# `consolidated*` has them with other names.
+# Patterns also match in folders, which have the weights in other formats; `consolidated*` has them with other names.
+# `additional_chat_templates` is wanted, and patterns have no exceptions: these leave out folders that do not begin with
+# "add", and weights in those that do.
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "add*/*.safetensors*", "consolidated*"]
 
 
